@@ -1,0 +1,26 @@
+"""The errors that more than one room raises.
+
+`UserError` is for what a person can mend: its message names the field or argument, the value, and the fix, and the
+command line prints it without a traceback and exits with code 2. Everything else that escapes is a bug or a failing
+machine, and keeps its traceback.
+"""
+
+
+class UserError(Exception):
+    """Bad input from a person. The message is the whole explanation; nothing has been started."""
+
+
+class ConfigError(UserError):
+    """A configuration that cannot be run as written."""
+
+
+class DeadlineExceeded(RuntimeError):
+    """A named wait ran out. The message says which wait, how long it lasted, and what the other side last said."""
+
+
+class InfrastructureError(RuntimeError):
+    """An engine, a sandbox or the network failed. Retried, then masked; never scored as a reward of 0."""
+
+
+class EnvironmentFailure(RuntimeError):
+    """An environment's own code raised, hung or answered out of form. The sample is masked and counted."""

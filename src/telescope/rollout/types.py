@@ -1,0 +1,63 @@
+"""The seam between a rollout and the engine that samples its tokens.
+
+`Engine` is what the rollout needs and nothing more, so that a fake stands in for vLLM in tests and benchmarks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(slots=True, frozen=True)
+class GenerateRequest:
+    """One turn to sample: token ids in, token ids out. `request_id` is unique within the run and can be aborted."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    max_tokens: int
+    temperature: float
+    top_p: float | None = None
+    seed: int | None = None
+    priority: int = 0
+    """Lower is served first (vLLM's order)."""
+
+
+@dataclass(slots=True)
+class Generation:
+    """What the engine sampled for one request.
+
+    `version_spans` are (policy version, first token, end token) over the N sampled tokens, contiguous from 0 to N.
+    """
+
+    token_ids_N: np.ndarray
+    logprobs_N: np.ndarray
+    finish_reason: str
+    """`stop` (end token), `length` (`max_tokens` or context exhausted) or `abort`."""
+    version_spans: list[tuple[int, int, int]]
+    server_index: int = 0
+    queue_seconds: float | None = None
+    first_token_seconds: float | None = None
+    total_seconds: float = 0.0
+
+    @property
+    def version_N(self) -> np.ndarray:
+        """Policy version of each sampled token, int32 [N]."""
+        versions = np.empty(len(self.token_ids_N), dtype=np.int32)
+        for version, start, end in self.version_spans:
+            versions[start:end] = version
+        return versions
+
+
+class Engine(Protocol):
+    """One inference server, as a rollout sees it."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one turn. Raises `InfrastructureError` when the server fails, dies or exceeds the deadline."""
+        ...
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Stop these requests in the engine itself. Unknown ids are not an error."""
+        ...
