@@ -1,0 +1,100 @@
+"""Which keyword arguments an environment takes, and the error for those that it does not.
+
+An argument from the YAML file may be meant for the constructor or for `load_dataset`, of the class itself or of one
+that it inherits from. Known are: the named parameters of both methods, followed up the inheritance for as long as each
+passes `**kwargs` on, and the names that their bodies read from `**kwargs` as literals (`kwargs.get("subset")`).
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from telescope.errors import UserError
+
+
+def constructor_arguments(cls: type, root: type) -> set[str]:
+    """Names that `cls(...)` takes by itself, without those that `root` passes on to `load_dataset`."""
+    return _arguments_of(cls, "__init__", root)
+
+
+def dataset_arguments(cls: type, root: type) -> set[str]:
+    """Names that `cls.load_dataset` takes."""
+    return _arguments_of(cls, "load_dataset", root)
+
+
+def check_arguments(cls: type, given: Iterable[str], root: type, *, called: str = "") -> None:
+    """Raise `UserError` when `given` holds a name that neither method of `cls` knows."""
+    known = constructor_arguments(cls, root) | dataset_arguments(cls, root)
+    unknown = [name for name in given if name not in known]
+    if not unknown:
+        return
+    words = []
+    for name in unknown:
+        near = difflib.get_close_matches(name, known, n=1)
+        words.append(f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name))
+    listed = ", ".join(sorted(known)) or "none at all"
+    raise UserError(f"{called or cls.__name__} has no keyword argument {', '.join(words)}. It takes: {listed}.")
+
+
+def load_arguments(cls: type, given: Mapping[str, Any], root: type) -> dict[str, Any]:
+    """The part of `given` that `cls.load_dataset` takes."""
+    known = dataset_arguments(cls, root)
+    return {name: value for name, value in given.items() if name in known}
+
+
+def _owners(cls: type, method: str, root: type) -> list[type]:
+    """Classes from `cls` up to, but without, `root` that define `method` themselves."""
+    owners = []
+    for owner in cls.__mro__:
+        if owner is root:
+            break
+        if method in vars(owner):
+            owners.append(owner)
+    return owners
+
+
+def _arguments_of(cls: type, method: str, root: type) -> set[str]:
+    names: set[str] = set()
+    for owner in _owners(cls, method, root):
+        function = vars(owner)[method]
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        names.update(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        rest = _var_keyword(function)
+        if rest is None:
+            break
+        names.update(_literal_reads(function, rest))
+    return names
+
+
+def _var_keyword(function: Callable[..., Any]) -> str | None:
+    """Name of the `**kwargs` parameter, if there is one."""
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return parameter.name
+    return None
+
+
+def _literal_reads(function: Callable[..., Any], mapping: str) -> set[str]:
+    """String literals that the source reads from the mapping: `m["x"]`, `m.get("x")`, `m.pop("x")`, `"x" in m`."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return set()  # no source at hand (built at run time): the signature alone has to do
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str(key))) if name == mapping:
+                names.add(key)
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id=name), attr="get" | "pop" | "setdefault"),
+                args=[ast.Constant(value=str(key)), *_],
+            ) if name == mapping:
+                names.add(key)
+            case ast.Compare(left=ast.Constant(value=str(key)), comparators=[ast.Name(id=name)]) if name == mapping:
+                names.add(key)
+    return names

@@ -1,0 +1,1 @@
+"""Countdown: combine given numbers, each exactly once, to reach a target."""

@@ -1,0 +1,204 @@
+"""The Countdown environment: prompts, where its puzzles come from, and the reward.
+
+An answer is right when the last `<answer>...</answer>` holds an expression that uses every given number exactly once,
+with allowed operators only, and equals the target exactly. Its form is right when there is exactly one such pair of
+tags, nothing follows it, and what is inside parses. The evaluator is `arithmetic`; nothing here evaluates text.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import islice
+from typing import Any, ClassVar
+
+from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
+from telescope.environments.countdown.arithmetic import Expression, ExpressionError, parse
+from telescope.environments.countdown.puzzles import PuzzleSettings, generate_puzzles, in_portion
+from telescope.environments.parsers import extract_answer_tags, strip_think_tags
+from telescope.errors import UserError
+
+REQUIRED_PACKAGES: list[str] = []
+OPTIONAL_PACKAGES = ["datasets"]
+
+HUB_DATASET = "Jiayi-Pan/Countdown-Tasks-3to4"
+
+DEFAULT_NUM_GENERATED = 10_000
+"""Puzzles that are generated when nothing says how many."""
+
+SYSTEM_PROMPT = "You are a careful assistant. You think about a problem first and then give the answer."
+INSTRUCTION_PROMPT = (
+    "Use every number exactly once, with the operations {operations} and parentheses. You may think first. "
+    "Then write the expression alone between <answer> and </answer>, for example <answer>(1 + 2) / 3</answer>."
+)
+
+_UNSET: Any = object()
+"""Tells `system_prompt: null` (no system prompt) from one that is not given (the default of the prompt style)."""
+
+logger = logging.getLogger(__name__)
+
+
+class CountdownEnvironment(SingleTurnEnvironment):
+    """Reach a target from given numbers.
+
+    `dataset` is `hub`, `generated`, or `auto` (the hub's if it can be had, else generated). `portion` is `all`,
+    `train` or `heldout`: a fixed fifth of all puzzles is held out, whatever the seed. `min_numbers` to
+    `operations` shape generated puzzles; `operations` also limits what an answer may use.
+
+    `prompt_style` is `full` (instructions in words) or `short` ("3 7 12 -> 22", for very small models). The reward is
+    `correct_reward` for a right answer plus `format_reward` for the right form; the metrics `correct` and `format`
+    are 0 or 1 whatever the weights.
+    """
+
+    metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {
+        "correct": {"min": 0.0, "max": 1.0},
+        "format": {"min": 0.0, "max": 1.0},
+    }
+
+    def __init__(
+        self,
+        system_prompt: str | None = _UNSET,
+        instruction_prompt: str | None = _UNSET,
+        prompt_style: str = "full",
+        correct_reward: float = 1.0,
+        format_reward: float = 1.0,
+        operations: str = "+-*/",
+        **kwargs: Any,
+    ) -> None:
+        _one_of("prompt_style", prompt_style, ("full", "short"))
+        if not operations or set(operations) - set("+-*/"):
+            raise UserError(f"countdown: operations is {operations!r}; use some of the characters + - * /.")
+        full = prompt_style == "full"
+        if system_prompt is _UNSET:
+            system_prompt = SYSTEM_PROMPT if full else None
+        if instruction_prompt is _UNSET:
+            listed = ", ".join(operations)
+            instruction_prompt = INSTRUCTION_PROMPT.replace("{operations}", listed) if full else None
+        super().__init__(system_prompt=system_prompt, instruction_prompt=instruction_prompt, **kwargs)
+        self.prompt_style = prompt_style
+        self.correct_reward = float(correct_reward)
+        self.format_reward = float(format_reward)
+        self.operations = operations
+        self.reward_min = min(0.0, self.correct_reward) + min(0.0, self.format_reward)
+        self.reward_max = max(0.0, self.correct_reward) + max(0.0, self.format_reward)
+
+    def load_dataset(
+        self,
+        num_samples: int = -1,
+        dataset: str = "auto",
+        portion: str = "all",
+        dataset_name: str = HUB_DATASET,
+        dataset_subset: str | None = None,
+        dataset_split: str = "train",
+        seed: int = 0,
+        min_numbers: int = 3,
+        max_numbers: int = 4,
+        min_number: int = 1,
+        max_number: int = 99,
+        min_target: int = 1,
+        max_target: int = 100,
+        **_: Any,
+    ) -> list[Sample]:
+        """The puzzles as samples. Raises `UserError` when the settings admit fewer than `num_samples`."""
+        _one_of("dataset", dataset, ("auto", "hub", "generated"))
+        _one_of("portion", portion, ("all", "train", "heldout"))
+        settings = PuzzleSettings(
+            min_numbers, max_numbers, min_number, max_number, min_target, max_target, self.operations
+        )
+        if dataset != "generated":
+            try:
+                return self._load_hub(num_samples, portion, dataset_name, dataset_subset, dataset_split)
+            except Exception as error:
+                if dataset == "hub":
+                    raise
+                logger.warning("countdown: %s cannot be had (%s); generating puzzles instead.", dataset_name, error)
+        return self._generate(num_samples, portion, settings, seed)
+
+    def _generate(self, num_samples: int, portion: str, settings: PuzzleSettings, seed: int) -> list[Sample]:
+        _check_settings(settings)
+        wanted = DEFAULT_NUM_GENERATED if num_samples < 0 else num_samples
+        puzzles = list(islice(generate_puzzles(settings, seed, portion), wanted))
+        if len(puzzles) < num_samples:
+            raise UserError(
+                f"countdown: num_samples is {num_samples}, but only {len(puzzles)} different puzzles were found with "
+                f"portion {portion!r} and {settings}. Lower num_samples or widen the ranges."
+            )
+        return [self._sample(puzzle.numbers, puzzle.target) for puzzle in puzzles]
+
+    def _load_hub(
+        self, num_samples: int, portion: str, dataset_name: str, subset: str | None, split: str
+    ) -> list[Sample]:
+        try:
+            import datasets
+        except ImportError as error:
+            raise UserError(
+                "countdown: dataset 'hub' needs the package datasets. Install it with: pip install datasets"
+            ) from error
+        rows = datasets.load_dataset(dataset_name, subset, split=split)
+        pairs: Iterable[tuple[list[int], int]] = zip(rows["nums"], rows["target"], strict=True)
+        admitted = ((numbers, target) for numbers, target in pairs if in_portion(numbers, target, portion))
+        return [self._sample(tuple(n), t) for n, t in islice(admitted, None if num_samples < 0 else num_samples)]
+
+    def _sample(self, numbers: tuple[int, ...], target: int) -> Sample:
+        return Sample(
+            prompt=self.question(numbers, target),
+            answer=str(target),
+            metadata={"numbers": list(numbers), "target": target},
+        )
+
+    def question(self, numbers: Iterable[int], target: int) -> str:
+        """The user's message for a puzzle, without the instruction."""
+        if self.prompt_style == "short":
+            return f"{' '.join(map(str, numbers))} -> {target}"
+        return f"Make {target} from the numbers {', '.join(map(str, numbers))}."
+
+    def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
+        text = completion.removesuffix(eos_token) if eos_token else completion
+        text = strip_think_tags(text)
+        answer = extract_answer_tags(text)
+        expression = _parsed(answer)
+        one_answer_at_the_end = text.endswith("</answer>") and text.count("<answer>") == text.count("</answer>") == 1
+        well_formed = expression is not None and one_answer_at_the_end
+        numbers = sample.metadata["numbers"]
+        correct = expression is not None and self._reaches(expression, numbers, sample.metadata["target"])
+        return RewardResult(
+            total_reward=self.correct_reward * correct + self.format_reward * well_formed,
+            sample_metrics={"correct": float(correct), "format": float(well_formed)},
+            golden_answers={"target": sample.answer},
+            sample_tags={"num_numbers": str(len(numbers))},
+        )
+
+    def _reaches(self, expression: Expression, numbers: list[int], target: int) -> bool:
+        if sorted(expression.numbers) != sorted(numbers) or expression.operators - set(self.operations):
+            return False
+        try:
+            return expression.value() == target
+        except ZeroDivisionError:
+            return False  # the model's mistake, not a failure
+
+
+def _parsed(answer: str | None) -> Expression | None:
+    if answer is None:
+        return None
+    try:
+        return parse(answer)
+    except ExpressionError:
+        return None  # the model's mistake, not a failure
+
+
+def _one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UserError(f"countdown: {field} is {value!r}; use one of {', '.join(choices)}.")
+
+
+def _check_settings(settings: PuzzleSettings) -> None:
+    for low, high in (("min_numbers", "max_numbers"), ("min_number", "max_number"), ("min_target", "max_target")):
+        if getattr(settings, low) > getattr(settings, high):
+            raise UserError(
+                f"countdown: {low} is {getattr(settings, low)}, above {high}, which is {getattr(settings, high)}."
+            )
+    if settings.min_numbers < 1:
+        raise UserError(f"countdown: min_numbers is {settings.min_numbers}; use 1 or more.")
+    if settings != replace(settings, min_number=max(settings.min_number, 0)):
+        raise UserError(f"countdown: min_number is {settings.min_number}; numbers are not negative, use 0 or more.")
