@@ -1,0 +1,112 @@
+"""`telescope tiny-model`: makes the tiny model, or finds it in the cache, and prints where it lies.
+
+Arguments and printing only; the model is made in `telescope.tiny_model`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from telescope.tiny_model.cache import ensure_tiny_model, write_tiny_model
+from telescope.tiny_model.settings import TinyModelSettings
+
+if TYPE_CHECKING:
+    from telescope.tiny_model.warm_start import WarmStartProgress
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+_HELP = {
+    "seed": "every random choice of the build follows from it",
+    "warm_start_steps": "supervised steps; 0 leaves the weights random",
+    "wrong_share": "share of warm-start answers that are arbitrary",
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the subcommand on `telescope`'s parser."""
+    parser = subparsers.add_parser(
+        "tiny-model",
+        help="make a model of a million parameters that can be trained on a CPU",
+        description="Make a small Qwen2 model with tokenizer and chat template, and teach it a little Countdown. "
+        "The last line printed is its folder.",
+    )
+    parser.add_argument("--output", type=Path, help="folder of the model (default: one in the cache, by settings)")
+    parser.add_argument("--cache-dir", type=Path, help="cache to use (default: $XDG_CACHE_HOME/telescope)")
+    parser.add_argument(
+        "--tied", action=argparse.BooleanOptionalAction, default=TinyModelSettings().tied,
+        help="input and output embeddings are one tensor",
+    )  # fmt: skip
+    for field in fields(TinyModelSettings):
+        if field.name != "tied":
+            default = field.default
+            parser.add_argument(
+                f"--{field.name.replace('_', '-')}",
+                type=type(default),
+                default=default,
+                help=f"{_HELP.get(field.name, '')} (default: {default})".strip(),
+            )
+    parser.set_defaults(func=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Make or find the model. Returns the exit status."""
+    values = {field.name: getattr(arguments, field.name) for field in fields(TinyModelSettings)}
+    with _progress() as report:
+        if arguments.output is not None:
+            folder = write_tiny_model(arguments.output, TinyModelSettings(**values), report=report)
+        else:
+            folder = ensure_tiny_model(arguments.cache_dir, report=report, **values)
+    print(folder)
+    return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[WarmStartProgress], None]]:
+    """A bar on a terminal, and a line every few seconds elsewhere; both on stderr, so that stdout is the path alone."""
+    if sys.stderr.isatty():
+        with _bar() as report:
+            yield report
+    else:
+        yield _lines()
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[WarmStartProgress], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("warm start"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("warm start", total=None, loss=float("nan"))
+
+        def report(state: WarmStartProgress) -> None:
+            progress.update(task, completed=state.step, total=state.num_steps, loss=state.loss)
+
+        yield report
+
+
+def _lines() -> Callable[[WarmStartProgress], None]:
+    last = time.monotonic()
+
+    def report(state: WarmStartProgress) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _SECONDS_BETWEEN_LINES or state.step == state.num_steps:
+            last = now
+            text = f"warm start: step {state.step}/{state.num_steps}, loss {state.loss:.3f}"
+            print(text, file=sys.stderr, flush=True)
+
+    return report

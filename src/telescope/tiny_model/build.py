@@ -1,0 +1,48 @@
+"""One tiny model from settings to a directory in Hugging Face form.
+
+Owns the order of the parts and the files that come out; where the directory lies and whether it is kept is the
+cache's business.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from telescope.tiny_model.architecture import build_model
+from telescope.tiny_model.examples import draw_example
+from telescope.tiny_model.settings import TinyModelSettings
+from telescope.tiny_model.tokenizer import build_tokenizer
+from telescope.tiny_model.warm_start import WarmStartProgress, warm_start
+
+_NUM_CORPUS_PROMPTS = 64
+
+
+def build_tiny_model(
+    output: Path, settings: TinyModelSettings, report: Callable[[WarmStartProgress], None] | None = None
+) -> int:
+    """Write config, safetensors, tokenizer and generation config into the existing folder `output`.
+
+    Returns the number of parameters.
+    """
+    rng = random.Random(0)
+    corpus = [draw_example(rng, settings).messages[-1]["content"] for _ in range(_NUM_CORPUS_PROMPTS)]
+    tokenizer = build_tokenizer(corpus, settings.vocab_size)
+    model = build_model(settings, tokenizer)
+    warm_start(model, tokenizer, settings, report)
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    _name_tokenizer_class_for_all_versions(output)
+    for path in output.iterdir():
+        path.chmod(0o644)  # safetensors writes for its owner alone, and a cache may be shared
+    return int(model.num_parameters())
+
+
+def _name_tokenizer_class_for_all_versions(folder: Path) -> None:
+    """Newer `transformers` write a class name that older ones, still in use beside GPUs, do not know."""
+    path = folder / "tokenizer_config.json"
+    tokenizer_config = json.loads(path.read_text())
+    tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(tokenizer_config, indent=2) + "\n")

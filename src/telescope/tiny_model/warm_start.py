@@ -1,0 +1,110 @@
+"""Supervised learning that takes the tiny model from random weights to the right form and a few right answers.
+
+Owns batches, optimiser and schedule of the warm start. Invariants: the number of steps is fixed beforehand, and the
+result follows from settings and examples alone (the number of threads is fixed too, since it changes float sums).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from telescope.tiny_model.examples import Example, draw_example
+from telescope.tiny_model.settings import TinyModelSettings
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+_THREADS = 2
+_WARM_UP_SHARE = 0.05
+_FINAL_RATE_SHARE = 0.05
+_BETAS = (0.9, 0.98)
+_GRAD_CLIP = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartProgress:
+    """Where the warm start is: `step` of `num_steps` done, with the mean loss per answer token of that step (nats)."""
+
+    step: int
+    num_steps: int
+    loss: float
+
+
+def learning_rate_at(step: int, num_steps: int, peak: float) -> float:
+    """Rate of step 0..num_steps-1: linear warm-up, then a cosine down to a twentieth of the peak."""
+    warm_up = max(1, round(num_steps * _WARM_UP_SHARE))
+    if step < warm_up:
+        return peak * (step + 1) / warm_up
+    progress = (step - warm_up) / max(1, num_steps - warm_up)
+    return peak * (_FINAL_RATE_SHARE + (1 - _FINAL_RATE_SHARE) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def encode_examples(
+    examples: list[Example], tokenizer: PreTrainedTokenizerFast
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [B, L] padded on the right, and the targets [B, L] of the next token, -100 outside of the answers."""
+    import torch
+
+    prompts = [
+        tokenizer.apply_chat_template(example.messages, add_generation_prompt=True, tokenize=False)
+        for example in examples
+    ]
+    answers = [example.answer + str(tokenizer.eos_token) for example in examples]
+    prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    answer_ids = tokenizer(answers, add_special_tokens=False)["input_ids"]
+    length = max(len(prompt) + len(answer) for prompt, answer in zip(prompt_ids, answer_ids, strict=True))
+    tokens_BL = torch.full((len(examples), length), tokenizer.pad_token_id, dtype=torch.long)
+    targets_BL = torch.full((len(examples), length), -100, dtype=torch.long)
+    for row, (prompt, answer) in enumerate(zip(prompt_ids, answer_ids, strict=True)):
+        tokens_BL[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+        targets_BL[row, len(prompt) - 1 : len(prompt) + len(answer) - 1] = torch.tensor(answer)
+    return tokens_BL, targets_BL
+
+
+def warm_start(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    settings: TinyModelSettings,
+    report: Callable[[WarmStartProgress], None] | None = None,
+) -> None:
+    """Train `model` in place for `settings.warm_start_steps` steps. `report` is called after every step."""
+    import torch
+
+    rng = random.Random(settings.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=_BETAS, weight_decay=0.0)
+    model.train()
+    with _fixed_threads():
+        for step in range(settings.warm_start_steps):
+            examples = [draw_example(rng, settings) for _ in range(settings.warm_start_batch_size)]
+            tokens_BL, targets_BL = encode_examples(examples, tokenizer)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate_at(step, settings.warm_start_steps, settings.warm_start_learning_rate)
+            # Causal attention and padding on the right: no answer token sees padding, so no mask is needed.
+            hidden_BLD = model.model(tokens_BL, use_cache=False).last_hidden_state
+            trained_BL = targets_BL != -100
+            logits_NV = model.lm_head(hidden_BLD[trained_BL])
+            loss = torch.nn.functional.cross_entropy(logits_NV, targets_BL[trained_BL])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), _GRAD_CLIP)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if report is not None:
+                report(WarmStartProgress(step + 1, settings.warm_start_steps, float(loss.detach())))
+
+
+@contextmanager
+def _fixed_threads() -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(_THREADS)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
