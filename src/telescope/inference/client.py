@@ -1,0 +1,259 @@
+"""The driver's side of one inference server: requests out, tokens in, control calls for weight syncs.
+
+Owns the HTTP session, deadlines, and the sorting of failures. Does not own lanes, retries or versions: it reports what
+the server said. What the bytes mean is `vllm_adapter`.
+
+Invariants:
+- A server that is gone, dying, answering 5xx or past its deadline is an `InfrastructureError`, whichever way it shows.
+- A 4xx answer is a bug of ours (`EngineRequestError`, with the server's own words): retrying would hide it.
+- After `abort(ids)` returns, `generate` of each id ends within `abort_grace` seconds, as an answer with finish reason
+  `abort`; if the server does not end it, closing the connection does, which aborts it in the engine too.
+- Nothing is created per request but the coroutine that the caller awaits and one timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from telescope.errors import InfrastructureError
+from telescope.inference import vllm_adapter as wire
+from telescope.rollout.types import GenerateRequest, Generation
+
+READ_BUFFER_BYTES = 2**18
+"""An answer of 1,000 tokens is about 150 kB; a larger buffer than aiohttp's 64 kB saves pauses of the transport."""
+
+ABORT_GRACE_SECONDS = 5.0
+CONTROL_TIMEOUT_SECONDS = 60.0
+CONNECT_TIMEOUT_SECONDS = 30.0
+
+
+class EngineRequestError(RuntimeError):
+    """The engine refused a request (4xx). The message holds the server's own explanation."""
+
+
+class EngineClient:
+    """One server's `Engine`, with its control calls. Create it anywhere; use it from one event loop.
+
+    `secret` is the run's secret, sent with every request. `with_priority` says that the server runs the `priority`
+    policy. `initial_version` is the policy version of the weights that the server starts with. All times in seconds.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        secret: str,
+        server_index: int = 0,
+        *,
+        request_timeout: float = 1800.0,
+        control_timeout: float = CONTROL_TIMEOUT_SECONDS,
+        update_timeout: float = 600.0,
+        abort_grace: float = ABORT_GRACE_SECONDS,
+        with_priority: bool = True,
+        initial_version: int = 0,
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.server_index = server_index
+        self.initial_version = initial_version
+        self._headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
+        self._request_timeout = request_timeout
+        self._control_timeout = control_timeout
+        self._update_timeout = update_timeout
+        self._abort_grace = abort_grace
+        self._with_priority = with_priority
+        self._session: aiohttp.ClientSession | None = None
+        self._in_flight: dict[str, asyncio.Timeout] = {}
+        self._aborted: set[str] = set()
+        self._generate_url = self.base_url + wire.GENERATE_ROUTE
+
+    # --- sampling ---------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Sample one turn; N tokens with their logprobs and versions.
+
+        Raises `InfrastructureError` when the server fails, dies or exceeds `request_timeout`, `EngineRequestError` when
+        it refuses the request. Cancelling the caller closes the connection, which aborts the request in the engine.
+        """
+        request_id = request.request_id
+        if request_id in self._in_flight:
+            raise EngineRequestError(f"request id {request_id} is already in flight on server {self.server_index}")
+        body = wire.encode_generate(request, with_priority=self._with_priority)
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self._request_timeout) as deadline:
+                self._in_flight[request_id] = deadline
+                answer, headers = await self._exchange("POST", self._generate_url, body, f"request {request_id}")
+        except TimeoutError as error:
+            if request_id in self._aborted:
+                return self._aborted_generation(time.monotonic() - started)
+            raise InfrastructureError(
+                f"{self._name}: request {request_id} ({len(request.prompt_token_ids)} prompt tokens, max_tokens "
+                f"{request.max_tokens}) had no answer within {self._request_timeout:.0f} s"
+            ) from error
+        finally:
+            self._in_flight.pop(request_id, None)
+            self._aborted.discard(request_id)
+        parsed = wire.parse_generate(
+            answer, spans_header=headers.get(wire.VERSION_SPANS_HEADER), initial_version=self.initial_version
+        )
+        return Generation(
+            token_ids_N=parsed.token_ids_N,
+            logprobs_N=parsed.logprobs_N,
+            finish_reason=parsed.finish_reason,
+            version_spans=parsed.version_spans,
+            server_index=self.server_index,
+            total_seconds=time.monotonic() - started,
+        )
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Stop these requests in the engine itself. Unknown ids, and an empty list, are not an error."""
+        if not request_ids:
+            return
+        now = asyncio.get_running_loop().time()
+        for request_id in request_ids:
+            deadline = self._in_flight.get(request_id)
+            if deadline is None:
+                continue
+            self._aborted.add(request_id)
+            when = deadline.when()
+            if when is None or when > now + self._abort_grace:
+                deadline.reschedule(now + self._abort_grace)
+        await self._control("POST", wire.ABORT_ROUTE, wire.encode_abort(request_ids))
+
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Logprobs of tokens 1..L-1 of a fixed text under the weights held now, at temperature 1 (L - 1 values)."""
+        body = wire.encode_prompt_logprobs(token_ids, f"probe-{time.monotonic_ns()}")
+        answer = await self._control("POST", wire.GENERATE_ROUTE, body)
+        return wire.parse_prompt_logprobs(answer, token_ids)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    async def init_weight_transfer(self, info: dict[str, Any]) -> None:
+        """Tell the server's workers how to reach the trainer. Returns when they have joined the communicator."""
+        await self._control("POST", wire.INIT_TRANSFER_ROUTE, {"init_info": info}, within=self._update_timeout)
+
+    async def pause(self, mode: str = "keep", *, drop_caches: bool = False) -> None:
+        """Stop sampling; with `keep`, running requests freeze and go on at `resume`.
+
+        `drop_caches` (`inflight_kv: recompute`) throws every KV block away, those of frozen requests included, so that
+        they are computed anew under the next weights. vLLM does so by default, so its flag is always sent.
+        """
+        route = f"{wire.PAUSE_ROUTE}?mode={mode}&clear_cache={'true' if drop_caches else 'false'}"
+        await self._control("POST", route)
+
+    async def resume(self) -> None:
+        await self._control("POST", wire.RESUME_ROUTE)
+
+    async def is_paused(self) -> bool:
+        answer = msgspec.json.decode(await self._control("GET", wire.IS_PAUSED_ROUTE))
+        return bool(answer["is_paused"])
+
+    async def start_update(self) -> None:
+        await self._control("POST", wire.START_UPDATE_ROUTE, within=self._update_timeout)
+
+    async def update_weights(self, info: dict[str, Any]) -> None:
+        """Receive and load what `info` describes. Returns when the workers have it."""
+        await self._control("POST", wire.UPDATE_WEIGHTS_ROUTE, {"update_info": info}, within=self._update_timeout)
+
+    async def finish_update(self, version: int) -> None:
+        """End the update; tokens from the next step on are of policy `version`, and the cache salt changes with it."""
+        body = {"weight_version": str(version)}
+        await self._control("POST", wire.FINISH_UPDATE_ROUTE, body, within=self._update_timeout)
+
+    async def call_worker(self, method: str, args: list[str] | None = None, *, within: float | None = None) -> list[Any]:
+        """Run a method of the worker extension on every worker of the server; one result per worker.
+
+        vLLM passes dicts and lists through and turns every other result into a string.
+        """
+        body = {"method": method, "args": args or []}
+        answer = await self._control("POST", wire.COLLECTIVE_RPC_ROUTE, body, within=within or self._update_timeout)
+        return list(msgspec.json.decode(answer)["results"]) if answer else []
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    async def health(self, *, within: float = 10.0) -> bool:
+        """Whether the server answers and its engine lives. Never raises for a server that is away."""
+        try:
+            await self._control("GET", wire.HEALTH_ROUTE, within=within)
+        except InfrastructureError:
+            return False
+        return True
+
+    async def metrics(self) -> dict[str, float]:
+        """vLLM's own metrics by name, summed over labels (`vllm:num_requests_running`, ...)."""
+        return wire.parse_metrics((await self._control("GET", wire.METRICS_ROUTE)).decode())
+
+    async def close(self) -> None:
+        """Close the connections. Requests in flight fail with `InfrastructureError`."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # --- HTTP -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _name(self) -> str:
+        return f"inference server {self.server_index} ({self.base_url})"
+
+    def _aborted_generation(self, seconds: float) -> Generation:
+        empty = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
+        return Generation(*empty, "abort", [], server_index=self.server_index, total_seconds=seconds)
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        raise_file_limit()
+        connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=None, use_dns_cache=True)
+        # Deadlines are ours, one timer per request; aiohttp's would add a second one.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_SECONDS)
+        return aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            headers=self._headers,
+            read_bufsize=READ_BUFFER_BYTES,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+        )
+
+    async def _control(
+        self, method: str, route: str, body: dict[str, Any] | bytes | None = None, *, within: float | None = None
+    ) -> bytes:
+        data = msgspec.json.encode(body) if isinstance(body, dict) else body
+        seconds = within or self._control_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                answer, _ = await self._exchange(method, self.base_url + route, data, f"{method} {route}")
+        except TimeoutError as error:
+            raise InfrastructureError(f"{self._name}: {method} {route} had no answer within {seconds:.0f} s") from error
+        return answer
+
+    async def _exchange(self, method: str, url: str, data: bytes | None, what: str) -> tuple[bytes, Any]:
+        if self._session is None:
+            self._session = self._open_session()
+        try:
+            async with self._session.request(method, url, data=data) as response:
+                answer = await response.read()
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise InfrastructureError(f"{self._name}: {what}: {type(error).__name__}: {error}") from error
+        if response.status < 400:
+            return answer, response.headers
+        message = f"{self._name}: {what}: HTTP {response.status}: {wire.error_message(answer)}"
+        if response.status >= 500:
+            raise InfrastructureError(message)
+        raise EngineRequestError(message)
+
+
+def raise_file_limit() -> None:
+    """Let this process hold as many sockets as the system allows: one per request in flight."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

