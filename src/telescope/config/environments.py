@@ -1,0 +1,97 @@
+"""Entries of the lists `environments` and `evals`.
+
+An entry names an environment (or an eval) and its settings. Whether that name exists is not known here: the schema
+imports no user code, and `telescope.config.preflight` asks the registry before anything starts.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator, model_validator
+
+from telescope.config.base import Section
+
+
+class EnvironmentEntry(Section):
+    """One environment to train on."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """Environment name: a registered one (`telescope envs` lists them), or `package.module:Class`."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling weight. The share of prompts from this environment is its weight over the sum of all weights."""
+    reward_min: float | None = None
+    """Smallest reward to expect. Scales charts, and rewards too if `normalize_rewards` is on. Null: what the class
+    declares."""
+    reward_max: float | None = None
+    """Largest reward to expect. Scales charts, and rewards too if `normalize_rewards` is on. Null: what the class
+    declares."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the environment's constructor and `load_dataset`. Unknown ones are an error that lists
+    the known."""
+
+    @model_validator(mode="after")
+    def _reward_range_is_ordered(self) -> EnvironmentEntry:
+        if self.reward_min is not None and self.reward_max is not None and self.reward_min >= self.reward_max:
+            raise ValueError(f"reward_min ({self.reward_min}) must be below reward_max ({self.reward_max})")
+        return self
+
+
+class EvalEntry(Section):
+    """One evaluation, before, during and after training."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """Eval name: a dedicated eval such as `math500`, or an environment's name."""
+    eval_every: Annotated[int, Field(ge=1)] = 10
+    """Training steps between two runs of this eval."""
+    num_samples: Annotated[int, Field(ge=-1)] = -1
+    """Samples to evaluate, the first ones of the dataset. -1: the full dataset."""
+    separate_eval_samples: bool = False
+    """Keep the evaluated samples out of training when the same environment is trained on. Needs `num_samples` above
+    0."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the eval or environment, as in `environments`."""
+    pass_k: dict[str, Any] = Field(default_factory=dict)
+    """pass@k and pass^k: `{at_k: {metrics: [correct], k: [1, 8]}, pow_k: {metrics: [correct], k: [8]}}`."""
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    """Sampling temperature of this eval. 0 is greedy; null takes the training temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Nucleus sampling of this eval, in (0, 1]. Null takes the training value."""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Longest answer of this eval, in tokens. Null takes the training value."""
+
+    @field_validator("num_samples")
+    @classmethod
+    def _some_samples(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("0 samples evaluate nothing; use -1 for the full dataset")
+        return value
+
+    @field_validator("pass_k")
+    @classmethod
+    def _pass_k_is_well_formed(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for key, spec in value.items():
+            if key not in ("at_k", "pow_k"):
+                raise ValueError(f"unknown key {key!r}; the keys are at_k (pass@k) and pow_k (pass^k)")
+            if not isinstance(spec, dict) or set(spec) != {"metrics", "k"}:
+                raise ValueError(f"{key} must hold exactly `metrics` and `k`, as in {{metrics: [correct], k: [8]}}")
+            metrics, ks = spec["metrics"], spec["k"]
+            if not isinstance(metrics, list) or not metrics or not all(isinstance(m, str) and m for m in metrics):
+                raise ValueError(f"{key}.metrics must be a list of metric names, such as [correct]")
+            if not isinstance(ks, list) or not ks or not all(type(k) is int and k >= 1 for k in ks):
+                raise ValueError(f"{key}.k must be a list of whole numbers of at least 1, such as [1, 8]")
+        return value
+
+    @model_validator(mode="after")
+    def _separate_samples_are_counted(self) -> EvalEntry:
+        if self.separate_eval_samples and self.num_samples == -1:
+            raise ValueError(
+                "separate_eval_samples reserves the first num_samples samples for this eval, and num_samples is -1, "
+                "which would leave none for training; set num_samples to how many to reserve"
+            )
+        return self
+
+    @property
+    def largest_k(self) -> int:
+        """Answers needed per item: the largest k of `pass_k`, 1 without it."""
+        return max((k for spec in self.pass_k.values() for k in spec["k"]), default=1)

@@ -1,0 +1,135 @@
+"""From defaults, environment variables, a YAML file and command-line flags to one `TelescopeConfig`.
+
+Later layers win: defaults, then environment variables, then the run's YAML, then the command line. Owns the syntax of
+flags and files. Does not own what a valid value is (`sections`), what values fit together (`rules`), or the wording of
+errors (`messages`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from telescope.config.base import accepts
+from telescope.config.messages import describe_errors, show, unknown_field
+from telescope.config.schema import TelescopeConfig
+from telescope.config.status import no_effect_note, refuse_unavailable_choices
+from telescope.config.yaml_file import parse_yaml_value, read_yaml_file
+from telescope.errors import ConfigError
+
+ENVIRONMENT_VARIABLES = {
+    "TELESCOPE_RUN_DIR": "run_dir",
+    "TELESCOPE_CHECKPOINT_DIR": "checkpoint_dir",
+    "WANDB_PROJECT": "wandb_project",
+    "WANDB_RUN_NAME": "wandb_run_name",
+    "WANDB_TAGS": "wandb_tags",
+}
+"""Variables that fill in a field which neither the YAML nor the command line sets."""
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A configuration and what is to be said about it.
+
+    `notes` are sentences for the person who starts the run: defaults that were adjusted, and one line naming the set
+    fields that have no effect in this version. `sources` says where each chosen field comes from.
+    """
+
+    config: TelescopeConfig
+    notes: list[str]
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+def load_config(
+    path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> LoadedConfig:
+    """Merge all layers and validate. `overrides` are command-line flags, as in `["--learning_rate", "5e-7"]`.
+
+    `environ` defaults to the process's own environment. Raises `ConfigError` that names the field, the value, where it
+    comes from, and the fix; every problem that can be seen at once is listed.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for variable, name in ENVIRONMENT_VARIABLES.items():
+        text = (os.environ if environ is None else environ).get(variable, "").strip()
+        if text:
+            values[name] = [tag.strip() for tag in text.split(",") if tag.strip()] if name == "wandb_tags" else text
+            sources[name] = f"environment variable {variable}"
+    if path is not None:
+        from_file, lines = read_yaml_file(Path(path))
+        values.update(from_file)
+        sources.update({name: f"{path}, line {line}" for name, line in lines.items()})
+    from_flags = parse_overrides(overrides)
+    values.update(from_flags)
+    sources.update(dict.fromkeys(from_flags, "command line"))
+
+    config = build_config(values, sources)
+    refuse_unavailable_choices(config)
+    notes = list(config.notes)
+    if (note := no_effect_note(config)) is not None:
+        notes.append(note)
+    return LoadedConfig(config, notes, sources)
+
+
+def build_config(values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> TelescopeConfig:
+    """`TelescopeConfig` from plain values, with errors for people. Raises `ConfigError`."""
+    sources = sources or {}
+    known = TelescopeConfig.model_fields
+    unknown = [unknown_field(str(name), known, sources.get(name)) for name in values if name not in known]
+    if unknown:
+        raise ConfigError("\n".join(unknown))
+    try:
+        return TelescopeConfig.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigError(describe_errors(error, values, sources)) from None
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """Flags to values: `--field value`, `--field-name value`, `--field=value`, and `--flag` alone for a boolean.
+
+    Values are read as YAML (scalars, lists, mappings), except that a field which takes only text gets the text as it
+    was typed. Raises `ConfigError` for an unknown field, a missing value, or text that is not YAML.
+    """
+    values: dict[str, Any] = {}
+    position = 0
+    while position < len(arguments):
+        argument = arguments[position]
+        position += 1
+        if not argument.startswith("--") or argument == "--":
+            raise ConfigError(f"Unexpected argument {argument!r}. Fields are set as --field value")
+        typed, equals, text = argument[2:].partition("=")
+        name = typed.replace("-", "_")
+        if name not in TelescopeConfig.model_fields:
+            raise ConfigError(unknown_field(typed, TelescopeConfig.model_fields, "command line"))
+        if not equals:
+            if position < len(arguments) and not arguments[position].startswith("--"):
+                text = arguments[position]
+                position += 1
+            elif accepts(TelescopeConfig, name, bool):
+                text = "true"
+            else:
+                raise ConfigError(f"--{typed} needs a value, as in --{typed} {_example(name)}")
+        values[name] = _parse_flag(name, text)
+    return values
+
+
+def _parse_flag(name: str, text: str) -> Any:
+    if _takes_only_text(name):
+        return None if text.strip().lower() in ("null", "~") and accepts(TelescopeConfig, name, type(None)) else text
+    return parse_yaml_value(text, what=f"--{name}")
+
+
+def _takes_only_text(name: str) -> bool:
+    return accepts(TelescopeConfig, name, str) and not any(
+        accepts(TelescopeConfig, name, kind) for kind in (bool, int, float, list, dict)
+    )
+
+
+def _example(name: str) -> str:
+    default = TelescopeConfig.model_fields[name].get_default(call_default_factory=True)
+    return "VALUE" if default is None or default == [] else show(default)

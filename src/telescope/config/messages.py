@@ -1,0 +1,117 @@
+"""The wording of errors about single fields: which field, which value, from where, what would be right.
+
+Turns Pydantic's error records into sentences. Pure text; knows no schema beyond what the records say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from telescope.config.base import Section
+from telescope.config.environments import EnvironmentEntry, EvalEntry
+from telescope.config.suggest import did_you_mean
+
+ENTRY_TYPES: dict[str, type[Section]] = {"environments": EnvironmentEntry, "evals": EvalEntry}
+LONGEST_VALUE = 80  # characters of a wrong value that are worth repeating
+
+EXPECTATIONS = {
+    "int_type": "it must be a whole number",
+    "int_parsing": "it must be a whole number",
+    "int_from_float": "it must be a whole number",
+    "float_type": "it must be a number",
+    "float_parsing": "it must be a number",
+    "finite_number": "it must be a finite number",
+    "bool_type": "it must be true or false",
+    "bool_parsing": "it must be true or false",
+    "string_type": "it must be text; put it in quotes",
+    "list_type": "it must be a list, such as [a, b]",
+    "dict_type": "it must be a mapping, such as {key: value}",
+    "model_type": "it must be a mapping with a `name`, such as {name: countdown}",
+    "string_too_short": "it must not be empty",
+}
+
+
+def show(value: Any) -> str:
+    """A value as a person would write it in YAML, shortened when it is long."""
+    if isinstance(value, float):
+        text = f"{value:g}"
+    else:
+        try:
+            text = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError):  # what YAML can say and JSON cannot, such as a date
+            text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
+
+
+def unknown_field(name: str, known: Iterable[str], source: str | None) -> str:
+    """The message for a name that is no field of the schema."""
+    where = f" ({source})" if source else ""
+    return (
+        f"Unknown configuration field '{name}'{where}.{did_you_mean(name, known)} "
+        "`telescope config explain` lists all fields"
+    )
+
+
+def describe_errors(error: ValidationError, values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+    """A sentence per wrong field, each on its own line."""
+    # A union reports every alternative that failed; the first record of a field says enough.
+    first: dict[tuple[int | str, ...], ErrorDetails] = {}
+    for detail in error.errors(include_url=False):
+        first.setdefault(_written_location(detail["loc"]), detail)
+    return "\n".join(_describe(location, detail, values, sources) for location, detail in first.items())
+
+
+def _written_location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """The part of Pydantic's location that a person wrote: the field, or list, index and key; no union alternatives."""
+    return location[:3] if location and location[0] in ENTRY_TYPES else location[:1]
+
+
+def _describe(
+    location: tuple[int | str, ...], detail: ErrorDetails, values: Mapping[str, Any], sources: Mapping[str, str]
+) -> str:
+    top = str(location[0]) if location else ""
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+    where = f" ({sources[top]})" if top in sources else ""
+    if detail["type"] == "extra_forbidden":
+        known = list(ENTRY_TYPES[top].model_fields)
+        return f"Unknown key '{name}'{where}.{did_you_mean(str(location[-1]), known)} The keys are {', '.join(known)}"
+    if detail["type"] == "missing":
+        return f"{name} is missing{where}: each entry of {top} needs one, as in {{name: countdown}}"
+    value = _value_at(values, location)
+    if detail["type"] == "value_error" and isinstance(value, dict) and len(location) == 2:
+        return f"{name} ({value.get('name', 'without a name')}){where}: {_own_message(detail)}"
+    return f"{name} is {show(value)}{where}, but {_expectation(detail, value)}"
+
+
+def _expectation(detail: ErrorDetails, value: Any) -> str:
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "value_error":
+        return _own_message(detail)
+    if kind == "literal_error":
+        choices = str(context["expected"]).replace("'", '"').replace(" or ", ", ")
+        suggestion = did_you_mean(str(value), [choice.strip('" ') for choice in choices.split(",")])
+        return f"it must be one of {choices}.{suggestion}".rstrip(".")
+    for bound, words in (("gt", "above"), ("ge", "at least"), ("lt", "below"), ("le", "at most")):
+        if bound in context:
+            return f"it must be {words} {context[bound]}"
+    return EXPECTATIONS.get(kind, detail["msg"][:1].lower() + detail["msg"][1:])
+
+
+def _own_message(detail: ErrorDetails) -> str:
+    """The text of a validator of ours, which Pydantic prefixes."""
+    return detail["msg"].removeprefix("Value error, ")
+
+
+def _value_at(values: Mapping[str, Any], location: tuple[int | str, ...]) -> Any:
+    value: Any = values
+    for part in location:
+        try:
+            value = value[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value

@@ -1,0 +1,308 @@
+"""Rules that tie fields together.
+
+Two kinds. A rule that *requires* something of other fields has an `adjust`: it fails when a person chose the field it
+is about, and when only the default breaks it the field is adjusted and the run says so in a line. A rule without
+`adjust` (fields that exclude each other) always fails. All broken rules are reported at once.
+
+Pure functions of the configuration: nothing here looks at the machine or the files (see `plan` and `preflight`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from telescope.config.messages import show
+from telescope.config.status import has_no_effect
+from telescope.errors import ConfigError
+
+if TYPE_CHECKING:
+    from telescope.config.schema import TelescopeConfig
+
+OWN_RATIO_ALGORITHMS = ("cispo", "gspo", "sapo")
+"""Their losses are built on the importance ratio, so nothing may clip or correct by that ratio again."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One relation between fields. `fields[0]` is the field the rule is about: what is adjusted, and named first."""
+
+    fields: tuple[str, ...]
+    statement: str
+    """What must hold, as a sentence without a subject: "must be ..."; ends in no full stop."""
+    broken: Callable[[TelescopeConfig], bool]
+    fix: Callable[[TelescopeConfig], str]
+    """What to type instead."""
+    adjust: Callable[[TelescopeConfig], Any] | None = None
+    """The value that repairs `fields[0]` when only its default breaks the rule."""
+
+
+def apply_rules(config: TelescopeConfig, user_set: frozenset[str]) -> tuple[dict[str, Any], list[str]]:
+    """Check every rule. Returns adjusted values and a note for each; raises `ConfigError` that lists what is broken."""
+    changes: dict[str, Any] = {}
+    notes: list[str] = []
+    problems: list[str] = []
+    for rule in RULES:
+        if not rule.broken(config):
+            continue
+        field = rule.fields[0]
+        if rule.adjust is None or field in user_set:
+            problems.append(_problem(rule, config))
+            continue
+        before, after = getattr(config, field), rule.adjust(config)
+        changes[field] = after
+        if not has_no_effect(field):
+            reason = f"it {rule.statement}{_because(rule, config)}"
+            notes.append(f"{field} adjusted from {show(before)} to {show(after)}: {reason}.")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return changes, notes
+
+
+def _problem(rule: Rule, config: TelescopeConfig) -> str:
+    field = rule.fields[0]
+    if field == "environments":
+        return f"environments {rule.statement}. {rule.fix(config)}"
+    broken = f"{field} is {show(getattr(config, field))}, but it {rule.statement}{_because(rule, config)}"
+    return f"{broken}. {rule.fix(config)}"
+
+
+def _because(rule: Rule, config: TelescopeConfig) -> str:
+    others = [f"{name} is {show(getattr(config, name))}" for name in rule.fields[1:] if not _is_list_of_entries(name)]
+    return f" ({', '.join(others)})" if others else ""
+
+
+def _is_list_of_entries(name: str) -> bool:
+    return name in ("environments", "evals")
+
+
+def megatron_model_parallel_size(config: TelescopeConfig) -> int:
+    """Ranks that hold one copy of the model: tensor x pipeline x context."""
+    return (
+        config.megatron_tensor_parallel_size
+        * config.megatron_pipeline_parallel_size
+        * config.megatron_context_parallel_size
+    )
+
+
+def _megatron(config: TelescopeConfig) -> bool:
+    return config.train_backend == "megatron"
+
+
+def _up_to_multiple(value: int, of: int) -> int:
+    return -(-value // of) * of
+
+
+def _repeated(entries: list[Any]) -> list[str]:
+    seen: list[tuple[str, Any]] = []
+    repeated = []
+    for entry in entries:
+        key = (entry.name, entry.kwargs)
+        if key in seen:
+            repeated.append(entry.name)
+        seen.append(key)
+    return repeated
+
+
+def _evals_over_context(config: TelescopeConfig) -> list[str]:
+    return [entry.name for entry in config.evals if (entry.max_tokens or 0) > config.max_model_len]
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        ("environments",),
+        "must name at least one environment",
+        lambda c: not c.environments,
+        lambda c: "Add for example `environments: [{name: countdown}]`; `telescope envs` lists the names",
+    ),
+    Rule(
+        ("environments",),
+        "must not repeat an entry with the same name and kwargs",
+        lambda c: bool(_repeated(c.environments)),
+        lambda c: f"Merge the entries of {', '.join(_repeated(c.environments))} into one with the sum of their weights",
+    ),
+    Rule(
+        ("inference_num_workers", "inference_tensor_parallel_size"),
+        "must be divisible by inference_tensor_parallel_size",
+        lambda c: c.inference_num_workers % c.inference_tensor_parallel_size != 0,
+        lambda c: (
+            "Set inference_num_workers to "
+            f"{_up_to_multiple(c.inference_num_workers, c.inference_tensor_parallel_size)}, or lower "
+            "inference_tensor_parallel_size"
+        ),
+        lambda c: _up_to_multiple(c.inference_num_workers, c.inference_tensor_parallel_size),
+    ),
+    Rule(
+        ("free_lane_after_generation", "enable_individual_sample_lanes"),
+        "requires enable_individual_sample_lanes",
+        lambda c: c.free_lane_after_generation and not c.enable_individual_sample_lanes,
+        lambda c: "Set enable_individual_sample_lanes to true, or free_lane_after_generation to false",
+        lambda c: False,
+    ),
+    Rule(
+        ("max_tokens", "max_model_len"),
+        "must not be above max_model_len, which holds the prompt and the answer",
+        lambda c: c.max_tokens > c.max_model_len,
+        lambda c: f"Lower max_tokens to less than {c.max_model_len}, or raise max_model_len",
+    ),
+    Rule(
+        ("evals", "max_model_len"),
+        "must not have max_tokens above max_model_len in any entry",
+        lambda c: bool(_evals_over_context(c)),
+        lambda c: f"Lower max_tokens of {', '.join(_evals_over_context(c))}, or raise max_model_len",
+    ),
+    Rule(
+        ("seq_len", "max_tokens", "max_model_len"),
+        "must be at least max_tokens, or the longest answers could not be trained on",
+        lambda c: c.seq_len < c.max_tokens,
+        lambda c: f"Set seq_len to {c.max_model_len}, or lower max_tokens",
+        lambda c: c.max_model_len,
+    ),
+    Rule(
+        ("pad_to_multiple_of", "seq_len"),
+        "must not be above seq_len",
+        lambda c: c.pad_to_multiple_of > c.seq_len,
+        lambda c: "Lower pad_to_multiple_of, or raise seq_len",
+        lambda c: 1,
+    ),
+    Rule(
+        ("number_of_minibatches", "prompts_batch_size_for_trainer"),
+        "must not be above prompts_batch_size_for_trainer, because groups stay whole",
+        lambda c: c.number_of_minibatches > c.prompts_batch_size_for_trainer,
+        lambda c: f"Lower number_of_minibatches to at most {c.prompts_batch_size_for_trainer}",
+    ),
+    Rule(
+        ("warmup_steps", "number_of_steps", "lr_scheduler"),
+        'must be below number_of_steps with lr_scheduler "linear" and "cosine", or nothing is left to decay',
+        lambda c: c.lr_scheduler in ("linear", "cosine") and c.warmup_steps >= c.number_of_steps,
+        lambda c: "Lower warmup_steps, or raise number_of_steps",
+    ),
+    # Algorithms. An importance ratio is applied once, or not at all.
+    Rule(
+        ("use_ppo_clip", "algorithm"),
+        "is incompatible with cispo, gspo and sapo, whose losses bound the ratio themselves",
+        lambda c: c.use_ppo_clip and c.algorithm in OWN_RATIO_ALGORITHMS,
+        lambda c: "Set use_ppo_clip to false, or choose grpo, rloo, reinforce_pp or dr_grpo",
+    ),
+    Rule(
+        ("use_tis", "use_ppo_clip", "ppo_clip_ref_logprobs"),
+        'cannot be combined with use_ppo_clip and ppo_clip_ref_logprobs "rollout": the importance ratio would count '
+        "twice",
+        lambda c: c.use_tis and c.use_ppo_clip and c.ppo_clip_ref_logprobs == "rollout",
+        lambda c: 'Set ppo_clip_ref_logprobs to "batch", or use_tis to false',
+    ),
+    Rule(
+        ("use_tis", "algorithm", "ppo_clip_ref_logprobs"),
+        'cannot be combined with cispo, gspo or sapo while ppo_clip_ref_logprobs is "rollout": their losses already '
+        "hold that importance ratio",
+        lambda c: c.use_tis and c.algorithm in OWN_RATIO_ALGORITHMS and c.ppo_clip_ref_logprobs == "rollout",
+        lambda c: 'Set ppo_clip_ref_logprobs to "batch", or use_tis to false',
+    ),
+    Rule(
+        ("advantage_norm", "algorithm"),
+        'must be "batch" for reinforce_pp',
+        lambda c: c.algorithm == "reinforce_pp" and c.advantage_norm != "batch",
+        lambda c: 'Set advantage_norm to "batch", or choose another algorithm',
+        lambda c: "batch",
+    ),
+    Rule(
+        ("advantage_norm", "algorithm"),
+        'must be "group" for rloo and dr_grpo',
+        lambda c: c.algorithm in ("rloo", "dr_grpo") and c.advantage_norm == "batch",
+        lambda c: 'Set advantage_norm to "group", or choose another algorithm',
+    ),
+    Rule(
+        ("clip_ratio_c", "use_ppo_clip"),
+        "requires use_ppo_clip",
+        lambda c: c.clip_ratio_c is not None and not c.use_ppo_clip,
+        lambda c: "Set use_ppo_clip to true, or leave clip_ratio_c null",
+    ),
+    Rule(
+        ("tis_floor", "tis_cap"),
+        "must be below tis_cap",
+        lambda c: c.tis_floor is not None and c.tis_floor >= c.tis_cap,
+        lambda c: "Lower tis_floor, or raise tis_cap",
+    ),
+    Rule(
+        ("seq_is_mask_low", "seq_is_mask_high"),
+        "must be below seq_is_mask_high",
+        lambda c: c.seq_is_mask_low >= c.seq_is_mask_high,
+        lambda c: "Lower seq_is_mask_low, or raise seq_is_mask_high",
+    ),
+    Rule(
+        ("overlong_buffer_tokens", "max_tokens", "overlong_penalty_factor"),
+        "must not be above max_tokens when overlong_penalty_factor is set",
+        lambda c: c.overlong_penalty_factor > 0 and c.overlong_buffer_tokens > c.max_tokens,
+        lambda c: "Lower overlong_buffer_tokens, or raise max_tokens",
+        lambda c: c.max_tokens,
+    ),
+    # Trainer parallelism.
+    Rule(
+        ("fsdp_context_parallel_size", "trainer_num_workers"),
+        "must divide trainer_num_workers",
+        lambda c: not _megatron(c) and c.trainer_num_workers % c.fsdp_context_parallel_size != 0,
+        lambda c: "Change fsdp_context_parallel_size or trainer_num_workers",
+    ),
+    Rule(
+        (
+            "trainer_num_workers",
+            "megatron_tensor_parallel_size",
+            "megatron_pipeline_parallel_size",
+            "megatron_context_parallel_size",
+        ),
+        "must be divisible by the product of the megatron tensor, pipeline and context parallel sizes",
+        lambda c: _megatron(c) and c.trainer_num_workers % megatron_model_parallel_size(c) != 0,
+        lambda c: (
+            "Set trainer_num_workers to "
+            f"{_up_to_multiple(c.trainer_num_workers, megatron_model_parallel_size(c))}, or lower a parallel size"
+        ),
+        lambda c: _up_to_multiple(c.trainer_num_workers, megatron_model_parallel_size(c)),
+    ),
+    Rule(
+        ("megatron_sequence_parallel", "megatron_tensor_parallel_size"),
+        "requires megatron_tensor_parallel_size above 1",
+        lambda c: _megatron(c) and c.megatron_sequence_parallel and c.megatron_tensor_parallel_size == 1,
+        lambda c: "Set megatron_sequence_parallel to false, or raise megatron_tensor_parallel_size",
+        lambda c: False,
+    ),
+    Rule(
+        ("megatron_use_distributed_optimizer", "trainer_num_workers"),
+        "requires more than one data-parallel rank: trainer_num_workers above the product of the megatron tensor, "
+        "pipeline and context parallel sizes",
+        lambda c: (
+            _megatron(c)
+            and c.megatron_use_distributed_optimizer
+            and c.trainer_num_workers <= megatron_model_parallel_size(c)
+        ),
+        lambda c: "Set megatron_use_distributed_optimizer to false, or raise trainer_num_workers",
+        lambda c: False,
+    ),
+    Rule(
+        ("megatron_fp8", "megatron_use_transformer_engine"),
+        "requires megatron_use_transformer_engine",
+        lambda c: _megatron(c) and c.megatron_fp8 and not c.megatron_use_transformer_engine,
+        lambda c: "Set megatron_use_transformer_engine to true, or megatron_fp8 to false",
+    ),
+    # Ports and servers.
+    Rule(
+        ("inference_base_port", "inference_num_workers"),
+        "must leave a port below 65536 for each inference server",
+        lambda c: c.inference_base_port + c.num_inference_servers - 1 > 65535,
+        lambda c: f"Lower inference_base_port to at most {65536 - c.num_inference_servers}",
+    ),
+    Rule(
+        ("otlp_receiver_port", "inference_base_port", "inference_num_workers"),
+        "must lie outside the ports of the inference servers",
+        lambda c: c.enable_vllm_tracing and 0 <= c.otlp_receiver_port - c.inference_base_port < c.num_inference_servers,
+        lambda c: "Change otlp_receiver_port or inference_base_port",
+    ),
+    Rule(
+        ("eval_num_servers", "inference_num_workers"),
+        "must leave at least one inference server for rollouts when evals are configured",
+        lambda c: bool(c.evals) and c.eval_num_servers >= max(c.num_inference_servers, 1),
+        lambda c: f"Lower eval_num_servers to at most {c.num_inference_servers - 1}, or raise inference_num_workers",
+        lambda c: max(c.num_inference_servers - 1, 0),
+    ),
+)
+"""Every cross-field rule. The documentation lists them, and a test breaks each of them."""

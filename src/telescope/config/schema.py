@@ -1,0 +1,157 @@
+"""`TelescopeConfig`: the whole configuration of a run as one flat, frozen object.
+
+Owns: the joining of the sections, the application of the cross-field rules, the JSON form and the hash. Does not own:
+reading files and command lines (`loader`), or anything that looks at the machine (`plan`, `preflight`).
+
+Invariants:
+- A value that exists has passed every type, range and cross-field rule.
+- It cannot be changed, at any depth. `replace` builds another one, validated again.
+- `from_json(config.to_json()) == config`, with the same hash, in any process. Child processes get that text and never
+  read the user's files again.
+- `user_set` holds the names that a person chose (YAML, command line, environment variable, constructor); a value that a
+  rule adjusted is not among them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from pydantic import PrivateAttr, ValidationInfo, model_validator
+
+from telescope.config.rules import apply_rules
+from telescope.config.sections import (
+    AlgorithmSection,
+    CheckpointSection,
+    EnvironmentSection,
+    EvalSection,
+    FilterSection,
+    GeneralSection,
+    InferenceSection,
+    LoggingSection,
+    MegatronSection,
+    ModelSection,
+    OrchestratorSection,
+    PackingSection,
+    RaySection,
+    SamplingSection,
+    TracingSection,
+    TrainerSection,
+    WeightSection,
+    WorkerSection,
+)
+
+USER_SET_CONTEXT = "user_set"
+HASH_LENGTH = 12  # hex digits: 48 bits, ample to tell the configurations of one project apart
+
+
+class TelescopeConfig(
+    TracingSection,
+    MegatronSection,
+    WeightSection,
+    RaySection,
+    LoggingSection,
+    EvalSection,
+    CheckpointSection,
+    InferenceSection,
+    PackingSection,
+    SamplingSection,
+    FilterSection,
+    AlgorithmSection,
+    TrainerSection,
+    OrchestratorSection,
+    WorkerSection,
+    EnvironmentSection,
+    ModelSection,
+    GeneralSection,
+):
+    """The resolved configuration. Fields are those of the sections, in `telescope.config.sections`.
+
+    Pydantic collects fields from the last base to the first, so the sections stand in reverse here.
+
+    Raises `pydantic.ValidationError` for a value that does not fit its field, and `telescope.errors.ConfigError` for
+    values that do not fit each other. `telescope.config.load_config` turns both into messages for people.
+    """
+
+    _user_set: frozenset[str] = PrivateAttr(default=frozenset())
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+
+    @model_validator(mode="after")
+    def _resolve(self, info: ValidationInfo) -> TelescopeConfig:
+        chosen = (info.context or {}).get(USER_SET_CONTEXT)
+        user_set = frozenset(self.model_fields_set if chosen is None else chosen)
+        changes, notes = apply_rules(self, user_set)
+        # The object is still being built here, and nobody else holds it: the one place where fields are written.
+        self.__dict__.update(changes)
+        self._user_set = user_set
+        self._notes = tuple(notes)
+        return self
+
+    @property
+    def user_set(self) -> frozenset[str]:
+        """Names of the fields that a person chose, as opposed to defaults and adjusted values."""
+        return self._user_set
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence for each default that a rule adjusted. Not part of the JSON form."""
+        return self._notes
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Every field as plain data (a changeable copy), in the order of the schema."""
+        return self.model_dump(mode="json")
+
+    @property
+    def hash(self) -> str:
+        """12 hex digits of the SHA-256 of the canonical JSON of all values: equal in any process, for equal values."""
+        canonical = json.dumps(self.values, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+        return hashlib.sha256(canonical.encode()).hexdigest()[:HASH_LENGTH]
+
+    def to_json(self) -> str:
+        """The form that travels to other processes and into the run directory: values, and which were chosen."""
+        return json.dumps({"values": self.values, "user_set": sorted(self.user_set)}, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> TelescopeConfig:
+        """The configuration that `to_json` wrote. Raises `ValueError` for anything else."""
+        data = json.loads(text)
+        if not isinstance(data, dict) or set(data) != {"values", "user_set"}:
+            raise ValueError("not a configuration written by TelescopeConfig.to_json")
+        return cls.model_validate(data["values"], context={USER_SET_CONTEXT: data["user_set"]})
+
+    def replace(self, **changes: Any) -> TelescopeConfig:
+        """A copy with these fields changed, validated as a whole. The changed fields count as chosen."""
+        return type(self).model_validate(
+            {**self.values, **changes}, context={USER_SET_CONTEXT: self.user_set | changes.keys()}
+        )
+
+    def model_copy(self, *, update: Any = None, deep: bool = False) -> TelescopeConfig:
+        """As in Pydantic without `update`; with it, refused, because Pydantic would not validate the result."""
+        if update:
+            raise TypeError("model_copy(update=...) skips validation: use TelescopeConfig.replace(...)")
+        return super().model_copy(deep=deep)  # type: ignore[no-any-return]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TelescopeConfig):
+            return NotImplemented
+        return self.values == other.values and self.user_set == other.user_set
+
+    def __hash__(self) -> int:
+        return hash(self.hash)
+
+    @property
+    def num_inference_servers(self) -> int:
+        """vLLM processes of the run."""
+        return self.inference_num_workers // self.inference_tensor_parallel_size
+
+    @property
+    def lanes_per_server(self) -> int:
+        """Samples that one server generates at once."""
+        return self.max_concurrent_prompts_per_server * self.group_size
+
+    @property
+    def engine_dtype(self) -> str:
+        """What the engine computes in: `inference_dtype`, else the mixed precision dtype, else the model's."""
+        return self.inference_dtype or self.mixed_precision_dtype or self.model_dtype

@@ -1,0 +1,74 @@
+"""Ray, and how new weights reach the inference servers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from telescope.config.base import PlacementStrategy, Section
+
+
+class RaySection(Section):
+    TITLE: ClassVar[str] = "Ray Cluster"
+
+    ray_address: Annotated[str, Field(min_length=1)] = "auto"
+    """Ray cluster address. "auto" joins a cluster that runs on this machine; "local" always starts one of its own;
+    host:port joins that one."""
+    ray_auto_start_local: bool = True
+    """Auto-start a local Ray cluster if none is running. Off: a missing cluster is an error."""
+    ray_namespace: Annotated[str, Field(min_length=1)] = "telescope"
+    """Ray namespace. Actors of runs in different namespaces do not see each other by name."""
+    ray_log_to_driver: bool = True
+    """Forward worker logs to the driver process."""
+    ray_runtime_env: dict[str, Any] | None = None
+    """Custom Ray runtime environment, such as {env_vars: {NCCL_DEBUG: INFO}}. Merged with what the run itself needs."""
+    ray_disable_runtime_env_hook: bool = True
+    """Disable Ray's runtime environment hook, which under `uv run` would build an environment anew on every node."""
+    ray_pin_py_executable: bool = True
+    """Pin the Python executable path in workers to the driver's own."""
+    ray_propagate_active_venv: bool = True
+    """Propagate the active virtualenv to workers (VIRTUAL_ENV and PATH)."""
+    ray_propagate_run_dir: bool = True
+    """Propagate the run directory to workers (TELESCOPE_RUN_DIR)."""
+    ray_broadcast_init_timeout_s: Annotated[int, Field(ge=1)] = 300
+    """Timeout for weight broadcast initialization, in seconds."""
+    ray_broadcast_prefer_loopback_if_single_node: bool = True
+    """Prefer loopback interface for single-node broadcasts."""
+    ray_shutdown_on_exit: bool = False
+    """Shut down the Ray cluster on exit. A cluster that the run started itself is always shut down."""
+    ray_inference_cpus_per_worker: Annotated[float, Field(gt=0)] = 4.0
+    """CPU cores allocated per inference worker. May be a fraction. Lower it when the placement does not fit."""
+    ray_trainer_cpus_per_worker: Annotated[float, Field(gt=0)] = 4.0
+    """CPU cores allocated per trainer worker. May be a fraction. Lower it when the placement does not fit."""
+    ray_inference_placement_strategy: PlacementStrategy = "PACK"
+    """Placement strategy for inference workers. PACK: few nodes if possible; SPREAD: many nodes if possible;
+    STRICT_PACK: one node; STRICT_SPREAD: a node per server."""
+    ray_trainer_placement_strategy: PlacementStrategy = "PACK"
+    """Placement strategy for trainer workers. PACK: few nodes if possible; SPREAD: many nodes if possible;
+    STRICT_PACK: one node; STRICT_SPREAD: a node per worker."""
+    ray_placement_timeout_s: Annotated[int, Field(ge=1)] = 900
+    """Timeout for Ray placement group creation, in seconds. Waits for nodes that are still joining, or for another
+    run to end."""
+
+
+class WeightSection(Section):
+    TITLE: ClassVar[str] = "Weight Broadcasting"
+
+    weight_broadcast_mode: Literal["flattened_bucket", "per_tensor"] = "flattened_bucket"
+    """Strategy for broadcasting updated weights to inference servers. Buckets are faster; per_tensor needs less
+    memory."""
+    weight_broadcast_bucket_mb: Annotated[int, Field(ge=1)] = 256
+    """Bucket size in MB for flattened broadcast. Two buckets are alive at a time on each side."""
+    weight_broadcast_cpu_staging: bool = False
+    """Use CPU staging buffer for weight transfers. Slower; for GPUs without memory to spare."""
+    weight_broadcast_pin_memory: bool = True
+    """Use pinned CPU memory for faster H2D transfers. Only with weight_broadcast_cpu_staging."""
+    weight_broadcast_free_grad_buffers: bool = True
+    """Free Megatron gradient buffers during broadcast (saves ~14 GB)."""
+    weight_probe_every: Annotated[int, Field(ge=0)] = 50
+    """Weight syncs between two proofs that the engines hold exactly the trainer's weights. The first sync is always
+    proven; 0 = only that one."""
+    weight_sync_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that one transfer of weights to one server may take. A server that exceeds it is restarted; the
+    others go on."""

@@ -1,0 +1,110 @@
+"""Checkpoints, evals, and what a run records and uploads."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field, field_validator
+
+from telescope.config.base import Section
+from telescope.config.environments import EvalEntry
+
+CODE_EXCLUDE_PATTERNS = (
+    ".git", ".venv", "venv", "__pycache__", "*.pyc", ".cache", ".mypy_cache", ".pytest_cache", ".ruff_cache",
+    "node_modules", "wandb", "runs", "checkpoints", "build", "dist", "*.egg-info", "*.safetensors", "*.parquet",
+)  # fmt: skip
+
+
+class CheckpointSection(Section):
+    TITLE: ClassVar[str] = "Checkpointing"
+
+    checkpoint_every: int | bool = False
+    """Save every N steps. 0 or false to disable."""
+    checkpoint_save_training_state: bool = True
+    """Include optimizer/scheduler state for resume. false = weights-only: a third of the size or less, and no
+    resume."""
+    resume_from_checkpoint: bool | int = False
+    """true = resume from latest; integer = resume from specific step."""
+    checkpoint_dir: str | None = None
+    """Custom checkpoint path. Default: RUN_DIR/checkpoints, or what `TELESCOPE_CHECKPOINT_DIR` says."""
+    checkpoint_keep_last: Annotated[int, Field(ge=1)] | None = None
+    """Keep only the N most recent checkpoints. null keeps all."""
+    checkpoint_keep_every: Annotated[int, Field(ge=1)] | None = None
+    """Always keep checkpoints at these step multiples, whatever checkpoint_keep_last says."""
+
+    @field_validator("checkpoint_every")
+    @classmethod
+    def _every_is_a_number(cls, value: int | bool) -> int | bool:
+        if value is True:
+            raise ValueError("true does not say how often; give a number of steps, such as 50")
+        if value < 0:
+            raise ValueError("must be 0 (off) or a number of steps")
+        return value
+
+    @field_validator("resume_from_checkpoint")
+    @classmethod
+    def _a_step_is_positive(cls, value: bool | int) -> bool | int:
+        if not isinstance(value, bool) and value < 1:
+            raise ValueError("must be true (the latest), false, or the number of a checkpoint, such as 50")
+        return value
+
+
+class EvalSection(Section):
+    TITLE: ClassVar[str] = "Evals"
+
+    evals: list[EvalEntry] = Field(default_factory=list)
+    """Evaluations of this run, each with its own dataset size, sampling and schedule."""
+    eval_before_training: bool = True
+    """Run evaluations before training starts."""
+    eval_after_training: bool = True
+    """Run evaluations after training ends."""
+    eval_num_servers: Annotated[int, Field(ge=0)] = 1
+    """Number of dedicated eval servers reserved from the inference pool. 0 = no periodic evals during training. One
+    server for rollouts always remains."""
+    eval_start_end_use_all_servers: bool = True
+    """Use all inference servers for start/end evals."""
+
+
+class LoggingSection(Section):
+    TITLE: ClassVar[str] = "Logging"
+    INTRO: ClassVar[str] = "The run directory is complete whatever is chosen here; Weights & Biases gets a copy."
+
+    use_wandb: bool = True
+    """Enable Weights & Biases logging. Without credentials it records offline into the run directory and says so
+    once."""
+    wandb_project: Annotated[str, Field(min_length=1)] = "telescope"
+    """W&B project name. `WANDB_PROJECT` fills it in when neither the YAML nor the command line sets it."""
+    wandb_run_name: Annotated[str, Field(min_length=1)] = "telescope_run"
+    """W&B run name. Also names the run directory. `WANDB_RUN_NAME` fills it in when it is not set."""
+    wandb_tags: list[str] = Field(default_factory=lambda: ["telescope"])
+    """W&B tags. `WANDB_TAGS`, separated by commas, fills them in when they are not set."""
+    wandb_upload_code: bool = True
+    """Upload source code to W&B."""
+    wandb_upload_logs: bool = True
+    """Upload trainer/inference logs to W&B."""
+    wandb_upload_logs_detailed: bool = False
+    """Include detailed logs in W&B upload."""
+    wandb_upload_logs_stdout: bool = False
+    """Include stdout logs in W&B upload."""
+    wandb_code_max_file_size_mb: Annotated[float, Field(gt=0)] = 2.0
+    """Max file size for code upload, in MB."""
+    wandb_code_exclude_patterns: list[str] = Field(default_factory=lambda: list(CODE_EXCLUDE_PATTERNS))
+    """Glob patterns to exclude from code upload."""
+    system_metrics_collection_interval_seconds: Annotated[float, Field(gt=0)] = 1.0
+    """System metrics collection interval: GPU, CPU and memory, in seconds."""
+    torch_memory_sample_interval_seconds: Annotated[float, Field(gt=0)] = 0.1
+    """PyTorch memory sampling interval, in seconds."""
+    event_tail_window_seconds: Annotated[int, Field(ge=1)] = 60
+    """Tail window for event aggregation, in seconds."""
+    event_block_duration_seconds: Annotated[int, Field(ge=1)] = 1800
+    """Duration of event blocks, in seconds."""
+    event_upload_interval_seconds: Annotated[int, Field(ge=1)] = 5
+    """Event upload interval, in seconds."""
+    metrics_logger_interval_seconds: Annotated[float, Field(gt=0)] = 2.0
+    """Metrics logger flush interval, in seconds: how long a row may wait in memory before it is on disk."""
+    ray_torch_memory_drain_interval_seconds: Annotated[float, Field(gt=0)] = 0.5
+    """Interval for draining Ray torch memory metrics, in seconds."""
+    rollout_block_size: Annotated[int, Field(ge=1)] = 500
+    """Block size for rollout event grouping, in rollouts."""
+    track_gpu_events: bool = True
+    """Track GPU utilization events."""

@@ -1,0 +1,45 @@
+"""The optimizer, its schedule and the training backend."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from telescope.config.base import Section
+
+BACKENDS = ("fsdp", "megatron")
+
+
+class TrainerSection(Section):
+    TITLE: ClassVar[str] = "Trainer"
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1.0e-6
+    """Learning rate (must be > 0). The peak of the schedule."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Weight decay coefficient of AdamW (decoupled: scaled by the learning rate)."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Maximum gradient norm for clipping. The norm is over all parameters and ranks."""
+    lr_scheduler: Literal["none", "constant", "linear", "cosine"] = "constant"
+    """LR schedule. "none" = fixed LR; "constant" = warmup then constant; "linear" / "cosine" = warmup then decay
+    over `number_of_steps`."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Number of linear warmup steps. The first step already has a rate above 0. Ignored by "none"."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Minimum LR as a fraction of learning_rate for linear/cosine decay. Range: [0, 1]."""
+    train_backend: str = "fsdp"
+    """Training backend: "fsdp", "megatron", or the path of an own subclass, "package.module:Class". FSDP suits
+    models up to about 14B parameters."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass (FSDP). Off: faster, and a multiple of the activation memory."""
+    fsdp_context_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share one sequence (FSDP). Raise it when one sequence does not fit one GPU. Must divide
+    trainer_num_workers."""
+
+    @field_validator("train_backend")
+    @classmethod
+    def _known_or_a_class_path(cls, value: str) -> str:
+        if value not in BACKENDS and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+            raise ValueError('must be "fsdp", "megatron" or a class path such as "my_package.my_module:MyBackend"')
+        return value

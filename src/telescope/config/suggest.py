@@ -1,0 +1,53 @@
+"""The nearest known name to one that does not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+
+# Short names from other frameworks that no measure of spelling would lead to ours.
+ABBREVIATIONS = {
+    "lr": "learning_rate",
+    "wd": "weight_decay",
+    "bs": "prompts_batch_size_for_trainer",
+    "batch_size": "prompts_batch_size_for_trainer",
+    "steps": "number_of_steps",
+    "max_steps": "number_of_steps",
+    "num_steps": "number_of_steps",
+    "tp": "inference_tensor_parallel_size",
+    "env": "environments",
+    "num_generations": "group_size",
+    "max_grad_norm": "grad_clip",
+    "model_name": "model",
+    "max_new_tokens": "max_tokens",
+    "max_completion_length": "max_tokens",
+    "run_name": "wandb_run_name",
+    "scheduler": "lr_scheduler",
+    "output_dir": "run_dir",
+}
+SIMILAR_ENOUGH = 0.6  # share of matching characters below which a suggestion confuses more than it helps
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name closest in spelling, or the one that shares the most words; None if nothing is close."""
+    known = list(known)
+    wanted = name.strip().lower().replace("-", "_")
+    if ABBREVIATIONS.get(wanted) in known:
+        return ABBREVIATIONS[wanted]
+    best = max(known, key=lambda candidate: _likeness(wanted, candidate.lower()), default=None)
+    return best if best is not None and _likeness(wanted, best.lower()) >= SIMILAR_ENOUGH else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?`, with its leading space, or nothing."""
+    nearest = nearest_name(name, known)
+    return f" Did you mean '{nearest}'?" if nearest else ""
+
+
+def _likeness(wanted: str, candidate: str) -> float:
+    """Between 0 and 1. Spelling alone would miss `warmup` for `warmup_steps`, and words alone every typing error."""
+    spelling = SequenceMatcher(None, wanted, candidate).ratio()
+    words, candidate_words = set(wanted.split("_")), set(candidate.split("_"))
+    shared = len(words & candidate_words)
+    by_words = shared / len(words) * (0.7 + 0.3 * shared / len(candidate_words)) if words else 0.0
+    return max(spelling, by_words)

@@ -1,0 +1,96 @@
+"""YAML as configuration files need it.
+
+Differs from `yaml.safe_load` in three ways: a key that stands twice in one mapping is an error (PyYAML silently keeps
+the last), `1e-6` is a number as in YAML 1.2 (PyYAML reads text), and the line of every top-level key is kept for error
+messages.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from telescope.errors import ConfigError
+
+FLOAT = re.compile(r"[-+]?(?:\d[\d_]*(?:\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
+
+
+class _ConfigLoader(yaml.SafeLoader):
+    """SafeLoader with the differences above."""
+
+
+def _construct_mapping(loader: _ConfigLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    seen: dict[str, int] = {}
+    for key_node, _ in node.value:
+        if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
+            continue
+        line = key_node.start_mark.line + 1
+        if key_node.value in seen:
+            problem = f"'{key_node.value}' is set twice, first in line {seen[key_node.value]}"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        seen[key_node.value] = line
+    loader.flatten_mapping(node)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=deep)
+
+
+def _construct_map(loader: _ConfigLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    return _construct_mapping(loader, node, deep=True)
+
+
+_ConfigLoader.add_constructor("tag:yaml.org,2002:map", _construct_map)
+_ConfigLoader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))
+
+
+def read_yaml_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The top-level mapping of a file, and the line of each of its keys. An empty file is an empty mapping.
+
+    Raises `ConfigError` when the file cannot be read, is not YAML, or is not a mapping.
+    """
+    if path.is_dir():
+        raise ConfigError(f"--config {path} is a directory. Give the path of a YAML file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path} does not exist{_neighbours(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}") from None
+    try:
+        node = yaml.compose(text, Loader=_ConfigLoader)
+        data = yaml.load(text, Loader=_ConfigLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {_yaml_problem(error)}") from None
+    if data is None:
+        return {}, {}
+    if not isinstance(data, dict) or not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{path} must hold `field: value` lines, and holds a {type(data).__name__}")
+    return {str(key): value for key, value in data.items()}, {
+        str(key.value): key.start_mark.line + 1 for key, _ in node.value if isinstance(key, yaml.ScalarNode)
+    }
+
+
+def parse_yaml_value(text: str, *, what: str) -> Any:
+    """One value of the command line, read as YAML. `what` names it in the error, a `ConfigError`."""
+    try:
+        return yaml.load(text, Loader=_ConfigLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{what} {text!r} is not valid YAML: {_yaml_problem(error)}") from None
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        return f"{error.problem or error.context}{where}"
+    return str(error).splitlines()[0]
+
+
+def _neighbours(path: Path) -> str:
+    """What lies beside a file that does not exist: most often the name is nearly right."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"; neither does the directory {folder}"
+    names = sorted(item.name for item in folder.iterdir() if item.suffix in (".yaml", ".yml"))
+    return f". In {folder} there are: {', '.join(names)}" if names else ""
