@@ -1,0 +1,389 @@
+"""The writer of a run's record: takes rows from any thread and puts them on disk from its own.
+
+    any thread --write--> PendingRows --every flush_seconds--> segments   (one thread, the only writer of the tables)
+                          (bounded)                            in_flight.json, heartbeat.json
+
+Owns the thread, the pending rows, and what happens when the disk fails. Does not own the format of the files
+(`segments`, `table_writer`) or what rows mean (`tables`).
+
+Invariants:
+- `write` neither blocks nor fails because of the disk: a run never waits for its record and never dies of it.
+- Memory is bounded. Past the bound, rows are dropped and counted: telemetry first, then turns, then samples and groups;
+  runs, attempts and steps never (`tables.Keep`).
+- What was flushed survives a kill of the process; at most the rows of the last `flush_seconds` are lost.
+- A disk that fails is reported once, loudly, and once more when it works again; rows wait in memory meanwhile.
+- One process writes a run directory. A second one is refused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from telescope.errors import UserError
+from telescope.record.files import RunFiles, read_json, replace_json
+from telescope.record.pending import PendingRows
+from telescope.record.process import ProcessIdentity
+from telescope.record.table_writer import TableWriter
+from telescope.record.tables import COLUMN_NAMES, TABLES
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 5.0
+"""Time between signs of life. Readers on other machines allow for several missed ones."""
+
+GRACE_SECONDS = 30.0
+"""How long a replaced segment stays, so that a query that started before the merge can end."""
+
+CLOSING_GRACE_SECONDS = 0.5
+"""The same when the run ends. Longer than a reader's listing may take (`segments.LISTING_SECONDS`)."""
+
+CHUNK_ROWS = 8_192
+CHUNK_BYTES = 32 * 2**20
+"""Largest segment of one flush: bounds what a conversion holds, and what is tried again when the disk is full."""
+
+MAX_RETRY_SECONDS = 30.0
+"""Longest time between two tries while the disk fails; the first is one flush interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecorderHealth:
+    """How the record is doing."""
+
+    error: str | None
+    """Why nothing can be written at the moment; None while all is well."""
+    pending_rows: int
+    pending_bytes: int
+    dropped: dict[str, int]
+    """Rows given up so far, by table."""
+    written_rows: int
+    written_bytes: int
+    """All bytes written so far, merges included."""
+
+
+class Recorder:
+    """Writes a run's tables. Close it, or use it as a context manager.
+
+    Raises `UserError` if another process is writing this run directory; nothing else, whatever the disk does.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        *,
+        attempt: int = 1,
+        flush_seconds: float = 2.0,
+        max_pending_rows: int = 50_000,
+        max_pending_bytes: int = 256 * 2**20,
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> None:
+        self.files = RunFiles(run_dir)
+        self.attempt = attempt
+        self._flush_seconds = flush_seconds
+        self._grace_seconds = grace_seconds
+        self._pending = PendingRows(max_pending_rows, max_pending_bytes)
+        self._wake_rows = max(1, max_pending_rows // 4)
+        self._wake_bytes = max(1, max_pending_bytes // 4)
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._flushed = threading.Condition(self._lock)
+        self._num_flushes_asked = 0
+        self._num_flushes_done = 0
+        self._closing = False
+        self._closing_deadline = float("inf")
+        self._small_files: dict[Path, Any] = {}
+        self._error: str | None = None
+        self._reported_drops = 0
+        self._written_rows = 0
+        self._written_bytes = 0
+        self._writers: dict[str, TableWriter] = {}
+        self._heartbeat_due = 0.0
+        self._logged_once: set[str] = set()
+        self._identity = ProcessIdentity.current()
+        self._writer_lock: int | None = None
+        try:
+            self._take_writer_lock()
+        except OSError as error:
+            self._note_failure(error)
+        self._thread = threading.Thread(target=self._run, name="telescope-recorder", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def write(self, table: str, row: Mapping[str, Any]) -> None:
+        """Add one row. Thread-safe; returns at once. The row is copied, nested dictionaries included, lists not.
+
+        `attempt` is filled in. Missing columns are null. Raises `ValueError` for a table or column that does not exist:
+        that is a mistake in the caller, never a state of the disk. After `close`, rows are counted as dropped.
+        """
+        columns = COLUMN_NAMES.get(table)
+        if columns is None:
+            raise ValueError(f"no table {table!r} in the record; there are {', '.join(TABLES)}")
+        copy = {key: dict(value) if type(value) is dict else value for key, value in row.items()}
+        if not copy.keys() <= columns:
+            unknown = ", ".join(sorted(copy.keys() - columns))
+            raise ValueError(f"table {table!r} has no column {unknown}; see telescope.record.tables")
+        if "attempt" in columns:
+            copy.setdefault("attempt", self.attempt)
+        with self._lock:
+            if self._closing:
+                self._pending.dropped[table] += 1
+                return
+            self._pending.add(table, copy)
+            urgent = self._pending.num_rows >= self._wake_rows or self._pending.num_bytes >= self._wake_bytes
+            if urgent and self._error is None:
+                self._wake.set()
+
+    def set_in_flight(self, rows: list[dict[str, Any]]) -> None:
+        """Replace the list of samples that are being generated now: rows with columns of `samples`. Returns at once."""
+        self.replace_json(self.files.in_flight, {"attempt": self.attempt, "time": time.time(), "rows": rows})
+
+    def replace_json(self, path: Path, value: Any) -> None:
+        """Replace a small JSON file at the next flush, after the rows that were written before. Returns at once.
+
+        `value` belongs to the recorder from here on. Of several values for one path within a flush, the last is written.
+        """
+        with self._lock:
+            self._small_files[path] = value
+
+    def flush(self, timeout: float = 30.0) -> bool:
+        """Wait until every row written before this call is on disk. False if that did not happen in `timeout` seconds."""
+        with self._flushed:
+            self._num_flushes_asked += 1
+            ticket = self._num_flushes_asked
+            self._wake.set()
+            return self._flushed.wait_for(lambda: self._num_flushes_done >= ticket, timeout)
+
+    def health(self) -> RecorderHealth:
+        """Counters and the error that stands, if any."""
+        with self._lock:
+            return RecorderHealth(
+                error=self._error,
+                pending_rows=self._pending.num_rows,
+                pending_bytes=self._pending.num_bytes,
+                dropped={name: count for name, count in self._pending.dropped.items() if count},
+                written_rows=self._written_rows,
+                written_bytes=self._written_bytes,
+            )
+
+    def close(self, timeout: float = 30.0) -> bool:
+        """Write what is pending, merge what is small, and end the thread. True if every row is on disk.
+
+        Waits `timeout` seconds at most; a disk that hangs longer is left to the daemon thread. Calling it again is
+        harmless.
+        """
+        with self._lock:
+            self._closing = True
+            self._closing_deadline = min(self._closing_deadline, time.monotonic() + timeout)
+            self._wake.set()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            logger.error("The record of %s is incomplete: the disk did not take it in %g s", self.files.run_dir, timeout)
+            return False
+        health = self.health()
+        return health.pending_rows == 0 and not health.dropped
+
+    # The rest runs in the recorder's thread.
+
+    def _run(self) -> None:
+        retry_seconds = 0.0  # The first cycle comes at once: it makes the folder and gives a sign of life.
+        while True:
+            self._wake.wait(retry_seconds)
+            self._wake.clear()
+            with self._lock:
+                closing, ticket, cut = self._closing, self._num_flushes_asked, self._pending.cut()
+            if self._cycle(cut):
+                retry_seconds = self._flush_seconds
+                with self._flushed:
+                    self._num_flushes_done = ticket
+                    self._flushed.notify_all()
+            else:
+                retry_seconds = min(max(2 * retry_seconds, self._flush_seconds), MAX_RETRY_SECONDS)
+            if closing:
+                self._finish(cut)
+                return
+
+    def _cycle(self, cut: dict[str, int]) -> bool:
+        """Flush the rows before `cut`, and merge a little. False if the disk failed; the rows wait then."""
+        try:
+            self._write_heartbeat()
+            self._take_writer_lock()
+            for name in TABLES:
+                self._flush_table(name, cut.get(name, 0))
+            self._write_small_files()
+        except (OSError, UserError) as error:
+            self._note_failure(error)
+            return False
+        self._note_success()
+        self._merge()
+        return True
+
+    def _flush_table(self, name: str, cut: int) -> None:
+        while True:
+            with self._lock:
+                rows = self._pending.first(name, cut, CHUNK_ROWS, CHUNK_BYTES)
+            if not rows:
+                return
+            try:
+                num_bytes = self._writer(name).append(rows)
+            except OSError:
+                raise
+            except Exception:
+                # Not the disk but these rows, or a bug here. Keeping them would stop the record for good.
+                logger.exception("record: %d rows of table %s could not be written and are dropped", len(rows), name)
+                with self._lock:
+                    self._pending.give_up(name, rows)
+                continue
+            with self._lock:
+                self._pending.written(name, rows)
+                self._written_rows += len(rows)
+                self._written_bytes += num_bytes
+
+    def _merge(self) -> None:
+        """At most one merge a table, so that a flush is never far away."""
+        for name, writer in self._writers.items():
+            try:
+                num_bytes = writer.compact()
+                writer.sweep(self._grace_seconds)
+            except OSError as error:
+                # Too little space for the merge, say. The rows are on disk already; the merge is tried again.
+                self._log_once(f"merge {name}", "record: small files of table %s stay unmerged: %s", name, error)
+                continue
+            with self._lock:
+                self._written_bytes += num_bytes
+
+    def _finish(self, cut: dict[str, int]) -> None:
+        """The last writes: try again while time is left, merge, and remove what was replaced."""
+        while self._error is not None and time.monotonic() + 1.0 < self._closing_deadline:
+            time.sleep(min(1.0, self._flush_seconds))
+            self._cycle(cut)
+        if self._error is not None:
+            logger.error(
+                "The record of %s is incomplete: %d rows could not be written (%s)",
+                self.files.run_dir,
+                self._pending.num_rows,
+                self._error,
+            )
+        else:
+            self._final_merge()
+        self._report_drops()
+        if self._writer_lock is not None:
+            os.close(self._writer_lock)
+            self._writer_lock = None
+
+    def _final_merge(self) -> None:
+        try:
+            self.files.in_flight.unlink(missing_ok=True)
+            for name in TABLES:
+                if time.monotonic() > self._closing_deadline - 2 * CLOSING_GRACE_SECONDS:
+                    return
+                self._written_bytes += self._writer(name).finish()
+            time.sleep(min(CLOSING_GRACE_SECONDS, self._grace_seconds))
+            for writer in self._writers.values():
+                writer.sweep(0.0)
+        except OSError as error:
+            logger.warning("record: the small files of %s stay unmerged: %s", self.files.run_dir, error)
+
+    def _writer(self, name: str) -> TableWriter:
+        if name not in self._writers:
+            self._writers[name] = TableWriter(TABLES[name], self.files.table(name))
+        return self._writers[name]
+
+    def _write_small_files(self) -> None:
+        with self._lock:
+            waiting, self._small_files = self._small_files, {}
+        while waiting:
+            path, value = next(iter(waiting.items()))
+            try:
+                self._written_bytes += replace_json(path, value)
+            except OSError:
+                with self._lock:
+                    self._small_files = waiting | self._small_files
+                raise
+            except (TypeError, ValueError, RuntimeError) as error:
+                self._log_once(str(path), "record: %s cannot be written as JSON: %s", path, error)
+            del waiting[path]
+
+    def _write_heartbeat(self) -> None:
+        now = time.monotonic()
+        if now >= self._heartbeat_due:
+            value = {"time": time.time(), "attempt": self.attempt, "process": self._identity.to_json()}
+            self._written_bytes += replace_json(self.files.heartbeat, value)
+            self._heartbeat_due = now + HEARTBEAT_SECONDS
+
+    def _take_writer_lock(self) -> None:
+        """Become the one writer. `UserError` if another process is, `OSError` if the folder cannot be made."""
+        if self._writer_lock is not None:
+            return
+        self.files.tables.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.files.writer_lock, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise UserError(_other_writer(self.files.run_dir)) from None
+        except OSError as error:
+            # Some network file systems have no locks. The run goes on without that protection.
+            logger.warning("record: %s cannot be locked (%s): start no second run in it", self.files.tables, error)
+        self._writer_lock = descriptor
+
+    def _note_failure(self, error: Exception) -> None:
+        with self._lock:
+            first = self._error is None
+            self._error = str(error)
+        if first:
+            logger.error(
+                "THE RECORD OF THIS RUN CANNOT BE WRITTEN: %s. The run goes on; its rows wait in memory (%d rows or "
+                "%d MiB at most, then the least important are dropped). Make room in %s, or make it writable.",
+                error,
+                self._pending.max_rows,
+                self._pending.max_bytes // 2**20,
+                self.files.run_dir,
+            )
+
+    def _note_success(self) -> None:
+        with self._lock:
+            recovered, self._error = self._error is not None, None
+        if recovered:
+            logger.warning("The record of this run is being written again.")
+        self._report_drops()
+
+    def _report_drops(self) -> None:
+        dropped = self.health().dropped
+        total = sum(dropped.values())
+        # Not at every flush of an overload that lasts: when twice as many are gone, and at the end.
+        if total >= 2 * self._reported_drops + 1 or (self._closing and total > self._reported_drops):
+            self._reported_drops = total
+            counts = ", ".join(f"{count} of {name}" for name, count in sorted(dropped.items()))
+            logger.warning("Rows missing from the record of this run so far: %s", counts)
+
+    def _log_once(self, what: str, message: str, *values: object) -> None:
+        if what not in self._logged_once:
+            self._logged_once.add(what)
+            logger.warning(message, *values)
+
+
+def _other_writer(run_dir: Path) -> str:
+    who = "Another process"
+    try:
+        heartbeat = read_json(RunFiles(run_dir).heartbeat)
+    except (OSError, ValueError):
+        heartbeat = None
+    identity = ProcessIdentity.from_json((heartbeat or {}).get("process"))
+    if identity is not None:
+        who = f"Process {identity.pid} on {identity.host}"
+    return (
+        f"run_dir {str(run_dir)!r} is being written by another run. {who} holds it: "
+        "wait until it ends or stop it, or choose another run_dir."
+    )

@@ -1,0 +1,220 @@
+"""One table's folder on disk: appends segments, merges them, and removes what a merge replaced.
+
+Owns the files of one table. Synchronous and single-threaded; the recorder's thread calls it. Does not buffer or retry:
+`OSError` goes to the caller, with the folder as it was.
+
+Invariants: a segment appears whole, by a rename. A merge is on disk (fsync of file and folder) before its inputs may
+go, and they go `grace_seconds` later at the earliest, so that a reader's listing never misses rows. Work per row is
+bounded: it is rewritten once a level, and never once its file is sealed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from telescope.record.convert import rows_to_table
+from telescope.record.files import TEMPORARY_PREFIX, temporary_name
+from telescope.record.pending import Row
+from telescope.record.segments import (
+    Segment,
+    covered,
+    final_merges,
+    list_segments,
+    next_merge,
+    segment_name,
+    select,
+)
+from telescope.record.tables import Table
+
+logger = logging.getLogger(__name__)
+
+MERGE_BUFFER_ROWS = 16_384
+MERGE_BUFFER_BYTES = 16 * 2**20
+"""A merge holds about this much at a time, and a row group of its result is about this large."""
+
+_CATEGORIES = frozenset(
+    "environment status reason stop_reason name component level role eval_name failure_kind place".split()
+)
+"""Columns with few distinct values: a dictionary makes them small, and on any other column it only costs."""
+
+_FILTERED = frozenset("attempt step status time start group_id environment".split())
+"""Columns that queries filter by: statistics let a reader skip row groups. Elsewhere they fill small files."""
+
+
+class UnreadableSegment(Exception):
+    """A segment whose bytes are not a Parquet file, as a power cut can leave one behind."""
+
+    def __init__(self, segment: Segment, cause: Exception) -> None:
+        super().__init__(f"{segment.path}: {cause}")
+        self.segment = segment
+
+
+class TableWriter:
+    """The writer of one table. Opening it removes what an earlier writer left unfinished. Raises `OSError`."""
+
+    def __init__(self, table: Table, directory: Path) -> None:
+        self._table = table
+        self._directory = directory
+        self._reported: set[str] = set()
+        self._unreadable: set[Path] = set()
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in directory.glob(f"{TEMPORARY_PREFIX}*"):
+            path.unlink(missing_ok=True)
+        found = list_segments(directory)
+        self._segments = list(select(found).segments)
+        self._replaced = [(time.monotonic(), segment.path) for segment in covered(found)]
+        self._next_row = max((segment.end for segment in found), default=0)
+
+    def append(self, rows: Sequence[Row]) -> int:
+        """Write `rows` as one new segment and return its bytes."""
+        data, problems = rows_to_table(self._table, rows)
+        for column, problem in problems.items():
+            self._report_once(column, f"is recorded as null where it does not fit, first: {problem}")
+        first, end = self._next_row, self._next_row + data.num_rows
+        path = self._directory / segment_name(first, end, 0)
+        temporary = temporary_name(path)
+        try:
+            with _open_parquet(temporary, data.schema) as file:
+                file.write_table(data)
+            os.rename(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        num_bytes = path.stat().st_size
+        self._segments.append(Segment(path, first, end, 0, num_bytes))
+        self._next_row = end
+        return num_bytes
+
+    def compact(self) -> int:
+        """Make one merge if one is due, and return the bytes written, 0 if none was."""
+        due = next_merge(self._mergeable())
+        return self._merge(due, due[0].level + 1) if due else 0
+
+    def finish(self) -> int:
+        """Merge the small segments that are left, and return the bytes written."""
+        return sum(self._merge(run, max(part.level for part in run)) for run in final_merges(self._mergeable()))
+
+    def sweep(self, grace_seconds: float) -> int:
+        """Remove files that were replaced at least `grace_seconds` ago, and return how many wait still."""
+        now = time.monotonic()
+        while self._replaced and now - self._replaced[0][0] >= grace_seconds:
+            self._replaced[0][1].unlink(missing_ok=True)
+            self._replaced.pop(0)
+        return len(self._replaced)
+
+    def _mergeable(self) -> list[Segment]:
+        return [segment for segment in self._segments if segment.path not in self._unreadable]
+
+    def _merge(self, inputs: Sequence[Segment], level: int) -> int:
+        """Replace neighbours by one segment of `level`; 0 bytes if one of them turns out unreadable."""
+        first, end = inputs[0].first, inputs[-1].end
+        path = self._directory / segment_name(first, end, level)
+        temporary = temporary_name(path)
+        try:
+            with _open_parquet(temporary, _common_schema(self._table, inputs)) as file:
+                for data in _in_pieces(inputs, file.schema):
+                    file.write_table(data)
+            _sync(temporary)
+            os.rename(temporary, path)
+            _sync(self._directory)
+        except UnreadableSegment as error:
+            temporary.unlink(missing_ok=True)
+            self._unreadable.add(error.segment.path)
+            self._report_once(error.segment.path.name, f"cannot be read back and is left where it is: {error}")
+            return 0
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        num_bytes = path.stat().st_size
+        now = time.monotonic()
+        gone = {segment.path for segment in inputs}
+        place = self._segments.index(inputs[0])
+        self._segments = [segment for segment in self._segments if segment.path not in gone]
+        self._segments.insert(place, Segment(path, first, end, level, num_bytes))
+        self._replaced += [(now, segment.path) for segment in inputs]
+        return num_bytes
+
+    def _report_once(self, what: str, message: str) -> None:
+        if what not in self._reported:
+            self._reported.add(what)
+            logger.warning("record: %s.%s %s", self._table.name, what, message)
+
+
+def conform(data: pa.Table, schema: pa.Schema) -> pa.Table:
+    """`data` in the columns of `schema`: those it lacks are null, those it has beyond are left out."""
+    columns = [
+        data.column(field.name).cast(field.type)
+        if field.name in data.column_names
+        else pa.chunked_array([pa.nulls(data.num_rows, field.type)])
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _open_parquet(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+    return pq.ParquetWriter(
+        path,
+        schema,
+        compression="zstd",
+        store_schema=False,
+        use_dictionary=[name for name in schema.names if name in _CATEGORIES],
+        write_statistics=[name for name in schema.names if name in _FILTERED],
+    )
+
+
+def _common_schema(table: Table, inputs: Iterable[Segment]) -> pa.Schema:
+    """Today's columns, and after them any that the inputs have beyond: a newer version wrote those."""
+    fields = {field.name: field for field in table.schema}
+    for segment in inputs:
+        with _opened(segment) as file:
+            for field in file.schema_arrow:
+                fields.setdefault(field.name, field)
+    return pa.schema(list(fields.values()))
+
+
+def _opened(segment: Segment) -> pq.ParquetFile:
+    try:
+        file = pq.ParquetFile(segment.path)
+    except (pa.ArrowException, OSError) as error:
+        raise UnreadableSegment(segment, error) from error
+    if file.metadata.num_rows != segment.num_rows:
+        file.close()
+        raise UnreadableSegment(segment, ValueError(f"it holds {file.metadata.num_rows} rows"))
+    return file
+
+
+def _in_pieces(inputs: Iterable[Segment], schema: pa.Schema) -> Iterable[pa.Table]:
+    """The rows of all inputs in order, in tables of a bounded size."""
+    waiting: list[pa.Table] = []
+    num_rows = num_bytes = 0
+    for segment in inputs:
+        with _opened(segment) as file:
+            for group in range(file.num_row_groups):
+                try:
+                    data = conform(file.read_row_group(group), schema)
+                except (pa.ArrowException, OSError) as error:
+                    raise UnreadableSegment(segment, error) from error
+                waiting.append(data)
+                num_rows += data.num_rows
+                num_bytes += data.nbytes
+                if num_rows >= MERGE_BUFFER_ROWS or num_bytes >= MERGE_BUFFER_BYTES:
+                    yield pa.concat_tables(waiting)
+                    waiting, num_rows, num_bytes = [], 0, 0
+    if waiting:
+        yield pa.concat_tables(waiting)
+
+
+def _sync(path: Path) -> None:
+    """Make a file, or the names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
