@@ -1,0 +1,37 @@
+"""GRPO: group-relative advantages divided by the group's spread (DeepSeekMath, arXiv 2402.03300).
+
+As implemented: A = (r - mean) / (std + 1e-4) with ddof = 1, loss of a token -A logp, divided by the trained tokens of
+the whole optimiser step. Without clipping there is no ratio: at the first update of a batch -A logp has the gradient of
+the paper's ratio form. The paper averages within each answer first and adds a KL to a reference model; neither is done
+here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from telescope.algorithms.base import STD_EPSILON, Algorithm, TokenBatch, token_denominator
+
+if TYPE_CHECKING:
+    import torch
+
+
+def standardize(rewards_n: np.ndarray) -> np.ndarray:
+    """(r - mean) / (std + 1e-4) over a group, std with ddof = 1."""
+    return (rewards_n - rewards_n.mean()) / (rewards_n.std(ddof=1) + STD_EPSILON)
+
+
+def policy_gradient_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
+    """-A logp for each token."""
+    return -tokens.advantage_N * tokens.logp_N
+
+
+GRPO = Algorithm(
+    name="grpo",
+    source="DeepSeekMath, arXiv 2402.03300",
+    baseline=standardize,
+    token_loss=policy_gradient_loss,
+    denominator=token_denominator,
+)

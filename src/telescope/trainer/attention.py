@@ -1,0 +1,221 @@
+"""Attention over a packed row: each sample sees itself and nothing else.
+
+Owns the attention function that transformers' models call here (registered under `ATTENTION_NAME`) and the host-side
+plan of a row (`PackedLayout`). Does not own packing. Invariants: a token attends to earlier tokens of its own segment
+only, whatever the kernel; no mask of T x T is ever built; padding rows produce numbers that nobody reads and receive
+gradients of exactly zero. A feature that a kernel here does not have (soft-capped scores, attention sinks) is an error,
+never ignored.
+
+Kernels: `flash_attn` (FlashAttention 2, if installed) and `varlen` (torch's own) on GPU in half precision, by offsets;
+`padded` everywhere else: segments of similar length are laid side by side in one causal scaled-dot-product call, where
+padding on the right needs no mask, because causal queries never reach it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface
+
+from telescope.errors import UserError
+
+ATTENTION_NAME = "telescope_packed"
+Kernel = Literal["flash_attn", "varlen", "padded"]
+
+BUCKET_FILL = 0.75
+"""A segment joins a longer one's padded call if it fills at least this share of the length: at most 1.8 x the work."""
+SHORT_SEGMENT = 64
+"""Segments up to this length share one call whatever their lengths: the call costs more than the padding."""
+
+
+@dataclass(slots=True)
+class Bucket:
+    """S segments of similar length, at most L tokens each, side by side.
+
+    `gather_SL` holds row positions (flattened [S * L]; padding repeats position 0), `real_P` the places in it that are
+    not padding.
+    """
+
+    num_segments: int
+    length: int
+    gather_SL: torch.Tensor
+    real_P: torch.Tensor
+
+
+@dataclass(slots=True)
+class PackedLayout:
+    """Where segments begin and end in a row of T tokens, on the device, in the form that the kernel wants."""
+
+    kernel: Kernel
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    buckets: list[Bucket] = field(default_factory=list)
+    order_T: torch.Tensor | None = None
+    """For each row position, its place in the concatenated real outputs of all buckets (`padded` only)."""
+
+
+def choose_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
+    """The fastest kernel that is there for tensors of this device and dtype."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return "padded"
+    if importlib.util.find_spec("flash_attn") is not None:
+        return "flash_attn"
+    return "varlen" if importlib.util.find_spec("torch.nn.attention.varlen") is not None else "padded"
+
+
+def make_layout(cu_seqlens: np.ndarray, device: torch.device, kernel: Kernel) -> PackedLayout:
+    """Plan the attention of one row from its host-side offsets (int32 [S + 1])."""
+    lengths = np.diff(cu_seqlens)
+    layout = PackedLayout(
+        kernel=kernel,
+        cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)).to(device, non_blocking=True),
+        max_seqlen=int(lengths.max()),
+    )
+    if kernel != "padded":
+        return layout
+    order = np.empty(int(cu_seqlens[-1]), dtype=np.int64)
+    placed = 0
+    for members in bucket_segments(lengths):
+        longest = int(lengths[members[0]])
+        offsets = np.arange(longest)
+        real = offsets[None, :] < lengths[members][:, None]
+        position = np.where(real, cu_seqlens[members][:, None] + offsets[None, :], 0)
+        order[position[real]] = placed + np.arange(int(real.sum()))
+        placed += int(real.sum())
+        layout.buckets.append(
+            Bucket(
+                num_segments=len(members),
+                length=longest,
+                gather_SL=torch.from_numpy(position.reshape(-1).astype(np.int64)).to(device),
+                real_P=torch.from_numpy(np.flatnonzero(real)).to(device),
+            )
+        )
+    layout.order_T = torch.from_numpy(order).to(device)
+    return layout
+
+
+def bucket_segments(lengths: np.ndarray) -> list[np.ndarray]:
+    """Indices of segments per padded call, longest first within each, so that little of a call is padding."""
+    order = np.argsort(-lengths, kind="stable")
+    buckets: list[list[int]] = []
+    for index in order:
+        longest = lengths[buckets[-1][0]] if buckets else 0
+        if buckets and (longest <= SHORT_SEGMENT or lengths[index] >= BUCKET_FILL * longest):
+            buckets[-1].append(int(index))
+        else:
+            buckets.append([int(index)])
+    return [np.array(members) for members in buckets]
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packed_layout: PackedLayout,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface. query [1, H, T, D]; key, value [1, K, T, D] -> output [1, T, H, D]."""
+    if softcap is not None or s_aux is not None:
+        raise UserError(
+            f"model: {type(module).__name__} uses soft-capped scores or attention sinks, which the trainer's packed "
+            "attention does not implement: choose a model without them"
+        )
+    assert dropout == 0.0, "dropout would make the trainer's logprobs differ from the engine's"
+    q_THD, k_TKD, v_TKD = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))
+    if sliding_window is not None and sliding_window >= packed_layout.max_seqlen:
+        sliding_window = None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if packed_layout.kernel == "padded":
+        out_THD = _padded(q_THD, k_TKD, v_TKD, packed_layout, scale, sliding_window)
+    else:
+        out_THD = _by_offsets(q_THD, k_TKD, v_TKD, packed_layout, scale, sliding_window)
+    return out_THD.unsqueeze(0), None
+
+
+def _padded(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    layout: PackedLayout,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    assert layout.order_T is not None
+    num_heads, head_dim = q_THD.shape[1:]
+    repeats = num_heads // k_TKD.shape[1]
+    outputs = []
+    for bucket in layout.buckets:
+
+        def spread(rows_THD: torch.Tensor, bucket: Bucket = bucket) -> torch.Tensor:
+            picked = rows_THD.index_select(0, bucket.gather_SL)
+            return picked.view(bucket.num_segments, bucket.length, *rows_THD.shape[1:]).transpose(1, 2)
+
+        q, k, v = spread(q_THD), spread(k_TKD), spread(v_TKD)
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        band = None
+        if sliding_window is not None and sliding_window < bucket.length:
+            position = torch.arange(bucket.length, device=q.device)
+            behind = position[:, None] - position[None, :]
+            band = (behind >= 0) & (behind < sliding_window)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, is_causal=band is None, scale=scale)
+        outputs.append(out.transpose(1, 2).reshape(-1, num_heads, head_dim).index_select(0, bucket.real_P))
+    return torch.cat(outputs).index_select(0, layout.order_T)
+
+
+def _by_offsets(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    layout: PackedLayout,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    # Both kernels count the window as tokens behind the query, the query itself not included.
+    window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
+    cu, longest = layout.cu_seqlens, layout.max_seqlen
+    if layout.kernel == "flash_attn":
+        from flash_attn import flash_attn_varlen_func
+
+        return flash_attn_varlen_func(
+            q_THD, k_TKD, v_TKD, cu, cu, longest, longest, softmax_scale=scale, causal=True, window_size=window
+        )
+    attend, knows_groups = _varlen_kernel()
+    if not knows_groups and k_TKD.shape[1] != q_THD.shape[1]:
+        repeats = q_THD.shape[1] // k_TKD.shape[1]
+        k_TKD, v_TKD = k_TKD.repeat_interleave(repeats, dim=1), v_TKD.repeat_interleave(repeats, dim=1)
+    options: dict[str, Any] = {"scale": scale, "window_size": window}
+    if knows_groups:
+        options["enable_gqa"] = k_TKD.shape[1] != q_THD.shape[1]
+    return attend(q_THD, k_TKD, v_TKD, cu, cu, longest, longest, **options)
+
+
+@functools.cache
+def _varlen_kernel() -> tuple[Callable[..., torch.Tensor], bool]:
+    """torch's varlen kernel, and whether this release of it takes fewer key than query heads."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def register_attention() -> None:
+    """Make `ATTENTION_NAME` known to transformers in this process. Calling it again changes nothing."""
+    # No mask function is registered on purpose: transformers then builds no mask at all and passes none.
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)

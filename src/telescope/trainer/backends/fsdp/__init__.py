@@ -1,0 +1,1 @@
+"""FSDP2: parameters, gradients and optimiser state sharded over all ranks."""

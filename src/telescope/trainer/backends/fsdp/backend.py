@@ -1,0 +1,253 @@
+"""The FSDP2 backend: one optimiser, one loss, any number of ranks.
+
+Owns the order of a step: forward and backward over this rank's micro-batches, the global gradient norm, the clipped
+update, the metrics. Invariants: backward runs on the *sum* of token losses, and the gradient is multiplied by one over
+the global count and by the clip factor in one pass afterwards, so that neither packing nor ranks change it and half
+precision does not underflow; the host waits for the device twice an optimiser step at most, never between forward and
+backward; a gradient that is not finite stops the run before it reaches the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+from telescope.algorithms import get_algorithm
+from telescope.trainer.attention import choose_kernel
+from telescope.trainer.backends.base import TensorMeta, TrainingBackend
+from telescope.trainer.backends.fsdp.sharding import (
+    build_sharded_policy,
+    compute_dtype,
+    full_tensor,
+    local_tensor,
+    reshard_all,
+)
+from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, Span
+from telescope.trainer.loss import denominator, loss_sum, prepare, to_device
+from telescope.trainer.metrics import StepMetrics, reduce_max
+from telescope.trainer.model import DTYPES, PREFIX
+from telescope.trainer.schedule import learning_rate
+from telescope.trainer.timeline import Timeline, timing_metrics
+
+CLIP_EPSILON = 1e-6
+"""Added to the norm before dividing by it, as torch's own clipping does."""
+
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json")
+
+
+class FSDPBackend(TrainingBackend):
+    """One rank of an FSDP2 trainer, on CPU (gloo) or GPU (NCCL)."""
+
+    def init(self) -> None:
+        config = self.config
+        self.algorithm = get_algorithm(config.algorithm)
+        self.mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("data",))
+        self.policy = build_sharded_policy(config, self.mesh, self.device)
+        self.parameters = list(self.policy.parameters())
+        # Decay pulls matrices towards 0; norms and biases have no reason to be near it.
+        groups = [
+            {"params": [p for p in self.parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in self.parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, fused=True)
+        self.kernel = choose_kernel(self.device, compute_dtype(config))
+        self.loss_dtype = torch.float64 if compute_dtype(config) == torch.float64 else torch.float32
+        self._spans: list[Span] = []
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters)
+
+    def train_step(self, trainer_data: dict[str, Any]) -> dict[str, float]:
+        step, version = int(trainer_data["step"]), int(trainer_data["version"])
+        minibatches: list[OptimizerStepBatch] = trainer_data["minibatches"]
+        rate = self.learning_rate(step)
+        timeline = Timeline(self.device, self.rank)
+        sums = StepMetrics(self.device)
+        norms = []
+        for index, batch in enumerate(minibatches):
+            self.accumulate(batch, version, timeline, sums, weights_moved=index > 0)
+            norms.append(self.update(rate, denominator(self.algorithm, batch, self.config), step, timeline))
+        metrics = sums.reduce()
+        spans = timeline.finish()
+        self._spans += spans
+        num_micro_batches = sum(len(batch.micro_batches) for batch in minibatches)
+        metrics |= reduce_max(timing_metrics(spans, num_micro_batches), self.device)
+        metrics |= {
+            "grad_norm": sum(norms) / len(norms) if norms else 0.0,
+            "learning_rate": rate,
+            "optimizer_steps": float(len(norms)),
+            "micro_batches": float(num_micro_batches),
+        }
+        return metrics
+
+    def learning_rate(self, step: int) -> float:
+        """The rate that training step `step` uses."""
+        config = self.config
+        return learning_rate(
+            step,
+            base=config.learning_rate,
+            schedule=config.lr_scheduler,
+            warmup_steps=config.warmup_steps,
+            total_steps=config.number_of_steps,
+            min_ratio=config.min_lr_ratio,
+        )
+
+    def accumulate(
+        self,
+        batch: OptimizerStepBatch,
+        version: int,
+        timeline: Timeline,
+        sums: StepMetrics,
+        *,
+        weights_moved: bool = False,
+    ) -> None:
+        """Add to `grad` the gradient of the *sum* of this rank's token losses. Collective."""
+        scale = 1.0 / denominator(self.algorithm, batch, self.config)
+        for index, micro_batch in enumerate(batch.micro_batches):
+            with timeline.span("prepare_tensors", index):
+                host = prepare(micro_batch, version)
+            with timeline.span("data_to_device", index):
+                rows = to_device(host, self.device, self.kernel, self.loss_dtype)
+            logp_N, entropy_N = self.policy(
+                rows.token_ids_T, rows.position_ids_T, rows.layout, rows.predicted_N,
+                self.config.temperature, timeline, index,
+            )  # fmt: skip
+            with timeline.span("loss_computation", index):
+                loss = loss_sum(self.algorithm, rows, logp_N, entropy_N, self.config)
+            with timeline.span("backward", index):
+                loss.backward()
+            with timeline.span("compute_kl", index):
+                sums.add(rows, logp_N, entropy_N, loss * scale, weights_moved=weights_moved)
+
+    @torch.no_grad()
+    def update(self, rate: float, divisor: float, step: int, timeline: Timeline) -> float:
+        """Divide and clip the gradient, take one AdamW step, forget the gradient. Returns its norm. Collective."""
+        with timeline.span("optimizer"):
+            gradients = self.local_gradients()
+            norm = self.gradient_norm(gradients) / divisor
+            if not math.isfinite(norm):
+                raise FloatingPointError(
+                    f"the gradient of training step {step} is not finite (norm {norm}): weights were left as they were. "
+                    f"mixed_precision_dtype is {self.config.mixed_precision_dtype}, learning_rate {rate:g}"
+                )
+            clip = min(1.0, self.config.grad_clip / (norm + CLIP_EPSILON))
+            torch._foreach_mul_(gradients, clip / divisor)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def local_gradients(self) -> list[torch.Tensor]:
+        """This rank's shards of all gradients, empty ones left out."""
+        shards = [local_tensor(p.grad) for p in self.parameters if p.grad is not None]
+        return [shard for shard in shards if shard.numel() > 0]
+
+    def gradient_norm(self, local_gradients: list[torch.Tensor]) -> float:
+        """L2 norm over all parameters of all ranks. Collective; waits for the device."""
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        if local_gradients:
+            squares += torch.stack(torch._foreach_norm(local_gradients)).double().square().sum()
+        dist.all_reduce(squares)
+        return math.sqrt(float(squares))
+
+    @torch.no_grad()
+    def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+        row = _single_row(token_ids)
+        rows = to_device(prepare(row, version=0), self.device, self.kernel, self.loss_dtype)
+        logp_N, _ = self.policy(
+            rows.token_ids_T, rows.position_ids_T, rows.layout, rows.predicted_N, temperature,
+            Timeline(self.device, self.rank),
+        )  # fmt: skip
+        reshard_all(self.policy)
+        return logp_N.tolist()
+
+    @torch.no_grad()
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._named_tensors():
+            yield name, full_tensor(tensor).detach()
+
+    def weight_metadata(self) -> list[TensorMeta]:
+        return [
+            TensorMeta(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in self._named_tensors()
+        ]
+
+    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.policy.named_parameters():
+            yield name.removeprefix(PREFIX), parameter
+        persistent = self.policy.state_dict().keys()
+        for name, buffer in self.policy.named_buffers():
+            if name in persistent:
+                yield name.removeprefix(PREFIX), buffer
+
+    def save_checkpoint(self, step: int, directory: Path) -> None:
+        model, optimizer = get_state_dict(self.policy, self.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=str(directory))
+        if self.rank == 0:
+            (directory / "trainer.json").write_text(json.dumps({"step": step}))
+        dist.barrier()
+
+    def load_checkpoint(self, step: int, directory: Path) -> None:
+        model, optimizer = get_state_dict(self.policy, self.optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        dcp.load(state, checkpoint_id=str(directory))
+        set_state_dict(
+            self.policy, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+
+    def save_hf(self, directory: Path) -> None:
+        weights: dict[str, torch.Tensor] = {}
+        for name, tensor in self.named_weights():
+            if self.rank == 0:
+                weights[name] = tensor.to("cpu", DTYPES[self.config.model_dtype]).clone()
+        if self.rank == 0:
+            _write_hf(directory, weights, self.policy.causal_lm.config, Path(self.config.model))
+        dist.barrier()
+
+    def take_spans(self) -> list[Span]:
+        spans, self._spans = self._spans, []
+        return spans
+
+
+def _single_row(token_ids: list[int]) -> MicroBatch:
+    """One sequence as a row in which every token but the first is predicted."""
+    import numpy as np
+
+    size = len(token_ids)
+    trained_T = np.ones(size, dtype=bool)
+    trained_T[0] = False
+    return MicroBatch(
+        token_ids_T=np.array(token_ids, dtype=np.int64),
+        position_ids_T=np.arange(size),
+        trained_T=trained_T,
+        engine_logprob_T=np.zeros(size),
+        advantage_T=np.zeros(size),
+        version_T=np.zeros(size, dtype=np.int32),
+        sample_index_T=np.zeros(size, dtype=np.int32),
+        cu_seqlens=np.array([0, size], dtype=np.int32),
+        sample_ids=["probe"],
+        environments=["probe"],
+    )
+
+
+def _write_hf(directory: Path, weights: dict[str, torch.Tensor], model_config: Any, source: Path) -> None:
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    model_config.save_pretrained(directory)
+    for pattern in (*TOKENIZER_FILES, "generation_config.json"):
+        for path in source.glob(pattern) if source.is_dir() else ():
+            shutil.copyfile(path, directory / path.name)

@@ -1,0 +1,104 @@
+"""Loading a model into shards, and full tensors out of them again.
+
+Owns which modules are gathered together and how the weights reach the ranks. Invariants: only rank 0 ever holds the
+whole model, on its CPU, while loading; every other rank holds its shards and one full tensor at a time. The gradient
+of a parameter is the plain sum of the ranks' gradients: FSDP's average over ranks is switched off, since the loss is
+divided by a count of all ranks already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from telescope.trainer.model import DTYPES, PREFIX, PolicyModel, disable_dropout, load_causal_lm
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def compute_dtype(config: Any) -> torch.dtype:
+    """The dtype of activations and of gathered weights."""
+    return DTYPES[config.mixed_precision_dtype or config.model_dtype]
+
+
+def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) -> PolicyModel:
+    """The policy on all ranks, sharded, with its weights. Collective. Raises `UserError` if the model cannot be had."""
+    dtype = DTYPES[config.model_dtype]
+    options = {"trust_remote_code": config.trust_remote_code}
+    source = load_causal_lm(config.model, dtype, with_weights=True, **options) if dist.get_rank() == 0 else None
+    policy = PolicyModel(load_causal_lm(config.model, dtype, with_weights=False, **options), config.entropy_chunk_size)
+    if config.gradient_checkpointing:
+        # No random number is drawn in a forward pass here, so none has to be replayed.
+        policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    disable_dropout(policy)
+    policy.train()
+    is_tied = policy.is_tied
+    shard(policy, mesh, compute_dtype(config))
+    policy.to_empty(device=device)
+    if is_tied:
+        policy.head.weight = policy.causal_lm.get_input_embeddings().weight
+    fill(policy, source, mesh, device)
+    return policy
+
+
+def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Wrap each layer, then the embedding and the head by themselves if they are untied, then the rest."""
+    precision = MixedPrecisionPolicy(
+        param_dtype=dtype if dtype in LOW_PRECISION else None,
+        reduce_dtype=torch.float32 if dtype in LOW_PRECISION else None,
+    )
+    # On CPU memory is not what is short: keeping gathered weights until backward saves a collective per layer.
+    options: dict[str, Any] = {
+        "mesh": mesh, "mp_policy": precision, "reshard_after_forward": mesh.device_type == "cuda",
+    }  # fmt: skip
+    for layer in policy.decoder.layers:
+        fully_shard(layer, **options)
+    if not policy.is_tied:
+        fully_shard(policy.causal_lm.get_input_embeddings(), **options)
+        fully_shard(policy.head, **options)
+    fully_shard(policy, **options)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            # A sum, and by ReduceOp.SUM: the premultiplied reductions that other factors use do not exist in gloo.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+@torch.no_grad()
+def fill(policy: PolicyModel, source: nn.Module | None, mesh: DeviceMesh, device: torch.device) -> None:
+    """Give every rank its shards of rank 0's `source` model (None on the other ranks). Collective."""
+    given = {} if source is None else dict(source.named_parameters()) | dict(source.named_buffers())
+    targets = [*policy.named_parameters(), *policy.named_buffers()]
+    for name, target in targets:
+        full = torch.empty(target.shape, dtype=target.dtype, device=device)
+        if source is not None:
+            full.copy_(given[name.removeprefix(PREFIX)])
+        dist.broadcast(full, src=0)
+        if isinstance(target, DTensor):
+            local = distribute_tensor(full, mesh, target.placements, src_data_rank=None).to_local()
+            target.to_local().copy_(local)
+        else:
+            target.copy_(full)
+
+
+def reshard_all(policy: PolicyModel) -> None:
+    """Drop gathered weights, which stay after a forward pass that no backward pass follows."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a sharded tensor on every rank. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,106 @@
+"""From a micro-batch to its share of the loss: the tensors that an algorithm reads, and the sum it adds up to.
+
+Owns moving a `MicroBatch` to the device, the choice of the tokens that are trained, and the denominator. Does not own
+the formulas (`telescope.algorithms`). Invariant: a micro-batch contributes a plain sum over its trained tokens, never a
+mean, so that how samples are packed, split and spread over ranks cannot weigh them differently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from telescope.algorithms import Algorithm, TokenBatch
+from telescope.trainer.attention import Kernel, PackedLayout, make_layout
+from telescope.trainer.batch import MicroBatch, OptimizerStepBatch
+
+
+@dataclass(slots=True)
+class DeviceMicroBatch:
+    """A micro-batch on the device. The N trained tokens are those at row positions `predicted_N`."""
+
+    token_ids_T: torch.Tensor
+    position_ids_T: torch.Tensor
+    layout: PackedLayout
+    predicted_N: torch.Tensor
+    engine_logprob_N: torch.Tensor
+    advantage_N: torch.Tensor
+    sample_N: torch.Tensor
+    age_N: torch.Tensor
+    """Policy version of the step less the version that sampled the token."""
+    on_policy_N: torch.Tensor
+    """1 for tokens of samples that the step's own policy version produced entirely, else 0."""
+    num_samples: int
+
+
+@dataclass(slots=True)
+class HostMicroBatch:
+    """What is worked out on the host before anything moves: numpy twins of `DeviceMicroBatch`'s tensors."""
+
+    source: MicroBatch
+    predicted_N: np.ndarray
+    age_N: np.ndarray
+    on_policy_N: np.ndarray
+
+
+def prepare(micro_batch: MicroBatch, version: int) -> HostMicroBatch:
+    """Pick the trained tokens and how stale each is."""
+    predicted_N = np.flatnonzero(micro_batch.trained_T)
+    age_N = version - micro_batch.version_T[predicted_N]
+    sample_N = micro_batch.sample_index_T[predicted_N]
+    is_stale = np.zeros(len(micro_batch.sample_ids), dtype=bool)
+    is_stale[sample_N[age_N != 0]] = True
+    return HostMicroBatch(micro_batch, predicted_N, age_N, ~is_stale[sample_N])
+
+
+def to_device(host: HostMicroBatch, device: torch.device, kernel: Kernel, float_dtype: torch.dtype) -> DeviceMicroBatch:
+    """Move a prepared micro-batch. Copies to a GPU are asynchronous and ordered before the kernels that read them."""
+
+    def move(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
+        if device.type == "cuda":
+            return tensor.pin_memory().to(device, non_blocking=True)
+        return tensor.to(device)
+
+    source, predicted_N = host.source, host.predicted_N
+    return DeviceMicroBatch(
+        token_ids_T=move(source.token_ids_T, torch.int64),
+        position_ids_T=move(source.position_ids_T, torch.int64),
+        layout=make_layout(source.cu_seqlens, device, kernel),
+        predicted_N=move(predicted_N, torch.int64),
+        engine_logprob_N=move(source.engine_logprob_T[predicted_N], float_dtype),
+        advantage_N=move(source.advantage_T[predicted_N], float_dtype),
+        sample_N=move(source.sample_index_T[predicted_N], torch.int64),
+        age_N=move(host.age_N, float_dtype),
+        on_policy_N=move(host.on_policy_N, float_dtype),
+        num_samples=len(source.sample_ids),
+    )
+
+
+def denominator(algorithm: Algorithm, batch: OptimizerStepBatch, config: Any) -> float:
+    """The one number that the loss of an optimiser step is divided by, equal on all ranks."""
+    kind = algorithm.denominator(config)
+    if kind == "tokens":
+        return float(batch.num_trained_tokens)
+    if kind == "samples":
+        return float(batch.num_samples)
+    return float(batch.num_samples * config.max_tokens)
+
+
+def loss_sum(
+    algorithm: Algorithm, batch: DeviceMicroBatch, logp_N: torch.Tensor, entropy_N: torch.Tensor, config: Any
+) -> torch.Tensor:
+    """Sum of the token losses of one micro-batch, a scalar with gradient (zero, but connected, without tokens)."""
+    tokens = TokenBatch(
+        logp_N=logp_N,
+        entropy_N=entropy_N,
+        engine_logp_N=batch.engine_logprob_N,
+        ref_logp_N=batch.engine_logprob_N,
+        advantage_N=batch.advantage_N,
+        sample_N=batch.sample_N,
+        num_samples=batch.num_samples,
+    )
+    return algorithm.token_loss(tokens, config).sum()

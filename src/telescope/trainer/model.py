@@ -1,0 +1,112 @@
+"""The policy: a transformers causal model whose output is logprobs and entropies, not logits.
+
+Owns loading and what is changed in the loaded model: packed attention, the output layer, no dropout. Does not own how
+it is sharded. Invariant: parameter names, with `PREFIX` taken off, are those of the Hugging Face checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from telescope.errors import UserError
+from telescope.trainer.attention import ATTENTION_NAME, PackedLayout, register_attention
+from telescope.trainer.logprob import LogprobHead
+from telescope.trainer.timeline import Timeline
+
+PREFIX = "causal_lm."
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+"""Config fields by which some architectures change the logits after the output layer."""
+
+
+class PolicyModel(nn.Module):
+    """One packed row in, logprob and entropy of chosen tokens out."""
+
+    def __init__(self, causal_lm: nn.Module, chunk_size: int) -> None:
+        super().__init__()
+        output = causal_lm.get_output_embeddings()
+        causal_lm.set_output_embeddings(LogprobHead(output.weight, getattr(output, "bias", None), chunk_size))
+        self.causal_lm = causal_lm
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The transformer without its output layer."""
+        return self.causal_lm.get_decoder()
+
+    @property
+    def head(self) -> LogprobHead:
+        """The output layer."""
+        return self.causal_lm.get_output_embeddings()
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the output layer's weight is the embedding's."""
+        return self.head.weight is self.causal_lm.get_input_embeddings().weight
+
+    def forward(
+        self,
+        token_ids_T: torch.Tensor,
+        position_ids_T: torch.Tensor,
+        layout: PackedLayout,
+        predicted_N: torch.Tensor,
+        temperature: float,
+        timeline: Timeline,
+        micro_batch: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprob and entropy, each [N], of the tokens at row positions `predicted_N` (none the first of a segment)."""
+        with timeline.span("forward", micro_batch):
+            hidden_TD = self.decoder(
+                input_ids=token_ids_T.unsqueeze(0),
+                position_ids=position_ids_T.unsqueeze(0),
+                use_cache=False,
+                packed_layout=layout,
+            ).last_hidden_state.squeeze(0)
+        with timeline.span("compute_entropy", micro_batch):
+            hidden_ND = hidden_TD.index_select(0, predicted_N - 1)
+            return self.head(hidden_ND, token_ids_T.index_select(0, predicted_N), temperature)
+
+
+def load_causal_lm(
+    model: str, dtype: torch.dtype, *, with_weights: bool, trust_remote_code: bool = False
+) -> nn.Module:
+    """The architecture of a local path or hub id, with its weights on CPU, or without any on the meta device.
+
+    Raises `UserError` when the path holds no such model, or one that changes its logits after the output layer.
+    """
+    register_attention()
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(model, **options)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model: {model!r} cannot be loaded: {error}") from error
+    for name in LOGIT_CHANGES:
+        if getattr(config, name, None) not in (None, 1.0, 1):
+            raise UserError(
+                f"model: {model!r} sets {name}, which the trainer's output layer does not implement: choose another"
+            )
+    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        if getattr(config, name, None):
+            setattr(config, name, 0.0)
+    options |= {"attn_implementation": ATTENTION_NAME, "dtype": dtype}
+    if with_weights:
+        return AutoModelForCausalLM.from_pretrained(model, config=config, **options)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, **options)
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Dropout would make the trainer's logprobs differ from the engine's; train mode stays, for checkpointing."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0

@@ -1,0 +1,241 @@
+"""Samples to micro-batches: which rank computes what, in which row, behind which padding.
+
+Owns the assignment of samples to optimiser steps, ranks and micro-batches, and the layout of a row. Imports numpy only,
+because the driver packs. Invariants, whatever the packing: every trained token is in exactly one micro-batch of one
+rank; a group is never split over two optimiser steps; all ranks get the same number of micro-batches in each optimiser
+step (FSDP's collectives run once per micro-batch on every rank, so an uneven count would hang); the counts that the
+loss is divided by are those of all ranks. A dummy micro-batch (nothing trained) appears only where an optimiser step
+has fewer samples than micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, StepInput, TrainSample
+
+ATTENTION_CROSSOVER_TOKENS = 16_384
+"""Length at which causal attention costs as much as the rest of a layer: about 12 x hidden size, here that of a 1.5B
+model. It only shapes the balance between ranks, so an exact value is not needed."""
+
+
+def sample_cost(length: int) -> float:
+    """Relative compute of one sample: linear in its tokens, plus attention's square."""
+    return length + length * length / ATTENTION_CROSSOVER_TOKENS
+
+
+def pack_step(
+    samples: Sequence[TrainSample],
+    *,
+    step: int,
+    version: int,
+    seq_len: int,
+    num_ranks: int,
+    pad_to_multiple_of: int = 1,
+    num_minibatches: int = 1,
+) -> list[StepInput]:
+    """Pack one training batch for all ranks; element r of the result is for rank r.
+
+    Samples without a trained token are left out, here and in the counts. With fewer groups than `num_minibatches` there
+    are as many optimiser steps as groups; with nothing to train there are none. Raises `ValueError` for a sample longer
+    than `seq_len`: see `truncate_to` for the other choice.
+    """
+    usable = [sample for sample in samples if sample.num_trained > 0]
+    for sample in usable:
+        if sample.length > seq_len:
+            raise ValueError(
+                f"sample {sample.sample_id} has {sample.length} tokens, more than seq_len = {seq_len}: "
+                "raise seq_len or lower max_model_len"
+            )
+        if sample.trained_L[0]:
+            raise ValueError(f"sample {sample.sample_id} trains its first token, which nothing predicts")
+    per_rank: list[list[OptimizerStepBatch]] = [[] for _ in range(num_ranks)]
+    for chunk in split_groups(usable, num_minibatches):
+        bins = assign_bins([sample.length for sample in chunk], seq_len, num_ranks)
+        num_trained = sum(sample.num_trained for sample in chunk)
+        for rank, rows in enumerate(deal_bins(bins, [sample.length for sample in chunk], num_ranks)):
+            micro_batches = [lay_out([chunk[i] for i in row], pad_to_multiple_of) for row in rows]
+            per_rank[rank].append(OptimizerStepBatch(micro_batches, num_trained, len(chunk)))
+    return [StepInput(step=step, version=version, minibatches=minibatches) for minibatches in per_rank]
+
+
+def split_groups(samples: Sequence[TrainSample], num_minibatches: int) -> list[list[TrainSample]]:
+    """Cut a batch into at most `num_minibatches` non-empty parts with whole groups, as even in groups as can be."""
+    groups: dict[int, list[TrainSample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_id, []).append(sample)
+    members = list(groups.values())
+    num_parts = min(num_minibatches, len(members))
+    bounds = [len(members) * part // num_parts for part in range(num_parts + 1)] if num_parts else []
+    return [
+        [sample for group in members[start:end] for sample in group]
+        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
+
+
+def assign_bins(lengths: Sequence[int], capacity: int, num_ranks: int) -> list[list[int]]:
+    """Indices of samples per micro-batch: a multiple of `num_ranks` bins of at most `capacity` tokens, evenly costly.
+
+    First-fit by falling length finds how few bins suffice; that number is rounded up to a multiple of the ranks and the
+    samples are dealt again, each to the cheapest bin with room. Where that spread does not fit, the first-fit bins are
+    kept and the costliest are halved until there are enough. Bins are empty only if there are fewer samples than bins.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    tight = _first_fit(order, lengths, capacity)
+    num_bins = -(-len(tight) // num_ranks) * num_ranks
+    spread = _spread(order, lengths, capacity, num_bins)
+    return spread if spread is not None else _halve_until(tight, lengths, num_bins)
+
+
+def _first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in order:
+        for b, free in enumerate(room):
+            if lengths[i] <= free:
+                bins[b].append(i)
+                room[b] -= lengths[i]
+                break
+        else:
+            bins.append([i])
+            room.append(capacity - lengths[i])
+    return bins
+
+
+def _spread(order: Sequence[int], lengths: Sequence[int], capacity: int, num_bins: int) -> list[list[int]] | None:
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    cost = np.zeros(num_bins)
+    room = np.full(num_bins, capacity, dtype=np.int64)
+    for i in order:
+        fits = room >= lengths[i]
+        if not fits.any():
+            return None
+        b = int(np.where(fits, cost, np.inf).argmin())
+        bins[b].append(i)
+        cost[b] += sample_cost(lengths[i])
+        room[b] -= lengths[i]
+    return bins
+
+
+def _halve_until(bins: list[list[int]], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
+    bins = [list(row) for row in bins]
+    while len(bins) < num_bins:
+        splittable = [row for row in bins if len(row) > 1]
+        if not splittable:
+            bins.append([])
+            continue
+        costliest = max(splittable, key=lambda row: sum(sample_cost(lengths[i]) for i in row))
+        bins.remove(costliest)
+        bins.extend((costliest[::2], costliest[1::2]))
+    return bins
+
+
+def deal_bins(bins: list[list[int]], lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
+    """Bins per rank, the same number each. The k-th micro-batches of all ranks are of similar cost, since ranks wait
+    for each other at every micro-batch; within such a row the cheapest bin goes to the rank with the most work so far.
+    """
+
+    def cost(row: list[int]) -> float:
+        return sum(sample_cost(lengths[i]) for i in row)
+
+    falling = sorted(bins, key=cost, reverse=True)
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    load = [0.0] * num_ranks
+    for start in range(0, len(falling), num_ranks):
+        lightest_first = sorted(range(num_ranks), key=lambda r: (load[r], r))
+        for rank, row in zip(lightest_first, falling[start : start + num_ranks], strict=True):
+            ranks[rank].append(row)
+            load[rank] += cost(row)
+    return ranks
+
+
+def lay_out(samples: Sequence[TrainSample], pad_to_multiple_of: int = 1) -> MicroBatch:
+    """Lay samples end to end and pad the row to a multiple. No samples gives a dummy row of padding alone."""
+    lengths = [sample.length for sample in samples]
+    used = sum(lengths)
+    total = max(1, -(-used // pad_to_multiple_of)) * pad_to_multiple_of
+    segments = [*lengths, total - used] if total > used else lengths
+    cu_seqlens = np.concatenate([[0], np.cumsum(segments)]).astype(np.int32)
+    starts = np.repeat(cu_seqlens[:-1], segments)
+    tail = total - used
+
+    def row(name: str, fill: float, dtype: type) -> np.ndarray:
+        parts = [getattr(sample, name) for sample in samples]
+        return np.concatenate([*parts, np.full(tail, fill)]).astype(dtype)
+
+    return MicroBatch(
+        token_ids_T=row("token_ids_L", 0, np.int64),
+        position_ids_T=np.arange(total, dtype=np.int64) - starts,
+        trained_T=row("trained_L", 0, np.bool_),
+        engine_logprob_T=row("engine_logprob_L", 0.0, np.float64),
+        advantage_T=np.repeat(np.array([*(s.advantage for s in samples), 0.0]), [*lengths, tail]),
+        version_T=row("version_L", -1, np.int32),
+        sample_index_T=np.repeat(np.array([*range(len(samples)), -1], dtype=np.int32), [*lengths, tail]),
+        cu_seqlens=cu_seqlens,
+        sample_ids=[sample.sample_id for sample in samples],
+        environments=[sample.environment for sample in samples],
+    )
+
+
+@dataclass(slots=True, frozen=True)
+class PackingStats:
+    """How much of a step's compute is not the samples' own. Shares are of all tokens of all ranks, in [0, 1]."""
+
+    num_tokens: int
+    padding_share: float
+    dummy_share: float
+    imbalance: float
+    """Cost of the costliest rank over the mean of the ranks; 1 is even."""
+
+
+def packing_stats(inputs: Sequence[StepInput]) -> PackingStats:
+    """Measure a packed step over all its ranks."""
+    total = padding = dummy = 0
+    costs = []
+    for step_input in inputs:
+        cost = 0.0
+        for minibatch in step_input.minibatches:
+            for micro_batch in minibatch.micro_batches:
+                size = len(micro_batch.token_ids_T)
+                total += size
+                if micro_batch.sample_ids:
+                    padding += int((micro_batch.sample_index_T < 0).sum())
+                else:
+                    dummy += size
+                cost += sum(sample_cost(int(n)) for n in np.diff(micro_batch.cu_seqlens))
+        costs.append(cost)
+    mean_cost = sum(costs) / len(costs) if costs else 0.0
+    return PackingStats(
+        num_tokens=total,
+        padding_share=padding / total if total else 0.0,
+        dummy_share=dummy / total if total else 0.0,
+        imbalance=max(costs) / mean_cost if mean_cost else 1.0,
+    )
+
+
+def truncate_to(samples: Sequence[TrainSample], seq_len: int) -> tuple[list[TrainSample], int]:
+    """Cut samples to their first `seq_len` tokens; returns them and the number of trained tokens that were lost."""
+    kept: list[TrainSample] = []
+    lost = 0
+    for sample in samples:
+        if sample.length <= seq_len:
+            kept.append(sample)
+            continue
+        lost += int(sample.trained_L[seq_len:].sum())
+        kept.append(
+            TrainSample(
+                sample_id=sample.sample_id,
+                group_id=sample.group_id,
+                environment=sample.environment,
+                token_ids_L=sample.token_ids_L[:seq_len],
+                trained_L=sample.trained_L[:seq_len],
+                engine_logprob_L=sample.engine_logprob_L[:seq_len],
+                version_L=sample.version_L[:seq_len],
+                reward=sample.reward,
+                advantage=sample.advantage,
+            )
+        )
+    return kept, lost

@@ -1,0 +1,171 @@
+"""One rank of the trainer, as the cluster drives it: a plain class that an actor wraps.
+
+Owns the process: threads, device, the process group, and the time between steps. The work itself is the backend's.
+Invariants: every method but `setup` needs `setup` first, and is called on all ranks in the same order; a wait for other
+ranks ends after `COLLECTIVE_TIMEOUT` with an error in every rank that is still alive.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from telescope.errors import ConfigError
+from telescope.trainer.backends import TensorMeta, TrainingBackend, find_backend
+from telescope.trainer.batch import Span, StepInput, StepResult
+from telescope.trainer.metrics import reduce_max
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+"""How long a rank waits for the others inside one collective: longer than any load from a slow disk."""
+
+
+@dataclass(slots=True, frozen=True)
+class TrainerInfo:
+    """What a rank says of itself once it is ready."""
+
+    num_parameters: int
+    device: str
+    dtype: str
+    """The dtype that weights are kept in."""
+    config_hash: str
+    pid: int
+    host: str
+
+
+class Trainer:
+    """One rank. `config` is a `TelescopeConfig`, the same object on every rank."""
+
+    def __init__(self, config: Any, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
+        self.config = config
+        self.rank = rank
+        self.world_size = world_size
+        self._address = f"tcp://{master_addr}:{master_port}"
+        self._is_loopback = master_addr.startswith("127.") or master_addr in ("localhost", "::1")
+        self._backend: TrainingBackend | None = None
+        self._idle_since = 0.0
+        self._sync_seconds = 0.0
+        self._sync_spans: list[Span] = []
+
+    @property
+    def backend(self) -> TrainingBackend:
+        """The backend. Raises `RuntimeError` before `setup`."""
+        if self._backend is None:
+            raise RuntimeError(f"trainer rank {self.rank} is not set up")
+        return self._backend
+
+    def setup(self) -> TrainerInfo:
+        """Join the other ranks, load the model. Raises `UserError` for what a person can mend. Collective."""
+        config = self.config
+        device = choose_device(config.device, self.rank)
+        if config.trainer_threads is not None:
+            torch.set_num_threads(config.trainer_threads)
+        if self._is_loopback:
+            # All ranks are on this host; gloo would otherwise listen on whatever the host's name resolves to.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        torch.manual_seed(config.seed)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=self._address,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+        backend = find_backend(config.train_backend)(config, self.rank, self.world_size, device)
+        backend.init()
+        self._backend = backend
+        self._idle_since = time.time()
+        return TrainerInfo(
+            num_parameters=backend.num_parameters,
+            device=str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
+            dtype=config.model_dtype,
+            config_hash=config.hash,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
+
+    def train_step(self, step_input: StepInput) -> StepResult:
+        """One training step of this rank. Collective.
+
+        Adds to the backend's metrics `timing_step_active`, `timing_waiting_for_data` (idle since the last step or
+        sync), `timing_weight_sync_trainer_total` (the last sync's gathering) and their sum, `timing_step_total`.
+        """
+        backend = self.backend
+        started = time.time()
+        data = {"step": step_input.step, "version": step_input.version, "minibatches": step_input.minibatches}
+        metrics = backend.train_step(data)
+        ended = time.time()
+        timing = {
+            "timing_step_active": ended - started,
+            "timing_waiting_for_data": max(0.0, started - self._idle_since),
+            "timing_weight_sync_trainer_total": self._sync_seconds,
+        }
+        timing["timing_step_total"] = sum(timing.values())
+        metrics |= reduce_max(timing, torch.device("cpu"))
+        spans = [
+            *self._sync_spans,
+            Span("waiting_for_data", min(self._idle_since, started), started, self.rank),
+            Span("step", started, ended, self.rank),
+            *backend.take_spans(),
+        ]
+        self._sync_seconds, self._sync_spans = 0.0, []
+        self._idle_since = time.time()
+        return StepResult(metrics=metrics, spans=spans)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, full tensor) one at a time, on every rank. Collective; take all of them on all ranks.
+
+        From the first tensor asked for to the last one handled counts as weight sync.
+        """
+        started = time.time()
+        yield from self.backend.named_weights()
+        ended = time.time()
+        self._sync_seconds += ended - started
+        self._sync_spans.append(Span("weight_sync", started, ended, self.rank))
+        self._idle_since = ended
+
+    def weight_metadata(self) -> list[TensorMeta]:
+        """Names, shapes and dtypes of what `named_weights` yields, in its order. No communication."""
+        return self.backend.weight_metadata()
+
+    def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+        """Logprob of each token but the first: len(token_ids) - 1 numbers. Collective."""
+        return self.backend.sequence_logprobs(token_ids, temperature)
+
+    def save_hf(self, directory: str | Path) -> None:
+        """Write a Hugging Face checkpoint. Collective; rank 0 writes."""
+        self.backend.save_hf(Path(directory))
+
+    def save_checkpoint(self, step: int, directory: str | Path) -> None:
+        """Write weights and optimiser state. Collective."""
+        self.backend.save_checkpoint(step, Path(directory))
+
+    def load_checkpoint(self, step: int, directory: str | Path) -> None:
+        """Continue from a checkpoint. Collective."""
+        self.backend.load_checkpoint(step, Path(directory))
+
+    def shutdown(self) -> None:
+        """Leave the process group. Calling it again changes nothing."""
+        self._backend = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def choose_device(wanted: str, rank: int) -> torch.device:
+    """`auto`: a GPU if there is one. Raises `ConfigError` when `cuda` is wanted and there is none."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device: 'cuda' is set, but torch sees no GPU here: set device to 'auto' or 'cpu'")
+    # A Ray actor sees its own GPU only; without Ray, ranks of a host share the list.
+    return torch.device("cuda", rank % torch.cuda.device_count())
