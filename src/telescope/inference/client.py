@@ -170,7 +170,9 @@ class EngineClient:
         body = {"weight_version": str(version)}
         await self._control("POST", wire.FINISH_UPDATE_ROUTE, body, within=self._update_timeout)
 
-    async def call_worker(self, method: str, args: list[str] | None = None, *, within: float | None = None) -> list[Any]:
+    async def call_worker(
+        self, method: str, args: list[str] | None = None, *, within: float | None = None
+    ) -> list[Any]:
         """Run a method of the worker extension on every worker of the server; one result per worker.
 
         vLLM passes dicts and lists through and turns every other result into a string.

@@ -254,9 +254,9 @@ def version_of_label(label: str, *, initial_version: int = 0) -> int:
 def _close_spans(starts: list[tuple[str, int]], num_tokens: int, *, initial_version: int) -> list[tuple[int, int, int]]:
     """(version, start, end) spans, contiguous from 0 to `num_tokens`, empty ones dropped, equal neighbours joined."""
     spans: list[tuple[int, int, int]] = []
-    ends = [start for _, start in starts[1:]] + [num_tokens]
-    for (label, start), end in zip(starts, ends, strict=True):
-        end = min(end, num_tokens)
+    for position, (label, start) in enumerate(starts):
+        following = starts[position + 1][1] if position + 1 < len(starts) else num_tokens
+        end = min(following, num_tokens)
         if end <= start:
             continue
         version = version_of_label(label, initial_version=initial_version)
