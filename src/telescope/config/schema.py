@@ -131,7 +131,7 @@ class TelescopeConfig(
         """As in Pydantic without `update`; with it, refused, because Pydantic would not validate the result."""
         if update:
             raise TypeError("model_copy(update=...) skips validation: use TelescopeConfig.replace(...)")
-        return super().model_copy(deep=deep)  # type: ignore[no-any-return]
+        return super().model_copy(deep=deep)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TelescopeConfig):

@@ -1,0 +1,139 @@
+"""Sizes of a model, as far as its `config.json` tells: layers, widths, parameters, bytes of KV cache per token.
+
+Owns the arithmetic and a small table of well-known models, so that a plan can be printed where the hub cannot be
+reached. Does not own where the files come from (`model_files`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder of the Llama family: grouped-query attention, gated MLP (or experts), RMS norms."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied_embeddings: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    num_experts: int = 0
+    expert_intermediate_size: int = 0
+    max_position_embeddings: int | None = None
+
+    @property
+    def parameters_per_layer(self) -> int:
+        """Parameters of one transformer layer, all experts included."""
+        query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * (2 * query + 2 * key_value)
+        if self.qkv_bias:
+            attention += query + 2 * key_value
+        if self.qk_norm:
+            attention += 2 * self.head_dim
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        if self.num_experts:
+            mlp = self.num_experts * self.hidden_size * (3 * self.expert_intermediate_size + 1)
+        return attention + mlp + 2 * self.hidden_size
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the input embedding, and as many again of the output layer when it is not tied."""
+        return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_layers * self.parameters_per_layer + self.embedding_parameters + self.hidden_size
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Bytes of keys and values of one token, over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+    def activation_elements_per_token(self) -> int:
+        """Elements that one layer keeps per token for its backward pass when nothing is recomputed.
+
+        Inputs of both norms and of both residual additions, queries, keys, values and the attention's output, and the
+        three intermediate arrays of the gated MLP (of the experts that a token visits, taken as eight).
+        """
+        query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        width = min(self.num_experts, 8) * self.expert_intermediate_size if self.num_experts else self.intermediate_size
+        return 4 * self.hidden_size + 2 * query + 2 * key_value + 3 * width
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelShape | None:
+        """The shape that a `config.json` states; None for an architecture whose sizes are not named as expected."""
+        config = config.get("text_config", config)
+        try:
+            hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+            model_type = str(config.get("model_type", ""))
+            experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+            intermediate = int(config["intermediate_size"])
+            return cls(
+                num_layers=int(config["num_hidden_layers"]),
+                hidden_size=hidden,
+                intermediate_size=intermediate,
+                num_heads=heads,
+                num_kv_heads=int(config.get("num_key_value_heads") or heads),
+                head_dim=int(config.get("head_dim") or hidden // heads),
+                vocab_size=int(config["vocab_size"]),
+                tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+                qkv_bias=bool(config.get("attention_bias", model_type.startswith("qwen2"))),
+                qk_norm=model_type.startswith("qwen3"),
+                num_experts=experts,
+                expert_intermediate_size=int(config.get("moe_intermediate_size") or intermediate) if experts else 0,
+                max_position_embeddings=config.get("max_position_embeddings"),
+            )
+        except (KeyError, TypeError, ValueError):
+            return None
+
+
+def known_shape(model: str) -> ModelShape | None:
+    """The shape of a well-known hub model, by name; None for others."""
+    name = model.rsplit("/", 1)[-1].lower()
+    for suffix in ("-instruct", "-base"):
+        name = name.removesuffix(suffix)
+    return _KNOWN.get(name)
+
+
+def _qwen2(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int, tied: bool) -> ModelShape:
+    return ModelShape(
+        layers,
+        hidden,
+        inner,
+        heads,
+        kv_heads,
+        hidden // heads,
+        vocab,
+        tied,
+        qkv_bias=True,
+        max_position_embeddings=32768,
+    )
+
+
+def _qwen3(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, tied: bool) -> ModelShape:
+    return ModelShape(
+        layers, hidden, inner, heads, kv_heads, 128, 151936, tied, qk_norm=True, max_position_embeddings=32768
+    )
+
+
+_KNOWN: dict[str, ModelShape] = {
+    "qwen2.5-0.5b": _qwen2(24, 896, 4864, 14, 2, 151936, True),
+    "qwen2.5-1.5b": _qwen2(28, 1536, 8960, 12, 2, 151936, True),
+    "qwen2.5-3b": _qwen2(36, 2048, 11008, 16, 2, 151936, True),
+    "qwen2.5-7b": _qwen2(28, 3584, 18944, 28, 4, 152064, False),
+    "qwen2.5-14b": _qwen2(48, 5120, 13824, 40, 8, 152064, False),
+    "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, 8, True),
+    "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, 8, True),
+    "qwen3-4b": _qwen3(36, 2560, 9728, 32, 8, True),
+    "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8, False),
+    "qwen3-14b": _qwen3(40, 5120, 17408, 40, 8, False),
+}

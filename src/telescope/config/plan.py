@@ -1,0 +1,334 @@
+"""Where the workers of a run go: a pure function of the configuration and of what the cluster has.
+
+Owns the arithmetic of bundles (one per inference server, one per trainer rank) and the message when they do not fit,
+which names the field to lower. Does not own the reservation itself: Ray decides the final places (`telescope.cluster`),
+by the same strategies, and this plan says beforehand whether it can.
+
+Invariants: a server is never split over nodes; the bundles on a node never exceed its cores and GPUs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from telescope.errors import ConfigError
+
+if TYPE_CHECKING:
+    from telescope.config.schema import TelescopeConfig
+
+Role = Literal["inference", "trainer"]
+CPU_TOLERANCE = 1e-6  # cores are fractions of floats: 5 x 0.2 must fit 1
+
+
+class PlacementError(ConfigError):
+    """The run does not fit the cluster. The message names the field to lower."""
+
+
+@dataclass(frozen=True)
+class NodeResources:
+    """What one node has in total. Memory is None where it is not known."""
+
+    name: str
+    cpus: float
+    gpus: int
+    memory_bytes: int | None = None
+    gpu_memory_bytes: int | None = None
+    """Memory of its smallest GPU."""
+
+
+@dataclass(frozen=True)
+class ClusterResources:
+    """The nodes of a cluster."""
+
+    nodes: tuple[NodeResources, ...]
+
+    @property
+    def cpus(self) -> float:
+        return sum(node.cpus for node in self.nodes)
+
+    @property
+    def gpus(self) -> int:
+        return sum(node.gpus for node in self.nodes)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """One indivisible share of a node: an inference server, or a trainer rank."""
+
+    role: Role
+    index: int
+    cpus: float
+    gpus: int
+
+
+@dataclass(frozen=True)
+class PlacedBundle:
+    """A bundle and its node. `gpu_indices` are the node's GPUs in the order of the plan; Ray may number them anew."""
+
+    bundle: Bundle
+    node: NodeResources
+    gpu_indices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Every bundle of the run in its place: servers first, then ranks, each in order."""
+
+    device: Literal["cpu", "cuda"]
+    bundles: tuple[PlacedBundle, ...]
+
+    @property
+    def nodes(self) -> tuple[NodeResources, ...]:
+        """The nodes in use, in the cluster's order of first use."""
+        return tuple(dict.fromkeys(placed.node for placed in self.bundles))
+
+    @property
+    def is_single_node(self) -> bool:
+        return len({placed.node.name for placed in self.bundles}) == 1
+
+
+def resolve_device(config: TelescopeConfig, resources: ClusterResources) -> Literal["cpu", "cuda"]:
+    """`device` with `auto` decided: GPUs if the cluster has any."""
+    if config.device == "auto":
+        return "cuda" if resources.gpus else "cpu"
+    return config.device
+
+
+def bundles_of(config: TelescopeConfig, device: Literal["cpu", "cuda"]) -> tuple[list[Bundle], list[Bundle]]:
+    """The bundles of the servers and of the trainer ranks."""
+    per_server = config.inference_tensor_parallel_size
+    on_gpu = device == "cuda"
+    cpus = config.ray_inference_cpus_per_worker * per_server
+    servers = [
+        Bundle("inference", index, cpus, per_server if on_gpu else 0) for index in range(config.num_inference_servers)
+    ]
+    ranks = [
+        Bundle("trainer", rank, config.ray_trainer_cpus_per_worker, 1 if on_gpu else 0)
+        for rank in range(config.trainer_num_workers)
+    ]
+    return servers, ranks
+
+
+def plan_placement(config: TelescopeConfig, resources: ClusterResources) -> Placement:
+    """A place for every worker. Raises `PlacementError` when there is none."""
+    device = resolve_device(config, resources)
+    servers, ranks = bundles_of(config, device)
+    _check_totals(config, resources, servers + ranks, device)
+    _check_single_bundles(config, resources, servers[0], ranks[0])
+    _check_strict_strategies(config, resources, servers, ranks)
+    # Ray fills the groups one after the other. Larger bundles first leaves the fewest gaps; where that order fails, the
+    # other one may still fit.
+    groups = sorted(
+        ((servers, config.ray_inference_placement_strategy), (ranks, config.ray_trainer_placement_strategy)),
+        key=lambda group: (not group[1].startswith("STRICT"), -group[0][0].gpus, -group[0][0].cpus),
+    )
+    for order in (groups, groups[::-1]):
+        placed = _place_groups(order, resources)
+        if placed is not None:
+            placed.sort(key=lambda item: (item.bundle.role != "inference", item.bundle.index))
+            return Placement(device, tuple(placed))
+    raise PlacementError(
+        f"The {len(servers)} inference servers and {len(ranks)} trainer workers do not fit the nodes together, though "
+        f"the cluster has {_amount(resources.cpus)} cores and {resources.gpus} GPUs in total "
+        f"({_describe_nodes(resources)}). Lower inference_num_workers or trainer_num_workers, or set "
+        "ray_inference_placement_strategy and ray_trainer_placement_strategy to PACK"
+    )
+
+
+def assumed_cluster(config: TelescopeConfig, gpus_per_node: int = 8) -> ClusterResources:
+    """The smallest cluster of equal nodes that holds the run, for a plan on a machine that cannot.
+
+    Nodes have at most `gpus_per_node` GPUs (more only if one server needs them) and as many cores as their workers ask.
+    """
+    on_gpu = config.device != "cpu"
+    servers, ranks = bundles_of(config, "cuda" if on_gpu else "cpu")
+    everything = servers + ranks
+    if on_gpu:
+        gpus = sum(bundle.gpus for bundle in everything)
+        size = max(min(gpus, gpus_per_node), servers[0].gpus)
+        fewest = -(-gpus // size)
+    else:
+        size, fewest = 0, 1
+    cpus = sum(bundle.cpus for bundle in everything)
+    for count in range(fewest, len(everything) + 1):
+        node = NodeResources("assumed node", cpus, size)
+        cluster = ClusterResources(tuple(replace(node, name=f"assumed node {i + 1}") for i in range(count)))
+        try:
+            plan_placement(config, cluster)
+        except PlacementError:
+            continue
+        return cluster
+    nodes = tuple(NodeResources(f"assumed node {i + 1}", cpus, len(everything) * size) for i in range(len(everything)))
+    return ClusterResources(nodes)
+
+
+def _check_totals(
+    config: TelescopeConfig, resources: ClusterResources, bundles: Sequence[Bundle], device: Literal["cpu", "cuda"]
+) -> None:
+    gpus = sum(bundle.gpus for bundle in bundles)
+    if device == "cuda" and not resources.gpus:
+        raise PlacementError('device is "cuda", but the cluster has no GPU. Set device to "cpu" or "auto"')
+    if gpus > resources.gpus:
+        raise PlacementError(
+            f"inference_num_workers is {config.inference_num_workers} and trainer_num_workers is "
+            f"{config.trainer_num_workers}, which needs {gpus} GPUs, but the cluster has {resources.gpus} "
+            f"({_describe_nodes(resources)}). {_lower_gpu_workers(config, resources.gpus)}"
+        )
+    cpus = sum(bundle.cpus for bundle in bundles)
+    if cpus > resources.cpus + CPU_TOLERANCE:
+        workers = config.inference_num_workers + config.trainer_num_workers
+        raise PlacementError(
+            f"inference_num_workers is {config.inference_num_workers} and trainer_num_workers is "
+            f"{config.trainer_num_workers}, which with ray_inference_cpus_per_worker "
+            f"{_amount(config.ray_inference_cpus_per_worker)} and ray_trainer_cpus_per_worker "
+            f"{_amount(config.ray_trainer_cpus_per_worker)} needs {_amount(cpus)} CPU cores, but the cluster has "
+            f"{_amount(resources.cpus)} ({_describe_nodes(resources)}). Lower ray_inference_cpus_per_worker and "
+            f"ray_trainer_cpus_per_worker to {_fitting_share(resources.cpus / workers)}, or lower "
+            "inference_num_workers or trainer_num_workers"
+        )
+
+
+def _lower_gpu_workers(config: TelescopeConfig, available: int) -> str:
+    tensor_parallel = config.inference_tensor_parallel_size
+    if available < tensor_parallel + 1:
+        return (
+            f"One server and one trainer worker need {tensor_parallel + 1} GPUs"
+            + (": lower inference_tensor_parallel_size" if tensor_parallel > 1 else "")
+            + '. Set device to "cpu" to run without GPUs'
+        )
+    trainers = min(config.trainer_num_workers, available - tensor_parallel)
+    inference = min(config.inference_num_workers, (available - trainers) // tensor_parallel * tensor_parallel)
+    return f"Lower them, for example inference_num_workers to {inference} and trainer_num_workers to {trainers}"
+
+
+def _check_single_bundles(config: TelescopeConfig, resources: ClusterResources, server: Bundle, rank: Bundle) -> None:
+    most_gpus = max(node.gpus for node in resources.nodes)
+    most_cpus = max(node.cpus for node in resources.nodes)
+    if server.gpus > most_gpus:
+        raise PlacementError(
+            f"inference_tensor_parallel_size is {config.inference_tensor_parallel_size}, but the largest node has "
+            f"{most_gpus} GPUs, and one server cannot span nodes. Lower inference_tensor_parallel_size"
+        )
+    for bundle, field in ((server, "ray_inference_cpus_per_worker"), (rank, "ray_trainer_cpus_per_worker")):
+        if bundle.cpus > most_cpus + CPU_TOLERANCE:
+            raise PlacementError(
+                f"{field} is {_amount(getattr(config, field))}, so one {bundle.role} bundle needs "
+                f"{_amount(bundle.cpus)} CPU cores on one node, but the largest node has {_amount(most_cpus)}. "
+                f"Lower {field}"
+            )
+
+
+def _check_strict_strategies(
+    config: TelescopeConfig, resources: ClusterResources, servers: Sequence[Bundle], ranks: Sequence[Bundle]
+) -> None:
+    for bundles, role in ((servers, "inference"), (ranks, "trainer")):
+        field = f"ray_{role}_placement_strategy"
+        strategy = getattr(config, field)
+        free = _Free.of(resources)
+        if strategy.startswith("STRICT") and _place(bundles, strategy, free) is None:
+            what = "on one node" if strategy == "STRICT_PACK" else "each on a node of its own"
+            raise PlacementError(
+                f'{field} is "{strategy}", which puts all {len(bundles)} {role} bundles {what}, but the nodes are: '
+                f"{_describe_nodes(resources)}. Lower {role}_num_workers, or set {field} to "
+                f'"{strategy.removeprefix("STRICT_")}"'
+            )
+
+
+@dataclass
+class _Free:
+    """What is left of a node while bundles are placed."""
+
+    node: NodeResources
+    cpus: float
+    gpu_indices: list[int]
+    held: int = 0
+
+    @classmethod
+    def of(cls, resources: ClusterResources) -> list[_Free]:
+        return [cls(node, node.cpus, list(range(node.gpus))) for node in resources.nodes]
+
+    def capacity(self, bundle: Bundle) -> int:
+        """How many of these bundles still fit."""
+        by_gpus = len(self.gpu_indices) // bundle.gpus if bundle.gpus else None
+        by_cpus = int((self.cpus + CPU_TOLERANCE) / bundle.cpus)
+        return by_cpus if by_gpus is None else min(by_gpus, by_cpus)
+
+    def take(self, bundle: Bundle) -> PlacedBundle:
+        indices, self.gpu_indices = self.gpu_indices[: bundle.gpus], self.gpu_indices[bundle.gpus :]
+        self.cpus -= bundle.cpus
+        self.held += 1
+        return PlacedBundle(bundle, self.node, tuple(indices))
+
+
+def _place_groups(
+    groups: Sequence[tuple[Sequence[Bundle], str]], resources: ClusterResources
+) -> list[PlacedBundle] | None:
+    free = _Free.of(resources)
+    placed: list[PlacedBundle] = []
+    for bundles, strategy in groups:
+        result = _place(bundles, strategy, free)
+        if result is None:
+            return None
+        placed += result
+    return placed
+
+
+def _place(bundles: Sequence[Bundle], strategy: str, free: list[_Free]) -> list[PlacedBundle] | None:
+    """Place equal bundles by one strategy, taking from `free`. None when they do not fit."""
+    first, count = bundles[0], len(bundles)
+    if strategy == "STRICT_PACK":
+        fitting = [node for node in free if node.capacity(first) >= count]
+        if not fitting:
+            return None
+        tightest = min(fitting, key=lambda node: node.capacity(first))
+        return [tightest.take(bundle) for bundle in bundles]
+    if strategy == "STRICT_SPREAD":
+        fitting = sorted((n for n in free if n.capacity(first)), key=lambda node: (node.held, -node.capacity(first)))
+        return (
+            [node.take(bundle) for node, bundle in zip(fitting, bundles, strict=False)]
+            if len(fitting) >= count
+            else None
+        )
+    placed: list[PlacedBundle] = []
+    here: Counter[str] = Counter()
+    for position, bundle in enumerate(bundles):
+        left = count - position
+        fitting = [node for node in free if node.capacity(bundle)]
+        if not fitting:
+            return None
+        if strategy == "SPREAD":
+            node = min(fitting, key=lambda n: (here[n.node.name], n.held, -n.capacity(bundle)))
+        else:
+            # PACK: stay on a node already in use; else the tightest that holds all that is left, else the roomiest.
+            def key(n: _Free, left: int = left, bundle: Bundle = bundle) -> tuple[bool, bool, int]:
+                capacity = n.capacity(bundle)
+                holds_all = capacity >= left
+                return (not here[n.node.name], not holds_all, capacity if holds_all else -capacity)
+
+            node = min(fitting, key=key)
+        here[node.node.name] += 1
+        placed.append(node.take(bundle))
+    return placed
+
+
+def _fitting_share(share: float) -> str:
+    """A number of cores per worker that fits, rounded down to something a person would type."""
+    for step in (1.0, 0.5, 0.1, 0.01):
+        if share >= step:
+            return _amount(int(share / step + CPU_TOLERANCE) * step)
+    return "0.01"
+
+
+def _amount(value: float) -> str:
+    return f"{value:g}"
+
+
+def _describe_nodes(resources: ClusterResources) -> str:
+    kinds = Counter((node.cpus, node.gpus) for node in resources.nodes)
+    return "; ".join(
+        f"{count} node{'s' if count > 1 else ''} of {_amount(cpus)} cores and {gpus} GPU{'' if gpus == 1 else 's'}"
+        for (cpus, gpus), count in kinds.items()
+    )
