@@ -31,6 +31,17 @@ def rows_to_table(table: Table, rows: Sequence[Mapping[str, Any]]) -> tuple[pa.T
     return pa.Table.from_arrays(arrays, schema=table.schema), problems
 
 
+def conform(data: pa.Table, schema: pa.Schema) -> pa.Table:
+    """`data` in the columns of `schema`: those it lacks are null, those it has beyond are left out."""
+    columns = [
+        data.column(field.name).cast(field.type)
+        if field.name in data.column_names
+        else pa.chunked_array([pa.nulls(data.num_rows, field.type)])
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
 def _column(values: list[Any], arrow_type: pa.DataType, name: str, problems: dict[str, str]) -> pa.Array:
     try:
         if pa.types.is_map(arrow_type):

@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A process id with the place and the time that make it unique. Empty where the system does not tell (not Linux)."""
+    """A process id with the place and the time that make it unique; empty texts where the system does not tell."""
 
     host: str
     pid: int

@@ -31,13 +31,11 @@ from telescope.errors import UserError
 from telescope.record.files import RunFiles, read_json, replace_json
 from telescope.record.pending import PendingRows
 from telescope.record.process import ProcessIdentity
+from telescope.record.run_info import HEARTBEAT_SECONDS
 from telescope.record.table_writer import TableWriter
 from telescope.record.tables import COLUMN_NAMES, TABLES
 
 logger = logging.getLogger(__name__)
-
-HEARTBEAT_SECONDS = 5.0
-"""Time between signs of life. Readers on other machines allow for several missed ones."""
 
 GRACE_SECONDS = 30.0
 """How long a replaced segment stays, so that a query that started before the merge can end."""
@@ -152,13 +150,13 @@ class Recorder:
     def replace_json(self, path: Path, value: Any) -> None:
         """Replace a small JSON file at the next flush, after the rows that were written before. Returns at once.
 
-        `value` belongs to the recorder from here on. Of several values for one path within a flush, the last is written.
+        `value` belongs to the recorder from here on. The last value for a path wins.
         """
         with self._lock:
             self._small_files[path] = value
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """Wait until every row written before this call is on disk. False if that did not happen in `timeout` seconds."""
+        """Wait until every row written before this call is on disk. False if `timeout` seconds did not do."""
         with self._flushed:
             self._num_flushes_asked += 1
             ticket = self._num_flushes_asked
@@ -189,7 +187,7 @@ class Recorder:
             self._wake.set()
         self._thread.join(timeout)
         if self._thread.is_alive():
-            logger.error("The record of %s is incomplete: the disk did not take it in %g s", self.files.run_dir, timeout)
+            logger.error("The record of %s is incomplete: its disk still hangs after %g s", self.files.run_dir, timeout)
             return False
         health = self.health()
         return health.pending_rows == 0 and not health.dropped

@@ -19,7 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from telescope.record.convert import rows_to_table
+from telescope.record.convert import conform, rows_to_table
 from telescope.record.files import TEMPORARY_PREFIX, temporary_name
 from telescope.record.pending import Row
 from telescope.record.segments import (
@@ -40,15 +40,18 @@ MERGE_BUFFER_BYTES = 16 * 2**20
 """A merge holds about this much at a time, and a row group of its result is about this large."""
 
 _CATEGORIES = frozenset(
-    "environment status reason stop_reason name component level role eval_name failure_kind place".split()
+    (
+        *("environment", "status", "reason", "stop_reason", "eval_name", "failure_kind"),
+        *("name", "component", "level", "place", "role"),
+    )
 )
 """Columns with few distinct values: a dictionary makes them small, and on any other column it only costs."""
 
-_FILTERED = frozenset("attempt step status time start group_id environment".split())
+_FILTERED = frozenset(("attempt", "step", "status", "time", "start", "group_id", "environment"))
 """Columns that queries filter by: statistics let a reader skip row groups. Elsewhere they fill small files."""
 
 
-class UnreadableSegment(Exception):
+class UnreadableSegmentError(Exception):
     """A segment whose bytes are not a Parquet file, as a power cut can leave one behind."""
 
     def __init__(self, segment: Segment, cause: Exception) -> None:
@@ -124,7 +127,7 @@ class TableWriter:
             _sync(temporary)
             os.rename(temporary, path)
             _sync(self._directory)
-        except UnreadableSegment as error:
+        except UnreadableSegmentError as error:
             temporary.unlink(missing_ok=True)
             self._unreadable.add(error.segment.path)
             self._report_once(error.segment.path.name, f"cannot be read back and is left where it is: {error}")
@@ -145,17 +148,6 @@ class TableWriter:
         if what not in self._reported:
             self._reported.add(what)
             logger.warning("record: %s.%s %s", self._table.name, what, message)
-
-
-def conform(data: pa.Table, schema: pa.Schema) -> pa.Table:
-    """`data` in the columns of `schema`: those it lacks are null, those it has beyond are left out."""
-    columns = [
-        data.column(field.name).cast(field.type)
-        if field.name in data.column_names
-        else pa.chunked_array([pa.nulls(data.num_rows, field.type)])
-        for field in schema
-    ]
-    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _open_parquet(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
@@ -183,10 +175,10 @@ def _opened(segment: Segment) -> pq.ParquetFile:
     try:
         file = pq.ParquetFile(segment.path)
     except (pa.ArrowException, OSError) as error:
-        raise UnreadableSegment(segment, error) from error
+        raise UnreadableSegmentError(segment, error) from error
     if file.metadata.num_rows != segment.num_rows:
         file.close()
-        raise UnreadableSegment(segment, ValueError(f"it holds {file.metadata.num_rows} rows"))
+        raise UnreadableSegmentError(segment, ValueError(f"it holds {file.metadata.num_rows} rows"))
     return file
 
 
@@ -200,7 +192,7 @@ def _in_pieces(inputs: Iterable[Segment], schema: pa.Schema) -> Iterable[pa.Tabl
                 try:
                     data = conform(file.read_row_group(group), schema)
                 except (pa.ArrowException, OSError) as error:
-                    raise UnreadableSegment(segment, error) from error
+                    raise UnreadableSegmentError(segment, error) from error
                 waiting.append(data)
                 num_rows += data.num_rows
                 num_bytes += data.nbytes

@@ -1,0 +1,236 @@
+"""DuckDB over the tables of one run or many: each table is a view with the runs' rows and a column `run`.
+
+Owns the views, the guard that lets only reading statements through, and errors that say which name was meant. Does not
+own files (`reader`, `segments`) or printing (`cli.query`).
+
+Invariants: nothing is written, attached or downloaded. A view holds each row once and hides superseded steps, as
+`reader.Run.table` does; files that a live run merges away during a query make the query start again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from telescope.errors import UserError
+from telescope.record.lineage import superseded_sql
+from telescope.record.reader import READ_ATTEMPTS, Run
+from telescope.record.tables import IN_FLIGHT, SAMPLES, TABLES
+
+VIEWS = (*sorted(TABLES), IN_FLIGHT)
+"""What a query can name."""
+
+SIMILAR = 0.55
+"""Share of equal letters from which a name is worth suggesting."""
+
+_GLOB = re.compile(r"[*?\[]")
+"""Characters of a path that DuckDB would read as a pattern."""
+
+_UNKNOWN_TABLE = re.compile(r'Table with name "?([\w.]+)"? does not exist')
+_UNKNOWN_COLUMN = re.compile(r'(?:Referenced column|have a column named) "([^"]+)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The answer to a query: column names, and rows of Python values. Maps are dictionaries, lists are lists."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """The rows by column name."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+
+class Database:
+    """Answers queries over `runs`. Views are made per query, from the files that are there at that moment."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs = list(runs)
+
+    def execute(self, sql: str) -> Result:
+        """Answer one reading statement (`SELECT`, `FROM`, `WITH`, `DESCRIBE`, `SUMMARIZE`, `SHOW`, `EXPLAIN`).
+
+        Raises `UserError` for anything else, for SQL that DuckDB refuses, and for unknown tables and columns.
+        """
+        connection = _connect()
+        try:
+            _check_reading(connection, sql)
+            for attempt in range(READ_ATTEMPTS):
+                files: list[Path] = []
+                try:
+                    self._create_views(connection, _mentioned(sql), files)
+                    cursor = connection.execute(sql)
+                    columns = tuple(column[0] for column in cursor.description or ())
+                    return Result(columns, cursor.fetchall())
+                except duckdb.IOException:
+                    # A file that was merged away in the meantime is no error: its rows are in another one now.
+                    if attempt == READ_ATTEMPTS - 1 or all(file.exists() for file in files):
+                        raise
+            raise AssertionError("the last attempt returns or raises")
+        except duckdb.Error as error:
+            raise UserError(_explain(str(error))) from error
+        finally:
+            connection.close()
+
+    def _create_views(self, connection: duckdb.DuckDBPyConnection, names: Sequence[str], files: list[Path]) -> None:
+        """Make the views `names`, and add the files that they read to `files`."""
+        # Tables of ours that the views need lie in a schema of their own, where SHOW TABLES does not list them.
+        connection.execute("CREATE SCHEMA IF NOT EXISTS parts")
+        for name in names:
+            parts = [f"SELECT '' AS run, * FROM ({_empty(name)})"]
+            for place, run in enumerate(self._runs):
+                if name in TABLES and not TABLES[name].latest_wins:
+                    part = _visible_rows(run, name, files)
+                else:
+                    part = f"FROM parts.{name}_{place}"
+                    connection.register("copied", _small_table(run, name))
+                    connection.execute(f"CREATE OR REPLACE TABLE parts.{name}_{place} AS FROM copied")
+                    connection.unregister("copied")
+                parts.append(f"SELECT {_text(run.label)} AS run, * FROM ({part})")
+            connection.execute(f"CREATE OR REPLACE VIEW {name} AS " + " UNION ALL BY NAME ".join(parts))
+
+
+def _visible_rows(run: Run, name: str, files: list[Path]) -> str:
+    """A query over the rows of a run's table that no later attempt superseded."""
+    rows = _all_rows(run, name, files)
+    superseded = superseded_sql(run.cutoffs())
+    if TABLES[name].by_step:
+        return f"SELECT * FROM ({rows}) WHERE NOT {superseded}"
+    if name == "turns" and superseded != "false":
+        hidden = f"SELECT attempt, sample_id FROM ({_all_rows(run, 'samples', files)}) WHERE {superseded}"
+        return f"SELECT * FROM ({rows}) ANTI JOIN ({hidden}) USING (attempt, sample_id)"
+    return rows
+
+
+def _all_rows(run: Run, name: str, files: list[Path]) -> str:
+    paths = [segment.path for segment in run.segments(name)]
+    files += paths
+    if not paths:
+        return _empty(name)
+    listed = ", ".join(_text(_GLOB.sub(r"[\g<0>]", str(path))) for path in paths)
+    return f"({_empty(name)}) UNION ALL BY NAME FROM read_parquet([{listed}], union_by_name = true)"
+
+
+def _empty(name: str) -> str:
+    """A query for no rows in the columns of today: segments of an older version may lack some."""
+    columns = TABLES.get(name, SAMPLES).columns
+    typed = ", ".join(f'NULL::{_sql_type(column.type)} AS "{column.name}"' for column in columns)
+    return f"SELECT {typed} LIMIT 0"
+
+
+def _small_table(run: Run, name: str) -> pa.Table:
+    """`runs` with the status as of now, `attempts`, or what is in flight."""
+    if name == IN_FLIGHT:
+        return run.in_flight()
+    data = run.table(name)
+    if name != "runs":
+        return data
+    status = pa.array([run.status] * data.num_rows, pa.string())
+    return data.set_column(data.schema.get_field_index("status"), "status", status)
+
+
+def describe_tables() -> str:
+    """Every table and column with its type and meaning, as text for a terminal."""
+    lines = []
+    for name in sorted(TABLES):
+        table = TABLES[name]
+        lines.append(f"{name}: {table.doc}")
+        width = max(len(column.name) for column in table.columns)
+        for column in table.columns:
+            lines.append(f"  {column.name:<{width}}  {type_name(column.type):<21}  {column.doc}")
+        lines.append("")
+    lines.append(f"{IN_FLIGHT}: the samples that are being generated now, in the columns of samples.")
+    lines.append("Every table also has the column run: the path of the run below the root.")
+    return "\n".join(lines)
+
+
+def type_name(arrow_type: pa.DataType) -> str:
+    """A type as DuckDB writes it, in small letters: `bigint`, `double`, `map(varchar, double)`, `integer[]`."""
+    return _sql_type(arrow_type).lower()
+
+
+def _sql_type(arrow_type: pa.DataType) -> str:
+    if pa.types.is_map(arrow_type):
+        return f"MAP({_sql_type(arrow_type.key_type)}, {_sql_type(arrow_type.item_type)})"
+    if pa.types.is_list(arrow_type):
+        return f"{_sql_type(arrow_type.value_type)}[]"
+    names = {"string": "VARCHAR", "int64": "BIGINT", "int32": "INTEGER", "double": "DOUBLE"}
+    return {**names, "float": "FLOAT", "bool": "BOOLEAN"}[str(arrow_type)]
+
+
+def _connect() -> duckdb.DuckDBPyConnection:
+    # Extensions would be fetched from the network; what a record needs is built in.
+    settings: dict[str, str | bool | int | float | list[str]] = {
+        "autoinstall_known_extensions": "false",
+        "autoload_known_extensions": "false",
+    }
+    return duckdb.connect(":memory:", config=settings)
+
+
+def _check_reading(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
+    statements = connection.extract_statements(sql)
+    if len(statements) != 1:
+        raise UserError(f"The query holds {len(statements)} statements: give one.")
+    kind = statements[0].type.name.split("_")[0]
+    if kind == "EXPLAIN":
+        inner = re.sub(r"^\s*explain\s+(analyze\s+)?(\([^)]*\)\s*)?", "", sql, flags=re.IGNORECASE)
+        _check_reading(connection, inner)
+    elif kind != "SELECT":
+        raise UserError(
+            f"{kind} is not possible: a record is read-only. Use a statement that reads, such as SELECT, DESCRIBE or "
+            "SUMMARIZE; `--format csv` writes an answer to a file."
+        )
+
+
+def _mentioned(sql: str) -> list[str]:
+    """The views whose names occur in a query, so that no files of other tables are opened."""
+    words = {word.lower() for word in re.findall(r"\w+", sql)}
+    wanted = [name for name in VIEWS if name in words]
+    # Lists of tables (SHOW TABLES, the information schema) want to see them all.
+    return list(VIEWS) if words & {"show", "information_schema", "duckdb_tables", "duckdb_views"} else wanted
+
+
+def _explain(message: str) -> str:
+    """DuckDB's message, with the tables or columns there are when a name was wrong."""
+    table = _UNKNOWN_TABLE.search(message)
+    if table is not None:
+        return f"There is no table {table[1]!r}.{_did_you_mean(table[1], VIEWS)}\nThe tables are {', '.join(VIEWS)}."
+    column = _UNKNOWN_COLUMN.search(message)
+    if column is not None:
+        return _unknown_column(message, column[1])
+    return message
+
+
+def _unknown_column(message: str, column: str) -> str:
+    query = message.partition("LINE ")[2]
+    names = [name for name in _mentioned(query) if name != "run"] or list(VIEWS)
+    lines = [f"There is no column {column!r}."]
+    known = {name: ("run", *TABLES.get(name, SAMPLES).column_names) for name in names}
+    lines[0] += _did_you_mean(column, [each for columns in known.values() for each in columns])
+    for name, columns in known.items():
+        lines.append(f"Columns of {name}: {', '.join(columns)}.")
+    maps = [f"{name}.metrics" for name in names if name in ("steps", "samples")]
+    if maps:
+        lines.append(f"Metrics are entries of a map: {maps[0].partition('.')[2]}['{column}'] in {' and '.join(maps)}.")
+    return "\n".join(lines)
+
+
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    def likeness(other: str) -> float:
+        return SequenceMatcher(None, name.lower(), other.lower()).ratio()
+
+    best = max(known, key=likeness)
+    return f" Did you mean {best!r}?" if likeness(best) >= SIMILAR else ""
+
+
+def _text(value: str) -> str:
+    """A string as an SQL literal."""
+    return "'" + value.replace("'", "''") + "'"

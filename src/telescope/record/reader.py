@@ -1,0 +1,331 @@
+"""Reads run directories: live or dead, complete or cut off. Needs pyarrow and duckdb, and nothing of a running system.
+
+Owns the view of one run's tables, and the list of runs in a folder. Does not write, lock, or keep anything open: a
+reader can be killed at any time and can slow nobody. SQL over several runs is in `query`.
+
+Invariants: a read shows a prefix of what was written, each row once, also while the run writes and merges; a later
+read shows that prefix or a longer one. Steps that a later attempt superseded are hidden unless asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from telescope.errors import UserError
+from telescope.record.convert import conform, rows_to_table
+from telescope.record.files import RunFiles, read_json
+from telescope.record.lineage import cutoffs, superseded
+from telescope.record.run_info import RunInfo, read_heartbeat, read_run_json, status_now
+from telescope.record.segments import Segment, snapshot
+from telescope.record.tables import SAMPLES, TABLES, Table
+
+if TYPE_CHECKING:
+    from telescope.record.query import Result
+
+logger = logging.getLogger(__name__)
+
+READ_ATTEMPTS = 10
+"""How often a read starts again because a file it had listed was replaced before it was opened."""
+
+SEARCH_DEPTH = 3
+"""Levels of folders below a root in which runs are looked for."""
+
+_PARQUET_MAGIC = b"PAR1"
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """A line of `telescope runs`."""
+
+    path: Path
+    label: str
+    """The path below the root: unique in one listing."""
+    run_id: str
+    name: str
+    status: str
+    """`live`, `dead`, `finished`, `stopped`, `failed`, or `unknown` without a readable `run.json`."""
+    started_at: float | None
+    duration: float | None
+    """Seconds from the first start to the end, or to the last sign of life."""
+    attempt: int
+    steps: int
+    reward_first: float | None
+    reward_last: float | None
+    heldout_before: float | None
+    heldout_after: float | None
+    error: str | None
+    project: str
+    tags: tuple[str, ...]
+
+
+class Run:
+    """One run directory. Opening it costs nothing; every call reads what is there at that moment.
+
+    Raises `UserError` if the directory holds no run.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], label: str | None = None) -> None:
+        self.files = RunFiles(run_dir)
+        self.label = label or self.files.run_dir.resolve().name
+        self._unreadable: set[Path] = set()
+        self._readable: set[Path] = set()
+        if not is_run(self.files.run_dir):
+            raise UserError(
+                f"{str(self.files.run_dir)!r} is not a run directory: it holds neither run.json nor tables/. "
+                "`telescope runs --root DIR` lists the runs in DIR."
+            )
+
+    @property
+    def info(self) -> RunInfo | None:
+        """`run.json`, or None where it cannot be read."""
+        return read_run_json(self.files.run_dir)
+
+    @property
+    def status(self) -> str:
+        """Status as of now, see `RunSummary.status`."""
+        return status_now(self.files.run_dir, self.info)
+
+    def table(self, name: str, *, columns: Sequence[str] | None = None, all_attempts: bool = False) -> pa.Table:
+        """All rows of a table, in the order of writing.
+
+        Superseded rows are hidden unless `all_attempts`. Of `runs` and `attempts`, the newest row of each key.
+        """
+        definition = _definition(name)
+        cut = {} if all_attempts else self.cutoffs()
+        needed = set(columns or definition.column_names)
+        if cut and definition.by_step:
+            needed |= {"attempt", "step"}
+        if cut and name == "turns":
+            needed |= {"attempt", "sample_id"}
+        if definition.latest_wins:
+            needed |= set(definition.key)
+        data, _ = self._read(name, 0, [column for column in definition.column_names if column in needed])
+        if definition.latest_wins:
+            data = _latest(data, definition.key)
+        if cut and definition.by_step:
+            data = data.filter(pc.invert(superseded(data, cut)))
+        elif cut and name == "turns":
+            data = self._without_superseded_samples(data)
+        return data.select(list(columns)) if columns is not None else data
+
+    def rows_since(self, name: str, cursor: int, columns: Sequence[str] | None = None) -> tuple[pa.Table, int]:
+        """Rows of a table from number `cursor` on, and the cursor for the next call. Superseded rows are included.
+
+        Start with 0. Cost grows with what is new: segments that lie before the cursor are not opened.
+        """
+        definition = _definition(name)
+        return self._read(name, cursor, list(columns) if columns is not None else list(definition.column_names))
+
+    def in_flight(self) -> pa.Table:
+        """The samples that are being generated now, in the columns of `samples`. Empty unless the run is live."""
+        rows: list[dict[str, Any]] = []
+        if self.files.in_flight.exists() and self.status in ("live", "unknown"):
+            try:
+                value = read_json(self.files.in_flight) or {}
+                rows = [
+                    {"attempt": value["attempt"], "status": "in_flight", **{str(key): row[key] for key in row}}
+                    for row in value["rows"]
+                ]
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                logger.warning("record: %s cannot be read: %s", self.files.in_flight, error)
+        return rows_to_table(SAMPLES, rows)[0]
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """The attempts, oldest first."""
+        return sorted(self.table("attempts", all_attempts=True).to_pylist(), key=lambda row: row["attempt"] or 0)
+
+    def cutoffs(self) -> dict[int, int]:
+        """Per attempt the first step that a later attempt superseded, see `lineage`."""
+        first_steps = {row["attempt"]: row["first_step"] for row in self.attempts() if row["attempt"] is not None}
+        if len(first_steps) < 2:
+            return {}
+        if None in first_steps.values():
+            steps, _ = self._read("steps", 0, ["attempt", "step"])
+            for attempt, first in first_steps.items():
+                if first is None:
+                    first_steps[attempt] = pc.min(steps.filter(pc.equal(steps["attempt"], attempt))["step"]).as_py()
+        return cutoffs(first_steps)
+
+    def sql(self, query: str) -> Result:
+        """Answer a read-only DuckDB query over this run's tables, see `query.Database`."""
+        from telescope.record.query import Database
+
+        return Database([self]).execute(query)
+
+    def summary(self) -> RunSummary:
+        """The run in a line. Reads `run.json`, `summary.json` and two columns of `steps`."""
+        info = self.info
+        steps = self.table("steps", columns=["step", "reward_mean"]).sort_by("step")
+        rewards = [value for value in steps["reward_mean"].to_pylist() if value is not None]
+        status = status_now(self.files.run_dir, info)
+        result = self.result
+        started_at = info.started_at if info else None
+        return RunSummary(
+            path=self.files.run_dir,
+            label=self.label,
+            run_id=info.run_id if info else "",
+            name=info.name if info else self.label,
+            status=status,
+            started_at=started_at,
+            duration=_duration(self.files.run_dir, info, status),
+            attempt=info.attempt if info else 0,
+            steps=len(pc.unique(steps["step"])),
+            reward_first=rewards[0] if rewards else None,
+            reward_last=rewards[-1] if rewards else None,
+            heldout_before=_number(result.get("heldout_before")),
+            heldout_after=_number(result.get("heldout_after")),
+            error=info.error if info else None,
+            project=info.project if info else "",
+            tags=tuple(info.tags) if info else (),
+        )
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """`summary.json`, or an empty dictionary."""
+        try:
+            value = read_json(self.files.summary)
+        except (OSError, ValueError) as error:
+            logger.warning("record: %s cannot be read: %s", self.files.summary, error)
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def segments(self, name: str) -> list[Segment]:
+        """The files that hold a table's rows now, in order, without those that are lost or damaged (a warning each)."""
+        selection = snapshot(self.files.table(name))
+        for first, end in selection.gaps:
+            self._warn_once(
+                self.files.table(name) / str(first), f"rows {first} to {end} of table {name} are missing from disk"
+            )
+        return [segment for segment in selection.segments if self._is_readable(segment)]
+
+    def _read(self, name: str, cursor: int, columns: list[str]) -> tuple[pa.Table, int]:
+        schema = pa.schema([field for field in _definition(name).schema if field.name in columns])
+        for attempt in range(READ_ATTEMPTS):
+            pieces = [schema.empty_table()]
+            segments = [segment for segment in self.segments(name) if segment.end > cursor]
+            try:
+                pieces += [_read_segment(segment, cursor, schema) for segment in segments]
+            except FileNotFoundError:
+                # Merged and removed since the listing: its rows are in another file now.
+                if attempt == READ_ATTEMPTS - 1:
+                    raise
+                continue
+            break
+        return pa.concat_tables(pieces), max([cursor, *(segment.end for segment in segments)])
+
+    def _without_superseded_samples(self, turns: pa.Table) -> pa.Table:
+        samples, _ = self._read("samples", 0, ["attempt", "sample_id", "step"])
+        hidden = samples.filter(superseded(samples, self.cutoffs()))
+        return turns.filter(pc.invert(pc.is_in(_sample_key(turns), value_set=_sample_key(hidden))))
+
+    def _is_readable(self, segment: Segment) -> bool:
+        """Whether a file ends as a Parquet file does; one that a power cut left behind does not."""
+        if segment.path in self._readable:
+            return True
+        try:
+            with segment.path.open("rb") as file:
+                file.seek(max(0, segment.num_bytes - len(_PARQUET_MAGIC)))
+                complete = file.read() == _PARQUET_MAGIC
+        except FileNotFoundError:
+            return True  # Replaced since the listing; whoever opens it lists again.
+        if complete:
+            self._readable.add(segment.path)
+        else:
+            rows = f"rows {segment.first} to {segment.end}"
+            self._warn_once(segment.path, f"{segment.path} is damaged: {rows} of its table are lost")
+        return complete
+
+    def _warn_once(self, what: Path, message: str) -> None:
+        if what not in self._unreadable:
+            self._unreadable.add(what)
+            logger.warning("record: %s", message)
+
+
+def is_run(directory: Path) -> bool:
+    """Whether a directory is a run's."""
+    files = RunFiles(directory)
+    return files.run_json.is_file() or files.tables.is_dir()
+
+
+def find_runs(root: str | os.PathLike[str]) -> list[Run]:
+    """The runs in `root` and up to `SEARCH_DEPTH` levels below it, or `root` itself if it is one.
+
+    Raises `UserError` if `root` does not exist.
+    """
+    top = Path(root)
+    if not top.is_dir():
+        raise UserError(f"--root {str(root)!r} is not a folder: name the folder that holds the run directories.")
+    if is_run(top):
+        return [Run(top)]
+    found: list[Run] = []
+    level = [top]
+    for _ in range(SEARCH_DEPTH):
+        below: list[Path] = []
+        for parent in level:
+            try:
+                folders = sorted(Path(entry.path) for entry in os.scandir(parent) if entry.is_dir())
+            except OSError as error:
+                logger.warning("record: %s cannot be searched for runs: %s", parent, error)
+                continue
+            for folder in folders:
+                if is_run(folder):
+                    found.append(Run(folder, label=str(folder.relative_to(top))))
+                elif not folder.name.startswith("."):
+                    below.append(folder)
+        level = below
+    return found
+
+
+def list_runs(root: str | os.PathLike[str]) -> list[RunSummary]:
+    """The runs in `root`, newest first. Raises `UserError` if there is no such folder."""
+    return sorted((run.summary() for run in find_runs(root)), key=lambda run: -(run.started_at or 0.0))
+
+
+def _definition(name: str) -> Table:
+    try:
+        return TABLES[name]
+    except KeyError:
+        raise UserError(f"There is no table {name!r}. The tables are {', '.join(sorted(TABLES))}.") from None
+
+
+def _read_segment(segment: Segment, cursor: int, schema: pa.Schema) -> pa.Table:
+    with pq.ParquetFile(segment.path) as file:
+        present = [name for name in schema.names if name in file.schema_arrow.names]
+        data = file.read(columns=present) if present else pa.table({"rows": pa.nulls(segment.num_rows)})
+    return conform(data, schema).slice(max(0, cursor - segment.first))
+
+
+def _latest(data: pa.Table, key: Sequence[str]) -> pa.Table:
+    newest = {tuple(row[name] for name in key): place for place, row in enumerate(data.select(list(key)).to_pylist())}
+    return data.take(pa.array(sorted(newest.values()), pa.int64()))
+
+
+def _sample_key(data: pa.Table) -> pa.ChunkedArray:
+    """Attempt and sample as one text. Empty for rows without a sample, which no sample can hide."""
+    key = pc.binary_join_element_wise(data["attempt"].cast(pa.string()), data["sample_id"], ":")
+    return pc.fill_null(key, "").combine_chunks()
+
+
+def _duration(run_dir: Path, info: RunInfo | None, status: str) -> float | None:
+    if info is None:
+        return None
+    end = info.ended_at
+    if status == "live":
+        end = time.time()
+    elif status == "dead":
+        end = (read_heartbeat(run_dir) or {}).get("time")
+    return None if end is None else max(0.0, end - info.started_at)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
