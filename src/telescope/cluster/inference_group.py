@@ -1,0 +1,126 @@
+"""All inference servers of a run: their actors, and the HTTP clients that the driver reaches them with.
+
+Owns addresses and the run's secret. Whether a server is up, and what happens when it dies, is `orchestrator.servers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from telescope.cluster.actors import InferenceActor, answer
+from telescope.cluster.placement import Placement
+from telescope.cluster.ray_cluster import Cluster
+from telescope.config import TelescopeConfig
+from telescope.errors import DeadlineExceeded
+from telescope.inference.client import EngineClient
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_SECONDS = 20.0
+LOOPBACK = "127.0.0.1"
+ANSWER_TIMEOUT_SECONDS = 30.0
+
+
+class ActorHandle:
+    """A server's actor, awaited from the driver's event loop."""
+
+    def __init__(self, actor: Any, index: int) -> None:
+        self._actor = actor
+        self._index = index
+
+    async def status(self) -> Any:
+        """The `ServerStatus` of the process. Raises InfrastructureError when the actor itself is gone."""
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_SECONDS):
+                return await answer(self._actor.status.remote(), f"status of server {self._index}")
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the actor of inference server {self._index} did not answer within {ANSWER_TIMEOUT_SECONDS:g} s"
+            ) from None
+
+    async def dump_stacks(self) -> str:
+        """Stacks of the actor's process (vLLM's own are in its log)."""
+        return str(await answer(self._actor.dump_stacks.remote(), f"stacks of server {self._index}"))
+
+
+class InferenceGroup:
+    """The servers of a run, numbered from 0; server i listens on `inference_base_port` + i."""
+
+    def __init__(
+        self, config: TelescopeConfig, placement: Placement, run_dir: Path, cluster: Cluster, secret: str
+    ) -> None:
+        self._config = config
+        self._secret = secret
+        self.clients: list[EngineClient] = []
+        cpus = config.ray_inference_cpus_per_worker * config.inference_tensor_parallel_size
+        host = bind_host(config, cluster)
+        self._actors = [
+            InferenceActor.options(**placement.server_options(index, cpus)).remote(
+                config.to_json(), index, host, config.inference_base_port + index, secret, config.model, str(run_dir)
+            )
+            for index in range(config.num_inference_servers)
+        ]
+        self.handles = [ActorHandle(actor, index) for index, actor in enumerate(self._actors)]
+        self._clients_by_index: dict[int, EngineClient] = {}
+
+    async def start(self, index: int, on_log: Callable[[str], None] | None = None) -> Any:
+        """Start server `index`, wait until it answers, and make its client. Returns its `ServerInfo`."""
+        timeout = self._config.inference_start_timeout_seconds
+        try:
+            async with asyncio.timeout(timeout + 60):
+                info = await answer(self._actors[index].start.remote(), f"start of inference server {index}")
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"inference server {index} did not start within inference_start_timeout_seconds = {timeout:g} s; "
+                "its log is in the run directory"
+            ) from None
+        self._clients_by_index[index] = EngineClient(
+            info.url,
+            self._secret,
+            index,
+            request_timeout=self._config.request_timeout_seconds,
+            update_timeout=self._config.weight_sync_timeout_seconds,
+            with_priority=self._config.vllm_scheduling_policy == "priority",
+        )
+        self.clients = [client for _, client in sorted(self._clients_by_index.items())]
+        return info
+
+    async def close_clients(self) -> None:
+        """Close the HTTP connections; requests in flight are aborted by that."""
+        for client in self.clients:
+            await client.close()
+
+    async def dump_stacks(self) -> dict[str, str]:
+        """Stacks of each server's actor, or why they could not be had."""
+        stacks = {}
+        for index, handle in enumerate(self.handles):
+            try:
+                async with asyncio.timeout(5):
+                    stacks[f"inference server {index}"] = await handle.dump_stacks()
+            except Exception as error:
+                stacks[f"inference server {index}"] = f"no answer: {error!r}"
+        return stacks
+
+    async def stop(self) -> None:
+        """End every vLLM process through its actor."""
+
+        async def stop(index: int, actor: Any) -> None:
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT_SECONDS):
+                    await actor.stop.remote()
+            except Exception as error:
+                # Its processes watch for the actor's end, which the placement group's removal brings.
+                logger.warning("inference server %d did not stop by itself: %r", index, error)
+
+        await asyncio.gather(*(stop(index, actor) for index, actor in enumerate(self._actors)))
+
+
+def bind_host(config: TelescopeConfig, cluster: Cluster) -> str:
+    """Where servers listen: loopback on a single node unless the user chose a host; `inference_host` otherwise."""
+    if cluster.is_single_node and "inference_host" not in config.user_set:
+        return LOOPBACK
+    return config.inference_host

@@ -1,0 +1,127 @@
+"""The Ray cluster: connecting to one or starting a local one, what it offers, and shutting it down.
+
+Owns the call to `ray.init` and the runtime environment that every actor inherits (interpreter, virtual environment, run
+directory). Does not own actors or placement.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from telescope.config import TelescopeConfig
+from telescope.config.plan import ClusterResources, NodeResources
+from telescope.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+LOCAL_OBJECT_STORE_BYTES = 1 << 30
+"""Batches pass through the object store and are a few MB; Ray's default of 30 % of the machine's memory is for data work."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A connection to Ray. `started_here` says whether this process started the cluster and so ends it."""
+
+    started_here: bool
+    resources: ClusterResources
+
+    @property
+    def is_single_node(self) -> bool:
+        return len(self.resources.nodes) == 1
+
+
+def runtime_environment(config: TelescopeConfig, run_dir: Path) -> dict[str, Any]:
+    """What every actor inherits. A `ray_runtime_env` of the user's wins over ours, variable by variable."""
+    user = dict(config.ray_runtime_env or {})
+    variables: dict[str, str] = {
+        # One warning per actor otherwise, about accelerators that an actor without GPUs is not meant to see.
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if config.ray_propagate_run_dir:
+        variables["TELESCOPE_RUN_DIR"] = str(run_dir)
+    if config.ray_propagate_active_venv and sys.prefix != sys.base_prefix:
+        variables["VIRTUAL_ENV"] = sys.prefix
+        variables["PATH"] = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    if config.debug:
+        variables["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    user["env_vars"] = {**variables, **user.get("env_vars", {})}
+    if config.ray_pin_py_executable:
+        user.setdefault("py_executable", sys.executable)
+    return user
+
+
+def connect(config: TelescopeConfig, run_dir: Path, *, local_cpus: float, local_gpus: float) -> Cluster:
+    """Connect to `ray_address`, or start a cluster on this machine when there is none and `ray_auto_start_local` allows.
+
+    `local_cpus` is what a cluster started here offers; CPU shares only order Ray's bookkeeping, they bind no core.
+    Raises UserError when there is no cluster and none may be started.
+    """
+    if config.ray_disable_runtime_env_hook:
+        # Under `uv run`, Ray would otherwise rebuild the whole environment for each worker.
+        os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+    common: dict[str, Any] = {
+        "namespace": config.ray_namespace,
+        "runtime_env": runtime_environment(config, run_dir),
+        "log_to_driver": config.ray_log_to_driver,
+        "logging_level": logging.DEBUG if config.debug else logging.WARNING,
+    }
+    if config.ray_address != "local":
+        try:
+            ray.init(address=config.ray_address, **common)
+            return Cluster(started_here=False, resources=_resources())
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            may_start = (
+                config.ray_address == "auto" and config.ray_auto_start_local and isinstance(error, ConnectionError)
+            )
+            if not may_start:
+                raise UserError(
+                    f"ray_address: {config.ray_address!r} cannot be reached ({error}). Start Ray there with `ray start "
+                    "--head`, or set ray_address: auto and ray_auto_start_local: true to start one on this machine."
+                ) from error
+    # Memory is supervised by the run itself; Ray's monitor would kill a trainer that loads a large model.
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+    ray.init(
+        address="local",
+        num_cpus=math.ceil(local_cpus),
+        num_gpus=int(local_gpus),
+        include_dashboard=False,
+        object_store_memory=LOCAL_OBJECT_STORE_BYTES,
+        **common,
+    )
+    return Cluster(started_here=True, resources=_resources())
+
+
+def disconnect(cluster: Cluster, config: TelescopeConfig) -> None:
+    """Leave the cluster; end it when it was started here, or when `ray_shutdown_on_exit` says so."""
+    if not ray.is_initialized():
+        return
+    stop_all = config.ray_shutdown_on_exit and not cluster.started_here
+    ray.shutdown()
+    if stop_all:
+        logger.info("ray_shutdown_on_exit: stopping the Ray processes of this machine")
+        subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "stop"], check=False, timeout=60)
+
+
+def _resources() -> ClusterResources:
+    """What the nodes of the cluster offer in total (not what is free just now)."""
+    return ClusterResources(
+        tuple(
+            NodeResources(
+                name=node["NodeManagerAddress"],
+                cpus=float(node["Resources"].get("CPU", 0)),
+                gpus=int(node["Resources"].get("GPU", 0)),
+            )
+            for node in ray.nodes()
+            if node["Alive"]
+        )
+    )

@@ -1,0 +1,150 @@
+"""All trainer ranks behind one door: what the driver asks of the trainer goes through here, one command at a time.
+
+Rank commands are collectives: every rank must run the same ones in the same order. So whoever runs one holds `queue`
+(`train_step` takes it by itself, a weight sync holds it from its first command to its last), and a single server can be
+given weights between two training steps. `version` counts the steps that the ranks' weights contain; it changes only
+while `queue` is held. Each command has a deadline and a name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from telescope.cluster.actors import TrainerActor, answer
+from telescope.cluster.placement import Placement
+from telescope.config import TelescopeConfig
+from telescope.errors import DeadlineExceeded
+from telescope.trainer.batch import Span, StepInput, StepResult
+from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo
+
+if TYPE_CHECKING:
+    from telescope.weights.sender import SendReport
+
+logger = logging.getLogger(__name__)
+
+SETUP_TIMEOUT_SECONDS = 1800.0
+"""Loading a large model from a slow disk."""
+
+STOP_TIMEOUT_SECONDS = 20.0
+
+
+class TrainerGroup:
+    """The trainer's ranks. Ranks are numbered from 0; engine i is served by rank i % world_size."""
+
+    def __init__(self, config: TelescopeConfig, placement: Placement, run_dir: Path) -> None:
+        self.world_size = config.trainer_num_workers
+        self._config = config
+        self._step_timeout = config.watchdog_seconds
+        self._sync_timeout = config.weight_sync_timeout_seconds
+        self.queue = asyncio.Lock()
+        self.version = 0
+        self._ranks = [
+            TrainerActor.options(
+                **placement.rank_options(rank, config.ray_trainer_cpus_per_worker), name=None, max_concurrency=1
+            ).remote(config.to_json(), rank, self.world_size, str(run_dir))
+            for rank in range(self.world_size)
+        ]
+
+    async def setup(self, *, loopback: bool) -> list[Any]:
+        """Make the ranks meet and load the model. Returns each rank's `TrainerInfo`."""
+        host, port = await answer(self._ranks[0].address.remote(loopback), "address of trainer rank 0")
+        return await self._all(
+            "model setup", lambda rank: self._ranks[rank].setup.remote(host, port), SETUP_TIMEOUT_SECONDS
+        )
+
+    async def train_step(self, inputs: list[StepInput]) -> StepResult:
+        """One training step on all ranks. Metrics are those that the ranks agreed on; spans are of every rank."""
+        async with self.queue:
+            results: list[StepResult] = await self._all(
+                f"training step {inputs[0].step}",
+                lambda rank: self._ranks[rank].train_step.remote(inputs[rank]),
+                self._step_timeout,
+            )
+            self.version += 1
+        spans: list[Span] = [span for result in results for span in result.spans]
+        return StepResult(metrics=results[0].metrics, spans=spans)
+
+    def sender_of(self, engine: int) -> int:
+        """The rank that sends to this engine; engines are spread over the ranks."""
+        return engine % self.world_size
+
+    async def listen_for_engine(self, engine: int, num_workers: int, *, loopback: bool) -> InitInfo:
+        """Open the sender's door for an engine. Returns what the engine's workers must be told."""
+        rank = self._ranks[self.sender_of(engine)]
+        return await answer(
+            rank.listen_for_engine.remote(engine, num_workers, loopback), f"listening for engine {engine}"
+        )
+
+    async def connect_engine(self, engine: int) -> None:
+        """The sender's half of opening a communicator; the engine's half runs at the same time."""
+        rank = self._ranks[self.sender_of(engine)]
+        await answer(rank.connect_engine.remote(engine), f"connecting engine {engine}")
+
+    async def abort_engine(self, engine: int, reason: str) -> None:
+        """Make a send that is blocked on this engine give it up; sends to other engines go on."""
+        rank = self._ranks[self.sender_of(engine)]
+        await answer(rank.abort_engine.remote(engine, reason), f"abort of engine {engine}")
+
+    async def send_weights(self, update: UpdateInfo, engines: list[int], *, fingerprints: bool) -> list[SendReport]:
+        """Send the current weights to these engines. Returns each rank's report."""
+        return await self._all(
+            f"sending weights of version {update.version}",
+            lambda rank: self._ranks[rank].send_weights.remote(update, engines, fingerprints),
+            # The transfer has a deadline of its own; this one catches a rank that does not keep it.
+            self._sync_timeout + 60,
+        )
+
+    async def weight_metadata(self) -> list[TensorMeta]:
+        """Names, shapes and types of what `send_weights` sends, in its order."""
+        return (await self._all("weight metadata", lambda rank: self._ranks[rank].weight_metadata.remote(), 300))[0]
+
+    async def sequence_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Logprobs of tokens 1..L-1 of a fixed text under the trainer's current weights, at temperature 1."""
+        results = await self._all(
+            "logprobs of the probe text", lambda rank: self._ranks[rank].sequence_logprobs.remote(token_ids), 300
+        )
+        return results[0]
+
+    async def save_hf(self, directory: Path) -> None:
+        """Write the current weights as a Hugging Face model folder."""
+        await self._all("saving", lambda rank: self._ranks[rank].save_hf.remote(str(directory)), SETUP_TIMEOUT_SECONDS)
+
+    async def dump_stacks(self) -> dict[str, str]:
+        """Stacks of every rank's process, or why they could not be had."""
+        stacks: dict[str, str] = {}
+        for rank, actor in enumerate(self._ranks):
+            try:
+                async with asyncio.timeout(5):
+                    stacks[f"trainer rank {rank}"] = await actor.dump_stacks.remote()
+            except Exception as error:
+                stacks[f"trainer rank {rank}"] = f"no answer: {error!r}"
+        return stacks
+
+    async def stop(self) -> None:
+        """Let the ranks close their communicators; Ray ends their processes with the placement group."""
+        results = await asyncio.gather(
+            *(asyncio.wait_for(_as_future(rank.stop.remote()), STOP_TIMEOUT_SECONDS) for rank in self._ranks),
+            return_exceptions=True,
+        )
+        for rank, result in enumerate(results):
+            if isinstance(result, Exception):
+                logger.warning("trainer rank %d did not stop by itself: %r", rank, result)
+
+    async def _all(self, what: str, call: Callable[[int], Any], timeout: float) -> list[Any]:
+        """Run one command on all ranks within `timeout` seconds. The caller holds `queue`, or is the only one."""
+        try:
+            async with asyncio.timeout(timeout):
+                calls = (answer(call(rank), f"{what}, trainer rank {rank}") for rank in range(self.world_size))
+                return list(await asyncio.gather(*calls))
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{what}: the trainer's ranks did not finish within {timeout:g} s; their stacks are in the run's logs"
+            ) from None
+
+
+async def _as_future(reference: Any) -> Any:
+    return await reference

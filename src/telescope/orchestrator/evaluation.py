@@ -1,0 +1,148 @@
+"""The evals of a run, before and after training: which items, and where their results go.
+
+Owns the plan of evals and the set of held-out items; sampling itself is `evals.runner`, by the same path as training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from dataclasses import dataclass, field
+
+from telescope.config import TelescopeConfig
+from telescope.environments.pool import EnvironmentPool
+from telescope.environments.records import EnvironmentSpec
+from telescope.evals.runner import EvalItem, EvalResult, PlannedEval, plan_eval, run_eval
+from telescope.orchestrator import rows
+from telescope.orchestrator.draws import request_seed
+from telescope.orchestrator.lanes import LanePool
+from telescope.orchestrator.servers import ServerPool
+from telescope.orchestrator.status import RunStatus
+from telescope.record.recorder import Recorder
+from telescope.rollout.sample import RolloutSettings
+from telescope.rollout.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EnvironmentKeys:
+    """What the pool calls each environment of the config: one key per training entry and one per eval entry."""
+
+    specs: list[EnvironmentSpec]
+    training: list[str]
+    evals: list[str]
+
+
+def environment_keys(config: TelescopeConfig) -> EnvironmentKeys:
+    """One environment per training entry; an eval of the same name and settings shares it.
+
+    An eval that names a trained environment and gives no kwargs is given that environment's.
+    """
+    specs: list[EnvironmentSpec] = []
+    training: list[str] = []
+    for index, entry in enumerate(config.environments):
+        twice = sum(other.name == entry.name for other in config.environments) > 1
+        key = f"{entry.name}#{index}" if twice else entry.name
+        specs.append(EnvironmentSpec(entry.name, dict(entry.kwargs), entry.reward_min, entry.reward_max, key=key))
+        training.append(key)
+    evals: list[str] = []
+    for index, eval_entry in enumerate(config.evals):
+        shared = next(
+            (
+                s
+                for s in specs
+                if s.name == eval_entry.name and eval_entry.kwargs in ({}, s.kwargs) and s.key in training
+            ),
+            None,
+        )
+        if shared is not None:
+            evals.append(shared.key)
+            continue
+        key = f"eval/{eval_entry.name}#{index}"
+        specs.append(EnvironmentSpec(eval_entry.name, dict(eval_entry.kwargs), key=key))
+        evals.append(key)
+    return EnvironmentKeys(specs, training, evals)
+
+
+@dataclass
+class Evaluation:
+    """The planned evals of one run and the results so far, newest last."""
+
+    plans: list[PlannedEval]
+    config: TelescopeConfig
+    environments: EnvironmentPool
+    lanes: LanePool
+    recorder: Recorder
+    status: RunStatus
+    results: list[EvalResult] = field(default_factory=list)
+
+    @property
+    def held_out_uids(self) -> frozenset[str]:
+        """Identities of the items that training must never see."""
+        return frozenset(item.prompt.sample_uid for plan in self.plans if plan.held_out for item in plan.items)
+
+    def num_reserved(self, environment_key: str) -> int:
+        """How many items at the head of an environment's dataset are reserved for evals."""
+        return max((len(p.items) for p in self.plans if p.held_out and p.environment_key == environment_key), default=0)
+
+    async def run_all(self, version: int, settings: RolloutSettings, servers: ServerPool) -> list[EvalResult]:
+        """Run every planned eval with the weights of `version`, one after the other, on all servers that are up."""
+        results = []
+        group_ids = itertools.count(1_000_000 * len(self.results))
+        for number, plan in enumerate(self.plans):
+            self.status.phase = (
+                f"evaluating {plan.name} ({len(plan.items)} items at temperature {plan.sampling.temperature:g})"
+            )
+            self.status.eval_done, self.status.eval_total = 0, len(plan.items)
+
+            def on_sample(item: EvalItem, sample: Trajectory, plan: PlannedEval = plan) -> None:
+                self.status.eval_done += 1
+                self.status.generated(sample.num_completion_tokens)
+                self.status.progressed()
+                row = rows.sample_row(
+                    sample, item.prompt.text, status="eval", reason=None, step=version, eval_name=plan.name
+                )
+                self.recorder.write("samples", row)
+
+            started_at = time.time()
+            result = await run_eval(
+                plan,
+                version=version,
+                lanes=self.lanes,
+                engine_of=lambda server: servers.clients[server],
+                environments=self.environments,
+                settings=settings,
+                # The same noise at every version: a change of the result is a change of the policy.
+                seed_of=lambda item, turn, number=number: request_seed(self.config.seed, "eval", number, item, turn),  # type: ignore[misc]
+                group_ids=group_ids,
+                on_engine_failure=servers.report_failure,
+                on_sample=on_sample,
+            )
+            self.recorder.write(
+                "spans",
+                {
+                    "name": "eval", "component": "orchestrator", "step": version, "start": started_at,
+                    "end": time.time(), "attributes": {"eval": plan.name, "accuracy": f"{result.accuracy:.4f}"},
+                },
+            )  # fmt: skip
+            logger.info(
+                "eval %s at version %d: accuracy %.4f (%d of %d scored, temperature %g, %.1f s)",
+                plan.name, version, result.accuracy, result.num_scored, result.num_items, result.temperature, result.seconds,
+            )  # fmt: skip
+            self.status.messages.append(f"{plan.name} at version {version}: accuracy {result.accuracy:.3f}")
+            results.append(result)
+        self.status.eval_total = 0
+        self.results.extend(results)
+        return results
+
+
+async def plan_evals(
+    config: TelescopeConfig, keys: EnvironmentKeys, environments: EnvironmentPool, settings: RolloutSettings
+) -> list[PlannedEval]:
+    """Plan every eval of the config, in its order."""
+    return [
+        await plan_eval(entry, key, environments, settings.sampling)
+        for entry, key in zip(config.evals, keys.evals, strict=True)
+    ]

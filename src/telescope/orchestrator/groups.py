@@ -1,0 +1,109 @@
+"""A group: one prompt and the samples that answer it, from opening to its fate.
+
+Owns the state of a group and the decision whether it carries a learning signal. Knows no engine and no trainer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from telescope.environments.records import PreparedPrompt
+from telescope.orchestrator.draws import Draw
+from telescope.rollout.trajectory import Trajectory
+
+
+class Signal(Enum):
+    """What a finished group is good for."""
+
+    USABLE = "usable"
+    ZERO_ADVANTAGE = "zero_advantage"
+    ALL_MASKED = "all_masked"
+
+
+@dataclass
+class Group:
+    """One opened draw. `start_version` is the policy version when it was opened, `opened_at` a wall-clock time."""
+
+    draw: Draw
+    environment: str
+    prompt: PreparedPrompt
+    size: int
+    start_version: int
+    opened_at: float
+    finished_at: float | None = None
+    samples: list[Trajectory] = field(default_factory=list)
+
+    @property
+    def group_id(self) -> int:
+        return self.draw.n
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self.samples) == self.size
+
+    @property
+    def usable_samples(self) -> list[Trajectory]:
+        """Scored samples in order of their index; masked ones are left out."""
+        return sorted((s for s in self.samples if s.reward is not None), key=lambda s: s.sample_index)
+
+    @property
+    def rewards_n(self) -> np.ndarray:
+        """Total reward of each usable sample, float64 [n]."""
+        return np.array([s.total_reward for s in self.usable_samples], dtype=np.float64)
+
+    def signal(self) -> Signal:
+        """Whether training on this group can move the policy.
+
+        Masked samples do not count. A group of one has no baseline to equal, so it is never "zero advantage".
+        """
+        rewards_n = self.rewards_n
+        if len(rewards_n) == 0:
+            return Signal.ALL_MASKED
+        if len(rewards_n) > 1 and np.all(rewards_n == rewards_n[0]):
+            return Signal.ZERO_ADVANTAGE
+        return Signal.USABLE
+
+
+def zero_advantage_kind(rewards_n: np.ndarray) -> str:
+    """Which kind of equal rewards: `all_zero`, `all_positive` or `all_negative`."""
+    first = float(rewards_n[0])
+    if first == 0.0:
+        return "all_zero"
+    return "all_positive" if first > 0 else "all_negative"
+
+
+@dataclass
+class DiscardStreak:
+    """Discards since the last usable group. Over the limit, training cannot make progress and the run says why."""
+
+    limit: int
+    count: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+    last_rewards: list[float] = field(default_factory=list)
+
+    def usable(self) -> None:
+        self.count = 0
+        self.kinds.clear()
+
+    def discarded(self, kind: str, rewards_n: np.ndarray) -> None:
+        self.count += 1
+        self.kinds[kind] = self.kinds.get(kind, 0) + 1
+        if len(rewards_n):
+            self.last_rewards = [*self.last_rewards[-4:], float(rewards_n[0])]
+
+    @property
+    def is_over(self) -> bool:
+        return self.count >= self.limit
+
+    def diagnosis(self) -> str:
+        """Why nothing can be trained, with the rewards that were seen."""
+        kinds = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in sorted(self.kinds.items()))
+        return (
+            f"{self.count} groups in a row carried no learning signal ({kinds}; last rewards {self.last_rewards}). "
+            "Every answer to a prompt got the same reward: the task is too hard or too easy for this model, the reward "
+            "never varies, or max_tokens cuts every answer off. Change the task or the reward, raise group_size, "
+            "or set discard_group_zero_advantage: false to train anyway."
+        )

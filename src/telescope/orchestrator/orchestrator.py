@@ -1,0 +1,462 @@
+"""The loops of a training run. Everything here runs on one asyncio event loop and touches no tensor.
+
+    _prompt_loop    fills the prompt buffer (tokenised, ready)        waits for: a free place in the buffer
+    _dispatch_loop  opens a group, starts a task per sample           waits for: the async window, a prompt, a lane
+    _sample         generate -> environment -> ... -> reward          waits for: a lane, the engine, the environment
+    _batch_loop     takes finished groups, oldest first, and packs    waits for: B usable groups
+    _train_loop     train step -> weight sync -> version += 1         waits for: a batch
+
+Invariants: `window` alone decides whether a group may be opened; every opened draw ends in `ledger` as trained or as
+dropped with a reason; `version` counts the training steps whose weights the engines hold. A failure in any loop ends the
+run (see `supervise`). The orchestrator knows samples and groups; tokens belong to `rollout`, gradients to the trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from telescope.algorithms import compute_advantages
+from telescope.config import TelescopeConfig
+from telescope.environments.pool import EnvironmentPool
+from telescope.environments.records import PreparedPrompt
+from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.orchestrator import rows
+from telescope.orchestrator.budget import ErrorBudget
+from telescope.orchestrator.changes import Changes
+from telescope.orchestrator.draws import Draw, DrawSequence, request_seed
+from telescope.orchestrator.groups import DiscardStreak, Group, Signal, zero_advantage_kind
+from telescope.orchestrator.lanes import LanePool
+from telescope.orchestrator.status import RunStatus, StepSummary
+from telescope.orchestrator.step_metrics import DiscardCounts, batch_metrics
+from telescope.orchestrator.supervise import Supervisor
+from telescope.orchestrator.window import AsyncWindow, Ledger
+from telescope.record.recorder import Recorder
+from telescope.rollout.sample import RolloutSettings, RolloutTask, run_rollout
+from telescope.rollout.trajectory import Trajectory
+from telescope.rollout.types import Engine
+from telescope.trainer.batch import StepInput, StepResult
+from telescope.trainer.packing import pack_step
+
+logger = logging.getLogger(__name__)
+
+PREPARE_AT_ONCE = 8
+"""Prompts rendered concurrently by the prefetch: enough to keep every environment worker busy."""
+
+DISCARD_LIMIT_BATCHES = 10
+"""Discards in a row, in batches' worth of groups, after which the run stops with a diagnosis."""
+
+
+class TrainerPort(Protocol):
+    """The trainer, as the loops see it: all ranks behind one door."""
+
+    async def train_step(self, inputs: list[StepInput]) -> StepResult: ...
+
+
+class WeightSyncPort(Protocol):
+    """Brings the trainer's current weights into every engine that is up. Returns step metrics of the sync."""
+
+    async def sync(self) -> dict[str, float]: ...
+
+
+class StepLogPort(Protocol):
+    """Where step metrics go besides the record (W&B)."""
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None: ...
+
+
+@dataclass
+class Batch:
+    """The groups of one training step and what each trainer rank computes."""
+
+    groups: list[Group]
+    advantages: np.ndarray
+    inputs: list[StepInput]
+
+
+@dataclass
+class Services:
+    """What the loops use and do not own."""
+
+    environments: EnvironmentPool
+    environment_keys: list[str]
+    """What the pool calls the environment of each entry of the config."""
+    lanes: LanePool
+    engines: Sequence[Engine]
+    trainer: TrainerPort
+    weights: WeightSyncPort
+    recorder: Recorder
+    step_log: StepLogPort
+    report_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None
+
+
+class Orchestrator:
+    """One training run, from the first prompt to the last weight sync."""
+
+    def __init__(
+        self,
+        config: TelescopeConfig,
+        services: Services,
+        draws: DrawSequence,
+        held_out_uids: frozenset[str],
+        rollout_settings: RolloutSettings,
+        status: RunStatus,
+    ) -> None:
+        self.config = config
+        self.services = services
+        self.status = status
+        self.window = AsyncWindow(config.prompts_batch_size_for_trainer, config.max_async_rollout)
+        self.ledger = Ledger()
+        self._draws = draws
+        self._held_out_uids = held_out_uids
+        self._settings = rollout_settings
+        self._changes = Changes(status)
+        self._prompts: deque[tuple[Draw, PreparedPrompt]] = deque()
+        self._buffer_size = config.prompt_prefetch_buffer_size if config.enable_prompt_prefetch else 1
+        self._next_draw = 0
+        self._open: dict[int, Group] = {}
+        self._finished: list[Group] = []
+        self._batches: asyncio.Queue[Batch] = asyncio.Queue(maxsize=1)
+        self._discards = DiscardCounts()
+        self._streak = DiscardStreak(DISCARD_LIMIT_BATCHES * config.prompts_batch_size_for_trainer)
+        self._budget = ErrorBudget(config.environment_error_budget)
+        self._stop_requested = False
+        self._supervisor: Supervisor | None = None
+
+    def request_stop(self) -> None:
+        """End the run after the training step under way. Safe to call more than once."""
+        self._stop_requested = True
+        self._changes.notify()
+
+    async def run(self, supervisor: Supervisor) -> None:
+        """Train `number_of_steps` steps, or until a stop is asked for. Raises the first error of any loop."""
+        self._supervisor = supervisor
+        self.status.training_started_at = time.time()
+        self.status.progressed()
+        for loop in (self._prompt_loop, self._dispatch_loop, self._batch_loop):
+            supervisor.spawn(loop(), loop.__name__)
+        await self._train_loop()
+        assert self.ledger.is_balanced(), f"the ledger of draws does not add up: {self.ledger}"
+
+    # Prompts
+
+    async def _prompt_loop(self) -> None:
+        """Keep the buffer full of tokenised prompts, in the order of their draws."""
+        while True:
+            await self._changes.wait_until(
+                lambda: len(self._prompts) < self._buffer_size, "prompts", "a free place in the prompt buffer"
+            )
+            num_wanted = min(PREPARE_AT_ONCE, self._buffer_size - len(self._prompts))
+            draws = [self._draws.draw(self._next_draw + i) for i in range(num_wanted)]
+            self.status.set_part("prompts", f"preparing draw {draws[0].n}")
+            prepared = await asyncio.gather(*(self._prepare(draw) for draw in draws))
+            self._next_draw += num_wanted
+            self._prompts.extend(pair for pair in zip(draws, prepared, strict=True) if pair[1] is not None)  # type: ignore[misc]
+            self._changes.notify()
+
+    async def _prepare(self, draw: Draw) -> PreparedPrompt | None:
+        """Render and tokenise one prompt; None when it is held out for an eval or its environment failed."""
+        name = self.config.environments[draw.environment].name
+        try:
+            prompt = await self.services.environments.prepare(
+                self.services.environment_keys[draw.environment], draw.index
+            )
+        except EnvironmentFailure as error:
+            logger.warning("draw %d (%s, item %d): the prompt could not be made: %s", draw.n, name, draw.index, error)
+            self._budget.failed(name, str(error))
+            return None
+        self._budget.succeeded(name)
+        if prompt.sample_uid in self._held_out_uids:
+            return None
+        room = self.config.max_model_len - len(prompt.token_ids)
+        if room <= 0:
+            self._budget.failed(name, f"item {draw.index}: a prompt of {len(prompt.token_ids)} tokens leaves no room")
+            logger.warning(
+                "draw %d (%s, item %d): prompt of %d tokens, max_model_len is %d; left out",
+                draw.n, name, draw.index, len(prompt.token_ids), self.config.max_model_len,
+            )  # fmt: skip
+            return None
+        return prompt
+
+    # Groups and samples
+
+    async def _dispatch_loop(self) -> None:
+        """Open groups as the window and the lanes allow, and start a task for each of their samples."""
+        assert self._supervisor is not None
+        while True:
+            await self._changes.wait_until(self._may_open, "dispatch", "the async window")
+            await self._changes.wait_until(lambda: bool(self._prompts), "dispatch", "a prompt")
+            await self._changes.wait_until(lambda: self.services.lanes.has_spare_lane, "dispatch", "an inference lane")
+            if not self._may_open():
+                continue
+            draw, prompt = self._prompts.popleft()
+            group = self._open_group(draw, prompt)
+            self.status.set_part("dispatch", f"opened group {group.group_id}")
+            for index in range(group.size):
+                self._supervisor.spawn(self._sample(group, index), f"sample {group.group_id}.{index}")
+            self._changes.notify()
+            # Let the new tasks take their lanes before the next group looks for one.
+            await asyncio.sleep(0)
+
+    def _may_open(self) -> bool:
+        return not self._stop_requested and self.window.may_open()
+
+    def _open_group(self, draw: Draw, prompt: PreparedPrompt) -> Group:
+        self.window.opened()
+        self.ledger.opened(draw.n)
+        name = self.config.environments[draw.environment].name
+        group = Group(draw, name, prompt, self.config.group_size, self.window.version, time.time())
+        self._open[draw.n] = group
+        self.status.num_open_groups = len(self._open)
+        return group
+
+    async def _sample(self, group: Group, index: int) -> None:
+        """One sample of a group, to its end; the last one finishes the group."""
+        task = RolloutTask(
+            sample_id=f"{group.group_id}-{index}",
+            group_id=group.group_id,
+            sample_index=index,
+            environment=group.environment,
+            environment_key=self.services.environment_keys[group.draw.environment],
+            item_index=group.draw.index,
+            prompt_token_ids=group.prompt.token_ids,
+            seed_of_turn=lambda turn: request_seed(self.config.seed, group.group_id, index, turn),
+        )
+        trajectory = await run_rollout(
+            task,
+            lanes=self.services.lanes,
+            engine_of=lambda server: self.services.engines[server],
+            environments=self.services.environments,
+            settings=self._settings,
+            on_engine_failure=self.services.report_engine_failure,
+        )
+        if trajectory.reward is None:
+            assert trajectory.failure_kind is not None
+            self._masked(group, trajectory)
+        else:
+            self._budget.succeeded(group.environment)
+        self.status.generated(trajectory.num_completion_tokens)
+        self.status.progressed()
+        group.samples.append(trajectory)
+        if group.is_finished:
+            self._finish_group(group)
+        self._changes.notify()
+
+    def _masked(self, group: Group, trajectory: Trajectory) -> None:
+        kind, message = trajectory.failure_kind or "", trajectory.failure_message or ""
+        logger.warning(
+            "sample %s (%s) is masked, %s failure: %s", trajectory.sample_id, group.environment, kind, message
+        )
+        self._discards.masked(kind)
+        self.status.num_masked_samples += 1
+        if kind == "environment":
+            self._budget.failed(group.environment, message)
+
+    def _finish_group(self, group: Group) -> None:
+        """Keep a finished group for a batch, or give it up and say why."""
+        group.finished_at = time.time()
+        del self._open[group.group_id]
+        self.services.lanes.forget_group(group.group_id)
+        signal = group.signal()
+        rewards_n = group.rewards_n
+        if signal is Signal.ALL_MASKED:
+            self._discard(group, "all_masked", None, rewards_n)
+        elif signal is Signal.ZERO_ADVANTAGE and self.config.discard_group_zero_advantage:
+            self._discard(group, "zero_advantage", zero_advantage_kind(rewards_n), rewards_n)
+        else:
+            self._streak.usable()
+            self._finished.append(group)
+        self.status.num_open_groups = len(self._open)
+        self.status.num_finished_groups = len(self._finished)
+
+    def _discard(self, group: Group, reason: str, kind: str | None, rewards_n: np.ndarray) -> None:
+        self.window.given_up()
+        self.ledger.drop(group.group_id, reason)
+        self._discards.discarded(reason, kind, group.samples)
+        self._streak.discarded(kind or reason, rewards_n)
+        self.status.num_discarded_groups += 1
+        self._record_group(group, status="discarded", reason=reason, step=None, advantages=None)
+        if self._streak.is_over:
+            raise RuntimeError(self._streak.diagnosis())
+
+    # Batches and steps
+
+    async def _batch_loop(self) -> None:
+        """Take B finished groups, oldest start version first, and pack them for the trainer's ranks."""
+        size = self.config.prompts_batch_size_for_trainer
+        step = 0
+        while True:
+            await self._changes.wait_until(lambda: len(self._finished) >= size, "batches", f"{size} usable groups")
+            # The trainer takes one batch at a time; forming it only then keeps the choice fresh.
+            await self._changes.wait_until(self._batches.empty, "batches", "the trainer")
+            self._finished.sort(key=lambda group: (group.start_version, group.group_id))
+            groups, self._finished = self._finished[:size], self._finished[size:]
+            self.status.num_finished_groups = len(self._finished)
+            self.status.set_part("batches", f"packing batch {step}")
+            batch = await asyncio.to_thread(self._pack, groups, step)
+            await self._batches.put(batch)
+            step += 1
+
+    def _pack(self, groups: list[Group], step: int) -> Batch:
+        """Advantages and micro-batches; numpy only, on a thread of its own."""
+        config = self.config
+        samples = [sample.to_train_sample() for group in groups for sample in group.usable_samples]
+        if config.normalize_rewards:
+            ranges = {e.name: (e.reward_min, e.reward_max) for e in config.environments}
+            for sample in samples:
+                low, high = ranges[sample.environment]
+                if low is not None and high is not None and high > low:
+                    sample.reward = (sample.reward - low) / (high - low)
+        advantages = compute_advantages(samples, config.algorithm, config.advantage_norm)
+        inputs = pack_step(
+            samples,
+            step=step,
+            version=step,  # a step starts from the weights of all steps before it
+            seq_len=config.seq_len,
+            num_ranks=config.trainer_num_workers,
+            pad_to_multiple_of=config.pad_to_multiple_of,
+            num_minibatches=config.number_of_minibatches,
+        )
+        return Batch(groups, np.asarray(advantages), inputs)
+
+    async def _train_loop(self) -> None:
+        """Train, sync, count, until the last step."""
+        for step in range(self.config.number_of_steps):
+            if self._stop_requested:
+                return
+            started_at = time.time()
+            self.status.set_part("trainer", "waiting for a batch")
+            batch = await self._next_batch()
+            if batch is None:
+                return
+            waited = time.time() - started_at
+            self.status.set_part("trainer", f"training step {step}")
+            result = await self.services.trainer.train_step(batch.inputs)
+            self.status.set_part("trainer", "sending weights")
+            sync_metrics = await self.services.weights.sync()
+            self.window.synced()
+            self._changes.notify()
+            self._finish_step(step, batch, result, sync_metrics, started_at, waited)
+
+    async def _next_batch(self) -> Batch | None:
+        """The next batch, or None when a stop is asked for first."""
+        await self._changes.wait_until(
+            lambda: self._stop_requested or not self._batches.empty(), "trainer", "a batch of usable groups"
+        )
+        if self._stop_requested:
+            return None
+        batch = self._batches.get_nowait()
+        self._changes.notify()
+        return batch
+
+    def _finish_step(
+        self,
+        step: int,
+        batch: Batch,
+        result: StepResult,
+        sync_metrics: dict[str, float],
+        started_at: float,
+        waited: float,
+    ) -> None:
+        """Count, record and show a finished step. The policy version that it started from is `step`."""
+        ended_at = time.time()
+        seconds = ended_at - started_at
+        metrics = {
+            **batch_metrics(batch.groups, batch.advantages.tolist(), version=step),
+            **self._discards.take(len(batch.groups)),
+            **result.metrics,
+            **sync_metrics,
+            "timing_waiting_for_data": waited,
+            "timing_step_total": seconds,
+            "timing_step_active": seconds - waited,
+        }
+        position = 0
+        for group in batch.groups:
+            self.ledger.trained(group.group_id)
+            count = len(group.usable_samples)
+            self._record_group(
+                group, status="kept", reason=None, step=step,
+                advantages=batch.advantages[position : position + count].tolist(), version=step,
+            )  # fmt: skip
+            position += count
+        samples = [sample for group in batch.groups for sample in group.usable_samples]
+        num_tokens = sum(sample.num_completion_tokens for sample in samples)
+        self.services.recorder.write(
+            "steps",
+            {
+                "step": step,
+                "version": self.window.version,
+                "started_at": started_at,
+                "ended_at": ended_at,
+                "reward_mean": metrics["reward/total/mean"],
+                "learning_rate": metrics.get("learning_rate"),
+                "num_samples": len(samples),
+                "num_groups": len(batch.groups),
+                "num_tokens_trained": num_tokens,
+                "num_tokens_generated": self.status.num_tokens_generated,
+                "metrics": metrics,
+            },
+        )
+        for span in result.spans:
+            self.services.recorder.write(
+                "spans",
+                {
+                    "name": span.name, "component": "trainer", "rank": span.rank, "step": step,
+                    "micro_batch": span.micro_batch, "start": span.start, "end": span.end, "attributes": {},
+                },
+            )  # fmt: skip
+        self.services.step_log.log_step(step, metrics)
+        self.status.history.append(
+            StepSummary(
+                step=step,
+                reward_mean=metrics["reward/total/mean"],
+                seconds=seconds,
+                staleness_mean=metrics["staleness/steps/mean"],
+                tokens_per_second=num_tokens / seconds,
+                kl_inference=metrics.get("kl_divergence_inference", 0.0),
+                grad_norm=metrics.get("grad_norm", 0.0),
+                entropy=metrics.get("entropy", 0.0),
+                waited_share=waited / seconds,
+            )
+        )
+        self.status.step = step + 1
+        self.status.version = self.window.version
+        self.status.progressed()
+
+    def _record_group(
+        self,
+        group: Group,
+        *,
+        status: str,
+        reason: str | None,
+        step: int | None,
+        advantages: list[float] | None,
+        version: int | None = None,
+    ) -> None:
+        """Write a group whose fate is final, with its samples, turns and spans."""
+        write = self.services.recorder.write
+        write("groups", rows.group_row(group, status=status, reason=reason, step=step))
+        advantage_of = {}
+        if advantages is not None:
+            advantage_of = {s.sample_id: a for s, a in zip(group.usable_samples, advantages, strict=True)}
+        at_version = self.window.version if version is None else version
+        for sample in group.samples:
+            oldest = sample.version_range[0]
+            write(
+                "samples",
+                rows.sample_row(
+                    sample, group.prompt.text, status=status, reason=reason, step=step,
+                    advantage=advantage_of.get(sample.sample_id), age=at_version - oldest if oldest >= 0 else None,
+                ),
+            )  # fmt: skip
+            for row in rows.turn_rows(sample):
+                write("turns", row)
+            for row in rows.request_span_rows(sample):
+                write("spans", row)

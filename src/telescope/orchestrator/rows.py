@@ -1,0 +1,120 @@
+"""What of a run is written to the record: orchestrator objects turned into rows of the tables.
+
+Pure functions; `telescope.record.tables` says what each column means. A sample is written once, when its fate is final.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from telescope.orchestrator.groups import Group
+from telescope.rollout.trajectory import Trajectory
+
+
+def group_row(group: Group, *, status: str, reason: str | None, step: int | None) -> dict[str, Any]:
+    """One row of `groups`."""
+    rewards_n = group.rewards_n
+    return {
+        "group_id": group.group_id,
+        "environment": group.environment,
+        "index": group.draw.index,
+        "status": status,
+        "reason": reason,
+        "step": step,
+        "start_version": group.start_version,
+        "num_samples": len(group.samples),
+        "reward_mean": float(rewards_n.mean()) if len(rewards_n) else None,
+        "reward_std": float(rewards_n.std(ddof=1)) if len(rewards_n) > 1 else None,
+        "opened_at": group.opened_at,
+        "finished_at": group.finished_at,
+    }
+
+
+def sample_row(
+    sample: Trajectory,
+    prompt_text: str,
+    *,
+    status: str,
+    reason: str | None,
+    step: int | None,
+    advantage: float | None = None,
+    age: int | None = None,
+    eval_name: str | None = None,
+) -> dict[str, Any]:
+    """One row of `samples`. A masked sample keeps its own status whatever became of its group."""
+    start_version, end_version = sample.version_range
+    reward = sample.reward
+    return {
+        "sample_id": sample.sample_id,
+        "group_id": sample.group_id,
+        "sample_index": sample.sample_index,
+        "environment": sample.environment,
+        "status": status if reward is not None else "masked",
+        "reason": reason if reward is not None else sample.failure_kind,
+        "step": step,
+        "reward": reward.total_reward if reward is not None else None,
+        "advantage": advantage,
+        "prompt_text": prompt_text,
+        "completion_text": sample.completion_text,
+        "golden": {k: v or "" for k, v in reward.golden_answers.items()} if reward is not None else {},
+        "metrics": dict(reward.sample_metrics) if reward is not None else {},
+        "tags": dict(reward.sample_tags) if reward is not None else {},
+        "stop_reason": sample.stop_reason,
+        "num_turns": len(sample.turns),
+        "prompt_tokens": sample.num_prompt_tokens,
+        "completion_tokens": sample.num_completion_tokens,
+        "start_version": start_version,
+        "end_version": end_version,
+        "age": age,
+        "server": sample.server_index,
+        "lane": sample.lane,
+        "started_at": sample.started_at,
+        "generated_at": sample.generated_at or None,
+        "finished_at": sample.finished_at,
+        "failure_kind": sample.failure_kind,
+        "failure_message": sample.failure_message,
+        "eval_name": eval_name,
+    }
+
+
+def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
+    """The rows of `turns`: one per answer of the model, with what each token was sampled at."""
+    rows = []
+    for index, turn in enumerate(sample.turns):
+        rows.append(
+            {
+                "sample_id": sample.sample_id,
+                "turn": index,
+                "role": "assistant",
+                "text": turn.text,
+                "num_tokens": len(turn.generation.token_ids_N),
+                "token_ids": turn.generation.token_ids_N.tolist(),
+                "logprobs": turn.generation.logprobs_N.tolist(),
+                "versions": turn.generation.version_N.tolist(),
+                "started_at": turn.started_at,
+                "ended_at": turn.ended_at,
+            }
+        )
+    return rows
+
+
+def request_span_rows(sample: Trajectory) -> list[dict[str, Any]]:
+    """Spans of a sample: each turn's generation, and the reward that followed the last one."""
+    rows = []
+    for index, turn in enumerate(sample.turns):
+        rows.append(_span("generate", sample, turn.started_at, turn.ended_at, {"turn": str(index)}))
+    if sample.turns and sample.finished_at > sample.generated_at:
+        rows.append(_span("reward", sample, sample.generated_at, sample.finished_at, {}))
+    return rows
+
+
+def _span(name: str, sample: Trajectory, start: float, end: float, attributes: dict[str, str]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "component": "rollout",
+        "server": sample.server_index,
+        "sample_id": sample.sample_id,
+        "start": start,
+        "end": end,
+        "attributes": {**attributes, "lane": str(sample.lane)},
+    }

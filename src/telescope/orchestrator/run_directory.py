@@ -1,0 +1,91 @@
+"""The run directory of one attempt: made before anything starts, told what the run is, and closed with its summary.
+
+Owns the order in which the record is opened and ended. What lies in the directory is `telescope.record`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import yaml
+
+from telescope.config import TelescopeConfig
+from telescope.errors import UserError
+from telescope.orchestrator.summary import RunSummary
+from telescope.record.attempt import begin_run, end_run
+from telescope.record.files import RunFiles, replace_file, replace_json
+from telescope.record.logging import setup_logging
+from telescope.record.recorder import Recorder
+from telescope.record.run_info import RunInfo, next_attempt
+from telescope.record.wandb_sink import WandbSink
+
+logger = logging.getLogger(__name__)
+
+
+class RunDirectory:
+    """`path` is the run directory; `recorder` and `step_log` exist while the record is open."""
+
+    recorder: Recorder
+    step_log: WandbSink
+
+    def __init__(self, path: Path, config: TelescopeConfig, notes: list[str]) -> None:
+        self.path = path
+        self._config = config
+        self._notes = notes
+        self._info: RunInfo | None = None
+
+    @classmethod
+    def create(cls, config: TelescopeConfig, notes: list[str]) -> RunDirectory:
+        """Make the directory. Raises UserError when it cannot be written."""
+        path = run_path(config)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            replace_file(RunFiles(path).config, yaml.safe_dump(config.values, sort_keys=False).encode())
+        except OSError as error:
+            raise UserError(
+                f"run_dir: {str(path)!r} cannot be written ({error.strerror or error}). Name another folder with --run_dir "
+                "or TELESCOPE_RUN_DIR, or mend its permissions."
+            ) from error
+        return cls(path, config, notes)
+
+    @contextmanager
+    def open_record(self) -> Iterator[Recorder]:
+        """Open the record, write the rows of this attempt, and close everything at the end."""
+        config = self._config
+        self.recorder = Recorder(self.path, attempt=next_attempt(self.path))
+        try:
+            setup_logging(self.path, "driver", self.recorder)
+            self._info = begin_run(
+                self.recorder,
+                name=config.wandb_run_name,
+                config_hash=config.hash,
+                config_json=config.to_json(),
+                project=config.wandb_project,
+                tags=list(config.wandb_tags),
+                notes=self._notes,
+            )
+            self.step_log = WandbSink(config, self.path)
+            try:
+                yield self.recorder
+            finally:
+                self.step_log.close()
+        finally:
+            self.recorder.close()
+
+    def ended(self, summary: RunSummary) -> None:
+        """Write `summary.json` and the end of the attempt."""
+        assert self._info is not None
+        replace_json(RunFiles(self.path).summary, summary.to_json())
+        end_run(self.recorder, self._info, summary.status, config_json=self._config.to_json(), error=summary.error)
+
+
+def run_path(config: TelescopeConfig) -> Path:
+    """`run_dir`, or a new folder under `runs/` named after the run and the time (UTC)."""
+    if config.run_dir is not None:
+        return Path(config.run_dir).expanduser().resolve()
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    return (Path("runs") / f"{config.wandb_run_name}-{stamp}").resolve()

@@ -1,0 +1,80 @@
+"""What the run is doing right now, for people: the live view, the watchdog's report and the last lines of an error.
+
+The orchestrator writes these fields from its event loop and nobody else does; readers on other threads see plain numbers
+and strings, possibly a moment old, never a structure in the middle of a change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """One finished training step, as the live view and the log line show it."""
+
+    step: int
+    reward_mean: float
+    seconds: float
+    staleness_mean: float
+    tokens_per_second: float
+    kl_inference: float
+    grad_norm: float
+    entropy: float
+    waited_share: float
+
+
+@dataclass
+class RunStatus:
+    """Progress of one run. `phase` is a short sentence; `parts` says what each part is doing."""
+
+    run_name: str
+    num_steps: int
+    phase: str = "starting"
+    started_at: float = field(default_factory=time.time)
+    training_started_at: float | None = None
+    step: int = 0
+    version: int = 0
+    parts: dict[str, str] = field(default_factory=dict)
+    history: list[StepSummary] = field(default_factory=list)
+    num_generating: int = 0
+    num_lanes: int = 0
+    num_scoring: int = 0
+    num_open_groups: int = 0
+    num_finished_groups: int = 0
+    num_discarded_groups: int = 0
+    num_masked_samples: int = 0
+    num_tokens_generated: int = 0
+    eval_done: int = 0
+    eval_total: int = 0
+    messages: deque[str] = field(default_factory=lambda: deque(maxlen=6))
+    last_progress_at: float = field(default_factory=time.monotonic)
+    token_times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4096))
+
+    def set_part(self, part: str, doing: str) -> None:
+        """Say what a part (trainer, a server, a loop) is doing or waiting for."""
+        self.parts[part] = doing
+
+    def progressed(self) -> None:
+        """A sample finished or a step ended: the watchdog starts counting anew."""
+        self.last_progress_at = time.monotonic()
+
+    def generated(self, num_tokens: int) -> None:
+        """Count sampled tokens of a finished turn."""
+        self.num_tokens_generated += num_tokens
+        self.token_times.append((time.monotonic(), num_tokens))
+
+    def tokens_per_second(self, window_seconds: float = 10.0) -> float:
+        """Tokens sampled per second over the last `window_seconds`."""
+        now = time.monotonic()
+        recent = [(at, count) for at, count in list(self.token_times) if now - at <= window_seconds]
+        return sum(count for _, count in recent) / window_seconds if recent else 0.0
+
+    def seconds_left(self) -> float | None:
+        """Estimate from the median of the last steps, None before the second step."""
+        if len(self.history) < 2:
+            return None
+        recent = sorted(summary.seconds for summary in self.history[-20:])
+        return recent[len(recent) // 2] * (self.num_steps - self.step)

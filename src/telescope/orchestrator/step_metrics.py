@@ -1,0 +1,112 @@
+"""The metrics of a training step that come from its rollouts, not from the trainer. Pure functions on plain arrays.
+
+Names follow the metrics document: those without `/` stand under General, `a/b` is section a, metric b, and `a/b/c` is
+section a, group b, metric c.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from telescope.orchestrator.groups import Group
+from telescope.rollout.trajectory import Trajectory
+
+
+def gini(values: Sequence[float]) -> float:
+    """Gini coefficient of one group: 2 * sum(rank_i * x_i) / (n * sum x_i) - (n + 1) / n, ranks from 1, x ascending.
+
+    Values are shifted so that the smallest is 0 when any is negative; all-zero values have a coefficient of 0.
+    """
+    x = np.sort(np.asarray(values, dtype=np.float64))
+    if len(x) == 0:
+        return 0.0
+    if x[0] < 0:
+        x = x - x[0]
+    total = x.sum()
+    if total == 0:
+        return 0.0
+    n = len(x)
+    ranks = np.arange(1, n + 1)
+    return float(2 * (ranks * x).sum() / (n * total) - (n + 1) / n)
+
+
+def _spread(prefix: str, values: Iterable[float]) -> dict[str, float]:
+    x = np.asarray(list(values), dtype=np.float64)
+    if len(x) == 0:
+        return {}
+    return {
+        f"{prefix}/mean": float(x.mean()),
+        f"{prefix}/std": float(x.std(ddof=1)) if len(x) > 1 else 0.0,
+        f"{prefix}/min": float(x.min()),
+        f"{prefix}/max": float(x.max()),
+    }
+
+
+def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version: int) -> dict[str, float]:
+    """Metrics of the groups of one training batch; `version` is the policy version that the step starts from."""
+    samples = [sample for group in groups for sample in group.usable_samples]
+    lengths = [[s.num_completion_tokens for s in group.usable_samples] for group in groups]
+    metrics = {
+        **_spread("reward/total", (s.total_reward for s in samples)),
+        **_spread("advantage/all", advantages),
+        **_spread("rollouts/tokens_prompt", (s.num_prompt_tokens for s in samples)),
+        **_spread("rollouts/tokens_completion", (s.num_completion_tokens for s in samples)),
+        **_spread("rollouts/tokens_total", (s.num_prompt_tokens + s.num_completion_tokens for s in samples)),
+        **_spread("staleness/steps", (version - s.version_range[0] for s in samples)),
+        "reward/gini_mean": float(np.mean([gini(group.rewards_n.tolist()) for group in groups])),
+        "stop_reason_length_pct": 100.0 * float(np.mean([s.stop_reason == "length" for s in samples])),
+        "group_length_gini_mean": float(np.mean([gini(row) for row in lengths])),
+        "group_length_max_median_ratio_mean": float(np.mean([max(row) / max(np.median(row), 1) for row in lengths])),
+    }
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        assert sample.reward is not None
+        for name, value in sample.reward.sample_metrics.items():
+            by_name[f"sample_metrics/{sample.environment}/{name}"].append(value)
+    metrics.update({name: float(np.mean(values)) for name, values in by_name.items()})
+    if len({group.environment for group in groups}) > 1:
+        for environment in sorted({group.environment for group in groups}):
+            own = [s.total_reward for s in samples if s.environment == environment]
+            metrics[f"reward/{environment}/mean"] = float(np.mean(own))
+    return metrics
+
+
+class DiscardCounts:
+    """Discards and masks since the last step, in groups, samples and tokens, with mean lengths (dropping is biased)."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, int] = defaultdict(int)
+        self._samples: dict[str, int] = defaultdict(int)
+        self._tokens: dict[str, int] = defaultdict(int)
+        self._masked: dict[str, int] = defaultdict(int)
+
+    def discarded(self, reason: str, kind: str | None, samples: Sequence[Trajectory]) -> None:
+        """Count one discarded group; `kind` refines the reason (all_zero, all_positive)."""
+        for key in (reason, f"{reason}_{kind}") if kind else (reason,):
+            self._groups[key] += 1
+            self._samples[key] += len(samples)
+            self._tokens[key] += sum(sample.num_completion_tokens for sample in samples)
+
+    def masked(self, kind: str) -> None:
+        """Count one masked sample by the kind of its failure."""
+        self._masked[kind] += 1
+
+    def take(self, num_kept_groups: int) -> dict[str, float]:
+        """The counts as metrics; counting starts anew."""
+        metrics: dict[str, float] = {}
+        total = num_kept_groups + sum(n for key, n in self._groups.items() if key in ("max_async", "zero_advantage"))
+        for reason in sorted({"max_async", "zero_advantage", *self._groups}):
+            metrics[f"discarded/{reason}/groups"] = float(self._groups[reason])
+            metrics[f"discarded/{reason}/samples"] = float(self._samples[reason])
+            metrics[f"discarded/{reason}/tokens"] = float(self._tokens[reason])
+            metrics[f"discarded/{reason}/pct"] = 100.0 * self._groups[reason] / total if total else 0.0
+            if self._samples[reason]:
+                metrics[f"discarded/{reason}/tokens_mean"] = self._tokens[reason] / self._samples[reason]
+        for kind, count in sorted(self._masked.items()):
+            metrics[f"masked/{kind}/samples"] = float(count)
+        for counts in (self._groups, self._samples, self._tokens, self._masked):
+            counts.clear()
+        return metrics

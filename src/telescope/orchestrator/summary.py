@@ -1,0 +1,106 @@
+"""What a finished run says about itself: `summary.json`, and the closing lines on the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from telescope.config import TelescopeConfig
+from telescope.evals.runner import EvalResult
+from telescope.orchestrator.status import RunStatus
+
+
+class Interrupted(Exception):
+    """The run was asked to stop while it was starting or evaluating."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The result of a run. `heldout_*` are accuracies of the first eval with held-out items, or of the first eval.
+
+    `status` is `finished`, `stopped` (a person asked) or `failed`; `seconds` is the whole run, `training_seconds` the part
+    from the first prompt to the last weight sync.
+    """
+
+    status: str
+    run_name: str
+    run_dir: str
+    steps: int
+    seconds: float
+    training_seconds: float | None
+    config_hash: str
+    heldout_before: float | None = None
+    heldout_after: float | None = None
+    heldout_temperature: float | None = None
+    heldout_items: int | None = None
+    reward_first: float | None = None
+    reward_last: float | None = None
+    tokens_generated: int = 0
+    error: str | None = None
+    evals: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def sentence(self) -> str:
+        """One line for people."""
+        if self.status == "finished":
+            return f"finished {self.steps} steps in {self.seconds:.0f} s"
+        if self.status == "stopped":
+            return f"stopped after {self.steps} steps, as asked"
+        return f"failed after {self.steps} steps: {self.error}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of `summary.json`."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def summarise(
+    config: TelescopeConfig,
+    run_dir: Path,
+    status: RunStatus,
+    evals: Sequence[EvalResult],
+    *,
+    seconds: float,
+    training_seconds: float | None,
+    error: BaseException | None,
+    interrupted: bool,
+) -> RunSummary:
+    """Sum up a run that has ended, however it ended."""
+    if error is None and not interrupted:
+        outcome, message = "finished", None
+    elif interrupted or isinstance(error, asyncio.CancelledError | Interrupted):
+        outcome, message = "stopped", None
+    else:
+        assert error is not None
+        outcome, message = "failed", f"{type(error).__name__}: {error}"
+    headline = next((result for result in evals if result.held_out), evals[0] if evals else None)
+    of_headline = [r for r in evals if headline is not None and r.name == headline.name]
+    before = next((r for r in of_headline if r.version == 0), None)
+    after = next((r for r in reversed(of_headline) if r.version > 0), None)
+    rewards = [step.reward_mean for step in status.history]
+    return RunSummary(
+        status=outcome,
+        run_name=config.wandb_run_name,
+        run_dir=str(run_dir),
+        steps=status.step,
+        seconds=round(seconds, 3),
+        training_seconds=None if training_seconds is None else round(training_seconds, 3),
+        config_hash=config.hash,
+        heldout_before=before.accuracy if before else None,
+        heldout_after=after.accuracy if after else None,
+        heldout_temperature=headline.temperature if headline else None,
+        heldout_items=headline.num_items if headline else None,
+        reward_first=rewards[0] if rewards else None,
+        reward_last=rewards[-1] if rewards else None,
+        tokens_generated=status.num_tokens_generated,
+        error=message,
+        evals=[
+            {
+                "name": r.name, "version": r.version, "accuracy": r.accuracy, "items": r.num_items, "scored": r.num_scored,
+                "temperature": r.temperature, "seconds": round(r.seconds, 3), "metrics": r.metrics,
+            }
+            for r in evals
+        ],
+    )  # fmt: skip

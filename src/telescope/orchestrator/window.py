@@ -1,0 +1,77 @@
+"""How far generation may run ahead of training, and what became of every draw.
+
+Pure state, driven from outside. With B = `prompts_batch_size_for_trainer`, v = training steps whose weights are synced,
+k = `max_async_rollout` and A = groups opened less groups given up, a group may be opened if and only if
+A < (v + 1 + k) * B. So k = 0 is strictly synchronous, a discarded group is replaced at once, and nothing is surplus.
+
+The ledger's invariant: draws opened = trained + dropped (each with a reason) + still open.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Fate(Enum):
+    """What became of a draw. OPEN is the only one that changes."""
+
+    OPEN = "open"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+
+
+@dataclass
+class AsyncWindow:
+    """Decides whether a group may be opened. `version` is v, `outstanding` is A."""
+
+    batch_size: int
+    max_async_rollout: int
+    version: int = 0
+    outstanding: int = 0
+
+    def may_open(self) -> bool:
+        """True when one more group fits the window."""
+        return self.outstanding < (self.version + 1 + self.max_async_rollout) * self.batch_size
+
+    def opened(self) -> None:
+        """Count a group that was just opened."""
+        assert self.may_open(), "a group was opened outside the async window"
+        self.outstanding += 1
+
+    def given_up(self) -> None:
+        """Count a group that will never be trained; its place is free at once."""
+        assert self.outstanding > 0
+        self.outstanding -= 1
+
+    def synced(self) -> None:
+        """Count a training step whose weights have reached the engines."""
+        self.version += 1
+
+
+@dataclass
+class Ledger:
+    """Every draw that was opened, and its fate. Only draws still open are kept one by one; the rest are counts."""
+
+    open: set[int] = field(default_factory=set)
+    num_opened: int = 0
+    num_trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def opened(self, n: int) -> None:
+        assert n not in self.open, f"draw {n} was opened twice"
+        self.open.add(n)
+        self.num_opened += 1
+
+    def trained(self, n: int) -> None:
+        self.open.remove(n)
+        self.num_trained += 1
+
+    def drop(self, n: int, reason: str) -> None:
+        self.open.remove(n)
+        self.dropped[reason] += 1
+
+    def is_balanced(self) -> bool:
+        """The invariant of the module docstring."""
+        return self.num_opened == self.num_trained + sum(self.dropped.values()) + len(self.open)
