@@ -212,7 +212,8 @@ def _varlen_kernel() -> tuple[Callable[..., torch.Tensor], bool]:
     """torch's varlen kernel, and whether this release of it takes fewer key than query heads."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+    attend: Callable[..., Any] = varlen_attn
+    return attend, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def register_attention() -> None:

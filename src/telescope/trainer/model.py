@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from telescope.errors import UserError
 from telescope.trainer.attention import ATTENTION_NAME, PackedLayout, register_attention
@@ -33,16 +33,23 @@ LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 class PolicyModel(nn.Module):
     """One packed row in, logprob and entropy of chosen tokens out."""
 
-    def __init__(self, causal_lm: nn.Module, chunk_size: int) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, chunk_size: int) -> None:
         super().__init__()
         output = causal_lm.get_output_embeddings()
         causal_lm.set_output_embeddings(LogprobHead(output.weight, getattr(output, "bias", None), chunk_size))
-        self.causal_lm = causal_lm
+        self.causal_lm: PreTrainedModel = causal_lm
 
     @property
     def decoder(self) -> nn.Module:
         """The transformer without its output layer."""
         return self.causal_lm.get_decoder()
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder's blocks, in order."""
+        layers = self.decoder.layers
+        assert isinstance(layers, nn.ModuleList)
+        return list(layers)
 
     @property
     def head(self) -> LogprobHead:
@@ -79,7 +86,7 @@ class PolicyModel(nn.Module):
 
 def load_causal_lm(
     model: str, dtype: torch.dtype, *, with_weights: bool, trust_remote_code: bool = False
-) -> nn.Module:
+) -> PreTrainedModel:
     """The architecture of a local path or hub id, with its weights on CPU, or without any on the meta device.
 
     Raises `UserError` when the path holds no such model, or one that changes its logits after the output layer.

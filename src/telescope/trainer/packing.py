@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -70,10 +71,7 @@ def split_groups(samples: Sequence[TrainSample], num_minibatches: int) -> list[l
     members = list(groups.values())
     num_parts = min(num_minibatches, len(members))
     bounds = [len(members) * part // num_parts for part in range(num_parts + 1)] if num_parts else []
-    return [
-        [sample for group in members[start:end] for sample in group]
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
-    ]
+    return [[sample for group in members[start:end] for sample in group] for start, end in pairwise(bounds)]
 
 
 def assign_bins(lengths: Sequence[int], capacity: int, num_ranks: int) -> list[list[int]]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers.utils import logging as transformers_logging
 
 from telescope.errors import ConfigError
 from telescope.trainer.backends import TensorMeta, TrainingBackend, find_backend
@@ -72,6 +73,7 @@ class Trainer:
             # All ranks are on this host; gloo would otherwise listen on whatever the host's name resolves to.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.manual_seed(config.seed)
+        transformers_logging.disable_progress_bar()
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(

@@ -42,7 +42,7 @@ from telescope.trainer.timeline import Timeline, timing_metrics
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing by it, as torch's own clipping does."""
 
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json")
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_*.json")
 
 
 class FSDPBackend(TrainingBackend):
@@ -138,7 +138,7 @@ class FSDPBackend(TrainingBackend):
             norm = self.gradient_norm(gradients) / divisor
             if not math.isfinite(norm):
                 raise FloatingPointError(
-                    f"the gradient of training step {step} is not finite (norm {norm}): weights were left as they were. "
+                    f"the gradient of training step {step} is not finite (norm {norm}); weights were not changed. "
                     f"mixed_precision_dtype is {self.config.mixed_precision_dtype}, learning_rate {rate:g}"
                 )
             clip = min(1.0, self.config.grad_clip / (norm + CLIP_EPSILON))
@@ -201,7 +201,7 @@ class FSDPBackend(TrainingBackend):
 
     def load_checkpoint(self, step: int, directory: Path) -> None:
         model, optimizer = get_state_dict(self.policy, self.optimizer)
-        state = {"model": model, "optimizer": optimizer}
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
         dcp.load(state, checkpoint_id=str(directory))
         set_state_dict(
             self.policy, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]

@@ -42,7 +42,10 @@ def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) ->
     shard(policy, mesh, compute_dtype(config))
     policy.to_empty(device=device)
     if is_tied:
-        policy.head.weight = policy.causal_lm.get_input_embeddings().weight
+        # Moving off the meta device made two parameters of the one that embedding and head share.
+        embedding = policy.causal_lm.get_input_embeddings().weight
+        assert isinstance(embedding, nn.Parameter)
+        policy.head.weight = embedding
     fill(policy, source, mesh, device)
     return policy
 
@@ -57,7 +60,7 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     options: dict[str, Any] = {
         "mesh": mesh, "mp_policy": precision, "reshard_after_forward": mesh.device_type == "cuda",
     }  # fmt: skip
-    for layer in policy.decoder.layers:
+    for layer in policy.layers:
         fully_shard(layer, **options)
     if not policy.is_tied:
         fully_shard(policy.causal_lm.get_input_embeddings(), **options)
