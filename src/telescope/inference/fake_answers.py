@@ -47,8 +47,7 @@ class AnswerWriter:
             starts = request.versions
             ends = [start for _, start in starts[1:]] + [count] if starts else []
             listed = [
-                {"version": label, "start": start, "end": end}
-                for (label, start), end in zip(starts, ends, strict=True)
+                {"version": label, "start": start, "end": end} for (label, start), end in zip(starts, ends, strict=True)
             ]
             spans = b',"stop_reason":null,"sampling_mask":null,"weight_versions":' + msgspec.json.encode(listed)
         return b"".join(

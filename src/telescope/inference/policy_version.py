@@ -1,12 +1,14 @@
 """Which weights an engine holds, kept where it cannot be wrong: inside the server, between HTTP and vLLM.
 
-Owns the server's own version counter, and three things that hang on it:
+Owns the server's own version counter, and what hangs on it:
 - **Salt.** Every request that samples gets `cache_salt` from the counter as it is admitted, replacing what the caller
   sent. A salt that the driver stamps would race the swap: the request could be stamped before and admitted after.
 - **Holding.** Between pause and resume nothing is admitted: such requests wait here and are stamped when they go on, so
   a request admitted after a swap never reads KV blocks from before it. Requests admitted earlier keep salt and cache.
 - **Spans.** For a vLLM that does not say which weights sampled a token, the number of tokens of every running request
   is noted at each finished update, inside the pause, and the answer gets the spans as a header.
+- **Staleness.** A server that was restarted holds the weights of the run's start; it samples nothing (503) until an
+  update has finished.
 
 Does not own the pause itself, nor the secret (`auth`). The counter moves with every `finish_weight_update`, the failed
 ones included, because they may have changed weights too; so a salt never comes back.
@@ -17,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -31,6 +34,12 @@ SALTED_ROUTES = frozenset(
 
 NOTE_SPANS_VARIABLE = "TELESCOPE_NOTE_VERSION_SPANS"
 """`1` in the server's environment: note token counts even where vLLM reports spans (a test compares the two)."""
+
+
+REQUIRE_UPDATE_VARIABLE = "TELESCOPE_REQUIRE_WEIGHT_UPDATE"
+"""`1` in the environment of a restarted server: it holds old weights and must not sample before an update."""
+
+STALE = b'{"error":{"message":"this server was restarted and has not been given the current weights yet","code":503}}'
 
 
 class HeldRequest:
@@ -54,6 +63,7 @@ class PolicyVersionMiddleware:
                 version is not None and not wire.reports_version_spans(wire.parse_version(version))
             )
         self._note_spans = note_spans
+        self._stale = os.environ.get(REQUIRE_UPDATE_VARIABLE) == "1"
         self._updates = 0
         self._label = wire.INITIAL_LABEL
         self._paused = False
@@ -69,6 +79,8 @@ class PolicyVersionMiddleware:
         path = scope.get("path")
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
+        elif path in SALTED_ROUTES and self._stale:
+            await _answer(503, STALE, send)
         elif path in SALTED_ROUTES:
             await self._sample(scope, receive, send)
         elif path == wire.PAUSE_ROUTE:
@@ -158,8 +170,7 @@ class PolicyVersionMiddleware:
             self._release()
 
     async def _resume(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = await self._forward(scope, receive, send, before_answer=self._release)
-        assert status
+        await self._forward(scope, receive, send, before_answer=lambda status: self._release())
 
     def _release(self) -> None:
         self._paused = False
@@ -172,9 +183,12 @@ class PolicyVersionMiddleware:
         with contextlib.suppress(msgspec.DecodeError):  # vLLM answers 400, and the counter moves all the same
             label = _text(msgspec.json.decode(raw or b"{}", type=dict[str, msgspec.Raw]).get("weight_version")) or label
 
-        def moved() -> None:
+        def moved(status: int) -> None:
             self._updates += 1
+            if status >= 400:
+                return
             self._label = label
+            self._stale = False
             if self._note_spans:
                 counts = token_counts(scope["app"])
                 for request_id, spans in self._spans.items():
@@ -182,8 +196,10 @@ class PolicyVersionMiddleware:
 
         await self._forward(scope, replay(raw, receive), send, before_answer=moved)
 
-    async def _forward(self, scope: Scope, receive: Receive, send: Send, *, before_answer: Any = None) -> int:
-        """Pass a request on; `before_answer` runs once vLLM has done it and before the caller can know."""
+    async def _forward(
+        self, scope: Scope, receive: Receive, send: Send, *, before_answer: Callable[[int], None] | None = None
+    ) -> int:
+        """Pass a request on; `before_answer(status)` runs once vLLM has done it and before the caller can know."""
         status = 500
 
         async def watching_send(message: Message) -> None:
@@ -191,7 +207,7 @@ class PolicyVersionMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 if before_answer is not None:
-                    before_answer()
+                    before_answer(status)
             await send(message)
 
         await self._app(scope, receive, watching_send)
@@ -256,6 +272,10 @@ async def _answer_aborted(request_id: str, send: Send) -> None:
     """The answer vLLM gives to a request that was aborted before its first token."""
     choice = {"index": 0, "token_ids": [], "logprobs": {"content": []}, "finish_reason": "abort", "weight_versions": []}
     body = msgspec.json.encode({"request_id": wire.engine_request_id(request_id), "choices": [choice]})
+    await _answer(200, body, send)
+
+
+async def _answer(status: int, body: bytes, send: Send) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -67,6 +67,16 @@ def installed_version() -> str | None:
     return None
 
 
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM was built for the CPU, by its distribution's name or version."""
+    version = installed_version() or ""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return True
+    return "+cpu" in version
+
+
 def parse_version(version: str) -> tuple[int, int]:
     """`0.32.0+cpu` -> (0, 32). Raises `UserError` for what is no version number."""
     match = re.match(r"(\d+)\.(\d+)", version)

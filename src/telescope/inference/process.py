@@ -1,0 +1,99 @@
+"""One engine process: started in its own session, its output in a file, and ended with everything it started.
+
+Owns the operating system's side of a server: pipe, process group, signals, log tail. Does not know what the process is,
+whether it is healthy, or whether it should be started again (`server`).
+
+Invariant: no process of the group outlives `kill`, the end of this object's owner process, or the end of the shim
+(`lifeline`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from telescope.inference.lifeline import kill_group
+
+TAIL_BYTES = 64 * 1024
+
+
+class EngineProcess:
+    """A running command and its process group. `pid` is the shim's, which is also the group's id."""
+
+    def __init__(self, arguments: list[str], environment: Mapping[str, str], log_path: Path) -> None:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.log_path = log_path
+        self._lock = threading.Lock()
+        self._log_start = log_path.stat().st_size if log_path.exists() else 0
+        read_end, self._write_end = os.pipe()
+        try:
+            with log_path.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "telescope.inference.lifeline", str(read_end), *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **environment},
+                    pass_fds=(read_end,),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(read_end)
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit code of the command, or None while it runs. A negative one is a signal's number."""
+        code = self._process.poll()
+        return 128 - code if code is not None and code > 128 else code
+
+    def terminate(self, grace_seconds: float) -> int | None:
+        """Ask the command to end, wait, then kill the whole group. Returns its exit code."""
+        if self.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + grace_seconds
+            while self.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+        return self.kill()
+
+    def kill(self) -> int | None:
+        """Kill every process of the group, now. Returns the exit code."""
+        kill_group(self.pid)
+        code = self._process.wait(timeout=30)
+        with self._lock:
+            if self._write_end >= 0:
+                os.close(self._write_end)
+                self._write_end = -1
+        return 128 - code if code > 128 else code
+
+    def log_tail(self, num_lines: int = 30) -> list[str]:
+        """The last lines that this process wrote, without blank ones."""
+        try:
+            size = self.log_path.stat().st_size
+            with self.log_path.open("rb") as log:
+                log.seek(max(self._log_start, size - TAIL_BYTES))
+                text = log.read().decode("utf-8", "replace")
+        except FileNotFoundError:
+            return []
+        return [line for line in text.splitlines() if line.strip()][-num_lines:]
+
+
+def group_members(group: int) -> list[int]:
+    """Pids of the living processes of a process group (zombies left out)."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # ended while we looked
+        state, process_group = fields[0], int(fields[2])
+        if process_group == group and state not in "ZX":
+            members.append(int(entry.name))
+    return members

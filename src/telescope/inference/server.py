@@ -1,0 +1,326 @@
+"""One inference server: started, watched, restarted, stopped.
+
+Owns the life of a vLLM process and of everything it starts. Plain and synchronous (one supervising thread), so that a
+Ray actor, a test or a script can hold it. Does not own weights: a server that was restarted holds those of the start of
+the run, and refuses to sample until it has been given the current ones (`policy_version`).
+
+States: `starting` -> `ready` -> (`restarting` -> `ready`)* -> `failed` or `stopped`. A process that ends, or whose
+health route has not answered for `unhealthy_seconds`, is killed with its group and started again after a growing pause;
+after `max_restarts` within `restart_window_seconds` the server is `failed` and stays so.
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from telescope.config import TelescopeConfig
+from telescope.errors import ConfigError, InfrastructureError
+from telescope.inference import vllm_adapter as wire
+from telescope.inference.process import EngineProcess
+from telescope.inference.vllm_launch import LaunchCommand, hint_for, launch_command, runs_on_cpu
+
+POLL_SECONDS = 0.2
+HEALTH_INTERVAL_SECONDS = 2.0
+HEALTH_TIMEOUT_SECONDS = 10.0
+WILDCARD_HOSTS = ("0.0.0.0", "::", "")
+
+
+class EngineStartError(InfrastructureError):
+    """A server did not come up. The message holds the last lines of its log and, where known, the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A server that answers. `starts` counts the processes so far, this one included."""
+
+    url: str
+    pid: int
+    vllm_version: str
+    config_hash: str
+    starts: int = 1
+
+
+@dataclass(slots=True)
+class ServerStatus:
+    """What a server is doing. `restarts` counts processes after the first; weights are lost with each."""
+
+    state: str
+    restarts: int = 0
+    pid: int | None = None
+    exit_code: int | None = None
+    last_log_lines: list[str] = field(default_factory=list)
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisionLimits:
+    """How patient supervision is. Seconds."""
+
+    start_timeout: float = 900.0
+    stop_grace: float = 10.0
+    unhealthy_seconds: float = 60.0
+    max_restarts: int = 5
+    restart_window_seconds: float = 1800.0
+    first_backoff: float = 1.0
+    longest_backoff: float = 30.0
+
+
+Launch = Callable[[bool], LaunchCommand]
+"""Makes the command; the argument says whether this is a restart."""
+
+
+class InferenceServer:
+    """Supervises one engine process on `host`:`port`.
+
+    `model_path` is a local folder or hub id; the log goes to `run_dir/logs/inference-<index>.log`. `launch` replaces
+    vLLM with another command (tests); `on_progress` is given the newest log line while the server starts.
+    """
+
+    def __init__(
+        self,
+        config: TelescopeConfig,
+        index: int,
+        port: int,
+        host: str,
+        secret: str,
+        model_path: str,
+        run_dir: Path | str,
+        *,
+        limits: SupervisionLimits | None = None,
+        launch: Launch | None = None,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self.index = index
+        self.host = host
+        self.port = port
+        self.log_path = Path(run_dir) / "logs" / f"inference-{index}.log"
+        self._config = config
+        self._secret = secret
+        self._model = str(model_path)
+        self._directory = Path(run_dir) / "inference"
+        self._limits = limits or SupervisionLimits(start_timeout=config.inference_start_timeout_seconds)
+        self._launch = launch or self._launch_vllm
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._process: EngineProcess | None = None
+        self._thread: threading.Thread | None = None
+        self._state = "new"
+        self._starts = 0
+        self._exit_code: int | None = None
+        self._error: str | None = None
+        self._restart_times: list[float] = []
+
+    @property
+    def url(self) -> str:
+        """Where other processes, on other machines too, reach this server."""
+        host = advertised_host(self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def start(self) -> ServerInfo:
+        """Start the process and wait until it answers; supervision goes on in a thread afterwards.
+
+        Raises `ConfigError` when the port is taken, `UserError` for a vLLM that is not supported, `EngineStartError`
+        when the process ends or is not ready within the start timeout.
+        """
+        if self._state != "new":
+            raise RuntimeError(f"inference server {self.index} was started before (state {self._state})")
+        check_port_free(self.host, self.port)
+        self._state = "starting"
+        try:
+            self._start_process(restarted=False)
+        except BaseException as error:
+            self._state, self._error = "failed", str(error)
+            raise
+        self._state = "ready"
+        name = f"inference-{self.index}-supervisor"
+        self._thread = threading.Thread(target=self._supervise, name=name, daemon=True)
+        self._thread.start()
+        return self.info()
+
+    def info(self) -> ServerInfo:
+        """The process that runs now."""
+        assert self._process is not None, "the server has not been started"
+        version = wire.installed_version() or "none"
+        return ServerInfo(self.url, self._process.pid, version, self._config.hash, self._starts)
+
+    def status(self) -> ServerStatus:
+        """A snapshot, from any thread, at any time."""
+        process = self._process
+        return ServerStatus(
+            state=self._state,
+            restarts=max(0, self._starts - 1),
+            pid=process.pid if process is not None and self._state in ("starting", "ready") else None,
+            exit_code=self._exit_code,
+            last_log_lines=process.log_tail() if process is not None else [],
+            error=self._error,
+        )
+
+    def stop(self) -> None:
+        """End the process and everything it started. Safe to call twice, and while it starts or restarts."""
+        self._stopping.set()
+        with self._lock:  # a start in progress notices the event and lets go
+            if self._process is not None:
+                self._exit_code = self._process.terminate(self._limits.stop_grace)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=self._limits.stop_grace + 30)
+        if self._state != "failed":
+            self._state = "stopped"
+
+    # --- starting ---------------------------------------------------------------------------------------------------
+
+    def _launch_vllm(self, restarted: bool) -> LaunchCommand:
+        version = wire.installed_version()
+        wire.check_supported(version)
+        assert version is not None
+        return launch_command(
+            self._config,
+            host=self.host,
+            port=self.port,
+            secret=self._secret,
+            model=self._model,
+            directory=self._directory,
+            vllm_version=version,
+            on_cpu=runs_on_cpu(self._config),
+            restarted=restarted,
+        )
+
+    def _start_process(self, *, restarted: bool) -> None:
+        command = self._launch(restarted)
+        with self._lock:
+            if self._stopping.is_set():
+                raise EngineStartError(f"inference server {self.index} was stopped while it started")
+            self._process = EngineProcess(command.arguments, command.environment, self.log_path)
+            self._starts += 1
+        process = self._process
+        deadline = time.monotonic() + self._limits.start_timeout
+        last_line = ""
+        while self._health(timeout=2.0) != 200:
+            code = process.poll()
+            if code is not None:
+                self._exit_code = code
+                process.kill()
+                if self._stopping.is_set():
+                    raise EngineStartError(f"inference server {self.index} was stopped while it started")
+                raise self._start_error(process, f"ended with exit code {code}")
+            if time.monotonic() > deadline:
+                self._exit_code = process.kill()
+                seconds = self._limits.start_timeout
+                raise self._start_error(
+                    process, f"did not answer within {seconds:.0f} s (inference_start_timeout_seconds)"
+                )
+            if self._on_progress is not None and (tail := process.log_tail(1)) and tail[0] != last_line:
+                last_line = tail[0]
+                self._on_progress(last_line)
+            self._stopping.wait(POLL_SECONDS)
+
+    def _start_error(self, process: EngineProcess, what: str) -> EngineStartError:
+        lines = process.log_tail(40)
+        hint = hint_for("\n".join(process.log_tail(2000)))
+        parts = [f"inference server {self.index} ({self.url}) {what}"]
+        if hint is not None:
+            parts.append(f"Likely fix: {hint}")
+        parts += [f"Log: {self.log_path}, its last lines:", *(f"  {line}" for line in lines)]
+        return EngineStartError("\n".join(parts))
+
+    # --- supervision ------------------------------------------------------------------------------------------------
+
+    def _supervise(self) -> None:
+        last_answer = time.monotonic()
+        next_check = last_answer
+        while not self._stopping.wait(POLL_SECONDS):
+            process = self._process
+            assert process is not None
+            code = process.poll()
+            what = None if code is None else f"ended with exit code {code}"
+            if code is None and time.monotonic() >= next_check:
+                health = self._health(timeout=HEALTH_TIMEOUT_SECONDS)
+                next_check = time.monotonic() + HEALTH_INTERVAL_SECONDS
+                silent = time.monotonic() - last_answer
+                if health == 200:
+                    last_answer = time.monotonic()
+                elif health is not None:
+                    what = f"answered its health check with HTTP {health}: its engine is dead"
+                elif silent >= self._limits.unhealthy_seconds:
+                    what = f"did not answer for {silent:.0f} s"
+            if what is None:
+                continue
+            if not self._restart(process, what):
+                return
+            last_answer = next_check = time.monotonic()
+
+    def _restart(self, process: EngineProcess, what: str) -> bool:
+        """Kill what is left and start again until it works. False: given up, or asked to stop."""
+        if self._stopping.is_set():
+            return False
+        self._state = "restarting"
+        self._error = what
+        self._exit_code = process.kill()
+        while True:
+            now = time.monotonic()
+            self._restart_times = [t for t in self._restart_times if now - t < self._limits.restart_window_seconds]
+            if len(self._restart_times) >= self._limits.max_restarts:
+                self._error = f"gave up after {len(self._restart_times)} restarts: {self._error}"
+                self._state = "failed"
+                return False
+            backoff = min(self._limits.first_backoff * 2 ** len(self._restart_times), self._limits.longest_backoff)
+            self._restart_times.append(now)
+            if self._stopping.wait(backoff):
+                return False
+            try:
+                self._start_process(restarted=True)
+            except InfrastructureError as error:
+                if self._stopping.is_set():
+                    return False
+                self._error = str(error)
+                continue
+            except Exception as error:
+                self._error = f"cannot be restarted: {error!r}"
+                self._state = "failed"
+                return False
+            self._state = "ready"
+            return True
+
+    def _health(self, timeout: float) -> int | None:
+        """Status of the health route, None when it cannot be reached. vLLM says 503 when its engine has died."""
+        host = "127.0.0.1" if self.host in WILDCARD_HOSTS else self.host
+        connection = http.client.HTTPConnection(host, self.port, timeout=timeout)
+        try:
+            connection.request("GET", wire.HEALTH_ROUTE, headers={"Authorization": f"Bearer {self._secret}"})
+            return connection.getresponse().status
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Raises `ConfigError` when something listens on the port already."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM binds
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host or '*'}:{port} ({error.strerror}): change inference_base_port or "
+                "inference_host, or end what uses the port"
+            ) from error
+
+
+def advertised_host(host: str) -> str:
+    """The address under which others reach a server that listens on `host`."""
+    if host not in WILDCARD_HOSTS:
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("203.0.113.1", 9))  # a documentation address: picks the outward interface, sends nothing
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
