@@ -1,0 +1,45 @@
+"""The learning rate is a function of the step alone, and never 0 within a run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telescope.trainer.schedule import learning_rate
+
+
+def rates(schedule: str, *, warmup: int, total: int, min_ratio: float = 0.0) -> list[float]:
+    return [
+        learning_rate(s, base=1.0, schedule=schedule, warmup_steps=warmup, total_steps=total, min_ratio=min_ratio)  # type: ignore[arg-type]
+        for s in range(total)
+    ]
+
+
+def test_warm_up_starts_above_zero_and_ends_at_the_rate():
+    assert rates("constant", warmup=4, total=6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_none_ignores_the_warm_up():
+    assert rates("none", warmup=4, total=3) == [1.0, 1.0, 1.0]
+
+
+def test_linear_falls_evenly_from_the_rate():
+    assert rates("linear", warmup=2, total=6) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
+
+
+def test_cosine_is_halfway_in_the_middle_and_respects_its_floor():
+    found = rates("cosine", warmup=0, total=10, min_ratio=0.2)
+    assert found[0] == 1.0
+    assert found[5] == pytest.approx(0.6)
+    assert min(found) >= 0.2
+
+
+def test_steps_past_the_planned_end_stay_at_the_floor():
+    rate = learning_rate(25, base=2.0, schedule="linear", warmup_steps=0, total_steps=10, min_ratio=0.1)
+    assert rate == pytest.approx(0.2)
+
+
+@given(st.sampled_from(["none", "constant", "linear", "cosine"]), st.integers(0, 30), st.integers(1, 60))
+def test_no_step_of_a_run_has_a_rate_of_zero(schedule, warmup, total):
+    assert all(0.0 < rate <= 1.0 for rate in rates(schedule, warmup=warmup, total=total))

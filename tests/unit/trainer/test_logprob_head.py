@@ -1,0 +1,105 @@
+"""The fused logprob and entropy pass equals log-softmax done the plain way, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from telescope.trainer.logprob import LogprobHead
+
+V, D = 37, 8
+
+
+def plain(hidden_ND, weight_VD, bias_V, targets_N, temperature):
+    logits_NV = hidden_ND @ weight_VD.t()
+    if bias_V is not None:
+        logits_NV = logits_NV + bias_V
+    logp_NV = (logits_NV / temperature).log_softmax(dim=-1)
+    entropy_N = -(logp_NV.exp() * logp_NV).sum(dim=-1)
+    return logp_NV.gather(1, targets_N[:, None]).squeeze(1), entropy_N
+
+
+def make(num_tokens: int, dtype: torch.dtype, *, with_bias: bool = False, chunk_size: int = 3, scale: float = 1.0):
+    generator = torch.Generator().manual_seed(num_tokens)
+    hidden_ND = (torch.randn(num_tokens, D, generator=generator, dtype=torch.float64) * scale).to(dtype)
+    head = LogprobHead(
+        nn.Parameter(torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype)),
+        nn.Parameter(torch.randn(V, generator=generator, dtype=torch.float64).to(dtype)) if with_bias else None,
+        chunk_size,
+    )
+    targets_N = torch.randint(0, V, (num_tokens,), generator=generator)
+    return hidden_ND.requires_grad_(), head, targets_N
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 3, 10])
+def test_values_and_gradients_equal_the_plain_ones(temperature, with_bias, num_tokens):
+    hidden_ND, head, targets_N = make(num_tokens, torch.float64, with_bias=with_bias)
+    inputs = [hidden_ND, head.weight, *([head.bias] if with_bias else [])]
+    found = head(hidden_ND, targets_N, temperature)
+    wanted = plain(hidden_ND, head.weight, head.bias, targets_N, temperature)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    mix_N = torch.linspace(-1.0, 2.0, num_tokens, dtype=torch.float64)
+    grads = [
+        torch.autograd.grad((mix_N * logp_N).sum() + (mix_N.flip(0) * entropy_N).sum(), inputs)
+        for logp_N, entropy_N in (found, wanted)
+    ]
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-11, atol=1e-12)
+
+
+def test_only_one_output_in_the_loss_gives_the_right_gradient():
+    hidden_ND, head, targets_N = make(5, torch.float64)
+    for pick in (0, 1):
+        found = torch.autograd.grad(head(hidden_ND, targets_N, 0.9)[pick].sum(), [hidden_ND, head.weight])
+        wanted = torch.autograd.grad(
+            plain(hidden_ND, head.weight, None, targets_N, 0.9)[pick].sum(), [hidden_ND, head.weight]
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 7, 1000])
+def test_the_chunk_size_changes_nothing(chunk_size):
+    hidden_ND, head, targets_N = make(11, torch.float64)
+    whole = head(hidden_ND, targets_N, 1.0)
+    head.chunk_size = chunk_size
+    torch.testing.assert_close(head(hidden_ND, targets_N, 1.0), whole, rtol=1e-13, atol=1e-13)
+
+
+def test_no_tokens_give_no_outputs_and_a_gradient_of_zero():
+    hidden_ND, head, targets_N = make(0, torch.float32)
+    logp_N, entropy_N = head(hidden_ND, targets_N, 1.0)
+    assert logp_N.shape == entropy_N.shape == (0,)
+    (logp_N.sum() + entropy_N.sum()).backward()
+    assert head.weight.grad is not None
+    assert not head.weight.grad.any()
+
+
+def test_bfloat16_inputs_are_normalised_in_float32():
+    hidden_ND, head, targets_N = make(64, torch.bfloat16)
+    logp_N, entropy_N = head(hidden_ND, targets_N, 1.0)
+    exact_N, exact_entropy_N = plain(hidden_ND.double(), head.weight.double(), None, targets_N, 1.0)
+    assert logp_N.dtype == entropy_N.dtype == torch.float32
+    torch.testing.assert_close(logp_N.double(), exact_N, rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy_N.double(), exact_entropy_N, rtol=0, atol=1e-5)
+
+
+def test_huge_logits_do_not_overflow():
+    hidden_ND, head, targets_N = make(6, torch.float32, scale=1e4)
+    logp_N, entropy_N = head(hidden_ND, targets_N, 1.0)
+    (logp_N.sum() + entropy_N.sum()).backward()
+    assert all(torch.isfinite(t).all() for t in (logp_N, entropy_N, hidden_ND.grad, head.weight.grad))
+
+
+def test_nothing_of_size_tokens_times_vocabulary_is_kept_for_backward():
+    hidden_ND, head, targets_N = make(50, torch.float32)
+    kept: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        head(hidden_ND, targets_N, 1.0)
+    assert max(kept) == max(hidden_ND.numel(), head.weight.numel()) < 50 * V
