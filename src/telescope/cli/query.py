@@ -1,0 +1,133 @@
+"""`telescope query`: SQL over the tables of one run or all. Arguments and printing only; `record.query` answers."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from telescope.cli.runs import DEFAULT_ROOT
+from telescope.errors import UserError
+from telescope.record.query import Database, Result, describe_tables
+from telescope.record.reader import Run, find_runs, is_run
+
+LATEST = "latest"
+"""A name for `--run` that means the run that started last."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the subcommand on `telescope`'s parser."""
+    parser = subparsers.add_parser(
+        "query",
+        help="ask runs with SQL",
+        description="Answer a DuckDB query over the tables of one run or of all runs in a folder. Live runs answer too.",
+        epilog="example: telescope query \"select step, reward_mean, metrics['entropy'] from steps\" --run latest",
+    )
+    parser.add_argument("sql", nargs="?", help="one statement that reads: SELECT, FROM, WITH, DESCRIBE, SUMMARIZE")
+    parser.add_argument("--tables", action="store_true", help="describe the tables and their columns")
+    parser.add_argument(
+        "--run", action="append", metavar="PATH|NAME", help="only this run: its folder, its name, or latest; repeatable"
+    )
+    parser.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="folder of the runs (default: runs)")
+    parser.add_argument("--format", choices=("table", "csv", "json"), default="table", help="(default: table)")
+    parser.set_defaults(func=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Answer the query and print the answer. Returns the exit status."""
+    if arguments.tables:
+        print(describe_tables())
+        return 0
+    if not arguments.sql:
+        raise UserError('There is no query. Try: telescope query "select * from runs", or telescope query --tables')
+    result = Database(choose_runs(arguments.run or [], arguments.root)).execute(arguments.sql)
+    print_result(result, arguments.format, sys.stdout)
+    return 0
+
+
+def choose_runs(wanted: list[str], root: Path) -> list[Run]:
+    """The runs that `wanted` names, as folders, as names below `root` or as `latest`; all in `root` if it is empty.
+
+    Raises `UserError` for a name that no run has, or that several have.
+    """
+    if wanted and all(is_run(Path(name)) for name in wanted):
+        return [Run(name) for name in dict.fromkeys(wanted)]
+    runs = find_runs(root)
+    if not runs:
+        raise UserError(f"No runs in {str(root)!r}: --root names the folder of the runs, --run the folder of one.")
+    return [_choose(name, runs) for name in dict.fromkeys(wanted)] if wanted else runs
+
+
+def _choose(name: str, runs: list[Run]) -> Run:
+    if is_run(Path(name)):
+        return Run(name)
+    if name == LATEST:
+        return max(runs, key=lambda run: run.info.started_at if run.info else 0.0)
+    matching = [run for run in runs if run.label == name]
+    matching = matching or [run for run in runs if run.info and name in (run.info.name, run.info.run_id)]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        labels = ", ".join(run.label for run in matching)
+        raise UserError(f"--run {name!r}: {len(matching)} runs have that name. Name one of the folders: {labels}.")
+    known = sorted({run.label for run in runs} | {run.info.name for run in runs if run.info})
+    close = get_close_matches(name, known, 1, 0.3)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise UserError(f"--run {name!r}: there is no such run.{hint} `telescope runs` lists them.")
+
+
+def print_result(result: Result, form: str, out: TextIO) -> None:
+    """Print an answer as a `table`, as `csv` with a header line, or as a `json` array of objects."""
+    if form == "json":
+        json.dump([{name: _plain(value) for name, value in row.items()} for row in result.to_dicts()], out, indent=1)
+        out.write("\n")
+    elif form == "csv":
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(result.columns)
+        writer.writerows([_cell(value, exact=True) for value in row] for row in result.rows)
+    else:
+        _print_table(result, out)
+
+
+def _print_table(result: Result, out: TextIO) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for place, name in enumerate(result.columns):
+        numbers = all(isinstance(row[place], int | float) or row[place] is None for row in result.rows)
+        table.add_column(Text(name), justify="right" if numbers else "left", overflow="fold")
+    for row in result.rows:
+        table.add_row(*(Text(_cell(value, exact=False)) for value in row))
+    console = Console(file=out)
+    console.print(table)
+    if not result.rows:
+        console.print("(no rows)", style="dim")
+
+
+def _cell(value: Any, *, exact: bool) -> str:
+    """A value as text: for people unless `exact`."""
+    if value is None:
+        return ""
+    if isinstance(value, float) and not exact:
+        return f"{value:.6g}"
+    if isinstance(value, dict | list):
+        return json.dumps(_plain(value), ensure_ascii=False)
+    return str(value)
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON can hold: no NaN or infinity, no dates or decimals."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | bool) or value is None else str(value)

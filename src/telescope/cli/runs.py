@@ -1,0 +1,102 @@
+"""`telescope runs`: the runs in a folder, newest first. Arguments and printing only; `record.reader` reads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from telescope.record.reader import RunSummary, list_runs
+
+DEFAULT_ROOT = Path("runs")
+"""Where runs lie unless `run_dir` says otherwise."""
+
+_STATUS_STYLES = {"live": "bold green", "finished": "", "stopped": "yellow", "failed": "red", "dead": "red"}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the subcommand on `telescope`'s parser."""
+    parser = subparsers.add_parser(
+        "runs",
+        help="list runs",
+        description="List the runs in a folder, newest first: status, steps, reward of the first and the last step, "
+        "held-out accuracy before and after. A run is dead if its process is gone and never wrote an end.",
+    )
+    parser.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="folder of the runs (default: runs)")
+    parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
+    parser.set_defaults(func=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the runs. Returns the exit status."""
+    if arguments.root == DEFAULT_ROOT and not DEFAULT_ROOT.is_dir():
+        summaries: list[RunSummary] = []
+    else:
+        summaries = list_runs(arguments.root)
+    if arguments.json:
+        print(json.dumps([as_json(summary) for summary in summaries], indent=1))
+    elif not summaries:
+        print(f"No runs in {arguments.root}. `telescope train --config F` makes one; --root names another folder.")
+    else:
+        Console().print(as_table(summaries))
+        for summary in summaries:
+            if summary.error:
+                Console().print(Text(f"{summary.label}: {summary.error}", style="red"))
+    return 0
+
+
+def as_json(summary: RunSummary) -> dict[str, Any]:
+    """A run as JSON values. Times are Unix seconds."""
+    values = {name: getattr(summary, name) for name in RunSummary.__slots__}
+    return {**values, "path": str(summary.path.resolve()), "tags": list(summary.tags)}
+
+
+def as_table(summaries: list[RunSummary]) -> Table:
+    """The runs as a table for a terminal."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, justify in (
+        *(("name", "left"), ("status", "left"), ("started", "left"), ("steps", "right")),
+        *(("reward", "right"), ("held-out", "right"), ("duration", "right"), ("path", "left")),
+    ):
+        # The path is what the next command needs: it is never cut off.
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=name != "path")  # type: ignore[arg-type]
+    for summary in summaries:
+        table.add_row(
+            Text(summary.name),
+            Text(summary.status, style=_STATUS_STYLES.get(summary.status, "")),
+            _moment(summary.started_at),
+            str(summary.steps),
+            _change(summary.reward_first, summary.reward_last),
+            _change(summary.heldout_before, summary.heldout_after),
+            duration(summary.duration),
+            Text(str(summary.path)),
+        )
+    return table
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds for people: `12 s`, `4 min 05 s`, `3 h 20 min`."""
+    if seconds is None:
+        return "-"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _moment(time: float | None) -> str:
+    return "-" if time is None else datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M")
+
+
+def _change(first: float | None, last: float | None) -> str:
+    if first is None and last is None:
+        return "-"
+    return " -> ".join("-" if value is None else f"{value:.3g}" for value in (first, last))

@@ -1,0 +1,219 @@
+"""Step metrics to Weights & Biases, through a process of its own that nothing waits for.
+
+    log_step -> queue (bounded) -> thread -> pipe -> `python -m telescope.record.wandb_process` -> wandb
+
+Owns that process, and the choice between online and offline. Does not own the record: what W&B gets is a copy, and a
+W&B that is missing, slow or broken costs a warning and nothing else.
+
+Invariants: `log_step` returns at once. Every failure is said once. `close` ends the process within its timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import netrc
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlparse
+
+from telescope.record.files import RunFiles
+from telescope.record.run_info import read_run_json
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 10_000
+"""Messages that wait for W&B at most; later ones are dropped and counted."""
+
+_DEFAULT_URL = "https://api.wandb.ai"
+
+
+class WandbSettings(Protocol):
+    """The part of the config that W&B needs."""
+
+    @property
+    def use_wandb(self) -> bool: ...
+    @property
+    def wandb_project(self) -> str: ...
+    @property
+    def wandb_run_name(self) -> str: ...
+    @property
+    def wandb_tags(self) -> Any: ...
+    def to_json(self) -> str: ...
+
+
+def has_credentials(environment: Mapping[str, str]) -> bool:
+    """Whether W&B would find a key: in the environment, or in netrc for the server that it would talk to."""
+    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    home = Path(environment.get("HOME", "~")).expanduser()
+    candidates = [Path(environment["NETRC"])] if environment.get("NETRC") else [home / ".netrc", home / "_netrc"]
+    host = urlparse(environment.get("WANDB_BASE_URL") or _DEFAULT_URL).hostname or ""
+    for path in candidates:
+        try:
+            if netrc.netrc(str(path.expanduser())).authenticators(host):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+def wandb_mode(environment: Mapping[str, str]) -> str:
+    """`online`, `offline` or `disabled`: what `WANDB_MODE` asks for, else online where there are credentials."""
+    asked = environment.get("WANDB_MODE", "").strip().lower()
+    if asked in ("online", "offline", "disabled"):
+        return asked
+    return "online" if has_credentials(environment) else "offline"
+
+
+class WandbSink:
+    """Copies step metrics to W&B. Does nothing if `use_wandb` is false, W&B is missing, or `WANDB_MODE=disabled`."""
+
+    def __init__(self, config: WandbSettings, run_dir: Path | str) -> None:
+        self._files = RunFiles(run_dir)
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._num_dropped = 0
+        self._closing = False
+        self._killed = False
+        self._finished = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.mode = wandb_mode(os.environ) if config.use_wandb else "disabled"
+        if self.mode == "disabled":
+            return
+        if not _is_installed():
+            self.mode = "disabled"
+            logger.warning("use_wandb is true, but W&B is not installed: pip install wandb, or set use_wandb to false.")
+            return
+        if self.mode == "offline" and not os.environ.get("WANDB_MODE"):
+            logger.warning(
+                "use_wandb is true, but there are no W&B credentials: the run is recorded offline in %s. "
+                "`wandb login` and then `wandb sync` upload it; use_wandb: false turns this off.",
+                self._files.wandb,
+            )
+        self._queue.put_nowait(self._first_message(config))
+        self._threads = [threading.Thread(target=self._feed, name="telescope-wandb", daemon=True)]
+        self._threads[0].start()
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step. Returns at once."""
+        self._put({"kind": "step", "step": step, "metrics": dict(metrics)})
+
+    def log_summary(self, values: Mapping[str, float]) -> None:
+        """Set values of the run's summary. Returns at once."""
+        self._put({"kind": "summary", "values": dict(values)})
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Let W&B finish, for `timeout` seconds at most; then end it. Calling it again is harmless."""
+        if not self._threads or self._closing:
+            return
+        self._closing = True
+        if self._num_dropped:
+            logger.warning("W&B was too slow for %d messages; the record has them all.", self._num_dropped)
+        if self._queue.full():
+            with contextlib.suppress(queue.Empty):
+                self._queue.get_nowait()  # The end has to fit in; nothing is added any more.
+        self._queue.put(None)
+        if not self._finished.wait(timeout):
+            logger.warning(
+                "W&B did not finish in %g s and was ended. `wandb sync` uploads what is in %s.",
+                timeout,
+                self._files.wandb,
+            )
+            self._kill()
+
+    def _put(self, message: dict[str, Any]) -> None:
+        if not self._threads or self._closing or self._finished.is_set():
+            return
+        try:
+            self._queue.put_nowait(message)
+        except queue.Full:
+            self._num_dropped += 1
+
+    def _first_message(self, config: WandbSettings) -> dict[str, Any]:
+        info = read_run_json(self._files.run_dir)
+        return {
+            "kind": "init",
+            "mode": self.mode,
+            "directory": str(self._files.run_dir.resolve()),
+            "project": config.wandb_project,
+            "name": config.wandb_run_name,
+            "tags": list(config.wandb_tags),
+            "group": info.run_id if info else None,
+            "config": json.loads(config.to_json()),
+        }
+
+    # The rest runs in the sink's own thread.
+
+    def _feed(self) -> None:
+        """Start the process, send it what comes, and wait for its end."""
+        try:
+            process = self._process = self._start()
+            listener = threading.Thread(target=self._listen, args=(process,), name="telescope-wandb-out", daemon=True)
+            listener.start()
+            self._send(process)
+            status = process.wait()
+            listener.join(1.0)
+            if status != 0 and not self._killed:
+                logger.warning("W&B ended with status %d; the run goes on. See %s.", status, self._files.log("wandb"))
+        except OSError as error:
+            logger.warning("W&B cannot be started; the run goes on: %s", error)
+        finally:
+            self._finished.set()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._files.logs.mkdir(parents=True, exist_ok=True)
+        package_root = str(Path(__file__).resolve().parents[2])
+        paths = [package_root, os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "WANDB_SILENT": "true", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        with self._files.log("wandb").open("ab") as log:
+            # A session of its own: Ctrl-C is for the run, which then closes this sink in its own time.
+            return subprocess.Popen(
+                [sys.executable, "-m", "telescope.record.wandb_process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                cwd=self._files.run_dir,
+                start_new_session=True,
+            )
+
+    def _send(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        try:
+            with process.stdin as pipe:
+                while (message := self._queue.get()) is not None:
+                    pipe.write(json.dumps(message, default=str).encode() + b"\n")
+                    pipe.flush()
+        except BrokenPipeError:
+            return  # The process ended; `_feed` reports its status.
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        """Pass on what the process has to say: a line is a JSON object with `level` and `message`."""
+        assert process.stdout is not None
+        with process.stdout as pipe:
+            for line in pipe:
+                said = json.loads(line)
+                logger.log(logging.getLevelNamesMapping().get(said["level"], logging.WARNING), "%s", said["message"])
+
+    def _kill(self) -> None:
+        process = self._process
+        self._killed = True
+        if process is not None and process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _is_installed() -> bool:
+    """Whether the package is there. A folder `wandb/` in the working directory, which W&B itself makes, is not it."""
+    spec = importlib.util.find_spec("wandb")
+    return spec is not None and spec.origin is not None
