@@ -18,9 +18,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from telescope.errors import InfrastructureError
 from telescope.inference.lifeline import kill_group
 
 TAIL_BYTES = 64 * 1024
+
+KILL_SECONDS = 30.0
+"""How long the kernel may take to end a killed process; freeing much GPU memory takes seconds."""
 
 
 class EngineProcess:
@@ -62,9 +66,17 @@ class EngineProcess:
         return self.kill()
 
     def kill(self) -> int | None:
-        """Kill every process of the group, now. Returns the exit code."""
+        """Kill every process of the group and wait until they are gone, with their ports and memory.
+
+        Returns the exit code. Raises `InfrastructureError` when the kernel does not let go of one (a hung device).
+        """
         kill_group(self.pid)
-        code = self._process.wait(timeout=30)
+        code = self._process.wait(timeout=KILL_SECONDS)
+        deadline = time.monotonic() + KILL_SECONDS
+        while members := group_members(self.pid):
+            if time.monotonic() > deadline:
+                raise InfrastructureError(f"processes {members} were killed {KILL_SECONDS:.0f} s ago and still exist")
+            time.sleep(0.02)
         with self._lock:
             if self._write_end >= 0:
                 os.close(self._write_end)

@@ -1,0 +1,204 @@
+"""Real processes: the fake engine under the supervisor that runs vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from telescope.config import TelescopeConfig, load_config
+from telescope.errors import ConfigError
+from telescope.inference.auth import SECRET_VARIABLE
+from telescope.inference.client import EngineClient
+from telescope.inference.fake_engine import FakeEngineSettings
+from telescope.inference.policy_version import REQUIRE_UPDATE_VARIABLE
+from telescope.inference.process import group_members
+from telescope.inference.server import EngineStartError, InferenceServer, SupervisionLimits
+from telescope.inference.vllm_launch import LaunchCommand
+from telescope.rollout.types import GenerateRequest
+
+SECRET = "a-secret"
+QUICK = SupervisionLimits(
+    start_timeout=30, stop_grace=3, unhealthy_seconds=5, max_restarts=2, first_backoff=0.05, longest_backoff=0.1
+)
+
+
+@pytest.fixture
+def config() -> TelescopeConfig:
+    return load_config(None, ["--environments", '[{"name": "countdown"}]']).config
+
+
+@pytest.fixture
+def make_server(config: TelescopeConfig, tmp_path: Path) -> Iterator[Callable[..., InferenceServer]]:
+    servers: list[InferenceServer] = []
+
+    def make(
+        settings: FakeEngineSettings | None = None, limits: SupervisionLimits = QUICK, **kwargs
+    ) -> InferenceServer:
+        port = kwargs.pop("port", None) or free_port()
+        encoded = msgspec.json.encode(settings or FakeEngineSettings(spawn_child=True)).decode()
+
+        def launch(restarted: bool) -> LaunchCommand:
+            arguments = [sys.executable, "-m", "telescope.inference.fake_server", "--port", str(port)]
+            environment = {SECRET_VARIABLE: SECRET}
+            if restarted:
+                environment[REQUIRE_UPDATE_VARIABLE] = "1"
+            return LaunchCommand([*arguments, "--settings", encoded], environment)
+
+        server = InferenceServer(
+            config, 0, port, "127.0.0.1", SECRET, "model", tmp_path, limits=limits, launch=launch, **kwargs
+        )
+        servers.append(server)
+        return server
+
+    yield make
+    for server in servers:
+        server.stop()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
+        time.sleep(0.02)
+
+
+def engine_pids(group: int) -> list[int]:
+    """The processes of the engine: the group without its shim."""
+    return [pid for pid in group_members(group) if pid != group]
+
+
+def test_start_answers_and_stop_leaves_no_process(make_server) -> None:
+    server = make_server()
+    lines: list[str] = []
+    server._on_progress = lines.append
+    info = server.start()
+    assert server.status().state == "ready"
+    assert info.url == f"http://127.0.0.1:{server.port}"
+    assert info.config_hash == server._config.hash
+    assert len(group_members(info.pid)) == 3  # shim, engine, the engine's child
+    server.stop()
+    assert group_members(info.pid) == []
+    assert server.status().state == "stopped"
+    server.stop()  # twice is fine
+
+
+async def test_killed_engine_is_restarted_and_samples_nothing_until_updated(make_server) -> None:
+    server = make_server()
+    info = server.start()
+    old = engine_pids(info.pid)
+    os.kill(min(old), signal.SIGKILL)
+    wait_for(lambda: server.status().restarts == 1 and server.status().state == "ready", "restart")
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in old), "end of the old group")
+    client = EngineClient(server.url, SECRET)
+    request = GenerateRequest("r", [1, 2], 4, 1.0, seed=1)
+    with pytest.raises(Exception, match="has not been given the current weights"):
+        await client.generate(request)
+    await client.pause()
+    await client.start_update()
+    await client.finish_update(7)
+    await client.resume()
+    assert (await client.generate(request)).version_spans == [(7, 0, 4)]
+    await client.close()
+
+
+def test_engine_that_keeps_dying_is_given_up(make_server) -> None:
+    server = make_server()
+    info = server.start()
+    seen: set[int] = set()
+
+    def kill_and_look() -> bool:
+        status = server.status()
+        if status.state == "ready" and status.pid not in seen:
+            seen.add(status.pid)
+            os.kill(status.pid, signal.SIGKILL)  # the shim itself; its group must follow
+        return status.state == "failed"
+
+    wait_for(kill_and_look, "giving up", 40)
+    assert len(seen) == QUICK.max_restarts + 1
+    assert info.pid in seen
+    assert "gave up after 2 restarts" in (server.status().error or "")
+    wait_for(lambda: not any(group_members(pid) for pid in seen), "end of all groups")
+
+
+def test_killed_shim_takes_the_engine_with_it(make_server) -> None:
+    server = make_server(limits=SupervisionLimits(start_timeout=30, stop_grace=1, max_restarts=0))
+    info = server.start()
+    os.kill(info.pid, signal.SIGKILL)
+    wait_for(lambda: server.status().state == "failed", "noticing")
+    wait_for(lambda: group_members(info.pid) == [], "end of the group")
+
+
+def test_failed_start_tells_the_last_lines_and_the_fix_at_once(make_server) -> None:
+    server = make_server(FakeEngineSettings(fail_start="ValueError: No available memory for the cache blocks."))
+    started = time.monotonic()
+    with pytest.raises(EngineStartError) as failure:
+        server.start()
+    assert time.monotonic() - started < QUICK.start_timeout / 2
+    assert "exit code 1" in str(failure.value)
+    assert "No available memory" in str(failure.value)
+    assert "lower max_model_len" in str(failure.value)
+    assert server.status().state == "failed"
+
+
+def test_start_that_takes_too_long_is_ended(make_server) -> None:
+    limits = SupervisionLimits(start_timeout=1.0, stop_grace=1.0)
+    server = make_server(FakeEngineSettings(start_seconds=60), limits)
+    with pytest.raises(EngineStartError, match="inference_start_timeout_seconds"):
+        server.start()
+    assert server._process is not None
+    assert group_members(server._process.pid) == []
+
+
+def test_port_in_use_is_said_before_anything_starts(make_server) -> None:
+    first = make_server()
+    first.start()
+    second = make_server(port=first.port)
+    with pytest.raises(ConfigError, match="inference_base_port"):
+        second.start()
+    assert second.status().restarts == 0
+
+
+PARENT = """
+import json, sys, time
+from telescope.config import load_config
+from telescope.inference.server import InferenceServer
+from telescope.inference.vllm_launch import LaunchCommand
+port, run_dir, command, environment = json.loads(sys.argv[1])
+config = load_config(None, ["--environments", '[{"name": "countdown"}]']).config
+launch = lambda restarted: LaunchCommand(command, environment)
+server = InferenceServer(config, 0, port, "127.0.0.1", "a-secret", "model", run_dir, launch=launch)
+print(server.start().pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_engine_dies_with_its_parent(tmp_path: Path, how: signal.Signals) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "telescope.inference.fake_server", "--port", str(port)]
+    command += ["--settings", '{"spawn_child": true}']
+    arguments = json.dumps([port, str(tmp_path), command, {SECRET_VARIABLE: SECRET}])
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, arguments], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    group = int(parent.stdout.readline())
+    assert len(group_members(group)) == 3
+    parent.send_signal(how)
+    parent.wait(timeout=20)
+    wait_for(lambda: group_members(group) == [], "end of the engine")
+    parent.stdout.close()
