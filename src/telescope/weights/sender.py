@@ -1,0 +1,275 @@
+"""The trainer's end of weight transfers: one `WeightSender` on every trainer rank.
+
+Owns the communicators of the engines that this rank sends to, the send buffers, and the cast to the engine's dtype.
+Does not gather (the trainer's iterator does, collectively on all ranks) and does not talk HTTP (the driver starts and
+finishes the update on each engine, see `sync`).
+
+Invariants: every rank drains the iterator, whatever happens to engines, so that the trainer's collectives stay in
+step; an engine that dies or misses the deadline fails its own communicator and is named in the report; bucket i + 1
+is gathered while bucket i is on the wire; a buffer is written again only after every broadcast of it has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from telescope.errors import DeadlineExceeded
+from telescope.weights.communicator import Backend, Broadcast, Communicator
+from telescope.weights.fingerprint import fingerprint, to_hex
+from telescope.weights.lifeline import Rendezvous, TransferError
+from telescope.weights.plan import Bucket, InitInfo, UpdateInfo, plan_buckets
+
+_NUM_BUFFERS = 2
+"""One on the wire, one being filled."""
+
+
+def sender_rank(engine: int, world_size: int) -> int:
+    """The trainer rank that sends to an engine: engines are spread evenly over the ranks."""
+    return engine % world_size
+
+
+@dataclass(slots=True)
+class SendReport:
+    """What one trainer rank did in one sync. Seconds are wall time on this rank."""
+
+    version: int
+    num_bytes: int
+    """Payload per engine."""
+    num_buckets: int
+    seconds: float
+    """From the first gather to the last engine's word that it holds everything: the trainer's stall."""
+    gather_seconds: float
+    """Gathering, casting and copying into buckets."""
+    wait_seconds: float
+    """Waiting for engines (to be ready, to free a buffer, to finish)."""
+    engine_seconds: dict[int, float] = field(default_factory=dict)
+    """Per engine: from the announcement to its word that it holds everything."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Engines that did not get the weights, and why. They need a new connection before the next sync."""
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """Per tensor, hex, of the tensors as cast for the wire and before they enter a bucket; only when asked for."""
+
+
+class WeightSender:
+    """Sends to some of the engines from one trainer rank. Methods are called by one thread; `abort` by any."""
+
+    def __init__(
+        self, *, device: torch.device | str = "cpu", cpu_staging: bool = False, pin_memory: bool = True
+    ) -> None:
+        self._device = torch.device(device)
+        self._cpu_staging = cpu_staging
+        self._pin_memory = pin_memory
+        self._rendezvous: dict[int, tuple[Rendezvous, InitInfo]] = {}
+        self._communicators: dict[int, Communicator] = {}
+
+    def listen(self, engine: int, *, num_workers: int, host: str, backend: Backend, timeout_seconds: float) -> InitInfo:
+        """Open the door for an engine of `num_workers` workers, and return what its workers must be told.
+
+        Does not wait. The driver then posts the result to the engine while this rank runs `connect`. A former
+        connection of the same engine is dropped.
+        """
+        self.disconnect(engine, "the engine is being connected anew")
+        rendezvous = Rendezvous(host)
+        info = InitInfo(
+            host=host,
+            port=rendezvous.port,
+            token=rendezvous.token,
+            world_size=num_workers + 1,
+            backend=backend,
+            timeout_seconds=timeout_seconds,
+            pin_memory=self._pin_memory,
+        )
+        self._rendezvous[engine] = rendezvous, info
+        return info
+
+    def connect(self, engine: int) -> None:
+        """Wait for the engine that was announced by `listen`. Raises `DeadlineExceeded` or `TransferError`."""
+        rendezvous, info = self._rendezvous.pop(engine)
+        self._communicators[engine] = Communicator.connect(
+            info.host,
+            info.port,
+            0,
+            info.world_size,
+            backend=info.backend,
+            timeout=info.timeout_seconds,
+            token=info.token,
+            device=self._device if info.backend == "nccl" else None,
+            rendezvous=rendezvous,
+        )
+
+    @property
+    def connected(self) -> list[int]:
+        """Engines that this rank can send to now."""
+        return sorted(e for e, communicator in self._communicators.items() if communicator.failure is None)
+
+    def abort(self, engine: int, reason: str) -> None:
+        """Break off the transfer to one engine, from any thread; the others go on."""
+        communicator = self._communicators.get(engine)
+        if communicator is not None:
+            communicator.abort(reason)
+
+    def disconnect(self, engine: int, reason: str = "disconnected") -> None:
+        """Forget an engine. Its workers see the end of the lifeline."""
+        waiting = self._rendezvous.pop(engine, None)
+        if waiting is not None:
+            waiting[0].close()
+        communicator = self._communicators.pop(engine, None)
+        if communicator is not None:
+            communicator.abort(reason)
+
+    def close(self) -> None:
+        """Leave all communicators in good order."""
+        for engine in list(self._rendezvous):
+            self.disconnect(engine)
+        for communicator in self._communicators.values():
+            communicator.close()
+        self._communicators.clear()
+
+    def send(
+        self,
+        named_weights: Iterator[tuple[str, torch.Tensor]],
+        update: UpdateInfo,
+        engines: list[int],
+        *,
+        fingerprints: bool = False,
+    ) -> SendReport:
+        """Send one sync to those of `engines` that belong to this rank; collective over all trainer ranks.
+
+        `named_weights` yields (name, full tensor) in the order of `update.names`, tied duplicates left out or marked in
+        `update.tied`. Engine failures are in the report; what the iterator raises is raised.
+        """
+        return _Send(self, named_weights, update, engines, fingerprints).run()
+
+
+class _Send:
+    """One sync on one rank, while it runs."""
+
+    def __init__(
+        self,
+        sender: WeightSender,
+        named_weights: Iterator[tuple[str, torch.Tensor]],
+        update: UpdateInfo,
+        engines: list[int],
+        fingerprints: bool,
+    ) -> None:
+        self.update = update
+        self.tied = set(update.tied)
+        self.named_weights = named_weights
+        self.want_fingerprints = fingerprints
+        self.live = {e: c for e, c in sender._communicators.items() if e in engines}
+        self.start = time.monotonic()
+        self.deadline = self.start + update.timeout_seconds
+        self.report = SendReport(update.version, update.num_bytes, 0, 0.0, 0.0, 0.0)
+        self.device = torch.device("cpu") if sender._cpu_staging else sender._device
+        self.staged_from_gpu = sender._cpu_staging and sender._device.type == "cuda"
+        self.pinned = self.staged_from_gpu and sender._pin_memory
+        self.buffers: list[torch.Tensor] = []
+        self.in_flight: list[list[tuple[int, Broadcast]]] = [[] for _ in range(_NUM_BUFFERS)]
+
+    def run(self) -> SendReport:
+        buckets = plan_buckets(self.update)
+        self.report.num_buckets = len(buckets)
+        self._agree()
+        for index, bucket in enumerate(buckets):
+            slot = index % _NUM_BUFFERS
+            self._wait(slot)
+            gathering = time.monotonic()
+            filled = self._fill(bucket, slot, buckets)
+            self.report.gather_seconds += time.monotonic() - gathering
+            self._broadcast(filled, slot)
+        self._drain_iterator()
+        for slot in range(_NUM_BUFFERS):
+            self._wait(slot)
+        self._conclude()
+        self.report.seconds = time.monotonic() - self.start
+        return self.report
+
+    def _agree(self) -> None:
+        waiting = time.monotonic()
+        for engine, communicator in list(self.live.items()):
+            try:
+                communicator.agree(self.update.digest, self.deadline)
+            except (TransferError, DeadlineExceeded) as error:
+                self._lose(engine, error)
+        self.report.wait_seconds += time.monotonic() - waiting
+
+    def _fill(self, bucket: Bucket, slot: int, buckets: list[Bucket]) -> torch.Tensor | None:
+        """Gather the bucket's tensors; on a rank that sends, cast them into its buffer."""
+        dtype: torch.dtype = getattr(torch, self.update.dtype)
+        flat: torch.Tensor | None = None
+        if self.live:
+            while len(self.buffers) <= slot:
+                size = max(bucket.num_elements for bucket in buckets)
+                self.buffers.append(torch.zeros(size, dtype=dtype, device=self.device, pin_memory=self.pinned))
+            flat = self.buffers[slot][: bucket.num_elements]
+        for entry in bucket.entries:
+            name, tensor = self._next()
+            if name != entry.name or tuple(tensor.shape) != entry.shape:
+                raise ValueError(
+                    f"the trainer yielded {name} {tuple(tensor.shape)} where the sync was announced with "
+                    f"{entry.name} {entry.shape}"
+                )
+            if flat is None:
+                continue
+            cast = tensor.detach().to(dtype)
+            if self.want_fingerprints:
+                self.report.fingerprints[name] = to_hex(fingerprint(cast))
+            target = flat[entry.offset : entry.offset + entry.numel].view(entry.shape)
+            target.copy_(cast, non_blocking=self.pinned)
+        if flat is not None and self.staged_from_gpu:
+            torch.cuda.current_stream().synchronize()
+        return flat
+
+    def _next(self) -> tuple[str, torch.Tensor]:
+        """The next tensor that is not the second name of a tied one."""
+        for name, tensor in self.named_weights:
+            if name not in self.tied:
+                return name, tensor
+        raise ValueError("the trainer yielded fewer tensors than the sync was announced with")
+
+    def _drain_iterator(self) -> None:
+        for name, _ in self.named_weights:
+            if name not in self.tied:
+                raise ValueError(f"the trainer yielded {name}, which the sync was not announced with")
+
+    def _broadcast(self, flat: torch.Tensor | None, slot: int) -> None:
+        if flat is None:
+            return
+        for engine, communicator in list(self.live.items()):
+            try:
+                self.in_flight[slot].append((engine, communicator.broadcast(flat)))
+            except TransferError as error:
+                self._lose(engine, error)
+
+    def _wait(self, slot: int) -> None:
+        waiting = time.monotonic()
+        for engine, broadcast in self.in_flight[slot]:
+            if engine not in self.live:
+                continue
+            try:
+                broadcast.wait(self.deadline)
+            except (TransferError, DeadlineExceeded) as error:
+                self._lose(engine, error)
+                # A broken communicator may still read the buffer it was given; leave it that one and take another.
+                self.buffers[slot] = torch.zeros_like(self.buffers[slot], pin_memory=self.pinned)
+        self.in_flight[slot] = []
+        self.report.wait_seconds += time.monotonic() - waiting
+
+    def _conclude(self) -> None:
+        waiting = time.monotonic()
+        for engine, communicator in list(self.live.items()):
+            try:
+                communicator.conclude(self.deadline)
+                self.report.engine_seconds[engine] = time.monotonic() - self.start
+            except (TransferError, DeadlineExceeded) as error:
+                self._lose(engine, error)
+        self.report.wait_seconds += time.monotonic() - waiting
+
+    def _lose(self, engine: int, error: Exception) -> None:
+        communicator = self.live.pop(engine)
+        communicator.abort(str(error))
+        self.report.errors[engine] = str(error)

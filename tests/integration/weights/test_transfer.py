@@ -1,0 +1,187 @@
+"""Transfers between this process, as the sender, and peer processes that play engine workers over gloo."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from telescope.weights.fingerprint import fingerprint, to_hex
+from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo, make_update
+from telescope.weights.sender import WeightSender
+
+PEER = Path(__file__).with_name("transfer_peer.py")
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embed.weight": (700, 300), "a.weight": (300, 301), "a.bias": (300,), "norm.weight": (300,)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def update_of(tensors: dict[str, torch.Tensor], **options: object) -> UpdateInfo:
+    metas = [TensorMeta(name, tuple(t.shape)) for name, t in tensors.items()]
+    fields = {"version": 1, "dtype": "float32", "bucket_mb": 1, "timeout_seconds": 20.0, **options}
+    return make_update(metas, **fields)  # type: ignore[arg-type]
+
+
+class Peers:
+    """Peer processes of one engine."""
+
+    def __init__(self, init: InitInfo, updates: list[UpdateInfo], fault: str = "") -> None:
+        self.processes = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    str(PEER),
+                    json.dumps(
+                        {
+                            "init": init.to_dict(),
+                            "rank": rank,
+                            "updates": [u.to_dict() for u in updates],
+                            "fault": fault,
+                        }
+                    ),
+                ],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(1, init.world_size)
+        ]
+
+    def answers(self) -> list[dict[str, object]]:
+        lines: list[dict[str, object]] = []
+        for process in self.processes:
+            output, _ = process.communicate(timeout=30)
+            lines += [json.loads(line) for line in output.splitlines()]
+        return lines
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+class Engines:
+    """Starts peers and connects a sender to them; everything is stopped at the end of the test."""
+
+    def __init__(self) -> None:
+        self.sender = WeightSender()
+        self.peers: list[Peers] = []
+
+    def start(self, engine: int, updates: list[UpdateInfo], *, num_workers: int = 1, fault: str = "") -> Peers:
+        init = self.sender.listen(engine, num_workers=num_workers, host="127.0.0.1", backend="gloo", timeout_seconds=20)
+        peers = Peers(init, updates, fault)
+        self.peers.append(peers)
+        self.sender.connect(engine)
+        return peers
+
+
+@pytest.fixture
+def engines() -> Iterator[Engines]:
+    made = Engines()
+    yield made
+    made.sender.close()
+    for peers in made.peers:
+        peers.stop()
+
+
+def expected(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, str]:
+    return {name: to_hex(fingerprint(t.to(dtype))) for name, t in tensors.items()}
+
+
+def test_both_modes_and_dtypes_arrive_bit_for_bit_on_every_worker_of_an_engine(engines: Engines) -> None:
+    tensors = weights()
+    updates = [
+        update_of(tensors, version=1, mode="flattened_bucket", dtype="float32"),
+        update_of(tensors, version=2, mode="per_tensor", dtype="bfloat16"),
+        update_of(tensors, version=3, mode="flattened_bucket", dtype="float16"),
+    ]
+    peers = engines.start(0, updates, num_workers=2)
+    reports = [engines.sender.send(iter(tensors.items()), u, [0], fingerprints=True) for u in updates]
+    answers = peers.answers()
+    assert [r.errors for r in reports] == [{}, {}, {}]
+    assert reports[0].num_buckets == 2
+    assert reports[1].num_buckets == 4
+    for index, (report, dtype) in enumerate(zip(reports, (torch.float32, torch.bfloat16, torch.float16), strict=True)):
+        assert report.fingerprints == expected(tensors, dtype)
+        assert answers[index]["held"] == answers[index + 3]["held"] == report.fingerprints
+
+
+def test_engines_that_die_or_fail_in_a_transfer_are_reported_at_once_and_the_other_gets_its_weights(
+    engines: Engines,
+) -> None:
+    tensors = weights()
+    update = update_of(tensors, timeout_seconds=60.0)
+    for engine, fault in enumerate(("die", "die before", "raise")):
+        engines.start(engine, [update], fault=fault)
+    healthy = engines.start(3, [update, replace(update, version=2)])
+    report = engines.sender.send(iter(tensors.items()), update, [0, 1, 2, 3])
+    again = engines.sender.send(iter(tensors.items()), replace(update, version=2), [3])
+    assert sorted(report.errors) == [0, 1, 2]
+    assert "does not fit" in report.errors[2]
+    assert report.seconds < 30  # far below the deadline
+    assert again.errors == {}
+    assert [answer["held"] for answer in healthy.answers()] == [expected(tensors, torch.float32)] * 2
+
+
+def test_an_engine_that_hangs_costs_the_deadline_and_nothing_else(engines: Engines) -> None:
+    tensors = weights()
+    update = update_of(tensors, timeout_seconds=2.0)
+    engines.start(0, [update], fault="hang")
+    report = engines.sender.send(iter(tensors.items()), update, [0])
+    assert "deadline" in report.errors[0]
+    assert engines.sender.connected == []
+
+
+def test_abort_from_another_thread_frees_a_blocked_sender(engines: Engines) -> None:
+    tensors = weights()
+    update = update_of(tensors, timeout_seconds=60.0)
+    engines.start(0, [update], fault="hang")
+    threading.Timer(0.5, engines.sender.abort, (0, "the driver gave the server up")).start()
+    report = engines.sender.send(iter(tensors.items()), update, [0])
+    assert "gave the server up" in report.errors[0]
+
+
+def test_two_sides_that_expect_different_transfers_refuse_before_a_tensor_moves(engines: Engines) -> None:
+    tensors = weights()
+    update = update_of(tensors)
+    peers = engines.start(0, [replace(update, shapes=[[300, 700], *update.shapes[1:]])])
+    report = engines.sender.send(iter(tensors.items()), update, [0])
+    assert "expects transfer" in report.errors[0]
+    assert "expects transfer" in str(peers.answers()[0]["error"])
+
+
+def test_a_peer_learns_at_once_that_the_sender_is_gone(engines: Engines) -> None:
+    tensors = weights()
+    update = update_of(tensors, timeout_seconds=60.0)
+    peers = engines.start(0, [update])
+    time.sleep(0.2)
+    engines.sender.disconnect(0, "the trainer ends")
+    assert "the trainer ends" in str(peers.answers()[0]["error"])
+
+
+def test_an_engine_can_be_connected_anew_after_a_failure(engines: Engines) -> None:
+    tensors = weights()
+    update = update_of(tensors)
+    engines.start(0, [update], fault="die")
+    assert 0 in engines.sender.send(iter(tensors.items()), update, [0]).errors
+    again = engines.start(0, [update])
+    assert engines.sender.send(iter(tensors.items()), update, [0]).errors == {}
+    assert again.answers()[0]["held"] == expected(tensors, torch.float32)
+
+
+def test_a_trainer_that_yields_other_tensors_than_announced_is_an_error(engines: Engines) -> None:
+    tensors = weights()
+    update = update_of(tensors)
+    shuffled = dict(reversed(tensors.items()))
+    with pytest.raises(ValueError, match=r"yielded norm\.weight .* announced with embed\.weight"):
+        engines.sender.send(iter(shuffled.items()), update, [])

@@ -1,0 +1,57 @@
+"""A process that plays an engine's worker for the transfer tests: receives syncs into a dict, or misbehaves on demand.
+
+Run as `python transfer_peer.py JSON` with the fields of `InitInfo`, `rank`, `updates` (a list of `UpdateInfo` fields) and
+`fault`; prints one line of JSON per sync.
+"""
+
+import json
+import os
+import sys
+import time
+
+import torch
+
+from telescope.weights.communicator import Communicator
+from telescope.weights.fingerprint import fingerprint, to_hex
+from telescope.weights.lifeline import TransferError
+from telescope.weights.plan import InitInfo, UpdateInfo
+from telescope.weights.receiver import NamedTensors, receive
+
+
+def main() -> None:
+    order = json.loads(sys.argv[1])
+    info = InitInfo(**order["init"])
+    rank, fault = order["rank"], order["fault"]
+    communicator = Communicator.connect(
+        info.host,
+        info.port,
+        rank,
+        info.world_size,
+        backend=info.backend,
+        timeout=info.timeout_seconds,
+        token=info.token,
+    )
+    for fields in order["updates"]:
+        held: dict[str, str] = {}
+
+        def load(tensors: NamedTensors, held: dict[str, str] = held) -> None:
+            held.update({name: to_hex(fingerprint(tensor)) for name, tensor in tensors})
+            if fault == "die":
+                os._exit(9)
+            if fault == "hang":
+                time.sleep(600)
+            if fault == "raise":
+                raise ValueError("this layer does not fit")
+
+        if fault == "die before":
+            os._exit(9)
+        try:
+            receive(communicator, UpdateInfo(**fields), load, device=torch.device("cpu"))
+        except (TransferError, ValueError) as error:
+            print(json.dumps({"rank": rank, "error": str(error)}), flush=True)
+            return
+        print(json.dumps({"rank": rank, "held": held}), flush=True)
+    communicator.close()
+
+
+main()
