@@ -7,12 +7,11 @@ cache's business.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 
 from telescope.tiny_model.architecture import build_model
-from telescope.tiny_model.examples import draw_example
+from telescope.tiny_model.examples import ExampleSource
 from telescope.tiny_model.settings import TinyModelSettings
 from telescope.tiny_model.tokenizer import build_tokenizer
 from telescope.tiny_model.warm_start import WarmStartProgress, warm_start
@@ -27,8 +26,9 @@ def build_tiny_model(
 
     Returns the number of parameters.
     """
-    rng = random.Random(0)
-    corpus = [draw_example(rng, settings).messages[-1]["content"] for _ in range(_NUM_CORPUS_PROMPTS)]
+    source = ExampleSource(settings)
+    examples = [source.draw(wrong_share=0.0) for _ in range(_NUM_CORPUS_PROMPTS)]
+    corpus = [str(message["content"]) for example in examples for message in example.messages]
     tokenizer = build_tokenizer(corpus, settings.vocab_size)
     model = build_model(settings, tokenizer)
     warm_start(model, tokenizer, settings, report)
@@ -41,8 +41,8 @@ def build_tiny_model(
 
 
 def _name_tokenizer_class_for_all_versions(folder: Path) -> None:
-    """Newer `transformers` write a class name that older ones, still in use beside GPUs, do not know."""
+    """`transformers` 5 writes the name of a base class that 4 does not know; both know, and use, Qwen2's."""
     path = folder / "tokenizer_config.json"
     tokenizer_config = json.loads(path.read_text())
-    tokenizer_config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    tokenizer_config["tokenizer_class"] = "Qwen2Tokenizer"
     path.write_text(json.dumps(tokenizer_config, indent=2) + "\n")

@@ -68,7 +68,9 @@ def write_tiny_model(
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     except OSError as error:
-        raise UserError(f"cannot write a tiny model to {target.parent} ({error.strerror}): name another folder") from error
+        raise UserError(
+            f"cannot write a tiny model to {target.parent} ({error.strerror}): name another folder"
+        ) from error
     try:
         scratch.chmod(0o755)
         build_tiny_model(scratch, settings, report)

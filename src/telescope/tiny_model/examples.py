@@ -1,14 +1,18 @@
 """What the warm start shows the model: Countdown prompts with answers, some right and some only in the right form.
 
-Owns the choice of problems and answers. Does not own the wording of prompts or the task, which are the countdown
-environment's.
+Owns the choice of puzzles and the wording of answers. The task itself, the wording of prompts and the split that keeps
+held-out puzzles apart are the countdown environment's. Invariant: no held-out puzzle is ever shown.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
+from typing import Any
 
+from telescope.environments.countdown.environment import CountdownEnvironment
+from telescope.environments.countdown.puzzles import is_held_out
 from telescope.tiny_model.settings import TinyModelSettings
 
 
@@ -16,38 +20,65 @@ from telescope.tiny_model.settings import TinyModelSettings
 class Example:
     """One chat: what the user asks and what the assistant is taught to say."""
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     answer: str
 
 
-def _evaluate(signs: list[int], numbers: list[int]) -> int:
+class ExampleSource:
+    """An endless sequence of examples that follows from the settings' seed.
+
+    A right answer adds some of the numbers and then subtracts the others, each in the order of the prompt, so that
+    every choice of signs has one spelling; of several choices that reach the target the first in a fixed order is
+    taught. A wrong one has arbitrary signs, and so is right now and then.
+    """
+
+    def __init__(self, settings: TinyModelSettings) -> None:
+        self._settings = settings
+        self._rng = random.Random(f"tiny model {settings.seed}")
+        self._signs = [
+            signs for signs in itertools.product((1, -1), repeat=settings.num_numbers) if any(s > 0 for s in signs)
+        ]
+        self._environment = CountdownEnvironment(**countdown_arguments(settings))
+
+    def draw(self, wrong_share: float) -> Example:
+        """One example, arbitrary with probability `wrong_share`."""
+        rng = self._rng
+        numbers, target = self._draw_puzzle()
+        right = next(signs for signs in self._signs if _value(signs, numbers) == target)
+        shown = rng.choice(self._signs) if rng.random() < wrong_share else right
+        messages = self._environment.build_messages(self._environment.question(numbers, target))
+        return Example(messages, f"<answer>{_spell(shown, numbers)}</answer>")
+
+    def _draw_puzzle(self) -> tuple[tuple[int, ...], int]:
+        rng = self._rng
+        while True:
+            numbers = tuple(rng.randint(1, self._settings.max_number) for _ in range(self._settings.num_numbers))
+            target = _value(rng.choice(self._signs), numbers)
+            if target >= 1 and not is_held_out(numbers, target):
+                return numbers, target
+
+
+def countdown_arguments(settings: TinyModelSettings) -> dict[str, Any]:
+    """Arguments of the countdown environment that pose the puzzles which this model was made for.
+
+    `portion` is left to the caller: `train` to train, `heldout` to evaluate.
+    """
+    return {
+        "dataset": "generated",
+        "prompt_style": "short",
+        "operations": "+-",
+        "min_numbers": settings.num_numbers,
+        "max_numbers": settings.num_numbers,
+        "min_number": 1,
+        "max_number": settings.max_number,
+    }
+
+
+def _value(signs: tuple[int, ...], numbers: tuple[int, ...]) -> int:
     return sum(sign * number for sign, number in zip(signs, numbers, strict=True))
 
 
-def _write(signs: list[int], numbers: list[int]) -> str:
-    """Added numbers in the order given, then the subtracted ones: one spelling for each set of signs."""
-    added = [number for sign, number in zip(signs, numbers, strict=True) if sign > 0]
-    taken = [number for sign, number in zip(signs, numbers, strict=True) if sign < 0]
-    return " + ".join(str(number) for number in added) + "".join(f" - {number}" for number in taken)
-
-
-def _draw_signs(rng: random.Random, count: int) -> list[int]:
-    while True:
-        signs = [rng.choice((1, -1)) for _ in range(count)]
-        if any(sign > 0 for sign in signs):
-            return signs
-
-
-def draw_example(rng: random.Random, settings: TinyModelSettings) -> Example:
-    """One example; wrong on purpose with probability `wrong_share`."""
-    while True:
-        numbers = [rng.randint(1, settings.max_number) for _ in range(settings.num_numbers)]
-        signs = _draw_signs(rng, settings.num_numbers)
-        target = _evaluate(signs, numbers)
-        if target > 0:
-            break
-    shown = signs if rng.random() >= settings.wrong_share else _draw_signs(rng, settings.num_numbers)
-    question = f"Numbers: {' '.join(str(number) for number in numbers)}\nTarget: {target}"
-    return Example(
-        messages=[{"role": "user", "content": question}], answer=f"<answer>{_write(shown, numbers)}</answer>"
-    )
+def _spell(signs: tuple[int, ...], numbers: tuple[int, ...]) -> str:
+    added = [str(number) for sign, number in zip(signs, numbers, strict=True) if sign > 0]
+    subtracted = [f"-{number}" for sign, number in zip(signs, numbers, strict=True) if sign < 0]
+    return "+".join(added) + "".join(subtracted)

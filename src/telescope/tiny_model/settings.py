@@ -35,15 +35,17 @@ class TinyModelSettings:
 
     num_numbers: int = 3
     max_number: int = 20
-    operations: str = "+-"
+    """Puzzles have `num_numbers` numbers from 1 to `max_number`, to be added and subtracted."""
 
     warm_start_steps: int = 500
     warm_start_batch_size: int = 128
     """Examples per step: a prompt and its answer, of which the answer is trained."""
     warm_start_learning_rate: float = 2e-3
-    wrong_share: float = 0.5
-    """Share of warm-start answers that are in the right form and arbitrary otherwise. It keeps the model's own answers
-    varied and mostly wrong, so that reinforcement learning has something to tell apart."""
+    wrong_share: float = 0.75
+    clean_share: float = 0.7
+    """The first `clean_share` of the steps shows right answers only; in the rest, a share of `wrong_share` is in the
+    right form and arbitrary otherwise. The model then knows more than it says: its own answers are varied and mostly
+    wrong, and reinforcement learning has something to tell apart."""
 
     def __post_init__(self) -> None:
         """Raises `UserError` for values that cannot make a model."""

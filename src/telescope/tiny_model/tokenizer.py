@@ -1,8 +1,11 @@
 """The tiny model's tokenizer: byte-level BPE with a ChatML template, made without a network.
 
-Owns the vocabulary, the special tokens and the chat template. Invariants: any text survives encode and decode, since
-every byte has a token of its own; every digit is a token of its own, so that numbers look alike wherever they stand;
-the end of a turn is the end-of-sequence token.
+Owns the vocabulary, the special tokens and the chat template. Invariants: any text survives encode and decode up to
+Unicode normalisation (NFC), since every byte has a token of its own; every digit is a token of its own, so that numbers
+look alike wherever they stand; the end of a turn is the end-of-sequence token.
+
+Normalisation and the splitting into words are Qwen2's, to the letter: current versions of `transformers` load the
+tokenizer of any model of type `qwen2` with that class, which puts its own in place of what the files say.
 """
 
 from __future__ import annotations
@@ -24,6 +27,10 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
 
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 _ROLES = ("system\n", "user\n", "assistant\n", "tool\n")
 
 
@@ -33,14 +40,15 @@ def build_tokenizer(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
     The vocabulary holds at most `vocab_size` tokens: special and markup tokens, 256 bytes, then merges. The same corpus
     in the same order gives the same ids.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(r"\d"), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()

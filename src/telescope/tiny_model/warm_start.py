@@ -7,13 +7,12 @@ result follows from settings and examples alone (the number of threads is fixed 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from telescope.tiny_model.examples import Example, draw_example
+from telescope.tiny_model.examples import Example, ExampleSource
 from telescope.tiny_model.settings import TinyModelSettings
 
 if TYPE_CHECKING:
@@ -45,9 +44,7 @@ def learning_rate_at(step: int, num_steps: int, peak: float) -> float:
     return peak * (_FINAL_RATE_SHARE + (1 - _FINAL_RATE_SHARE) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def encode_examples(
-    examples: list[Example], tokenizer: PreTrainedTokenizerFast
-) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_examples(examples: list[Example], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [B, L] padded on the right, and the targets [B, L] of the next token, -100 outside of the answers."""
     import torch
 
@@ -76,12 +73,14 @@ def warm_start(
     """Train `model` in place for `settings.warm_start_steps` steps. `report` is called after every step."""
     import torch
 
-    rng = random.Random(settings.seed)
+    source = ExampleSource(settings)
+    num_clean_steps = round(settings.warm_start_steps * settings.clean_share)
     optimizer = torch.optim.AdamW(model.parameters(), betas=_BETAS, weight_decay=0.0)
     model.train()
     with _fixed_threads():
         for step in range(settings.warm_start_steps):
-            examples = [draw_example(rng, settings) for _ in range(settings.warm_start_batch_size)]
+            wrong_share = 0.0 if step < num_clean_steps else settings.wrong_share
+            examples = [source.draw(wrong_share) for _ in range(settings.warm_start_batch_size)]
             tokens_BL, targets_BL = encode_examples(examples, tokenizer)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate_at(step, settings.warm_start_steps, settings.warm_start_learning_rate)
