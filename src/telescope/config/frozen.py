@@ -8,7 +8,10 @@ gives a plain, changeable copy, for code that is not ours.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NoReturn
+
+from pydantic import BaseModel
 
 
 def _refuse(self: object, *_: object, **__: object) -> NoReturn:
@@ -42,12 +45,23 @@ class FrozenDict(dict):
 
 
 def freeze(value: Any) -> Any:
-    """The same value with every list and dict inside it frozen. Tuples become frozen lists, as JSON would make them."""
+    """The same value with every list and dict inside it frozen. Tuples become frozen lists, as JSON would make them.
+
+    Raises `ValueError` for what JSON cannot carry to another process unchanged (YAML also knows dates, sets, infinite
+    numbers and keys that are not text). Pydantic models stay as they are.
+    """
     if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"the key {key!r} must be text; put it in quotes")
         return FrozenDict({key: freeze(item) for key, item in value.items()})
     if isinstance(value, list | tuple):
         return FrozenList([freeze(item) for item in value])
-    return value
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} must be a finite number")
+    if value is None or isinstance(value, bool | int | float | str | BaseModel):
+        return value
+    raise ValueError(f"{value!r} is a {type(value).__name__}, which cannot be kept as it is; put it in quotes")
 
 
 def thaw(value: Any) -> Any:

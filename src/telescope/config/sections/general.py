@@ -34,8 +34,8 @@ class ModelSection(Section):
     model: Annotated[str, Field(min_length=1)] = "Qwen/Qwen2.5-3B"
     """HuggingFace model identifier or local path. A path must hold `config.json`, weights and a tokenizer."""
     model_dtype: Dtype = "float32"
-    """Model weight precision: the dtype of the trainer's own weights, gradients and optimizer state. float32 keeps
-    small updates; bfloat16 halves the memory and rounds updates below about 1/256 of a weight away."""
+    """Model weight precision: the dtype of the trainer's own weights, gradients and optimizer state. Choose float32
+    to keep small updates; bfloat16 halves the memory and rounds away updates below about 1/256 of a weight."""
     mixed_precision_dtype: Dtype | None = "bfloat16"
     """FSDP mixed precision compute dtype. null to disable. Forward and backward run in it while weights and
     optimizer stay in `model_dtype`. Use null on CPU."""

@@ -1,0 +1,118 @@
+"""Help about the fields of the configuration: the list of them by section, and one of them in full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from telescope.config import EnvironmentEntry, EvalEntry
+from telescope.config.base import Section
+from telescope.config.describe import FieldDescription, describe_section
+from telescope.config.rules import RULES
+from telescope.config.sections import SECTIONS
+from telescope.config.suggest import nearest_name
+from telescope.errors import UserError
+
+ENTRIES: dict[str, type[Section]] = {"environments": EnvironmentEntry, "evals": EvalEntry}
+WIDEST = 118  # columns beyond which lines of prose become hard to follow
+
+
+def print_train_help(console: Console) -> None:
+    """What `telescope train` takes: its own options, how fields are set, and every field by section."""
+    console.print("[bold]telescope train[/] --config FILE [--dry-run] [--FIELD VALUE ...]\n", highlight=False)
+    console.print("Trains a model with reinforcement learning, as the YAML file and the flags say.\n")
+    options = _grid()
+    options.add_row("--config FILE", "YAML file with the fields of this run; -c for short")
+    options.add_row("--dry-run", "print the resolved configuration, placement and memory estimate; start nothing")
+    options.add_row("--help", "this text")
+    console.print(options)
+    console.print(
+        "\nEvery field below is a flag. --learning_rate 5e-7, --learning-rate 5e-7 and --learning_rate=5e-7 are the "
+        "same; values are YAML (true, null, [a, b], {key: value}); a boolean alone means true. Later wins: defaults, "
+        "environment variables, the YAML file, flags.\n",
+        highlight=False,
+        markup=False,
+        width=WIDEST,
+    )
+    _example(console)
+    print_sections(console, SECTIONS)
+    console.print(
+        "Fields marked with · are accepted and have no effect in this version. "
+        "`telescope config explain FIELD` says more about one.",
+        style="dim",
+        width=WIDEST,
+    )
+
+
+def print_sections(console: Console, sections: Sequence[type[Section]]) -> None:
+    """The fields of each section with default and first sentence."""
+    for section in sections:
+        console.print(Text(section.TITLE, style="bold cyan"))
+        grid = _grid()
+        for field in describe_section(section):
+            name = Text(f"--{field.name}")
+            if field.waits_for:
+                name.append(" ·", style="dim")
+            value = Text(field.type if field.required or field.default in (None, [], {}) else _short_default(field))
+            grid.add_row(name, value, Text(field.summary))
+        console.print(grid)
+        console.print()
+
+
+def explain(console: Console, name: str) -> None:
+    """Everything about one field (or every field of one section). Raises `UserError` for a name that is neither."""
+    wanted = name.strip().lstrip("-").replace("-", "_")
+    for section in SECTIONS:
+        if section.TITLE.lower() == name.strip().lower():
+            print_sections(console, [section])
+            return
+        for field in describe_section(section):
+            if field.name == wanted:
+                _print_field(console, field)
+                return
+    known = [field for section in SECTIONS for field in section.model_fields]
+    near = nearest_name(wanted, known)
+    hint = f" Did you mean '{near}'?" if near else ""
+    raise UserError(f"There is no field or section '{name}'.{hint} `telescope config explain` lists all fields")
+
+
+def _print_field(console: Console, field: FieldDescription) -> None:
+    console.print(Text.assemble((field.name, "bold"), ("  ", ""), (field.section, "dim")))
+    console.print(field.text, width=WIDEST, highlight=False, markup=False)
+    grid = _grid()
+    grid.add_row("type", Text(field.type))
+    grid.add_row("default", Text(field.default_text))
+    if field.range:
+        grid.add_row("range", Text(field.range))
+    if field.waits_for:
+        grid.add_row("status", Text(f"accepted, without effect in this version (waits for {field.waits_for})"))
+    for rule in RULES:
+        if field.name in rule.fields:
+            about = "" if rule.fields[0] == field.name else f"{rule.fields[0]} "
+            grid.add_row("rule", Text(f"{about}{rule.statement}"))
+    console.print(grid)
+    if field.name in ENTRIES:
+        console.print("\nEach entry of the list:")
+        entries = _grid()
+        for part in describe_section(ENTRIES[field.name], f"{field.name}."):
+            entries.add_row(Text(part.name), Text(part.default_text), Text(part.text))
+        console.print(entries)
+
+
+def _example(console: Console) -> None:
+    console.print("[bold]Example[/]", highlight=False)
+    console.print("  telescope train --config configs/examples/demo_countdown.yaml --number_of_steps 50 --seed 1\n")
+
+
+def _short_default(field: FieldDescription) -> str:
+    text = field.default_text
+    return text if len(text) <= 24 else f"{text[:21]}..."
+
+
+def _grid() -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="green")
+    return grid

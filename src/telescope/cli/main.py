@@ -1,0 +1,88 @@
+"""The `telescope` command: finds the subcommand, runs it, and turns errors into messages and exit codes.
+
+Exit codes: 0 done; 1 a failure, with its traceback; 2 bad input, with a message that names the fix and nothing
+started; 130 ended by Ctrl-C. Each subcommand is a module of this package with `add_parser(subparsers)`, which sets
+`func`. Owns no arguments of its own but `--version`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+from telescope import __version__
+from telescope.errors import UserError
+
+# In the order in which the help lists them: what one does first comes first.
+COMMANDS = ("train", "config", "doctor", "tiny_model", "runs", "query")
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code. `argv` defaults to the process's own arguments."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except UserError as error:
+        _print_error(str(error))
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("Interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output (`head`, a pager) has gone, which is its right.
+        sys.stderr.close()
+        return 0
+    except SystemExit as exit_request:  # argparse ends this way, with its message already printed
+        return exit_request.code if isinstance(exit_request.code, int) else EXIT_BAD_INPUT
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with every subcommand that is installed."""
+    parser = argparse.ArgumentParser(
+        prog="telescope",
+        description="Train language models with reinforcement learning, and look at what happened.",
+        epilog="`telescope COMMAND --help` explains a command.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"telescope {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name in COMMANDS:
+        if importlib.util.find_spec(f"telescope.cli.{name}") is not None:
+            importlib.import_module(f"telescope.cli.{name}").add_parser(subparsers)
+    return parser
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if arguments and arguments[0] == "train":
+        # Takes a flag for every field of the schema, and so reads its own arguments.
+        from telescope.cli import train
+
+        return train.run(arguments[1:])
+    parser = build_parser()
+    if not arguments:
+        parser.print_help()
+        return 0
+    parsed = parser.parse_args(arguments)
+    if not hasattr(parsed, "func"):
+        parser.print_help()
+        return 0
+    return int(parsed.func(parsed) or 0)
+
+
+def _print_error(message: str) -> None:
+    lines = message.splitlines()
+    if len(lines) == 1:
+        print(f"telescope: {message}", file=sys.stderr)
+        return
+    print(f"telescope: {len(lines)} problems:", file=sys.stderr)
+    for line in lines:
+        print(f"  - {line}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""`telescope train`: resolves the configuration, checks what can be checked, and runs the training.
+
+Arguments and printing only. Every field of the schema is a flag, so the arguments are read here and not by argparse.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from telescope.config import LoadedConfig, load_config
+from telescope.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from telescope.orchestrator.summary import RunSummary
+
+TRAINING_PACKAGES = ("torch", "transformers", "ray", "aiohttp")
+PIPE_WIDTH = 120
+EXIT_STOPPED = 130  # as a shell reports a command that Ctrl-C ended
+
+
+@dataclass(frozen=True)
+class TrainArguments:
+    """The arguments of `telescope train`. `overrides` are the flags of fields, unread."""
+
+    config: Path | None
+    dry_run: bool
+    help: bool
+    overrides: list[str]
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the subcommand for the list of commands. `main` hands its arguments to `run` directly."""
+    parser = subparsers.add_parser("train", help="train a model as a configuration file says", add_help=False)
+    parser.set_defaults(func=lambda _: run([]))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
+    arguments = parse_arguments(argv)
+    if arguments.help:
+        from telescope.cli.field_help import print_train_help
+
+        print_train_help(_console())
+        return 0
+    if arguments.config is None and not arguments.overrides:
+        raise UserError(
+            "train needs a configuration: telescope train --config configs/examples/demo_countdown.yaml. "
+            "`telescope train --help` shows every field"
+        )
+    loaded = load_config(arguments.config, arguments.overrides)
+    if arguments.dry_run:
+        from telescope.cli.dry_run import print_dry_run
+
+        print_dry_run(loaded, _console())
+        return 0
+    return _train(loaded)
+
+
+def parse_arguments(argv: Sequence[str]) -> TrainArguments:
+    """Split what is meant for the command itself from the flags of fields."""
+    config: Path | None = None
+    dry_run = wants_help = False
+    overrides: list[str] = []
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
+        flag, equals, value = argument.partition("=")
+        if argument in ("-h", "--help"):
+            wants_help = True
+        elif argument in ("--dry-run", "--dry_run"):
+            dry_run = True
+        elif flag in ("--config", "-c"):
+            if not equals:
+                if not rest or rest[0].startswith("--"):
+                    raise ConfigError("--config needs the path of a YAML file")
+                value = rest.pop(0)
+            if config is not None:
+                raise ConfigError(f"--config is given twice: {config} and {value}. Give one file; flags override it")
+            config = Path(value).expanduser()
+        else:
+            overrides.append(argument)
+    return TrainArguments(config, dry_run, wants_help, overrides)
+
+
+def _train(loaded: LoadedConfig) -> int:
+    from telescope.config import preflight
+
+    _require_training_packages()
+    preflight.check(loaded.config)
+
+    from telescope.cli.live_view import LiveView
+    from telescope.orchestrator.run import run_training
+
+    summary = run_training(loaded.config, loaded.notes, LiveView())
+    print_summary(summary, _console())
+    return 0 if summary.status == "finished" else EXIT_STOPPED
+
+
+def _require_training_packages() -> None:
+    missing = [name for name in TRAINING_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"Training needs packages that are not installed: {', '.join(missing)}. Install them with "
+            "`pip install 'telescope[train]'`, and `telescope doctor` says what else is missing"
+        )
+
+
+def print_summary(summary: RunSummary, console: Console) -> None:
+    """The closing lines of a run: what came out, where it lies, and what to type next."""
+    run_dir = _short(summary.run_dir)
+    console.print()
+    console.print(f"[bold]{summary.run_name}[/] {summary.sentence}", highlight=False)
+    if summary.heldout_before is not None and summary.heldout_after is not None:
+        gain = summary.heldout_after - summary.heldout_before
+        console.print(
+            f"  held-out accuracy  {summary.heldout_before:.3f} → [bold]{summary.heldout_after:.3f}[/] ({gain:+.3f}; "
+            f"{summary.heldout_items} items, temperature {summary.heldout_temperature:g})",
+            highlight=False,
+        )
+    if summary.reward_first is not None and summary.reward_last is not None:
+        console.print(f"  training reward    {summary.reward_first:.3f} → {summary.reward_last:.3f}", highlight=False)
+    console.print(f"  run directory      {run_dir}", highlight=False, soft_wrap=True)
+    console.print("\nNext:", highlight=False)
+    console.print("  telescope runs", highlight=False)
+    console.print(
+        f'  telescope query --run {run_dir} "select step, reward_mean from steps order by step"',
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
+    sys.stdout.flush()
+
+
+def _console() -> Console:
+    """Standard output; wide enough for tables where it is a file or a pipe, which has no width of its own."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+
+
+def _short(path: str) -> str:
+    """The path from here, when it lies below."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path

@@ -1,0 +1,242 @@
+"""The model's files, as far as they can be judged without loading them: config, tokenizer, chat template, weights.
+
+A path is read from disk. A hub identifier is read from the local hub cache, else asked of the hub, with short
+deadlines; where neither answers, what is known by heart about common models (`model_shape`) is used and the report says
+what could not be checked. Needs neither transformers nor torch; `huggingface_hub` only for identifiers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+from telescope.config.model_shape import ModelShape, known_shape
+from telescope.errors import ConfigError
+
+if TYPE_CHECKING:
+    from telescope.config.schema import TelescopeConfig
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
+HUB_TIMEOUT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What is known about the model. `unchecked` says, as a sentence, what could not be looked at and why."""
+
+    source: str
+    shape: ModelShape | None
+    unchecked: str | None = None
+
+
+@dataclass(frozen=True)
+class _Files:
+    """A folder of model files, wherever it lies. `read` returns the text of a file that is among `names`."""
+
+    where: str
+    names: frozenset[str]
+    read: Callable[[str], str]
+
+
+class HubUnreachableError(Exception):
+    """The hub did not answer, or `huggingface_hub` is not installed."""
+
+
+def is_local_path(model: str) -> bool:
+    """Whether `model` means a path rather than a hub identifier (`name` or `owner/name`)."""
+    return model.startswith(("/", "./", "../", "~", ".")) or model.count("/") > 1 or Path(model).expanduser().exists()
+
+
+def inspect_model(config: TelescopeConfig, *, ask_hub: bool = True) -> ModelReport:
+    """Check the files of `config.model`.
+
+    Raises `ConfigError` for what is certainly wrong: no such folder or repository, no config, no tokenizer, no chat
+    template, no weights, or a context that the model or the number of its heads does not allow. With `ask_hub` false
+    the hub is not contacted.
+    """
+    check_chat_template(config)
+    try:
+        files = _local_files(config.model) if is_local_path(config.model) else _hub_files(config.model, ask_hub)
+        return _inspect(config, files)
+    except HubUnreachableError as error:
+        shape = known_shape(config.model)
+        if shape is not None:
+            _check_against_shape(config, shape)
+        return ModelReport(
+            "a table of well-known models" if shape else "nowhere",
+            shape,
+            f"tokenizer, chat template and weights of {config.model} could not be checked: {error}.",
+        )
+
+
+def _inspect(config: TelescopeConfig, files: _Files) -> ModelReport:
+    data = _read_json(files, "config.json")
+    if data is None:
+        raise ConfigError(
+            f"model is {config.model!r}, but {files.where} holds no config.json. Give a model in HuggingFace format"
+        )
+    _check_tokenizer(config, files)
+    _check_weights(config, files)
+    shape = ModelShape.from_config(data)
+    if shape is not None:
+        rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
+        scaled = isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) != "default"
+        _check_against_shape(config, shape, scaled=scaled)
+    return ModelReport(files.where, shape)
+
+
+def check_chat_template(config: TelescopeConfig) -> None:
+    """Raises `ConfigError` when `chat_template` is set and is not a Jinja2 template."""
+    if config.chat_template is not None:
+        _compile_template(config.chat_template, "chat_template", "Mend the template, or leave chat_template null")
+
+
+def _local_files(model: str) -> _Files:
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        problem = "is a file" if folder.exists() else "does not exist"
+        raise ConfigError(
+            f"model is {model!r}, but {folder} {problem}. Give a folder in HuggingFace format, or a hub identifier "
+            "such as Qwen/Qwen2.5-3B"
+        )
+    names = frozenset(item.name for item in folder.iterdir() if item.is_file())
+    return _Files(str(folder), names, lambda name: (folder / name).read_text(encoding="utf-8"))
+
+
+def _hub_files(model: str, ask_hub: bool) -> _Files:
+    """Files of a hub repository: from the cache when it holds enough, else from the hub."""
+    try:
+        import huggingface_hub
+        from huggingface_hub import errors
+    except ImportError:
+        raise HubUnreachableError("huggingface_hub is not installed") from None
+    cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
+    if isinstance(cached, str):
+        snapshot = Path(cached).parent
+        names = frozenset(item.name for item in snapshot.iterdir())
+        if names & set(TOKENIZER_FILES):
+            return _Files(
+                f"the hub cache of {model}", names, lambda name: (snapshot / name).read_text(encoding="utf-8")
+            )
+    if not ask_hub:
+        raise HubUnreachableError("it is not in the local hub cache, and the hub was not asked")
+    try:
+        info = huggingface_hub.HfApi().model_info(model, timeout=HUB_TIMEOUT_SECONDS)
+    except errors.GatedRepoError:
+        raise ConfigError(
+            f"model is {model!r}, which the hub gives only to accounts that were granted access. Ask for it on the "
+            "model's page and log in with `hf auth login`, or choose another model"
+        ) from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        raise ConfigError(
+            f"model is {model!r}, but there is no such repository on the hub (or it is private and you are not logged "
+            "in), and no such folder here. Check the spelling, or give a path"
+        ) from None
+    except Exception as error:  # every transport has exceptions of its own, and each means the same here
+        raise HubUnreachableError(
+            f"the hub cannot be reached ({type(error).__name__}), and it is not in its cache"
+        ) from None
+    names = frozenset(sibling.rfilename for sibling in info.siblings or [])
+
+    def read(name: str) -> str:
+        try:
+            path = huggingface_hub.hf_hub_download(model, name, etag_timeout=HUB_TIMEOUT_SECONDS)
+        except (errors.HfHubHTTPError, OSError) as error:
+            raise HubUnreachableError(f"{name} cannot be downloaded ({type(error).__name__})") from None
+        return Path(path).read_text(encoding="utf-8")
+
+    return _Files(f"the hub repository {model}", names, read)
+
+
+def _check_tokenizer(config: TelescopeConfig, files: _Files) -> None:
+    if not files.names & set(TOKENIZER_FILES):
+        raise ConfigError(
+            f"model is {config.model!r}, but {files.where} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
+            "Save it beside the weights: AutoTokenizer.from_pretrained(<base model>).save_pretrained(<folder>)"
+        )
+    if config.chat_template is not None:
+        return
+    template = _chat_template_of(files)
+    if template is None:
+        raise ConfigError(
+            f"model is {config.model!r}, whose tokenizer has no chat template ({files.where} holds no "
+            "chat_template.jinja, and tokenizer_config.json none either), as is usual for base models. Set "
+            "chat_template to a Jinja2 template, or choose an instruct model"
+        )
+    _compile_template(template, f"the chat template of {config.model}", "Set chat_template to one that can be read")
+
+
+def _chat_template_of(files: _Files) -> str | None:
+    """The default template of a tokenizer, wherever its version of the format keeps it."""
+    if "chat_template.jinja" in files.names:
+        return files.read("chat_template.jinja")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        template = (_read_json(files, name) or {}).get("chat_template")
+        if isinstance(template, list):  # several, by name
+            named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+            template = named.get("default")
+        if isinstance(template, str) and template.strip():
+            return template
+    return None
+
+
+def _check_weights(config: TelescopeConfig, files: _Files) -> None:
+    if not any(name.endswith(WEIGHT_SUFFIXES) for name in files.names) and not files.where.startswith("the hub cache"):
+        raise ConfigError(
+            f"model is {config.model!r}, but {files.where} holds no weights (no *.safetensors). Save the model "
+            "there, or give the folder that holds it"
+        )
+
+
+def _check_against_shape(config: TelescopeConfig, shape: ModelShape, *, scaled: bool = False) -> None:
+    longest = shape.max_position_embeddings
+    if longest and config.max_model_len > longest and not scaled:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but {config.model} handles at most {longest} tokens "
+            f"(max_position_embeddings). Lower max_model_len to {longest} or less"
+        )
+    tensor_parallel = config.inference_tensor_parallel_size
+    if shape.num_heads % tensor_parallel:
+        raise ConfigError(
+            f"inference_tensor_parallel_size is {tensor_parallel}, but {config.model} has {shape.num_heads} attention "
+            "heads, which it must divide. Choose a divisor"
+        )
+
+
+def _read_json(files: _Files, name: str) -> Mapping[str, Any] | None:
+    if name not in files.names:
+        return None
+    try:
+        data = json.loads(files.read(name))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{name} of {files.where} cannot be read as JSON: {error}. Download or save it again"
+        ) from None
+    return data if isinstance(data, dict) else None
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """The `{% generation %}` block of chat templates, which marks what the model says: here, only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile_template(template: str, what: str, fix: str) -> None:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"])
+    try:
+        environment.from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"{what} is not a Jinja2 template: {error.message} (line {error.lineno}). {fix}") from None

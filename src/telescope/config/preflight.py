@@ -1,0 +1,148 @@
+"""Everything wrong with a run that can be seen before anything is started.
+
+Looks at this machine: the environments' files, the model's files, ports, the run directory, cores and GPUs. Changes
+nothing, starts nothing, imports no environment. Does not own the rules between fields, which hold without a machine
+(`rules`), nor what only a running cluster can tell (`telescope.cluster` plans again with its nodes).
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import tempfile
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from telescope.config.machine import local_resources, ray_cluster_is_configured
+from telescope.config.model_files import inspect_model
+from telescope.config.plan import plan_placement
+from telescope.config.run_dir import choose_run_dir
+from telescope.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from telescope.config.schema import TelescopeConfig
+
+LOOPBACK = "127.0.0.1"
+PORTS_TO_TRY = 20  # blocks of ports to look at for a suggestion
+
+
+def check(config: TelescopeConfig) -> None:
+    """Run every check. Raises one `ConfigError` that lists all problems, a line each."""
+    problems = []
+    for look in checks():
+        try:
+            look(config)
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+def checks() -> tuple[Callable[[TelescopeConfig], None], ...]:
+    """The checks, cheap ones first."""
+    return (check_environments, check_evals, check_placement, check_run_dir, check_ports, check_model)
+
+
+def check_environments(config: TelescopeConfig) -> None:
+    """Each environment exists, and the packages it requires are installed."""
+    from telescope.environments.registry import check_environment
+
+    for entry in config.environments:
+        check_environment(entry.name, config.environments_path)
+
+
+def check_evals(config: TelescopeConfig) -> None:
+    """Each eval exists (as an eval or as an environment), and the packages it requires are installed."""
+    if not config.evals:
+        return
+    from telescope.evals.registry import check_eval
+
+    for entry in config.evals:
+        check_eval(entry.name, config.environments_path)
+
+
+def check_placement(config: TelescopeConfig) -> None:
+    """The workers fit this machine, unless the run joins a cluster, which is asked when it is connected."""
+    if not ray_cluster_is_configured(config.ray_address):
+        plan_placement(config, local_resources())
+
+
+def check_run_dir(config: TelescopeConfig) -> None:
+    """The run directory can be written, and holds no other run."""
+    run_dir = choose_run_dir(config)
+    if (run_dir / "run.json").exists() and config.resume_from_checkpoint is False:
+        raise ConfigError(
+            f"run_dir is {str(run_dir)!r}, which already holds a run. Choose another directory (or leave run_dir null "
+            "for a new one each time), or remove that run"
+        )
+    place = run_dir
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    fix = "Set run_dir (or TELESCOPE_RUN_DIR) to a directory that you may write"
+    if not place.is_dir():
+        raise ConfigError(f"run_dir is {str(run_dir)!r}, but {place} is a file. {fix}")
+    try:
+        # Permissions say too little (read-only mounts, quotas, root): the only proof is to write.
+        with tempfile.TemporaryFile(dir=place) as probe:
+            probe.write(b"\0")
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir is {str(run_dir)!r}, but {place} is not writable ({error.strerror}). {fix}"
+        ) from None
+
+
+def check_ports(config: TelescopeConfig) -> None:
+    """The ports of the inference servers are free on this machine."""
+    if ray_cluster_is_configured(config.ray_address):
+        return  # the servers may run elsewhere, and each reports its own port
+    host = config.inference_host if "inference_host" in config.user_set else LOOPBACK
+    count = config.num_inference_servers
+    for port in range(config.inference_base_port, config.inference_base_port + count):
+        problem = _bind_problem(host, port)
+        if problem is None:
+            continue
+        if not problem.startswith("in use"):
+            raise ConfigError(
+                f"inference_host is {host!r}, but no server can listen there ({problem}). Give an address of this "
+                "machine"
+            )
+        free = _free_block(host, count, config.inference_base_port)
+        suggestion = f"for example to {free}" if free else "to a free one"
+        raise ConfigError(
+            f"inference_base_port is {config.inference_base_port}, but port {port}, which server "
+            f"{port - config.inference_base_port} would listen on, is in use. End what listens there, or set "
+            f"inference_base_port {suggestion}"
+        )
+
+
+def check_model(config: TelescopeConfig) -> None:
+    """The model has a config, weights, a tokenizer and a chat template."""
+    report = inspect_model(config)
+    if report.unchecked:
+        raise ConfigError(
+            f"model is {config.model!r}: {report.unchecked} Connect to the hub, download the model beforehand "
+            "(`hf download`), or set model to a local folder"
+        )
+
+
+def _bind_problem(host: str, port: int) -> str | None:
+    """Why a server could not listen there; None if it could."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return "in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+    return None
+
+
+def _free_block(host: str, count: int, above: int) -> int | None:
+    """The first port of a block of `count` free ones, in steps of 100 above `above`."""
+    for step in range(1, PORTS_TO_TRY + 1):
+        base = above + 100 * step
+        if base + count - 1 > 65535:
+            return None
+        if all(_bind_problem(host, port) is None for port in range(base, base + count)):
+            return base
+    return None

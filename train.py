@@ -1,0 +1,8 @@
+"""Trains a model: `uv run train.py --config configs/examples/example_countdown.yaml`. The same as `telescope train`."""
+
+import sys
+
+from telescope.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))
