@@ -1,7 +1,7 @@
 """A process that plays an engine's worker for the transfer tests: receives syncs into a dict, or misbehaves on demand.
 
-Run as `python transfer_peer.py JSON` with the fields of `InitInfo`, `rank`, `updates` (a list of `UpdateInfo` fields) and
-`fault`; prints one line of JSON per sync.
+Run as `python transfer_peer.py JSON` with the fields of `InitInfo`, `rank`, `updates` (a list of `UpdateInfo` fields)
+and `fault`; prints one line of JSON per sync.
 """
 
 import json

@@ -1,0 +1,199 @@
+"""The proof of weights: what was sent against what every worker holds, and one text's logprobs on both sides.
+
+Owns the verdict. Pure: the fingerprints come from `sender` and `held`, the logprobs from the trainer and the engine.
+
+Two independent claims. *Fingerprints* are exact: one bit of one tensor in one worker changes the verdict, at any
+learning rate. *Logprobs* are approximate, but they go through the whole forward pass of both sides, so they catch
+what no comparison of weights can: another RoPE, a wrong norm epsilon, a graph that reads old addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from telescope.weights.fingerprint import add_fingerprints, as_matrix_shape, to_hex
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Bounds on |trainer logprob - engine logprob| over the tokens of the probe's text, in nats."""
+
+    maximum: float
+    mean: float
+
+
+TOLERANCES: Mapping[str, Tolerance] = {
+    # Same arithmetic in another order: 1e-6 to 1e-5 is measured on small models; a wrong layer is off by 0.1 and more.
+    "float32": Tolerance(maximum=1e-3, mean=2e-4),
+    # Rounding of 2^-11 and 2^-8 in every layer of one or both sides. A rare token can be far off, the mean cannot.
+    "float16": Tolerance(maximum=0.2, mean=0.02),
+    "bfloat16": Tolerance(maximum=1.0, mean=0.08),
+}
+"""By the engine's dtype. They are wide on purpose: staleness is the fingerprints' business."""
+
+MAX_NAMES_IN_MESSAGE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobComparison:
+    """Differences of logprobs over N tokens, in nats, against the bounds of the engine's dtype."""
+
+    num_tokens: int
+    maximum: float
+    mean: float
+    tolerance: Tolerance
+
+    @property
+    def ok(self) -> bool:
+        # Written so that NaN fails.
+        return self.maximum <= self.tolerance.maximum and self.mean <= self.tolerance.mean
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReport:
+    """Verdict on one engine. `mismatched` maps each trainer tensor that is not held as sent to the reason."""
+
+    num_tensors: int
+    mismatched: dict[str, str] = field(default_factory=dict)
+    unaccounted: list[str] = field(default_factory=list)
+    """Parameters of the engine that nothing was sent for."""
+    moved: list[str] = field(default_factory=list)
+    """Parameters whose storage is not where it was at the start: captured graphs would read the old one."""
+    logprobs: LogprobComparison | None = None
+
+    @property
+    def ok(self) -> bool:
+        exact = not (self.mismatched or self.unaccounted or self.moved)
+        return exact and self.num_tensors > 0 and (self.logprobs is None or self.logprobs.ok)
+
+    def __str__(self) -> str:
+        parts = [f"{self.num_tensors - len(self.mismatched)} of {self.num_tensors} tensors held as sent"]
+        if self.mismatched:
+            parts.append("not held as sent: " + _names(f"{n} ({why})" for n, why in self.mismatched.items()))
+        if self.unaccounted:
+            parts.append("in the engine but never sent: " + _names(self.unaccounted))
+        if self.moved:
+            parts.append("moved in memory: " + _names(self.moved))
+        if self.logprobs is not None:
+            bound = self.logprobs.tolerance
+            parts.append(
+                f"logprobs of {self.logprobs.num_tokens} tokens differ by {self.logprobs.maximum:.2g} at most "
+                f"(allowed {bound.maximum:g}), {self.logprobs.mean:.2g} on average (allowed {bound.mean:g})"
+            )
+        return "; ".join(parts)
+
+
+def compare(
+    *,
+    sent: Mapping[str, str],
+    held: Sequence[Mapping[str, Any]],
+    trainer_logprobs: Sequence[float] | None = None,
+    engine_logprobs: Sequence[float] | None = None,
+    dtype: str = "float32",
+) -> ProbeReport:
+    """Compare one engine with what was sent to it.
+
+    `sent` is `SendReport.fingerprints` (of all ranks, merged), `held` what `telescope_fingerprints` answered, one
+    mapping per worker. Logprobs are of the same tokens in the same order; both or none. `dtype` is the engine's.
+    """
+    mismatched: dict[str, str] = {}
+    if not held:
+        mismatched = dict.fromkeys(sent, "no worker answered")
+    for name in [*sent, *sorted(_reported(held) - set(sent))]:
+        reason = _mismatch(name, sent.get(name), held) if held else None
+        if reason is not None:
+            mismatched[name] = reason
+    logprobs = None
+    if trainer_logprobs is not None and engine_logprobs is not None:
+        logprobs = compare_logprobs(trainer_logprobs, engine_logprobs, dtype)
+    return ProbeReport(
+        num_tensors=len(sent),
+        mismatched=mismatched,
+        unaccounted=sorted({name for worker in held for name in worker.get("unaccounted", ())}),
+        moved=sorted({name for worker in held for name in worker.get("moved", ())}),
+        logprobs=logprobs,
+    )
+
+
+def compare_logprobs(trainer: Sequence[float], engine: Sequence[float], dtype: str) -> LogprobComparison:
+    """Compare logprobs of the same tokens, at temperature 1 on both sides, against the tolerance of `dtype`.
+
+    Raises ValueError when the two sides report different numbers of tokens, or none.
+    """
+    if len(trainer) != len(engine) or not trainer:
+        raise ValueError(f"cannot compare {len(trainer)} logprobs of the trainer with {len(engine)} of the engine")
+    differences = [abs(a - b) for a, b in zip(trainer, engine, strict=True)]
+    # max() passes over NaN, a sum does not.
+    mean = sum(differences) / len(differences)
+    maximum = max(differences) if mean == mean else mean
+    return LogprobComparison(len(differences), maximum, mean, TOLERANCES[dtype])
+
+
+def _reported(held: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {name for worker in held for name in worker.get("tensors", {})}
+
+
+def _mismatch(name: str, sent: str | None, held: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why the workers do not hold `name` as it was sent; None when they do."""
+    if sent is None:
+        return "the engine expects it, but it was not sent"
+    shape = next((worker["shapes"][name] for worker in held if name in worker.get("shapes", {})), None)
+    places: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
+    for rank, worker in enumerate(held):
+        for share in worker.get("tensors", {}).get(name, ()):
+            places.setdefault(share["place"], []).append((rank, share))
+    if shape is None or not places:
+        return "no place in the engine holds it"
+    for place, shares in places.items():
+        reason = _mismatch_in_place(tuple(shape), sent, shares)
+        if reason is not None:
+            return f"{place}: {reason}"
+    return None
+
+
+def _mismatch_in_place(
+    shape: tuple[int, ...], sent: str, shares: Sequence[tuple[int, Mapping[str, Any]]]
+) -> str | None:
+    """The shares of one place must be exact, equal where workers repeat them, tile the tensor, and add up to it."""
+    parts: dict[tuple[int, int, int, int], str] = {}
+    for rank, share in shares:
+        if not share["exact"]:
+            return f"worker {rank} holds values that do not fit the dtype that was sent"
+        area = (*share["rows"], *share["columns"])
+        if parts.setdefault(area, share["fingerprint"]) != share["fingerprint"]:
+            return f"worker {rank} holds other values than its replica"
+    rows, columns = as_matrix_shape(shape)
+    if not _tiles(set(parts), rows, columns):
+        return f"the workers' parts {sorted(parts)} do not make up {rows} x {columns}"
+    total = to_hex(add_fingerprints([int(value, 16) for value in parts.values()]))
+    if total != sent:
+        return f"fingerprint {total}, sent {sent}"
+    return None
+
+
+def _tiles(areas: set[tuple[int, int, int, int]], rows: int, columns: int) -> bool:
+    """Whether rectangles (row start, row end, column start, column end) cover rows x columns once.
+
+    Right for cuts along one dimension, which is all that tensor parallelism makes.
+    """
+    edge_R, edge_C = 0, 0
+    for row_start, row_end, column_start, column_end in sorted(areas):
+        if (column_start, column_end) == (0, columns):
+            if row_start != edge_R:
+                return False
+            edge_R = row_end
+        elif (row_start, row_end) == (0, rows):
+            if column_start != edge_C:
+                return False
+            edge_C = column_end
+        else:
+            return False
+    return (edge_R, edge_C) in ((rows, 0), (0, columns))
+
+
+def _names(names: Iterable[str]) -> str:
+    listed = list(names)
+    shown = ", ".join(listed[:MAX_NAMES_IN_MESSAGE])
+    return shown if len(listed) <= MAX_NAMES_IN_MESSAGE else f"{shown} and {len(listed) - MAX_NAMES_IN_MESSAGE} more"
