@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.runs import DEFAULT_ROOT
+from telescope.cli.runs import DEFAULT_ROOT, wide_console
 from telescope.errors import UserError
 from telescope.record.query import Database, Result, describe_tables
 from telescope.record.reader import Run, find_runs, is_run
@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "query",
         help="ask runs with SQL",
-        description="Answer a DuckDB query over the tables of one run or of all runs in a folder. Live runs answer too.",
+        description="Answer a DuckDB query over the tables of one run or of all in a folder, live ones included.",
         epilog="example: telescope query \"select step, reward_mean, metrics['entropy'] from steps\" --run latest",
     )
     parser.add_argument("sql", nargs="?", help="one statement that reads: SELECT, FROM, WITH, DESCRIBE, SUMMARIZE")
@@ -105,7 +105,8 @@ def _print_table(result: Result, out: TextIO) -> None:
         table.add_column(Text(name), justify="right" if numbers else "left", overflow="fold")
     for row in result.rows:
         table.add_row(*(Text(_cell(value, exact=False)) for value in row))
-    console = Console(file=out)
+    # In a file or a pipe, lines are as long as they need to be; in a terminal, long cells fold.
+    console = wide_console(table, out) if not out.isatty() else Console(file=out)
     console.print(table)
     if not result.rows:
         console.print("(no rows)", style="dim")

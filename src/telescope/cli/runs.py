@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +18,9 @@ from telescope.record.reader import RunSummary, list_runs
 
 DEFAULT_ROOT = Path("runs")
 """Where runs lie unless `run_dir` says otherwise."""
+
+_NO_LIMIT = 100_000
+"""Columns of a terminal that no table reaches."""
 
 _STATUS_STYLES = {"live": "bold green", "finished": "", "stopped": "yellow", "failed": "red", "dead": "red"}
 
@@ -44,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif not summaries:
         print(f"No runs in {arguments.root}. `telescope train --config F` makes one; --root names another folder.")
     else:
-        Console().print(as_table(summaries))
+        table = as_table(summaries)
+        wide_console(table, sys.stdout).print(table)
         for summary in summaries:
             if summary.error:
                 Console().print(Text(f"{summary.label}: {summary.error}", style="red"))
@@ -64,8 +70,7 @@ def as_table(summaries: list[RunSummary]) -> Table:
         *(("name", "left"), ("status", "left"), ("started", "left"), ("steps", "right")),
         *(("reward", "right"), ("held-out", "right"), ("duration", "right"), ("path", "left")),
     ):
-        # The path is what the next command needs: it is never cut off.
-        table.add_column(name, justify=justify, overflow="fold", no_wrap=name != "path")  # type: ignore[arg-type]
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for summary in summaries:
         table.add_row(
             Text(summary.name),
@@ -78,6 +83,13 @@ def as_table(summaries: list[RunSummary]) -> Table:
             Text(str(summary.path)),
         )
     return table
+
+
+def wide_console(table: Table, out: TextIO) -> Console:
+    """A console at least as wide as `table`, so that a path stays in one piece and can be copied."""
+    console = Console(file=out)
+    needed = Measurement.get(console, console.options.update(width=_NO_LIMIT), table).maximum
+    return Console(file=out, width=max(console.width, needed))
 
 
 def duration(seconds: float | None) -> str:

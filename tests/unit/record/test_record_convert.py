@@ -1,0 +1,63 @@
+"""Any row can be written: what does not fit its column becomes null and is named."""
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from telescope.record.convert import conform, rows_to_table
+from telescope.record.tables import SAMPLES, STEPS, TABLES, TURNS
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(), max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(sorted(TABLES)), st.data())
+def test_no_value_stops_a_batch(name, data):
+    columns = st.sampled_from(TABLES[name].column_names)
+    rows = data.draw(st.lists(st.dictionaries(columns, ANYTHING, max_size=4), max_size=4))
+    table, _ = rows_to_table(TABLES[name], rows)
+    assert table.num_rows == len(rows)
+    assert table.schema == TABLES[name].schema
+
+
+def test_numpy_values_are_numbers():
+    row = {"step": np.int64(3), "reward_mean": np.float32(0.5), "metrics": {"a": np.float64(1), "b": np.int32(2), "c": True}}
+    table, problems = rows_to_table(STEPS, [row])
+    assert not problems
+    assert table.to_pylist()[0]["metrics"] == [("a", 1.0), ("b", 2.0), ("c", 1.0)]
+    assert table["step"].to_pylist() == [3]
+
+
+def test_token_arrays_and_lists_are_equal():
+    values = {"token_ids": np.array([1, 2], np.int64), "logprobs": np.array([-0.5, -1.0], np.float32)}
+    lists = {"token_ids": [1, 2], "logprobs": [-0.5, -1.0]}
+    table, problems = rows_to_table(TURNS, [values, lists])
+    assert not problems
+    assert table["token_ids"].to_pylist() == [[1, 2], [1, 2]]
+    assert table["logprobs"].to_pylist() == [[-0.5, -1.0], [-0.5, -1.0]]
+
+
+def test_one_odd_metric_costs_only_itself():
+    rows = [{"metrics": {"good": 1.0, "odd": "high"}, "reward": 1.0}, {"metrics": {"good": 2.0}}]
+    table, problems = rows_to_table(SAMPLES, rows)
+    assert table["metrics"].to_pylist() == [[("good", 1.0), ("odd", None)], [("good", 2.0)]]
+    assert list(problems) == ["metrics"]
+    assert "'high'" in problems["metrics"]
+
+
+def test_text_that_is_no_unicode_is_written():
+    table, problems = rows_to_table(SAMPLES, [{"completion_text": "a\ud800b", "tags": {"kind\udfff": 1}}])
+    assert not problems
+    assert table["completion_text"].to_pylist() == ["a?b"]
+    assert table["tags"].to_pylist() == [[("kind?", "1")]]
+
+
+def test_a_column_that_a_file_lacks_reads_as_null():
+    data = conform(pa.table({"step": pa.array([1], pa.int64()), "unknown": ["x"]}), STEPS.schema)
+    assert data.schema == STEPS.schema
+    assert data["reward_mean"].to_pylist() == [None]
