@@ -1,0 +1,282 @@
+"""Defaults, environment variables, YAML and flags become one configuration; mistakes get a message that helps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from telescope.config import load_config
+from telescope.config.loader import parse_overrides
+from telescope.errors import ConfigError
+
+RUN_YAML = """\
+model: "Qwen/Qwen2.5-0.5B"
+environments:
+  - name: countdown
+    weight: 2
+learning_rate: 5e-7
+group_size: 4
+"""
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN_YAML)
+    return path
+
+
+def load(path: Path | None, *flags: str, **environ: str):
+    return load_config(path, list(flags), environ)
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    return path
+
+
+def error_of(path: Path | None, *flags: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load(path, *flags)
+    return str(raised.value)
+
+
+def test_the_file_overrides_defaults_and_flags_override_the_file(run_yaml):
+    config = load(run_yaml, "--group_size", "16").config
+    assert config.learning_rate == 5e-7
+    assert config.group_size == 16
+    assert config.number_of_steps == 300
+    assert config.user_set == {"model", "environments", "learning_rate", "group_size"}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--learning_rate", "5e-7"],
+        ["--learning-rate", "5e-7"],
+        ["--learning_rate=5e-7"],
+        ["--learning-rate=0.0000005"],
+        ["--learning_rate", "5.0e-07"],
+    ],
+)
+def test_all_spellings_of_a_flag_mean_the_same(flags):
+    assert parse_overrides(flags) == {"learning_rate": 5e-7}
+
+
+def test_flag_values_are_yaml_scalars_lists_and_mappings():
+    assert parse_overrides(
+        [
+            "--top_p", "null", "--use_wandb", "false", "--debug", "--max_off_policy_steps", "-1",
+            "--wandb_tags", "[a, b]", "--environments", "[{name: countdown, kwargs: {num_samples: 10, lr: 1e-3}}]",
+            "--ray_runtime_env={env_vars: {A: 'b'}}", "--lr_scheduler", "none",
+        ]
+    ) == {
+        "top_p": None, "use_wandb": False, "debug": True, "max_off_policy_steps": -1, "wandb_tags": ["a", "b"],
+        "environments": [{"name": "countdown", "kwargs": {"num_samples": 10, "lr": 1e-3}}],
+        "ray_runtime_env": {"env_vars": {"A": "b"}}, "lr_scheduler": "none",
+    }  # fmt: skip
+
+
+def test_fields_that_take_only_text_get_it_as_typed():
+    assert parse_overrides(
+        ["--wandb_run_name", "2026", "--chat_template", "{% for m in messages %}{{ m }}{% endfor %}", "--model", "1e3"]
+    ) == {
+        "wandb_run_name": "2026",
+        "chat_template": "{% for m in messages %}{{ m }}{% endfor %}",
+        "model": "1e3",
+    }
+    assert parse_overrides(["--chat_template", "null"]) == {"chat_template": None}
+
+
+def test_a_boolean_flag_alone_means_true_also_before_another_flag():
+    assert parse_overrides(["--debug", "--trust_remote_code", "--seed", "3"]) == {
+        "debug": True, "trust_remote_code": True, "seed": 3,
+    }  # fmt: skip
+
+
+def test_environment_variables_fill_in_what_nothing_else_sets(run_yaml):
+    variables = {
+        "TELESCOPE_RUN_DIR": "/tmp/x", "TELESCOPE_CHECKPOINT_DIR": "/tmp/c", "WANDB_PROJECT": "p",
+        "WANDB_RUN_NAME": "n", "WANDB_TAGS": "a, b,",
+    }  # fmt: skip
+    loaded = load(run_yaml, "--wandb_project", "mine", **variables)
+    config = loaded.config
+    assert (config.run_dir, config.checkpoint_dir, config.wandb_run_name) == ("/tmp/x", "/tmp/c", "n")
+    assert config.wandb_tags == ["a", "b"]
+    assert config.wandb_project == "mine"
+    assert loaded.sources["run_dir"] == "environment variable TELESCOPE_RUN_DIR"
+    assert loaded.sources["wandb_project"] == "command line"
+    assert loaded.sources["model"] == f"{run_yaml}, line 1"
+
+
+def test_an_unknown_key_suggests_the_nearest_name_and_says_where_it_stands(tmp_path):
+    message = error_of(write(tmp_path, "environments: [{name: a}]\nlearning_rte: 1.0\n"))
+    assert "'learning_rte'" in message
+    assert "line 2" in message
+    assert "Did you mean 'learning_rate'?" in message
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("learning-rat", "learning_rate"),
+        ("lr", "learning_rate"),
+        ("batch_size", "prompts_batch_size_for_trainer"),
+        ("number_of_step", "number_of_steps"),
+        ("warmup", "warmup_steps"),
+        ("max_model_length", "max_model_len"),
+        ("wandb_name", "wandb_run_name"),
+        ("Temperature", "temperature"),
+    ],
+)
+def test_an_unknown_flag_suggests_the_nearest_name(typed, meant):
+    assert f"Did you mean '{meant}'?" in error_of(None, f"--{typed}", "1")
+
+
+def test_nothing_is_suggested_for_what_resembles_nothing():
+    message = error_of(None, "--zzzz", "1")
+    assert "Did you mean" not in message
+    assert "telescope config explain" in message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("learning_rate", "0", "above 0"),
+        ("learning_rate", "fast", "must be a number"),
+        ("group_size", "0", "at least 1"),
+        ("group_size", "1.5", "whole number"),
+        ("group_size", "true", "boolean"),
+        ("gpu_memory_utilization", "1.1", "at most 1"),
+        ("min_lr_ratio", "-0.1", "at least 0"),
+        ("clip_low", "1.5", "at most 1"),
+        ("otlp_receiver_port", "70000", "at most 65535"),
+        ("max_async_rollout", "-1", "at least 0"),
+        ("max_off_policy_steps", "-2", "at least -1"),
+        ("top_p", "0", "above 0"),
+        ("megatron_optimizer_offload_fraction", "2", "at most 1"),
+        ("algorithm", "gpro", "Did you mean 'grpo'?"),
+        ("model_dtype", "bf16", "one of"),
+        ("train_backend", "deepspeed", "class path"),
+        ("use_wandb", "maybe", "true or false"),
+        ("wandb_tags", "a", "must be a list"),
+        ("checkpoint_every", "true", "number of steps"),
+        ("resume_from_checkpoint", "0", "number of a checkpoint"),
+        ("ray_runtime_env", "[1]", "must be a mapping"),
+        ("ray_trainer_placement_strategy", "pack", "Did you mean 'PACK'?"),
+        ("megatron_exp_avg_dtype", "int8", "one of"),
+        ("learning_rate", ".nan", "finite"),
+        ("environments", "countdown", "must be a list"),
+        ("environments", "[countdown]", "mapping with a `name`"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_would_be_right(field, value, words):
+    flags = ["--environments", "[{name: a}]"] if field != "environments" else []
+    message = error_of(None, *flags, f"--{field}", value)
+    assert message.startswith(field)
+    assert words in message
+    assert "command line" in message
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("{weight: 1}", "environments[0].name is missing"),
+        ("{name: a, weight: 0}", "environments[0].weight is 0"),
+        ("{name: a, wieght: 1}", "Did you mean 'weight'?"),
+        ("{name: a, reward_min: 2, reward_max: 1}", "reward_min (2.0) must be below reward_max (1.0)"),
+        ("{name: a, kwargs: [1]}", "must be a mapping"),
+        ("{name: ''}", "must not be empty"),
+        ("{name: a, kwargs: {date: 2026-01-01}}", "put it in quotes"),
+    ],
+)
+def test_a_wrong_entry_of_environments_is_named(entry, words):
+    assert words in error_of(None, "--environments", f"[{entry}]")
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("{name: a, num_samples: 0}", "-1 for the full dataset"),
+        ("{name: a, eval_every: 0}", "at least 1"),
+        ("{name: a, separate_eval_samples: true}", "set num_samples"),
+        ("{name: a, pass_k: {at: {metrics: [c], k: [1]}}}", "at_k"),
+        ("{name: a, pass_k: {at_k: {metrics: [c]}}}", "exactly `metrics` and `k`"),
+        ("{name: a, pass_k: {at_k: {metrics: [c], k: [0]}}}", "at least 1"),
+        ("{name: a, pass_k: {pow_k: {metrics: [], k: [1]}}}", "metric names"),
+        ("{name: a, temperature: -1}", "at least 0"),
+    ],
+)
+def test_a_wrong_entry_of_evals_is_named(entry, words):
+    assert words in error_of(None, "--environments", "[{name: a}]", "--evals", f"[{entry}]")
+
+
+def test_all_wrong_fields_are_reported_at_once():
+    message = error_of(None, "--environments", "[{name: a}]", "--group_size", "0", "--learning_rate", "-1")
+    assert len(message.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--learning_rate"], "needs a value, as in --learning_rate 1e-06"),
+        (["learning_rate=1"], "Unexpected argument 'learning_rate=1'"),
+        (["--wandb_tags", "[a"], "is not valid YAML"),
+    ],
+)
+def test_flags_that_cannot_be_read(flags, words):
+    assert words in error_of(None, *flags)
+
+
+def test_a_file_that_does_not_exist_lists_its_neighbours(run_yaml):
+    message = error_of(run_yaml.with_name("rum.yaml"))
+    assert "does not exist" in message
+    assert "run.yaml" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: [1", "not valid YAML"),
+        ("seed: 1\nmodel: x\nseed: 2\n", "'seed' is set twice, first in line 1 (line 3"),
+        ("- 1\n", "must hold `field: value` lines"),
+        ("model: x\n\tseed: 1\n", "not valid YAML"),
+    ],
+)
+def test_a_file_that_is_not_a_configuration(tmp_path, text, words):
+    assert words in error_of(write(tmp_path, text))
+
+
+def test_a_directory_is_not_a_file(tmp_path):
+    assert "is a directory" in error_of(tmp_path)
+
+
+def test_an_empty_file_lacks_an_environment(tmp_path):
+    assert "at least one environment" in error_of(write(tmp_path, "# nothing\n"))
+
+
+def test_yaml_anchors_and_merges_work(tmp_path):
+    path = write(tmp_path, "environments: [{name: a, kwargs: &k {x: 1, y: 2}}]\nevals: [{name: a, kwargs: {<<: *k, y: 3}}]")
+    assert load(path).config.evals[0].kwargs == {"x": 1, "y": 3}
+
+
+def test_fields_without_effect_are_named_in_one_line():
+    loaded = load(
+        None, "--environments", "[{name: a}]", "--use_tis", "--checkpoint_every", "50",
+        "--evals", "[{name: a, pass_k: {}}]", "--seed", "1",
+    )  # fmt: skip
+    assert loaded.notes == ["No effect in this version: checkpoint_every, use_tis, evals.pass_k."]
+
+
+def test_a_run_that_sets_nothing_special_has_no_notes(run_yaml):
+    assert load(run_yaml).notes == []
+
+
+@pytest.mark.parametrize(("field", "value"), [("algorithm", "cispo"), ("train_backend", "megatron"), ("train_backend", "a.b:C")])
+def test_a_choice_that_would_compute_something_else_is_refused(field, value):
+    message = error_of(None, "--environments", "[{name: a}]", f"--{field}", value)
+    assert message.startswith(f"{field} is '{value}'")
+    assert "not available in this version" in message

@@ -1,0 +1,116 @@
+"""Sizes of models and the memory estimate."""
+
+from __future__ import annotations
+
+import pytest
+
+from telescope.config import TelescopeConfig
+from telescope.config.memory import GIB, estimate_memory
+from telescope.config.model_shape import ModelShape, known_shape
+
+# Parameters as the models' own pages and files state them.
+PUBLISHED = {
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B-Base": 8_190_735_360,
+}
+LLAMA_3_2_1B = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
+    "tie_word_embeddings": True, "attention_bias": False, "max_position_embeddings": 131072,
+}  # fmt: skip
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_experts": 128, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "vocab_size": 151936, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def config(**values: object) -> TelescopeConfig:
+    return TelescopeConfig(**{"environments": [{"name": "a"}], **values})
+
+
+def shape_of(name: str) -> ModelShape:
+    shape = known_shape(name)
+    assert shape is not None
+    return shape
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_known_models_have_their_published_number_of_parameters(model):
+    assert shape_of(model).num_parameters == PUBLISHED[model]
+
+
+def test_config_files_give_the_published_number_of_parameters():
+    llama, moe = ModelShape.from_config(LLAMA_3_2_1B), ModelShape.from_config(QWEN3_30B_A3B)
+    assert llama is not None
+    assert moe is not None
+    assert llama.num_parameters == 1_235_814_400
+    assert moe.num_parameters == 30_532_122_624
+
+
+def test_unknown_models_and_architectures_have_no_shape():
+    assert known_shape("acme/secret-1B") is None
+    assert ModelShape.from_config({"model_type": "rwkv"}) is None
+    assert ModelShape.from_config({"text_config": LLAMA_3_2_1B}) == ModelShape.from_config(LLAMA_3_2_1B)
+
+
+def test_trainer_state_is_sharded_over_ranks():
+    shape = shape_of("Qwen/Qwen2.5-3B")
+    one = estimate_memory(config(trainer_num_workers=1), shape).trainer
+    four = estimate_memory(config(trainer_num_workers=4), shape).trainer
+    assert one.parameters == shape.num_parameters * 4
+    assert one.optimizer == 2 * one.parameters
+    assert four.parameters == pytest.approx(one.parameters / 4, rel=1e-6)
+    assert one.total == (
+        one.parameters + one.gradients + one.optimizer + one.unsharded + one.activations + one.logprobs + one.overhead
+    )
+
+
+def test_checkpointing_saves_activations_and_length_costs_them():
+    shape = shape_of("Qwen/Qwen2.5-3B")
+    kept = estimate_memory(config(gradient_checkpointing=False), shape).trainer.activations
+    recomputed = estimate_memory(config(), shape).trainer.activations
+    longer = estimate_memory(config(seq_len=8192), shape).trainer.activations
+    assert kept > 5 * recomputed
+    assert longer == 2 * recomputed
+
+
+def test_memory_of_logprobs_depends_on_the_chunk_and_not_on_length_times_vocabulary():
+    shape = shape_of("Qwen/Qwen2.5-3B")
+    small = estimate_memory(config(seq_len=65536, entropy_chunk_size=512), shape).trainer.logprobs
+    assert small < 65536 * shape.vocab_size * 4 / 10
+
+
+def test_engine_weights_follow_the_engine_dtype_and_tensor_parallelism():
+    shape = shape_of("Qwen/Qwen2.5-7B")
+    half = estimate_memory(config(inference_dtype="bfloat16"), shape).engine
+    full = estimate_memory(config(inference_dtype="float32"), shape).engine
+    split = estimate_memory(config(inference_tensor_parallel_size=2), shape).engine
+    assert full.weights == 2 * half.weights
+    assert split.weights == pytest.approx(half.weights / 2, rel=1e-6)
+    assert split.kv_bytes_per_token == half.kv_bytes_per_token // 2
+
+
+def test_the_kv_cache_is_what_the_share_of_the_gpu_leaves():
+    shape = shape_of("Qwen/Qwen2.5-3B")
+    engine = estimate_memory(config(), shape, device_memory_bytes=80 * GIB).engine
+    assert engine.kv_bytes_per_token == 2 * 36 * 2 * 128 * 2
+    assert engine.kv_cache == int(80 * GIB * 0.9) - engine.weights - engine.overhead
+    assert engine.tokens == engine.kv_cache // engine.kv_bytes_per_token
+    assert estimate_memory(config(), shape).engine.kv_cache is None
+
+
+def test_what_does_not_fit_names_the_field():
+    shape = shape_of("Qwen/Qwen2.5-7B")
+    tight = estimate_memory(config(), shape, device_memory_bytes=24 * GIB).problems
+    assert any("trainer_num_workers" in problem for problem in tight)
+    engine = estimate_memory(config(gpu_memory_utilization=0.2), shape, device_memory_bytes=80 * GIB).problems
+    assert any("max_model_len" in problem and "gpu_memory_utilization" in problem for problem in engine)
+    cpu = estimate_memory(config(inference_kv_cache_gib=1), shape, device="cpu", device_memory_bytes=8 * GIB).problems
+    assert any("inference_kv_cache_gib" in problem for problem in cpu)
+    assert not estimate_memory(config(), shape_of("Qwen/Qwen2.5-0.5B"), device_memory_bytes=80 * GIB).problems

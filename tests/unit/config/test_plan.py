@@ -1,0 +1,173 @@
+"""Where workers go: bundles never exceed a node, and what cannot fit names the field to lower."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telescope.config import TelescopeConfig
+from telescope.config.plan import (
+    ClusterResources,
+    NodeResources,
+    PlacementError,
+    assumed_cluster,
+    plan_placement,
+)
+
+STRATEGIES = ["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+
+
+def config(**values: object) -> TelescopeConfig:
+    return TelescopeConfig(**{"environments": [{"name": "a"}], **values})
+
+
+def cluster(*nodes: tuple[float, int]) -> ClusterResources:
+    return ClusterResources(tuple(NodeResources(f"node{i}", cpus, gpus) for i, (cpus, gpus) in enumerate(nodes)))
+
+
+def nodes_of(placement, role: str) -> list[str]:
+    return [placed.node.name for placed in placement.bundles if placed.bundle.role == role]
+
+
+configs = st.builds(
+    lambda servers, tp, trainers, ci, ct, si, st_, device: config(
+        inference_num_workers=servers * tp,
+        inference_tensor_parallel_size=tp,
+        trainer_num_workers=trainers,
+        ray_inference_cpus_per_worker=ci,
+        ray_trainer_cpus_per_worker=ct,
+        ray_inference_placement_strategy=si,
+        ray_trainer_placement_strategy=st_,
+        device=device,
+    ),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 6),
+    st.sampled_from([0.1, 0.5, 1.0, 4.0]),
+    st.sampled_from([0.2, 1.0, 3.0]),
+    st.sampled_from(STRATEGIES),
+    st.sampled_from(STRATEGIES),
+    st.sampled_from(["auto", "cpu", "cuda"]),
+)
+clusters = st.lists(st.tuples(st.sampled_from([2.0, 16.0, 64.0]), st.sampled_from([0, 1, 4, 8])), min_size=1, max_size=4)
+
+
+@given(configs, clusters)
+def test_a_plan_respects_every_node_and_strategy_or_names_a_field(config, nodes):
+    resources = cluster(*nodes)
+    try:
+        placement = plan_placement(config, resources)
+    except PlacementError as error:
+        named = [field for field in TelescopeConfig.model_fields if field in str(error)]
+        assert named, str(error)
+        assert "ower" in str(error) or "Set device" in str(error)
+        return
+    assert len(placement.bundles) == config.num_inference_servers + config.trainer_num_workers
+    for node in resources.nodes:
+        here = [placed for placed in placement.bundles if placed.node == node]
+        assert sum(placed.bundle.cpus for placed in here) <= node.cpus + 1e-6
+        gpus = [index for placed in here for index in placed.gpu_indices]
+        assert len(gpus) == len(set(gpus))
+        assert all(0 <= index < node.gpus for index in gpus)
+    for placed in placement.bundles:
+        expected = 0 if placement.device == "cpu" else placed.bundle.gpus
+        assert len(placed.gpu_indices) == expected
+    for role, strategy in (
+        ("inference", config.ray_inference_placement_strategy),
+        ("trainer", config.ray_trainer_placement_strategy),
+    ):
+        count = Counter(nodes_of(placement, role))
+        if strategy == "STRICT_PACK":
+            assert len(count) == 1
+        if strategy == "STRICT_SPREAD":
+            assert set(count.values()) == {1}
+
+
+@given(configs)
+def test_an_assumed_cluster_holds_the_run(config):
+    assert plan_placement(config, assumed_cluster(config)).bundles
+
+
+def test_the_default_run_fits_one_node_of_four_gpus():
+    placement = plan_placement(config(), cluster((16, 4)))
+    assert placement.device == "cuda"
+    assert placement.is_single_node
+    assert [placed.gpu_indices for placed in placement.bundles] == [(0,), (1,), (2,), (3,)]
+
+
+def test_pack_keeps_each_side_on_one_node():
+    placement = plan_placement(config(inference_num_workers=8, trainer_num_workers=8), cluster((64, 8), (64, 8)))
+    assert len(set(nodes_of(placement, "trainer"))) == 1
+    assert len(set(nodes_of(placement, "inference"))) == 1
+
+
+def test_spread_uses_every_node():
+    placement = plan_placement(
+        config(ray_trainer_placement_strategy="SPREAD", trainer_num_workers=4), cluster((64, 8), (64, 8))
+    )
+    assert Counter(nodes_of(placement, "trainer")) == {"node0": 2, "node1": 2}
+
+
+def test_without_gpus_auto_runs_on_the_cpu():
+    placement = plan_placement(
+        config(ray_inference_cpus_per_worker=0.5, ray_trainer_cpus_per_worker=0.5), cluster((2, 0))
+    )
+    assert placement.device == "cpu"
+    assert all(placed.gpu_indices == () for placed in placement.bundles)
+
+
+def test_fractions_of_cores_may_fill_a_node_exactly():
+    shares = {"ray_inference_cpus_per_worker": 0.2, "ray_trainer_cpus_per_worker": 0.2}
+    assert plan_placement(config(trainer_num_workers=3, **shares), cluster((1, 0)))
+
+
+@pytest.mark.parametrize(
+    ("values", "nodes", "words"),
+    [
+        ({"inference_num_workers": 64}, [(64, 8)], ["inference_num_workers is 64", "66 GPUs", "has 8", "to 6"]),
+        ({}, [(16, 1)], ["4 GPUs", "need 2 GPUs", 'Set device to "cpu"']),
+        ({}, [(2, 0)], ["16 CPU cores", "has 2", "ray_inference_cpus_per_worker and ray_trainer_cpus_per_worker to 0.5"]),
+        ({"device": "cuda"}, [(64, 0)], ['device is "cuda"', '"auto"']),
+        (
+            {"inference_tensor_parallel_size": 8, "inference_num_workers": 8, "trainer_num_workers": 1},
+            [(64, 4), (64, 4), (64, 4)],
+            ["inference_tensor_parallel_size is 8", "largest node has 4 GPUs"],
+        ),
+        (
+            {"ray_trainer_cpus_per_worker": 12, "device": "cpu", "ray_inference_cpus_per_worker": 1},
+            [(8, 0), (8, 0), (16, 0)],
+            ["do not fit the nodes together", "Lower inference_num_workers or trainer_num_workers"],
+        ),
+        (
+            {"ray_trainer_cpus_per_worker": 12, "device": "cpu", "ray_inference_cpus_per_worker": 1},
+            [(8, 0), (8, 0), (8, 0), (8, 0)],
+            ["ray_trainer_cpus_per_worker is 12", "Lower ray_trainer_cpus_per_worker"],
+        ),
+        (
+            {"ray_inference_placement_strategy": "STRICT_SPREAD"},
+            [(64, 8)],
+            ["STRICT_SPREAD", "Lower inference_num_workers", '"SPREAD"'],
+        ),
+        (
+            {"ray_trainer_placement_strategy": "STRICT_PACK", "trainer_num_workers": 6},
+            [(64, 4), (64, 4)],
+            ["STRICT_PACK", "Lower trainer_num_workers", '"PACK"'],
+        ),
+    ],
+)
+def test_what_cannot_fit_says_what_to_lower(values, nodes, words):
+    with pytest.raises(PlacementError) as raised:
+        plan_placement(config(**values), cluster(*nodes))
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_the_suggested_share_of_cores_fits():
+    values = {"inference_num_workers": 1, "trainer_num_workers": 2}
+    with pytest.raises(PlacementError, match="to 0.5"):
+        plan_placement(config(**values), cluster((2, 0)))
+    shares = {"ray_inference_cpus_per_worker": 0.5, "ray_trainer_cpus_per_worker": 0.5}
+    assert plan_placement(config(**values, **shares), cluster((2, 0)))

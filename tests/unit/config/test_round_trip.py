@@ -1,0 +1,105 @@
+"""What one process writes, every other reads as the same configuration with the same hash."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telescope.config import TelescopeConfig
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+KWARGS = st.dictionaries(TEXT, PLAIN, max_size=3)
+POSITIVE = st.floats(min_value=1e-12, max_value=1e6, exclude_min=True)
+ENVIRONMENTS = st.lists(
+    st.fixed_dictionaries({"name": st.text(min_size=1, max_size=8), "weight": POSITIVE, "kwargs": KWARGS}),
+    min_size=1,
+    max_size=3,
+    unique_by=lambda entry: entry["name"],
+)
+FIELDS = {
+    "learning_rate": POSITIVE,
+    "weight_decay": st.floats(min_value=0, max_value=10),
+    "seed": st.integers(0, 2**63 - 1),
+    "number_of_steps": st.integers(1, 10**6),
+    "group_size": st.integers(1, 512),
+    "top_p": st.none() | st.floats(min_value=0, max_value=1, exclude_min=True),
+    "debug": st.booleans(),
+    "mixed_precision_dtype": st.none() | st.sampled_from(["float32", "float16", "bfloat16"]),
+    "checkpoint_every": st.just(False) | st.integers(0, 1000),
+    "resume_from_checkpoint": st.booleans() | st.integers(1, 1000),
+    "chat_template": st.none() | TEXT,
+    "wandb_tags": st.lists(TEXT, max_size=3),
+    "ray_runtime_env": st.none() | KWARGS,
+    "max_off_policy_steps": st.integers(-1, 100),
+    "inference_tensor_parallel_size": st.sampled_from([1, 2, 4]),
+    "algorithm": st.sampled_from(["grpo", "reinforce_pp", "dr_grpo"]),
+    "enable_individual_sample_lanes": st.booleans(),
+}
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> TelescopeConfig:
+    chosen = draw(st.sets(st.sampled_from(sorted(FIELDS))))
+    values = {name: draw(FIELDS[name]) for name in sorted(chosen)}
+    return TelescopeConfig(environments=draw(ENVIRONMENTS), **values)
+
+
+@given(configs())
+def test_json_round_trip_keeps_values_hash_and_what_the_user_set(config):
+    restored = TelescopeConfig.from_json(config.to_json())
+    assert restored == config
+    assert restored.values == config.values
+    assert restored.hash == config.hash
+    assert restored.user_set == config.user_set
+    assert restored.to_json() == config.to_json()
+
+
+@given(configs(), st.sampled_from([("seed", 12345), ("group_size", 600), ("debug", None)]))
+def test_the_hash_changes_with_any_value(config, change):
+    name, value = change
+    other = config.replace(**{name: not config.debug if value is None else value})
+    assert (other.hash == config.hash) == (other.values == config.values)
+
+
+@given(configs())
+def test_the_hash_does_not_depend_on_the_order_of_fields_or_on_who_chose_them(config):
+    backwards = TelescopeConfig(**dict(reversed(config.values.items())))
+    assert backwards.hash == config.hash
+
+
+def test_another_process_computes_the_same_hash():
+    config = TelescopeConfig(
+        environments=[{"name": "countdown", "kwargs": {"ümlaut": [1.5, {"a": None}]}}], learning_rate=3e-7
+    )
+    code = (
+        "import sys; from telescope.config import TelescopeConfig; "
+        "c = TelescopeConfig.from_json(sys.stdin.read()); print(c.hash, sorted(c.user_set))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "WANDB_PROJECT": "elsewhere"}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        input=config.to_json(),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+        check=True,
+    )
+    assert result.stdout.strip() == f"{config.hash} {sorted(config.user_set)}"
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"values": {}}', json.dumps({"values": {}, "user_set": [], "x": 1})])
+def test_other_json_is_refused(text):
+    with pytest.raises(ValueError, match="not a configuration"):
+        TelescopeConfig.from_json(text)

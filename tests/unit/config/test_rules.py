@@ -1,0 +1,139 @@
+"""Every rule between fields: broken by a user it is an error that names the fields; broken by a default it adjusts."""
+
+from __future__ import annotations
+
+import pytest
+
+from telescope.config import TelescopeConfig
+from telescope.config.loader import build_config
+from telescope.config.rules import RULES
+from telescope.errors import ConfigError
+
+COUNTDOWN = [{"name": "countdown"}]
+MEGATRON = {"train_backend": "megatron", "trainer_num_workers": 4}
+
+# What breaks each rule when the user sets all of it, and the field that the message must begin with.
+BROKEN: list[tuple[str, dict[str, object]]] = [
+    ("environments", {"environments": []}),
+    ("environments", {"environments": COUNTDOWN * 2}),
+    ("inference_num_workers", {"inference_num_workers": 3, "inference_tensor_parallel_size": 2}),
+    ("free_lane_after_generation", {"free_lane_after_generation": True, "enable_individual_sample_lanes": False}),
+    ("max_tokens", {"max_tokens": 5000, "max_model_len": 4096}),
+    ("evals", {"evals": [{"name": "math500", "max_tokens": 9000}]}),
+    ("seq_len", {"seq_len": 512, "max_tokens": 1024}),
+    ("pad_to_multiple_of", {"pad_to_multiple_of": 128, "seq_len": 64, "max_tokens": 32}),
+    ("number_of_minibatches", {"number_of_minibatches": 17, "prompts_batch_size_for_trainer": 16}),
+    ("warmup_steps", {"warmup_steps": 300, "lr_scheduler": "cosine"}),
+    ("use_ppo_clip", {"use_ppo_clip": True, "algorithm": "cispo"}),
+    ("use_ppo_clip", {"use_ppo_clip": True, "algorithm": "gspo"}),
+    ("use_ppo_clip", {"use_ppo_clip": True, "algorithm": "sapo"}),
+    ("use_tis", {"use_tis": True, "use_ppo_clip": True, "ppo_clip_ref_logprobs": "rollout"}),
+    ("use_tis", {"use_tis": True, "algorithm": "cispo"}),
+    ("use_tis", {"use_tis": True, "algorithm": "gspo"}),
+    ("use_tis", {"use_tis": True, "algorithm": "sapo", "ppo_clip_ref_logprobs": "rollout"}),
+    ("advantage_norm", {"advantage_norm": "group", "algorithm": "reinforce_pp"}),
+    ("advantage_norm", {"advantage_norm": "batch", "algorithm": "rloo"}),
+    ("advantage_norm", {"advantage_norm": "batch", "algorithm": "dr_grpo"}),
+    ("clip_ratio_c", {"clip_ratio_c": 3.0}),
+    ("tis_floor", {"tis_floor": 2.5}),
+    ("seq_is_mask_low", {"seq_is_mask_low": 1.3}),
+    ("overlong_buffer_tokens", {"overlong_buffer_tokens": 100, "max_tokens": 50, "overlong_penalty_factor": 1.0}),
+    ("fsdp_context_parallel_size", {"fsdp_context_parallel_size": 4, "trainer_num_workers": 6}),
+    ("trainer_num_workers", {**MEGATRON, "trainer_num_workers": 3, "megatron_tensor_parallel_size": 2}),
+    ("megatron_sequence_parallel", {**MEGATRON, "megatron_sequence_parallel": True}),
+    (
+        "megatron_use_distributed_optimizer",
+        {**MEGATRON, "megatron_tensor_parallel_size": 4, "megatron_use_distributed_optimizer": True},
+    ),
+    ("megatron_fp8", {**MEGATRON, "megatron_fp8": True}),
+    ("inference_base_port", {"inference_base_port": 65535}),
+    ("otlp_receiver_port", {"otlp_receiver_port": 8101}),
+    ("eval_num_servers", {"eval_num_servers": 2, "evals": [{"name": "math500"}]}),
+]
+
+# What breaks a rule although the user did not set its field, and the value that the field is adjusted to.
+ADJUSTED: list[tuple[str, object, dict[str, object]]] = [
+    ("inference_num_workers", 4, {"inference_tensor_parallel_size": 4}),
+    ("free_lane_after_generation", False, {"enable_individual_sample_lanes": False}),
+    ("seq_len", 10000, {"max_tokens": 8000, "max_model_len": 10000}),
+    ("pad_to_multiple_of", 1, {"seq_len": 32, "max_tokens": 16}),
+    ("advantage_norm", "batch", {"algorithm": "reinforce_pp"}),
+    ("overlong_buffer_tokens", 50, {"max_tokens": 50, "overlong_penalty_factor": 1.0}),
+    ("trainer_num_workers", 4, {"train_backend": "megatron", "megatron_tensor_parallel_size": 4}),
+    ("megatron_sequence_parallel", False, {"train_backend": "megatron"}),
+    (
+        "megatron_use_distributed_optimizer",
+        False,
+        {"train_backend": "megatron", "megatron_tensor_parallel_size": 2},
+    ),
+    ("eval_num_servers", 0, {"inference_num_workers": 1, "evals": [{"name": "math500"}]}),
+]
+
+
+def build(values: dict[str, object]) -> TelescopeConfig:
+    return build_config({"environments": COUNTDOWN, **values})
+
+
+@pytest.mark.parametrize(("field", "values"), BROKEN, ids=[f"{field}-{n}" for n, (field, _) in enumerate(BROKEN)])
+def test_a_broken_rule_names_field_value_and_fix(field, values):
+    with pytest.raises(ConfigError) as raised:
+        build(values)
+    (line,) = str(raised.value).splitlines()
+    assert line.startswith(field)
+    if field not in ("environments",):
+        assert f"{field} is " in line
+    statement, _, fix = line.rpartition(". ")
+    assert statement
+    assert fix, "the message ends with what to type instead"
+
+
+def test_every_rule_is_broken_by_an_example():
+    unbroken = {rule.statement for rule in RULES}
+    for _, values in BROKEN:
+        try:
+            build(values)
+        except ConfigError as error:
+            unbroken = {statement for statement in unbroken if statement not in str(error)}
+    assert not unbroken
+
+
+@pytest.mark.parametrize(("field", "value", "values"), ADJUSTED, ids=[field for field, *_ in ADJUSTED])
+def test_a_default_that_breaks_a_rule_is_adjusted(field, value, values):
+    config = build(values)
+    assert getattr(config, field) == value
+    assert field not in config.user_set
+    again = TelescopeConfig.from_json(config.to_json())
+    assert again == config
+    assert again.notes == ()
+
+
+def test_every_rule_that_adjusts_has_an_example():
+    assert {rule.fields[0] for rule in RULES if rule.adjust} == {field for field, *_ in ADJUSTED}
+
+
+def test_an_adjusted_default_is_said_in_a_line():
+    (note,) = build({"enable_individual_sample_lanes": False}).notes
+    assert note.startswith("free_lane_after_generation adjusted from true to false")
+    assert "enable_individual_sample_lanes" in note
+
+
+def test_what_has_no_effect_yet_is_adjusted_without_a_word():
+    assert build({"inference_num_workers": 1, "evals": [{"name": "math500"}]}).notes == ()
+
+
+def test_all_broken_rules_are_reported_at_once():
+    with pytest.raises(ConfigError) as raised:
+        build({"max_tokens": 5000, "use_tis": True, "use_ppo_clip": True, "number_of_minibatches": 99})
+    lines = str(raised.value).splitlines()
+    assert [line.split()[0] for line in lines] == ["max_tokens", "number_of_minibatches", "use_tis"]
+
+
+def test_the_documented_way_out_of_the_double_correction_works():
+    config = build({"use_tis": True, "use_ppo_clip": True, "ppo_clip_ref_logprobs": "batch"})
+    assert config.use_tis
+
+
+def test_megatron_rules_do_not_apply_to_fsdp():
+    config = build({"megatron_sequence_parallel": True, "megatron_tensor_parallel_size": 1, "trainer_num_workers": 1})
+    assert config.megatron_sequence_parallel
+    assert config.notes == ()
