@@ -38,6 +38,8 @@ class PolicyModel(nn.Module):
         output = causal_lm.get_output_embeddings()
         causal_lm.set_output_embeddings(LogprobHead(output.weight, getattr(output, "bias", None), chunk_size))
         self.causal_lm: PreTrainedModel = causal_lm
+        # Dropout would make the trainer's logprobs differ from the engine's.
+        self.eval()
 
     @property
     def decoder(self) -> nn.Module:
@@ -102,8 +104,8 @@ def load_causal_lm(
             raise UserError(
                 f"model: {model!r} sets {name}, which the trainer's output layer does not implement: choose another"
             )
-    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
-        if getattr(config, name, None):
+    for name, value in config.to_dict().items():
+        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
             setattr(config, name, 0.0)
     options |= {"attn_implementation": ATTENTION_NAME, "dtype": dtype}
     if with_weights:
@@ -112,8 +114,13 @@ def load_causal_lm(
         return AutoModelForCausalLM.from_config(config, **options)
 
 
-def disable_dropout(model: nn.Module) -> None:
-    """Dropout would make the trainer's logprobs differ from the engine's; train mode stays, for checkpointing."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+def enable_checkpointing(policy: PolicyModel) -> None:
+    """Recompute each block in backward instead of keeping its activations.
+
+    transformers only does so for blocks in training mode. The flag is set on the blocks alone: what is inside stays in
+    evaluation mode, so that no dropout can come back.
+    """
+    # No random number is drawn in a forward pass here, so none has to be replayed.
+    policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    for layer in policy.layers:
+        layer.training = True

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from telescope.trainer.model import DTYPES, PREFIX, PolicyModel, disable_dropout, load_causal_lm
+from telescope.trainer.model import DTYPES, PREFIX, PolicyModel, enable_checkpointing, load_causal_lm
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -34,10 +34,7 @@ def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) ->
     source = load_causal_lm(config.model, dtype, with_weights=True, **options) if dist.get_rank() == 0 else None
     policy = PolicyModel(load_causal_lm(config.model, dtype, with_weights=False, **options), config.entropy_chunk_size)
     if config.gradient_checkpointing:
-        # No random number is drawn in a forward pass here, so none has to be replayed.
-        policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    disable_dropout(policy)
-    policy.train()
+        enable_checkpointing(policy)
     is_tied = policy.is_tied
     shard(policy, mesh, compute_dtype(config))
     policy.to_empty(device=device)

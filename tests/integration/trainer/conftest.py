@@ -1,0 +1,42 @@
+"""One-rank trainers in the test's own process, and the models they load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.trainer.trainer_cases import build_model, free_port, make_config
+
+from telescope.trainer.worker import Trainer
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Paths of models: Qwen2 `tied` and `untied`, and the same of a family that is float64 throughout."""
+    root: Path = tmp_path_factory.mktemp("trainer_models")
+    return {
+        "tied": build_model(root / "tied", tied=True),
+        "untied": build_model(root / "untied", tied=False),
+        "tied64": build_model(root / "tied64", family="starcoder2", tied=True),
+        "untied64": build_model(root / "untied64", family="starcoder2", tied=False),
+    }
+
+
+@pytest.fixture
+def one_rank(models: dict[str, str]) -> Iterator[Callable[..., Trainer]]:
+    """Makes a set-up trainer of one rank from config changes; the process group ends with the test."""
+    made: list[Trainer] = []
+
+    def make(model: str = "tied64", **changes: Any) -> Trainer:
+        for trainer in made:
+            trainer.shutdown()
+        trainer = Trainer(make_config(models[model], **changes), 0, 1, "127.0.0.1", free_port())
+        made.append(trainer)
+        trainer.setup()
+        return trainer
+
+    yield make
+    for trainer in made:
+        trainer.shutdown()

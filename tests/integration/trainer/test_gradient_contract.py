@@ -1,0 +1,123 @@
+"""The loss contract: one sum over all trained tokens divided by one global count, whatever the packing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.integration.trainer.trainer_cases import gradients, make_samples, relative_error
+from transformers import AutoModelForCausalLM
+
+from telescope.trainer.batch import TrainSample
+from telescope.trainer.metrics import StepMetrics
+from telescope.trainer.packing import pack_step
+from telescope.trainer.timeline import Timeline
+from telescope.trainer.worker import Trainer
+
+LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3, 16, 9, 24, 11]
+BOUNDS = {"float64": 1e-12, "float32": 1e-6}
+
+
+def accumulated(trainer: Trainer, samples: list[TrainSample], **packing: int) -> tuple[dict, dict]:
+    """Gradient and metrics of one optimiser step, all ranks' shares computed in this one."""
+    backend = trainer.backend
+    sums = StepMetrics(backend.device)
+    inputs = pack_step(samples, step=0, version=0, **({"seq_len": 64, "num_ranks": 1} | packing))
+    for step_input in inputs:
+        (minibatch,) = step_input.minibatches
+        backend.accumulate(minibatch, 0, Timeline(backend.device, 0), sums)  # type: ignore[attr-defined]
+    metrics = sums.reduce()
+    divisor = inputs[0].minibatches[0].num_trained_tokens
+    return {name: gradient / divisor for name, gradient in gradients(trainer).items()}, metrics
+
+
+def reference_gradient(model: str, samples: list[TrainSample], temperature: float) -> dict[str, torch.Tensor]:
+    """The contract written out over unpacked samples, with transformers' own attention and log-softmax."""
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="sdpa").eval()
+    total = torch.zeros((), dtype=torch.float64)
+    num_tokens = sum(sample.num_trained for sample in samples)
+    for sample in samples:
+        logits_LV = lm(torch.from_numpy(sample.token_ids_L)[None]).logits[0] / temperature
+        for t in np.flatnonzero(sample.trained_L):
+            logp = logits_LV[t - 1].log_softmax(dim=0)[int(sample.token_ids_L[t])]
+            total = total - sample.advantage * logp
+    (total / num_tokens).backward()
+    return {name: parameter.grad for name, parameter in lm.named_parameters()}
+
+
+@pytest.mark.parametrize("model", ["tied64", "untied64"])
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_gradient_equals_plain_loops_over_single_samples(one_rank, models, model, temperature):
+    samples = make_samples(LENGTHS)
+    found, _ = accumulated(one_rank(model, temperature=temperature), samples, pad_to_multiple_of=8)
+    assert relative_error(found, reference_gradient(models[model], samples, temperature)) < 1e-12
+
+
+@pytest.mark.parametrize(("model", "dtype"), [("untied64", "float64"), ("untied", "float32"), ("tied", "float32")])
+def test_gradient_does_not_depend_on_packing(one_rank, model, dtype):
+    trainer = one_rank(model, model_dtype=dtype)
+    samples = make_samples(LENGTHS)
+    wanted, wanted_metrics = accumulated(trainer, samples)
+
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        seq_len=st.integers(31, 200),
+        num_ranks=st.integers(1, 4),
+        multiple=st.sampled_from([1, 8, 64]),
+        order=st.permutations(range(len(samples))),
+    )
+    def check(seq_len, num_ranks, multiple, order):
+        found, metrics = accumulated(
+            trainer, [samples[i] for i in order], seq_len=seq_len, num_ranks=num_ranks, pad_to_multiple_of=multiple
+        )
+        assert relative_error(found, wanted) < BOUNDS[dtype]
+        assert metrics == pytest.approx(wanted_metrics, rel=1e-4 if dtype == "float32" else 1e-11)
+
+    check()
+
+
+@pytest.mark.parametrize("model", ["tied64", "untied64"])
+def test_gradient_checkpointing_changes_nothing(one_rank, model):
+    samples = make_samples(LENGTHS)
+    wanted, _ = accumulated(one_rank(model), samples)
+    found, _ = accumulated(one_rank(model, gradient_checkpointing=True), samples)
+    assert relative_error(found, wanted) < 1e-14
+
+
+def test_padding_and_dummy_rows_add_exactly_nothing(one_rank):
+    trainer = one_rank("untied64")
+    samples = make_samples([16, 16, 16], group_size=3)
+    lean, lean_metrics = accumulated(trainer, samples, seq_len=16)
+    # Four rows for two ranks, one of them a dummy; every row ends in padding.
+    heavy, heavy_metrics = accumulated(trainer, samples, seq_len=16, num_ranks=2, pad_to_multiple_of=64)
+    assert relative_error(heavy, lean) < 1e-14
+    assert heavy_metrics == pytest.approx(lean_metrics, rel=1e-13)
+
+
+def test_a_packed_row_and_single_samples_have_equal_logprobs(one_rank, models):
+    trainer = one_rank("tied64")
+    samples = make_samples(LENGTHS)
+    lm = AutoModelForCausalLM.from_pretrained(models["tied64"], dtype=torch.float64, attn_implementation="sdpa")
+    for sample in samples:
+        tokens_L = torch.from_numpy(sample.token_ids_L)
+        with torch.no_grad():
+            logp_LV = (lm(tokens_L[None]).logits[0] / 0.7).log_softmax(dim=-1)
+        wanted = logp_LV[:-1].gather(1, tokens_L[1:, None]).squeeze(1)
+        found = trainer.sequence_logprobs(sample.token_ids_L.tolist(), temperature=0.7)
+        assert found == pytest.approx(wanted.tolist(), abs=1e-12)
+
+
+def test_a_token_weighs_the_same_beside_one_neighbour_or_thirty(one_rank):
+    """The mean of means that this contract rules out would weigh the lone token about ten times as much."""
+    trainer = one_rank("tied64")
+    samples = make_samples([8, 30], group_size=2)
+    for sample in samples:
+        sample.advantage = 1.0
+    short, long = samples
+    both, _ = accumulated(trainer, samples)
+    parts = [accumulated(trainer, [sample])[0] for sample in samples]
+    share = short.num_trained / (short.num_trained + long.num_trained)
+    wanted = {name: share * parts[0][name] + (1 - share) * parts[1][name] for name in both}
+    assert relative_error(both, wanted) < 1e-13

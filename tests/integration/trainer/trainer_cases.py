@@ -1,0 +1,147 @@
+"""Tiny models, batches and ranks that the trainer's integration tests share."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
+
+from telescope.algorithms import compute_advantages
+from telescope.trainer.batch import TrainSample
+from telescope.trainer.worker import Trainer
+
+VOCAB = 61
+RANKS_DEADLINE_SECONDS = 180
+
+
+def build_model(directory: Path, *, family: str = "qwen2", tied: bool = True, seed: int = 0) -> str:
+    """A random model of some 10,000 parameters, written as a checkpoint.
+
+    transformers computes Qwen2's norms in float32 whatever the model's dtype; `starcoder2` is float64 throughout.
+    """
+    torch.manual_seed(seed)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied, "initializer_range": 0.3,
+        "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
+    if family == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    else:
+        model = Starcoder2ForCausalLM(Starcoder2Config(**shape, residual_dropout=0.1, embedding_dropout=0.1))
+    model.to(torch.float64).save_pretrained(directory)
+    return str(directory)
+
+
+def make_config(model: str, **changes: Any) -> Any:
+    """The fields that the trainer reads, at float64 unless changed."""
+    fields: dict[str, Any] = {
+        "seed": 0, "model": model, "model_dtype": "float64", "mixed_precision_dtype": None, "device": "cpu",
+        "trainer_threads": 1, "gradient_checkpointing": False, "trust_remote_code": False, "learning_rate": 1e-2,
+        "weight_decay": 0.0, "grad_clip": 1.0, "lr_scheduler": "constant", "warmup_steps": 0, "min_lr_ratio": 0.0,
+        "train_backend": "fsdp", "algorithm": "grpo", "entropy_chunk_size": 7, "temperature": 1.0, "max_tokens": 32,
+        "number_of_steps": 10, "hash": "0123456789ab",
+    }  # fmt: skip
+    return SimpleNamespace(**(fields | changes))
+
+
+def make_samples(lengths: list[int], *, group_size: int = 4, seed: int = 0, version: int = 0) -> list[TrainSample]:
+    """Random trajectories with random trained stretches, rewards and engine logprobs."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for index, length in enumerate(lengths):
+        trained_L = rng.random(length) < 0.6
+        trained_L[0], trained_L[-1] = False, True
+        samples.append(
+            TrainSample(
+                sample_id=f"s{index}",
+                group_id=index // group_size,
+                environment="countdown",
+                token_ids_L=rng.integers(0, VOCAB, length),
+                trained_L=trained_L,
+                engine_logprob_L=np.where(trained_L, -rng.random(length) * 6, 0.0),
+                version_L=np.where(trained_L, version, -1),
+                reward=float(rng.integers(0, 4)),
+            )
+        )
+    compute_advantages(samples)
+    return samples
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def relative_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Relative L2 error over all tensors together."""
+    assert found.keys() == wanted.keys()
+    difference = sum(float((found[n].double() - wanted[n].double()).square().sum()) for n in wanted)
+    return (difference / sum(float(wanted[n].double().square().sum()) for n in wanted)) ** 0.5
+
+
+def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Full gradients by Hugging Face name; forgets them. Collective."""
+    found = {}
+    for name, parameter in trainer.backend.policy.named_parameters():  # type: ignore[attr-defined]
+        assert parameter.grad is not None, name
+        found[name.removeprefix("causal_lm.")] = parameter.grad.full_tensor().clone()
+        parameter.grad = None
+    return found
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """A copy of all weights. Collective."""
+    return {name: tensor.clone() for name, tensor in trainer.named_weights()}
+
+
+def run_ranks(job: Callable[..., Any], config: Any, *arguments: Any, num_ranks: int, folder: Path) -> list[Any]:
+    """`job(trainer, *arguments)` on each of `num_ranks` processes; their results in the order of ranks.
+
+    A rank that raises fails the test with its traceback; ranks that hang are ended after a deadline.
+    """
+    context = multiprocessing.get_context("spawn")
+    port = free_port()
+    folder.mkdir(parents=True, exist_ok=True)
+    processes = [
+        context.Process(target=_rank_main, args=(job, config, arguments, rank, num_ranks, port, folder))
+        for rank in range(num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(RANKS_DEADLINE_SECONDS)
+    finally:
+        hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+            process.join()
+    failures = [path.read_text() for path in sorted(folder.glob("*.failed"))]
+    assert not failures, "\n".join(failures)
+    assert not hanging, f"ranks {hanging} did not finish within {RANKS_DEADLINE_SECONDS} s"
+    return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(num_ranks)]
+
+
+def _rank_main(
+    job: Callable[..., Any], config: Any, arguments: tuple, rank: int, num_ranks: int, port: int, folder: Path
+) -> None:
+    try:
+        trainer = Trainer(config, rank, num_ranks, "127.0.0.1", port)
+        trainer.setup()
+        (folder / f"{rank}.result").write_bytes(pickle.dumps(job(trainer, *arguments)))
+        trainer.shutdown()
+    except BaseException:
+        (folder / f"{rank}.failed").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        raise
