@@ -1,0 +1,172 @@
+"""Which call runs in which worker, whose deadline is running, and who is to blame for a death.
+
+Pure bookkeeping without processes, clocks or tasks: the pool drives it. The rules:
+
+- A worker is given a second call before it has answered the first only while all that it holds is expected to take
+  less than `AHEAD_SECONDS`; so cheap calls are pipelined, and an expensive one waits at the pool where any worker that
+  falls free can take it.
+- A call's deadline counts the time in which it could have made progress: not while it is queued, and not while another
+  call holds the worker's main thread.
+- When a worker dies, the call that held its main thread is to blame. All others run again elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+AHEAD_SECONDS = 0.02
+"""Expected work that a worker may hold. Longer than a slow turn of the driver's event loop, so that workers do not run
+dry; shorter than anyone would notice as a delay."""
+
+MAX_QUEUED = 64
+MAX_PARKED = 1024
+"""Calls of one worker that wait in its event loop: connections to other services, mostly."""
+
+MAX_DEATHS = 3
+"""Workers that may die while a call waits in them, nobody being to blame, before the call itself is given up."""
+
+UNKNOWN_COST = 0.02
+"""Seconds assumed of a kind of call that was never measured: one at a time."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One request of the driver. `header` has no id yet: each dispatch gets its own."""
+
+    header: dict[str, Any]
+    blob: bytes
+    future: asyncio.Future[tuple[dict[str, Any], bytes]]
+    label: str
+    """Names the call in errors."""
+    used_seconds: float = 0.0
+    deaths: int = 0
+    expected_seconds: float = UNKNOWN_COST
+
+    @property
+    def kind(self) -> tuple[int, str]:
+        """Calls of one kind are expected to cost the same."""
+        return self.header["env"], self.header["op"]
+
+
+@dataclass(slots=True)
+class Costs:
+    """Smoothed seconds that a kind of call spends on a worker's main thread."""
+
+    _seconds: dict[tuple[int, str], float] = field(default_factory=dict)
+
+    def expected(self, kind: tuple[int, str]) -> float:
+        return self._seconds.get(kind, UNKNOWN_COST)
+
+    def measured(self, kind: tuple[int, str], seconds: float) -> None:
+        """Rises at once and falls slowly, so that one expensive call in ten keeps the queue short."""
+        before = self._seconds.get(kind, seconds)
+        share = 0.5 if seconds > before else 0.1
+        self._seconds[kind] = before + share * (seconds - before)
+
+
+@dataclass(slots=True)
+class Seat:
+    """What one worker holds. Ids are those of dispatches, rising."""
+
+    queued: dict[int, Call] = field(default_factory=dict)
+    """Sent and not begun, or on the main thread now; in the order of sending."""
+    parked: dict[int, Call] = field(default_factory=dict)
+    """Waiting in the worker's event loop."""
+    expected_seconds: float = 0.0
+    stray_seconds: float = 0.0
+    """Time for which a call that this seat no longer owns has held the main thread."""
+    last_reading: tuple[int, int] = (0, 0)
+    held_seconds: float = 0.0
+    """Time for which the present call has held the main thread without a break."""
+
+    @property
+    def num_held(self) -> int:
+        return len(self.queued) + len(self.parked)
+
+    def admits(self, expected_seconds: float) -> bool:
+        """Whether a call of that cost may be sent now."""
+        if len(self.parked) >= MAX_PARKED:
+            return False
+        if not self.queued:
+            return True
+        return len(self.queued) < MAX_QUEUED and self.expected_seconds + expected_seconds <= AHEAD_SECONDS
+
+    def sent(self, call_id: int, call: Call) -> None:
+        self.queued[call_id] = call
+        self.expected_seconds += call.expected_seconds
+
+    def begun_waiting(self, call_id: int) -> Call | None:
+        """The call has left the main thread for the event loop. None: it is no longer ours."""
+        call = self._unqueue(call_id)
+        if call is not None:
+            self.parked[call_id] = call
+        return call
+
+    def answered(self, call_id: int) -> Call | None:
+        """The call is over. None: it is no longer ours."""
+        return self.parked.pop(call_id, None) or self._unqueue(call_id)
+
+    def _unqueue(self, call_id: int) -> Call | None:
+        call = self.queued.pop(call_id, None)
+        if call is not None:
+            self.expected_seconds = max(0.0, self.expected_seconds - call.expected_seconds) if self.queued else 0.0
+        return call
+
+    def charge(self, reading: tuple[int, int], seconds: float) -> None:
+        """Count `seconds` that passed, given the slot's `(current, entries)` at their end."""
+        current, _ = reading
+        stuck = current != 0 and reading == self.last_reading
+        self.last_reading = reading
+        self.held_seconds = self.held_seconds + seconds if stuck else 0.0
+        if stuck:
+            owner = self.queued.get(current) or self.parked.get(current)
+            if owner is None:
+                self.stray_seconds += seconds
+            else:
+                owner.used_seconds += seconds
+            return
+        self.stray_seconds = 0.0
+        for call in self.parked.values():
+            call.used_seconds += seconds
+        if current in self.queued:
+            self.queued[current].used_seconds += seconds
+        elif current == 0 and not self.parked and self.queued:
+            next(iter(self.queued.values())).used_seconds += seconds
+
+    def overdue(self, timeout_seconds: float) -> list[tuple[int, Call]]:
+        """Calls whose deadline has passed, with their ids."""
+        held = (*self.queued.items(), *self.parked.items())
+        return [(call_id, call) for call_id, call in held if call.used_seconds >= timeout_seconds]
+
+    def only_waits(self, call_id: int) -> bool:
+        """Whether the call waits in the event loop and does not hold the main thread."""
+        return call_id in self.parked and self.last_reading[0] != call_id
+
+    def withdraw_unbegun(self) -> dict[int, Call]:
+        """Take back the calls behind the one that holds the main thread."""
+        current = self.last_reading[0]
+        taken = {call_id: call for call_id, call in self.queued.items() if call_id > current}
+        for call_id in taken:
+            self._unqueue(call_id)
+        return taken
+
+    def died(self, reading: tuple[int, int], *, killed: bool) -> tuple[Call | None, list[Call]]:
+        """Empty the seat: the call to blame, if any, and the others in order.
+
+        `killed` says that the pool ended the worker, and so has settled the blame already. Otherwise it is on the call
+        that held the main thread. If none did, a call that waited in the event loop may have caused the death (through
+        a thread or a subprocess), so the death is counted on each of those.
+        """
+        current, _ = reading
+        culprit = None if killed else self.queued.pop(current, None) or self.parked.pop(current, None)
+        if culprit is None and not killed:
+            for call in self.parked.values():
+                call.deaths += 1
+        others = [call for _, call in sorted({**self.queued, **self.parked}.items(), key=lambda item: item[0])]
+        self.queued.clear()
+        self.parked.clear()
+        self.expected_seconds = self.stray_seconds = self.held_seconds = 0.0
+        self.last_reading = (0, 0)
+        return culprit, others

@@ -1,0 +1,326 @@
+"""The process that runs users' environment code.
+
+The driver starts it, talks to it over one socket, and may kill it at any moment. Plain functions of the user run in the
+main thread, one at a time, outside of any event loop, so that they may call `asyncio.run` themselves; awaitables that
+they return run together in this process's event loop between such calls.
+
+Invariants:
+- Whatever user code prints goes to the log; nothing but frames goes to the socket.
+- Before any step into user code the slot names its request (see `slot`), whichever task takes the step.
+- The answer to a request is on the socket before the next request is begun.
+- The process ends when its parent does: by the kernel's signal, or by the end of the socket's stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import ContextVar
+from dataclasses import asdict
+from typing import Any
+
+from telescope.environments.player import Pending, Player, is_awaitable, plain_score, settle
+from telescope.environments.records import EnvironmentSpec, RendererSpec
+from telescope.environments.slot import Slot
+from telescope.environments.wire import FrameReader, pack_frame, pack_ids, unpack_ids
+from telescope.errors import UserError
+
+_PR_SET_PDEATHSIG = 1
+
+LOOK_AGAIN_SECONDS = 0.002
+"""After a call longer than this, the socket is read again for withdrawn requests before the next one is begun."""
+
+_request: ContextVar[int] = ContextVar("request", default=0)
+
+
+class _Attributed:
+    """Drives a coroutine and names its request in the slot during each step."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], request_id: int, worker: Worker) -> None:
+        self.coroutine, self.request_id, self.worker = coroutine, request_id, worker
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self  # has the methods of a generator that `await` uses
+
+    def __iter__(self) -> _Attributed:
+        return self
+
+    def __next__(self) -> Any:
+        return self.send(None)
+
+    def send(self, value: Any) -> Any:
+        return self._step(self.coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._step(self.coroutine.throw, *error)
+
+    def _step(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        with self.worker.held_by(self.request_id):
+            try:
+                return step(*arguments)
+            except (SystemExit, KeyboardInterrupt) as error:
+                # asyncio would let these end the process, and with it the rollouts of others.
+                raise RuntimeError(f"user code raised {type(error).__name__}") from error
+
+    def close(self) -> None:
+        self.coroutine.close()
+
+
+async def _attributed(coroutine: Coroutine[Any, Any, Any], request_id: int, worker: Worker) -> Any:
+    return await _Attributed(coroutine, request_id, worker)
+
+
+class _Held:
+    """Context in which a request holds the main thread; adds up the time."""
+
+    def __init__(self, worker: Worker, request_id: int) -> None:
+        self.worker, self.request_id = worker, request_id
+
+    def __enter__(self) -> None:
+        self.worker.slot.enter(self.request_id)
+        self.started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.worker.slot.leave()
+        busy = self.worker.busy
+        if self.request_id in busy:
+            busy[self.request_id] += time.perf_counter() - self.started
+
+
+class Worker:
+    """Reads requests, plays them, writes answers."""
+
+    def __init__(self, connection: socket.socket, slot: Slot) -> None:
+        self.connection = connection
+        self.slot = slot
+        self.reader = FrameReader()
+        self.inbox: deque[tuple[dict[str, Any], bytes]] = deque()
+        self.withdrawn: set[int] = set()
+        self.ended = False
+        self.begun: dict[int, float] = {}
+        self.busy: dict[int, float] = {}
+        """Seconds on the main thread of each request that is being played."""
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_task_factory(self._make_task)
+        self.tasks: dict[int, asyncio.Task[Any]] = {}
+        self.player: Player
+
+    def held_by(self, request_id: int) -> _Held:
+        return _Held(self, request_id)
+
+    def serve(self) -> None:
+        """Until the stream ends. The first frame says what to load."""
+        asyncio.set_event_loop(self.loop)
+        while not self.inbox and not self.ended:
+            self.receive(wait=True)
+        if self.ended:
+            return
+        header, _ = self.inbox.popleft()
+        if not self._load(header):
+            return
+        self.loop.add_reader(self.connection.fileno(), self._readable)
+        while not self.ended:
+            if self.inbox:
+                header, blob = self.inbox.popleft()
+                self._handle(header, blob)
+                if self.tasks:
+                    self._turn_loop()
+            else:
+                self.loop.run_forever()  # until _readable stops it
+
+    def receive(self, *, wait: bool) -> None:
+        """Move what has arrived to the inbox."""
+        try:
+            data = self.connection.recv(2**20) if wait else self.connection.recv(2**20, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self.ended = True
+        for header, blob in self.reader.feed(data):
+            if header["op"] == "withdraw":
+                self.withdrawn.update(header["ids"])
+            elif header["op"] == "cancel":
+                if header["id"] in self.tasks:
+                    self.tasks[header["id"]].cancel()
+            else:
+                self.inbox.append((header, blob))
+
+    def send(self, header: dict[str, Any], blob: bytes = b"") -> None:
+        try:
+            self.connection.sendall(pack_frame(header, blob))
+        except (BrokenPipeError, ConnectionResetError):
+            self.ended = True  # the driver is gone, and so are we in a moment
+            self.loop.stop()
+
+    def _readable(self) -> None:
+        try:
+            self.receive(wait=False)
+        except Exception:  # the loop would log it and go on with a broken stream
+            traceback.print_exc()
+            self.ended = True
+        if self.inbox or self.ended:
+            self.loop.stop()
+
+    def _turn_loop(self) -> None:
+        """One turn of the event loop, for the tasks that wait in it."""
+        self.loop.call_soon(self.loop.stop)
+        self.loop.run_forever()
+
+    def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        """Tasks that user code starts count as the request that started them."""
+        request_id = _request.get()
+        if request_id and asyncio.iscoroutine(coroutine):
+            coroutine = _attributed(coroutine, request_id, self)
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    def _load(self, header: dict[str, Any]) -> bool:
+        started = time.perf_counter()
+        try:
+            specs = [EnvironmentSpec(**fields) for fields in header["specs"]]
+            renderer = RendererSpec(**header["renderer"]) if header["renderer"] else None
+            self.player = Player(specs, renderer, header["environments_path"])
+            infos = [asdict(self.player.describe(position)) for position in range(len(specs))]
+            self.loop.run_until_complete(self.player.prepare_resources())
+        except UserError as error:
+            self.send({"failed": str(error), "user_error": True})
+            return False
+        except BaseException as error:
+            traceback.print_exc()
+            self.send({"failed": _blame(error), "user_error": False})
+            return False
+        limit_memory(header["memory_limit_bytes"])
+        self.send({"ready": infos, "seconds": time.perf_counter() - started})
+        return True
+
+    def _handle(self, header: dict[str, Any], blob: bytes) -> None:
+        request_id = header["id"]
+        if self.withdrawn:
+            withdrawn = request_id in self.withdrawn
+            self.withdrawn = {other for other in self.withdrawn if other > request_id}  # ids come in rising order
+            if withdrawn:
+                return
+        self.busy[request_id] = 0.0
+        started = self.begun[request_id] = time.perf_counter()
+        token = _request.set(request_id)
+        asyncio.set_event_loop(self.loop)  # asyncio.run in user code leaves none behind
+        try:
+            with self.held_by(request_id):
+                fields, answer_blob, waits_for = self._play(header, blob)
+            if waits_for is not None:
+                self._park(request_id, waits_for)
+                return
+            self._answer(request_id, fields, answer_blob)
+        except BaseException as error:
+            self._fail(request_id, error)
+        finally:
+            _request.reset(token)
+        if time.perf_counter() - started > LOOK_AGAIN_SECONDS:
+            self.receive(wait=False)
+
+    def _play(self, header: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes, Pending | None]:
+        """Fields and blob of the answer, or what has to be awaited first."""
+        position = header["env"]
+        if header["op"] == "advance":
+            pending = self.player.hand_over(
+                position, header["index"], unpack_ids(blob), header["stop_reason"], header["for_eval"]
+            )
+            return ({}, b"", pending) if is_awaitable(pending.result) else (_scored(pending.result, pending), b"", None)
+        if header["op"] == "prepare":
+            fields, ids = self.player.prepare(position, header["index"])
+            return fields, pack_ids(ids), None
+        assert header["op"] == "identities", f"unknown operation {header['op']!r}"
+        return {"uids": self.player.identities(position, header["start"], header["stop"])}, b"", None
+
+    def _park(self, request_id: int, pending: Pending) -> None:
+        """Go on with other requests while this one waits in the event loop."""
+        task = self.loop.create_task(settle(pending.result))
+        self.tasks[request_id] = task
+        task.add_done_callback(lambda done: self._settled(request_id, pending, done))
+        self.send({"parked": request_id, "busy": self.busy[request_id]})
+
+    def _settled(self, request_id: int, pending: Pending, task: asyncio.Task[Any]) -> None:
+        del self.tasks[request_id]
+        try:
+            self._answer(request_id, _scored(task.result(), pending))
+        except BaseException as error:
+            self._fail(request_id, error)
+
+    def _answer(self, request_id: int, fields: dict[str, Any], blob: bytes = b"") -> None:
+        self.send({"id": request_id, "result": fields, **self._times(request_id)}, blob)
+
+    def _fail(self, request_id: int, error: BaseException) -> None:
+        traceback.print_exception(error)
+        self.send({"id": request_id, "failed": _blame(error), **self._times(request_id)})
+
+    def _times(self, request_id: int) -> dict[str, float]:
+        """`busy` seconds on the main thread and `seconds` since the request was begun, which is over with this."""
+        seconds = time.perf_counter() - self.begun.pop(request_id)
+        return {"busy": self.busy.pop(request_id), "seconds": seconds}
+
+
+def _scored(result: Any, pending: Pending) -> dict[str, Any]:
+    return {"text": pending.text, "score": plain_score(result, pending.for_eval)}
+
+
+def _blame(error: BaseException) -> str:
+    """The error in a line, with the innermost line of code outside of this file."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}".encode("utf-8", "replace").decode()
+
+
+def limit_memory(extra_bytes: int | None) -> None:
+    """Let the process's own data grow by so much, after which allocations fail."""
+    if extra_bytes is None:
+        return
+    with open("/proc/self/status", encoding="ascii") as status:
+        used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + extra_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel for a kill when the parent ends, which works while user code holds the interpreter."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)  # it ended before we asked
+
+
+def _volunteer_for_the_oom_killer() -> None:
+    """When memory runs out, this process goes first and not the driver or the engine."""
+    try:
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
+            score.write("1000")
+    except OSError as error:
+        logging.getLogger(__name__).info("The OOM killer's preference could not be set: %s", error)
+
+
+def main(arguments: list[str]) -> None:
+    """Entry of the process: `[socket descriptor, slot descriptor, parent's process id]`."""
+    descriptor, slot_descriptor, parent = (int(argument) for argument in arguments)
+    _die_with(parent)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    _volunteer_for_the_oom_killer()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    slot = Slot(slot_descriptor)
+    os.close(slot_descriptor)
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    Worker(connection, slot).serve()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads that user code left behind do not hold the process up

@@ -1,0 +1,92 @@
+"""An environment whose reward does to its process what the completion says."""
+
+import asyncio
+import ctypes
+import os
+import subprocess
+import sys
+import time
+
+from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
+
+
+class Hostile(SingleTurnEnvironment):
+    def load_dataset(self, num_samples=-1):
+        return [Sample(f"question {i}", answer=str(i)) for i in range(100)]
+
+    def compute_reward(self, completion, sample, eos_token=""):
+        deed, _, argument = completion.partition(" ")
+        return getattr(self, deed)(argument)
+
+    def fine(self, argument):
+        return RewardResult(1.0, sample_metrics={"pid": os.getpid()})
+
+    def sleep(self, argument):
+        time.sleep(float(argument))
+        return self.fine(argument)
+
+    async def wait(self, argument):
+        await asyncio.sleep(float(argument))
+        return self.fine(argument)
+
+    async def wait_whatever_happens(self, argument):
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                pass
+
+    async def block_in_a_task(self, argument):
+        async def block():
+            time.sleep(float(argument))
+
+        await asyncio.gather(asyncio.sleep(0.01), block())
+        return self.fine(argument)
+
+    def run_a_loop(self, argument):
+        return asyncio.run(self.wait("0.01"))
+
+    def hold_the_interpreter(self, argument):
+        return RewardResult(float(len(str(95**97**99))))
+
+    def raise_error(self, argument):
+        raise ValueError(f"no luck with {argument}")
+
+    def exit(self, argument):
+        sys.exit(3)
+
+    async def exit_later(self, argument):
+        await asyncio.sleep(0.01)
+        sys.exit(3)
+
+    def end(self, argument):
+        os._exit(7)
+
+    def crash(self, argument):
+        ctypes.string_at(0)
+
+    def gorge(self, argument):
+        hoard = []
+        while True:
+            hoard.append(bytearray(64 * 2**20))
+
+    def print(self, argument):
+        for _ in range(1000):
+            print("{}\x00\xff" * 20)
+        sys.stdout.write("no newline")
+        os.write(1, b"\x01\x00\x00\x00\x00\x00\x00\x00{")
+        subprocess.run(["echo", "from a child"], check=True)
+        return self.fine(argument)
+
+    def leave_a_child(self, argument):
+        subprocess.Popen(["sleep", argument])
+        os._exit(0)
+
+    def number(self, argument):
+        return RewardResult(float(argument))
+
+    def wrong_type(self, argument):
+        return 1.0
+
+    def wrong_metric(self, argument):
+        return RewardResult(1.0, sample_metrics={"rank": "first"})

@@ -1,0 +1,84 @@
+"""The pool with real processes and user code that behaves."""
+
+import asyncio
+
+import pytest
+
+from telescope.environments.records import EnvironmentSpec
+from telescope.errors import UserError
+
+
+async def test_prompt_is_rendered_by_the_chat_template_and_tokenised_in_the_worker(make_pool, tokenizer):
+    pool = await make_pool("echo")
+    prompt = await pool.prepare("echo", 3)
+    messages = [{"role": "user", "content": "question 3 "}]
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt.text == expected
+    assert prompt.token_ids == tokenizer(expected, add_special_tokens=False)["input_ids"]
+    assert prompt.messages == messages
+    assert (await pool.prepare("echo", 3)).sample_uid == prompt.sample_uid
+    assert (await pool.prepare("echo", 4)).sample_uid != prompt.sample_uid
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_reward_of_sync_and_async_code_comes_back_whole(make_pool, encode, asynchronous):
+    pool = await make_pool(EnvironmentSpec("echo", {"asynchronous": asynchronous}))
+    advance = await pool.advance("echo", 12, encode("12"), "stop")
+    assert advance.done
+    assert advance.append_token_ids == []
+    assert advance.completion_text == "12"
+    assert advance.seconds > 0
+    reward = advance.reward
+    assert (reward.total_reward, reward.sample_metrics["length"]) == (1.0, 2.0)
+    assert reward.golden_answers == {"answer": "12", "none": None}
+    assert reward.info_turns == [{"said": "12"}]
+    assert reward.sample_tags == {"eos": "<|im_end|>"}
+
+
+async def test_eval_metrics_are_those_of_the_reward_unless_overridden(make_pool, encode):
+    pool = await make_pool("echo")
+    record = (await pool.advance("echo", 12, encode("13"), "stop", for_eval=True)).reward
+    assert record.total_reward == 0.0
+    assert record.sample_metrics["reward"] == 0.0
+    assert record.sample_metrics["length"] == 2.0
+
+
+async def test_completion_that_was_cut_off_keeps_its_last_token(make_pool, encode):
+    pool = await make_pool("echo")
+    assert (await pool.advance("echo", 0, encode("12")[:-1], "length")).completion_text == "12"
+    assert (await pool.advance("echo", 0, encode("12"), "length")).completion_text == "12<|im_end|>"
+
+
+async def test_thousands_of_calls_are_answered_each_with_its_own_result(make_pool, encode):
+    pool = await make_pool("echo", num_workers=2)
+    advances = await asyncio.gather(*(pool.advance("echo", i % 1000, encode(str(i)), "stop") for i in range(2000)))
+    assert [a.completion_text for a in advances] == [str(i) for i in range(2000)]
+    assert [a.reward.total_reward for a in advances] == [1.0] * 1000 + [0.0] * 1000
+    assert len({a.reward.sample_metrics["pid"] for a in advances}) == 2
+    assert pool.status().calls_in_workers == 0
+
+
+async def test_two_environments_of_one_name_are_told_apart_by_key(make_pool):
+    pool = await make_pool(
+        EnvironmentSpec("echo", {"num_samples": 5}, reward_max=3.0),
+        EnvironmentSpec("echo", {"num_samples": 7}, key="held out"),
+    )
+    train, held_out = await pool.describe("echo"), await pool.describe("held out")
+    assert (train.num_samples, train.reward_min, train.reward_max) == (5, 0.0, 3.0)
+    assert (held_out.num_samples, held_out.reward_max) == (7, 1.0)
+    assert await pool.identities("echo") == (await pool.identities("held out"))[:5]
+    assert (await pool.prepare("echo", 2)).sample_uid == (await pool.identities("echo", 2, 3))[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (EnvironmentSpec("ecko"), "Did you mean 'echo'"),
+        (EnvironmentSpec("echo", {"nun_samples": 1}), "did you mean 'num_samples'"),
+        (EnvironmentSpec("echo", {"num_samples": 0}), "is empty"),
+        (EnvironmentSpec("echo", {"random_order": True}), "another dataset in each process"),
+    ],
+)
+async def test_what_a_person_can_mend_is_a_user_error_at_the_start(make_pool, spec, words):
+    with pytest.raises(UserError, match=words):
+        await make_pool(spec, num_workers=2)

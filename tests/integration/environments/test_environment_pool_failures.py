@@ -1,0 +1,217 @@
+"""The pool with user code that raises, hangs, crashes, and eats memory (defects 17 and 19)."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from telescope.errors import EnvironmentFailure, InfrastructureError
+
+FINE = "fine"
+
+
+async def do(pool, encode, deed, index=0):
+    return (await pool.advance("hostile", index, encode(deed), "stop")).reward
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is not a zombie."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+async def eventually(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("deed", "words"),
+    [
+        ("raise_error 5", r"item 9: compute_reward failed: ValueError: no luck with 5 \(environment.py:\d+\)"),
+        ("exit", "SystemExit"),
+        ("exit_later", "user code raised SystemExit"),
+        ("wrong_type", "returned float 1.0, not a RewardResult"),
+        ("wrong_metric", r"sample_metrics\['rank'\] is str 'first', not a number"),
+        ("number nan", "total_reward is nan"),
+        ("number inf", "total_reward is inf"),
+    ],
+)
+async def test_a_failing_reward_fails_its_sample_and_spares_its_process(make_pool, encode, deed, words):
+    pool = await make_pool("hostile")
+    before = await do(pool, encode, FINE)
+    with pytest.raises(EnvironmentFailure, match=words):
+        await do(pool, encode, deed, index=9)
+    assert (await do(pool, encode, FINE)).sample_metrics == before.sample_metrics
+    assert pool.status().restarts == 0
+
+
+@pytest.mark.parametrize(
+    ("deed", "words"), [("end", "exit code 7"), ("crash", "SIGSEGV"), ("leave_a_child 3600", "exit code 0")]
+)
+async def test_a_reward_that_ends_its_process_is_the_only_one_to_fail(make_pool, encode, deed, words):
+    pool = await make_pool("hostile")
+    bystanders = [asyncio.ensure_future(do(pool, encode, "wait 0.3")) for _ in range(3)]
+    bystanders += [asyncio.ensure_future(do(pool, encode, FINE)) for _ in range(30)]
+    await asyncio.sleep(0)
+    culprit = asyncio.ensure_future(do(pool, encode, deed))
+    bystanders += [asyncio.ensure_future(do(pool, encode, FINE)) for _ in range(30)]
+    with pytest.raises(EnvironmentFailure, match=words):
+        await culprit
+    assert [reward.total_reward for reward in await asyncio.gather(*bystanders)] == [1.0] * 63
+    assert pool.status().restarts == 1
+
+
+@pytest.mark.parametrize("deed", ["sleep 3600", "hold_the_interpreter", "block_in_a_task 3600"])
+async def test_a_reward_that_never_returns_fails_alone_and_its_process_is_replaced(make_pool, encode, deed):
+    pool = await make_pool("hostile", timeout_seconds=1.0)
+    before = (await do(pool, encode, FINE)).sample_metrics["pid"]
+    waiting = [asyncio.ensure_future(do(pool, encode, "wait 0.5")) for _ in range(3)]
+    await asyncio.sleep(0.1)
+    culprit = asyncio.ensure_future(do(pool, encode, deed))
+    queued = [asyncio.ensure_future(do(pool, encode, FINE)) for _ in range(5)]
+    with pytest.raises(EnvironmentFailure, match="did not end within 1 seconds"):
+        await culprit
+    rewards = await asyncio.gather(*waiting, *queued)
+    assert {reward.total_reward for reward in rewards} == {1.0}
+    assert all(reward.sample_metrics["pid"] != before for reward in rewards)
+    assert (pool.status().restarts, pool.status().deadlines_passed) == (1, 1)
+    await eventually(lambda: not is_running(int(before)))
+
+
+async def test_an_awaiting_reward_that_exceeds_its_deadline_is_cancelled_without_a_kill(make_pool, encode):
+    pool = await make_pool("hostile", timeout_seconds=0.6)
+    before = (await do(pool, encode, FINE)).sample_metrics
+    with pytest.raises(EnvironmentFailure, match="did not end within"):
+        await do(pool, encode, "wait 3600")
+    await eventually(lambda: pool.status().calls_in_workers == 0)
+    assert (await do(pool, encode, FINE)).sample_metrics == before
+
+
+async def test_an_awaiting_reward_that_resists_cancellation_is_killed(make_pool, encode):
+    pool = await make_pool("hostile", timeout_seconds=0.3)
+    before = (await do(pool, encode, FINE)).sample_metrics
+    with pytest.raises(EnvironmentFailure, match="did not end within"):
+        await do(pool, encode, "wait_whatever_happens")
+    await eventually(lambda: pool.status().restarts == 1)
+    assert (await do(pool, encode, FINE)).sample_metrics != before
+
+
+async def test_a_deadline_kills_one_process_and_no_other(make_pool, encode):
+    pool = await make_pool("hostile", num_workers=2, timeout_seconds=0.8)
+    pids = {(await do(pool, encode, "sleep 0.1")).sample_metrics["pid"] for _ in range(1)}
+    rewards = await asyncio.gather(*(do(pool, encode, "sleep 0.1") for _ in range(6)))
+    pids |= {reward.sample_metrics["pid"] for reward in rewards}
+    assert len(pids) == 2
+    with pytest.raises(EnvironmentFailure):
+        await do(pool, encode, "sleep 3600")
+    await eventually(lambda: sum(is_running(int(pid)) for pid in pids) == 1)
+
+
+async def test_a_slow_reward_does_not_delay_the_others(make_pool, encode):
+    """Defect 19. The slow one is over last although it was first, and the event loop stays free."""
+    pool = await make_pool("hostile", num_workers=2)
+    await asyncio.gather(*(do(pool, encode, FINE) for _ in range(200)))  # so cheap that calls are sent ahead
+    order = []
+    slow = asyncio.ensure_future(do(pool, encode, "sleep 1.5"))
+    slow.add_done_callback(lambda _: order.append("slow"))
+    fast = [asyncio.ensure_future(do(pool, encode, FINE)) for _ in range(100)]
+    for task in fast:
+        task.add_done_callback(lambda _: order.append("fast"))
+    await asyncio.gather(slow, *fast)
+    assert order == ["fast"] * 100 + ["slow"]
+
+
+async def test_waiting_rewards_of_one_process_wait_together(make_pool, encode):
+    pool = await make_pool("hostile", timeout_seconds=5.0)
+    rewards = await asyncio.gather(*(do(pool, encode, "wait 1") for _ in range(100)))  # 100 s one after the other
+    assert len(rewards) == 100
+
+
+async def test_a_reward_may_run_an_event_loop_of_its_own(make_pool, encode):
+    pool = await make_pool("hostile")
+    assert (await do(pool, encode, "run_a_loop")).total_reward == 1.0
+    assert (await do(pool, encode, "wait 0.01")).total_reward == 1.0
+
+
+async def test_memory_is_bounded_and_the_process_goes_on(make_pool, encode):
+    pool = await make_pool("hostile", memory_limit_bytes=512 * 2**20)
+    with pytest.raises(EnvironmentFailure, match="MemoryError"):
+        await do(pool, encode, "gorge")
+    assert (await do(pool, encode, FINE)).total_reward == 1.0
+
+
+async def test_what_user_code_prints_lands_in_the_log_and_not_in_the_answers(make_pool, encode, tmp_path):
+    pool = await make_pool("hostile")
+    assert (await do(pool, encode, "print")).total_reward == 1.0
+    assert (await do(pool, encode, FINE)).total_reward == 1.0
+    log = (tmp_path / "logs-0" / "environment-0.log").read_bytes()
+    assert b"no newline" in log
+    assert b"from a child" in log
+
+
+async def test_the_stack_of_a_hanging_reward_is_in_the_log(make_pool, encode, tmp_path):
+    pool = await make_pool("hostile", timeout_seconds=0.3)
+    with pytest.raises(EnvironmentFailure, match="environment-0.log"):
+        await do(pool, encode, "sleep 3600")
+    await eventually(lambda: b"in sleep" in (tmp_path / "logs-0" / "environment-0.log").read_bytes())
+
+
+async def test_close_ends_processes_that_are_busy_and_fails_their_calls(make_pool, encode):
+    pool = await make_pool("hostile", num_workers=2)
+    pids = [(await do(pool, encode, FINE)).sample_metrics["pid"]]
+    calls = [asyncio.ensure_future(do(pool, encode, "hold_the_interpreter")) for _ in range(3)]
+    await asyncio.sleep(0.2)
+    await asyncio.wait_for(pool.close(), 10)
+    for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(outcome, InfrastructureError)
+    assert not is_running(int(pids[0]))
+    with pytest.raises(InfrastructureError, match="closed"):
+        await do(pool, encode, FINE)
+
+
+@pytest.mark.parametrize("deed", ["fine", "hold_the_interpreter"])
+async def test_workers_die_with_their_parent(tokenizer_path, deed):
+    here = Path(__file__).parent
+    program = textwrap.dedent(
+        f"""
+        import asyncio, sys
+        sys.path.insert(0, {str(here)!r})
+        from telescope.environments.pool import EnvironmentPool
+        from telescope.environments.records import EnvironmentSpec, RendererSpec
+        async def main():
+            pool = EnvironmentPool([EnvironmentSpec("hostile")], renderer=RendererSpec({tokenizer_path!r}),
+                                   num_workers=1, environments_path=[{str(here / "environments_for_tests")!r}])
+            await pool.start()
+            ids = lambda text: [c + 0 for c in pool_ids(text)]
+            from transformers import AutoTokenizer
+            tokenizer = AutoTokenizer.from_pretrained({tokenizer_path!r})
+            call = lambda text: pool.advance("hostile", 0, tokenizer(text)["input_ids"], "length")
+            print(int((await call("fine")).reward.sample_metrics["pid"]), flush=True)
+            await call({deed!r})
+            await asyncio.sleep(3600)
+        asyncio.run(main())
+        """
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    pid = int(await asyncio.to_thread(parent.stdout.readline))
+    assert is_running(pid)
+    await asyncio.sleep(0.3)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    await eventually(lambda: not is_running(pid))
+
+
+async def test_the_driver_never_imports_user_code(make_pool, encode):
+    pool = await make_pool("hostile")
+    reward = await do(pool, encode, FINE)
+    assert reward.sample_metrics["pid"] != os.getpid()
+    assert not any("hostile" in name for name in sys.modules)
