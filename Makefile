@@ -1,0 +1,55 @@
+# `make demo` and `make test` need nothing before them but the clone. They share .venv, which scripts/set_up.py makes.
+#
+#   make setup PYTHON=/path/to/python3.12     with that Python
+#   make setup ACCELERATOR=cpu|cuda           instead of what is found
+#   make demo ARGS="--seed 1"                 with other settings of the run
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types test-unit test-integration e2e doctor pin clean
+
+PY := .venv/bin/python
+PYTEST := $(PY) -m pytest
+# Bytecode that is not kept would be compiled again by every process of every run.
+unexport PYTHONDONTWRITEBYTECODE
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup:  ## make .venv: torch, vLLM and Ray for this machine (a few minutes the first time)
+	@PYTHON="$(PYTHON)" ACCELERATOR="$(ACCELERATOR)" scripts/set_up.sh
+
+demo: setup  ## watch a small language model learn arithmetic on this machine (10 minutes, no GPU needed)
+	@$(PY) train.py --config configs/examples/demo_countdown.yaml $(ARGS)
+
+# One recipe, so that the tiers run in this order whatever -j says, and the first that fails ends it.
+test: setup  ## everything: lint, types, unit, integration, e2e
+	@echo "== lint";        $(MAKE) --no-print-directory run-lint
+	@echo "== types";       $(MAKE) --no-print-directory run-types
+	@echo "== unit";        $(PYTEST) tests/unit
+	@echo "== integration"; $(PYTEST) tests/integration
+	@echo "== e2e: Ray, vLLM and the trainer, for real"; $(PYTEST) tests/e2e
+
+lint: setup run-lint  ## ruff
+types: setup run-types  ## mypy
+test-unit: setup  ## unit tests (ARGS="-k name" for some)
+	@$(PYTEST) tests/unit $(ARGS)
+test-integration: setup  ## tests with a fake engine
+	@$(PYTEST) tests/integration $(ARGS)
+e2e: setup  ## tests with Ray, vLLM and the trainer
+	@$(PYTEST) tests/e2e $(ARGS)
+
+doctor: setup  ## what works on this machine, and what is missing
+	@$(PY) -m telescope.cli.main doctor
+
+pin:  ## resolve requirements/*.txt anew
+	@scripts/pin_requirements.sh
+
+clean:  ## remove caches and builds; runs/ and .venv stay
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+.PHONY: run-lint run-types
+run-lint:
+	@$(PY) -m ruff check .
+run-types:
+	@$(PY) -m mypy
