@@ -33,7 +33,7 @@ from telescope.record.pending import PendingRows
 from telescope.record.process import ProcessIdentity
 from telescope.record.run_info import HEARTBEAT_SECONDS
 from telescope.record.table_writer import TableWriter
-from telescope.record.tables import COLUMN_NAMES, TABLES
+from telescope.record.tables import COLUMN_NAMES, TABLES, Keep
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,8 @@ class Recorder:
         """Add one row. Thread-safe; returns at once. The row is copied, nested dictionaries included, lists not.
 
         `attempt` is filled in. Missing columns are null. Raises `ValueError` for a table or column that does not exist:
-        that is a mistake in the caller, never a state of the disk. After `close`, rows are counted as dropped.
+        that is a mistake in the caller, never a state of the disk. After `close` telemetry is passed over, such as the
+        line that says that the run ended; any other row counts as dropped.
         """
         columns = COLUMN_NAMES.get(table)
         if columns is None:
@@ -136,7 +137,7 @@ class Recorder:
             copy.setdefault("attempt", self.attempt)
         with self._lock:
             if self._closing:
-                self._pending.dropped[table] += 1
+                self._pending.dropped[table] += TABLES[table].keep > Keep.TELEMETRY
                 return
             self._pending.add(table, copy)
             urgent = self._pending.num_rows >= self._wake_rows or self._pending.num_bytes >= self._wake_bytes
@@ -286,7 +287,8 @@ class Recorder:
             for name in TABLES:
                 if time.monotonic() > self._closing_deadline - 2 * CLOSING_GRACE_SECONDS:
                     return
-                self._written_bytes += self._writer(name).finish()
+                if self.files.table(name).is_dir():
+                    self._written_bytes += self._writer(name).finish()
             time.sleep(min(CLOSING_GRACE_SECONDS, self._grace_seconds))
             for writer in self._writers.values():
                 writer.sweep(0.0)

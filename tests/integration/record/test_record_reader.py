@@ -1,0 +1,172 @@
+"""Runs, attempts and queries, as a person reads them."""
+
+import json
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from telescope.errors import UserError
+from telescope.record import Recorder
+from telescope.record.attempt import begin_run, end_run
+from telescope.record.query import Database
+from telescope.record.reader import Run, find_runs, list_runs
+from telescope.record.run_info import next_attempt
+from telescope.record.segments import segment_name
+
+
+def write_attempt(run_dir, steps, *, name="demo", status="finished", first_step=None, reward=0.0, error=None):
+    """An attempt that trains `steps`, with two samples and turns each, a log line each, and a discarded sample."""
+    with Recorder(run_dir, attempt=next_attempt(run_dir), flush_seconds=0.01, grace_seconds=0.0) as recorder:
+        info = begin_run(
+            recorder, name=name, config_hash="abc", config_json='{"seed": 1}', tags=["t"], first_step=first_step
+        )
+        for step in steps:
+            for place in range(2):
+                sample = f"{step}-{place}"
+                recorder.write("samples", {"sample_id": sample, "step": step, "status": "kept", "reward": reward})
+                recorder.write("turns", {"sample_id": sample, "turn": 0, "text": f"attempt {recorder.attempt}"})
+            recorder.write("logs", {"message": f"step {step}"})
+            recorder.write("steps", {"step": step, "reward_mean": reward + step / 10, "metrics": {"entropy": 0.5}})
+        recorder.write("samples", {"sample_id": "discarded", "status": "discarded"})
+        if status != "killed":
+            end_run(recorder, info, status, config_json='{"seed": 1}', error=error)
+
+
+def column(run, table, name, **options):
+    return run.table(table, **options)[name].to_pylist()
+
+
+@pytest.fixture
+def resumed(tmp_path):
+    write_attempt(tmp_path / "run", range(1, 8), status="failed", first_step=1)
+    write_attempt(tmp_path / "run", range(5, 7), first_step=5, reward=1.0)
+    return Run(tmp_path / "run")
+
+
+def test_steps_that_a_resume_did_again_are_hidden_with_their_samples_and_turns(resumed):
+    assert column(resumed, "steps", "step") == [1, 2, 3, 4, 5, 6]
+    assert column(resumed, "steps", "attempt") == [1, 1, 1, 1, 2, 2]
+    assert column(resumed, "samples", "reward", columns=["reward"]) == [0.0] * 8 + [None] + [1.0] * 4 + [None]
+    assert column(resumed, "turns", "text") == ["attempt 1"] * 8 + ["attempt 2"] * 4
+    assert len(column(resumed, "logs", "message")) == 9, "what was logged stays true"
+    assert len(column(resumed, "steps", "step", all_attempts=True)) == 9
+
+
+def test_queries_hide_what_the_reader_hides(resumed):
+    for table in ("steps", "samples", "turns", "logs", "attempts"):
+        assert resumed.sql(f"SELECT count(*) FROM {table}").rows == [(resumed.table(table).num_rows,)]
+    assert resumed.sql("SELECT step, reward_mean FROM steps ORDER BY step").rows[4:] == [(5, 1.5), (6, 1.6)]
+
+
+def test_a_resume_that_does_not_say_where_it_starts_supersedes_from_its_first_row(tmp_path):
+    write_attempt(tmp_path, range(1, 4))
+    write_attempt(tmp_path, range(1, 3))
+    assert column(Run(tmp_path), "steps", "attempt") == [2, 2]
+
+
+def test_a_run_keeps_its_identity_over_attempts(resumed):
+    (row,) = resumed.table("runs").to_pylist()
+    assert row["run_id"] == resumed.info.run_id
+    assert row["started_at"] == resumed.info.started_at <= row["ended_at"]
+    assert [attempt["attempt"] for attempt in resumed.attempts()] == [1, 2]
+    assert dict(resumed.attempts()[0]["versions"])["python"]
+
+
+def test_runs_are_listed_newest_first_with_their_results(tmp_path):
+    write_attempt(tmp_path / "old", range(3))
+    write_attempt(tmp_path / "group" / "new", range(4), status="failed", error="RuntimeError: no")
+    (tmp_path / "old" / "summary.json").write_text(json.dumps({"heldout_before": 0.2, "heldout_after": 0.45}))
+    (tmp_path / "notes").mkdir()
+    new, old = list_runs(tmp_path)
+    assert (new.label, new.status, new.steps, new.error) == ("group/new", "failed", 4, "RuntimeError: no")
+    assert (old.reward_first, old.reward_last, old.heldout_before, old.heldout_after) == (0.0, 0.2, 0.2, 0.45)
+
+
+def test_a_run_that_was_cut_off_is_dead_and_a_folder_without_one_is_an_error(tmp_path):
+    script = (
+        "import sys, os; from telescope.record import Recorder; from telescope.record.attempt import begin_run\n"
+        "begin_run(Recorder(sys.argv[1]), name='x', config_hash='', config_json='{}'); os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], timeout=60)
+    assert list_runs(tmp_path)[0].status == "dead"
+    with pytest.raises(UserError, match="not a run directory"):
+        Run(tmp_path)
+    with pytest.raises(UserError, match="is not a folder"):
+        list_runs(tmp_path / "missing")
+
+
+def test_all_runs_answer_with_their_name_and_an_odd_path_is_no_pattern(tmp_path):
+    root = tmp_path / "it's [1] * ?"
+    write_attempt(root / "a", range(2))
+    write_attempt(root / "b", range(3))
+    answer = Database(find_runs(root)).execute("SELECT run, count(*) FROM steps GROUP BY run ORDER BY run")
+    assert answer.rows == [("a", 2), ("b", 3)]
+    assert answer.columns[0] == "run"
+
+
+def test_files_of_another_version_are_read(tmp_path):
+    write_attempt(tmp_path, range(2))
+    older = pa.table({"step": pa.array([2], pa.int64()), "colour": ["red"]})
+    pq.write_table(older, tmp_path / "tables" / "steps" / segment_name(2, 3, 0))
+    run = Run(tmp_path)
+    assert column(run, "steps", "reward_mean") == [0.0, 0.1, None]
+    assert run.sql("SELECT step, reward_mean, colour FROM steps ORDER BY step").rows[2] == (2, None, "red")
+    write_attempt(tmp_path, [3], first_step=3)
+    assert Run(tmp_path).sql("SELECT colour FROM steps WHERE step = 2").rows == [("red",)], "a merge keeps it"
+
+
+@pytest.mark.parametrize(
+    ("sql", "parts"),
+    [
+        ("SELECT * FROM sampels", ["no table 'sampels'", "Did you mean 'samples'?", "attempts, gauges"]),
+        ("SELECT reward_men FROM steps", ["no column 'reward_men'", "'reward_mean'", "Columns of steps: run, attempt"]),
+        ("SELECT s.entropy FROM steps s", ["no column 'entropy'", "metrics['entropy'] in steps.metrics"]),
+        ("SELECT 1; SELECT 2", ["2 statements"]),
+        ("", ["0 statements"]),
+        ("SELEC 1", ["syntax error"]),
+        ("SELECT foo(1)", ["foo"]),
+    ],
+)
+def test_an_error_says_what_there_is(resumed, sql, parts):
+    with pytest.raises(UserError) as caught:
+        resumed.sql(sql)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "COPY steps TO '{path}'",
+        "EXPLAIN ANALYZE COPY steps TO '{path}'",
+        "explain (analyze) copy steps to '{path}'",
+        "EXPORT DATABASE '{path}'",
+        "ATTACH '{path}'",
+        "INSTALL httpfs",
+        "CREATE TABLE x (a INT)",
+        "DELETE FROM steps",
+        "SET threads = 1",
+    ],
+)
+def test_a_query_cannot_write(resumed, tmp_path, sql):
+    path = tmp_path / "written"
+    with pytest.raises(UserError, match="read-only"):
+        resumed.sql(sql.format(path=path))
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("sql", ["DESCRIBE steps", "SUMMARIZE steps", "FROM steps", "SHOW TABLES", "EXPLAIN SELECT 1"])
+def test_statements_that_read_are_answered(resumed, sql):
+    assert resumed.sql(sql).rows
+
+
+def test_the_reader_needs_nothing_heavy():
+    heavy = ["torch", "ray", "vllm", "transformers", "wandb", "pydantic", "yaml"]
+    script = (
+        f"import sys; sys.modules.update(dict.fromkeys({heavy!r}))\n"
+        "import telescope.record.reader, telescope.record.query, telescope.cli.runs, telescope.cli.query\n"
+        "import telescope.record, telescope.record.logging, telescope.record.wandb_sink"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -1,0 +1,180 @@
+"""A run never waits for its record and never dies of it."""
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from telescope.errors import UserError
+from telescope.record import Recorder
+from telescope.record.reader import Run
+from telescope.record.table_writer import TableWriter
+from telescope.record.tables import TABLES
+
+WRITER = Path(__file__).parent / "record_writer_process.py"
+
+
+def reports(caplog) -> list[str]:
+    return [record.message for record in caplog.records if "CANNOT BE WRITTEN" in record.message]
+
+
+def test_rows_of_every_table_come_back_from_many_threads(tmp_path):
+    with Recorder(tmp_path, flush_seconds=0.01) as recorder:
+        threads = [
+            threading.Thread(
+                target=lambda place=place: [recorder.write("gauges", {"value": place * 100 + k}) for k in range(100)]
+            )
+            for place in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for name in TABLES:
+            recorder.write(name, {})
+        for thread in threads:
+            thread.join()
+    run = Run(tmp_path)
+    assert sorted(value for value in run.table("gauges")["value"].to_pylist() if value is not None) == list(range(800))
+    assert all(run.table(name).num_rows >= 1 for name in TABLES)
+
+
+def test_rows_reach_the_disk_without_being_asked_to(tmp_path):
+    recorder = Recorder(tmp_path, flush_seconds=0.02)
+    recorder.write("steps", {"step": 1})
+    deadline = time.monotonic() + 30
+    while not Run(tmp_path).table("steps").num_rows and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert Run(tmp_path).table("steps")["attempt"].to_pylist() == [1]
+    recorder.close()
+
+
+def test_a_row_may_be_changed_after_it_was_written(tmp_path):
+    metrics = {"a": 1.0}
+    with Recorder(tmp_path, flush_seconds=5) as recorder:
+        recorder.write("steps", {"step": 1, "metrics": metrics})
+        metrics["a"] = 2.0
+    assert Run(tmp_path).table("steps")["metrics"].to_pylist() == [[("a", 1.0)]]
+
+
+@pytest.mark.parametrize(("table", "row"), [("step", {}), ("steps", {"stepp": 1})])
+def test_a_name_that_does_not_exist_is_the_callers_mistake(tmp_path, table, row):
+    with Recorder(tmp_path) as recorder, pytest.raises(ValueError, match="stepp|step"):
+        recorder.write(table, row)
+
+
+def test_a_full_disk_is_reported_once_and_costs_what_matters_least(tmp_path):
+    answer = subprocess.run(
+        [sys.executable, str(WRITER), str(tmp_path), "small-files"], capture_output=True, text=True, timeout=120
+    )
+    assert answer.returncode == 0, answer.stderr
+    lines = answer.stdout.splitlines()
+    assert sum("CANNOT BE WRITTEN" in line for line in lines) == 1
+    assert sum("being written again" in line for line in lines) == 1
+    assert sum("Rows missing" in line for line in lines) == 1
+    run = Run(tmp_path)
+    assert run.table("steps")["step"].to_pylist() == list(range(600))
+    kept = run.table("samples").num_rows + run.table("logs").num_rows
+    assert kept == 400, "1,000 rows fit, the 600 steps among them"
+    assert run.table("logs").num_rows == 0, "log lines go before samples"
+
+
+def test_a_folder_that_cannot_be_made_is_reported_once_and_used_once_it_can(tmp_path, caplog):
+    (tmp_path / "tables").write_text("in the way")
+    recorder = Recorder(tmp_path, flush_seconds=0.01)
+    for step in range(50):
+        recorder.write("steps", {"step": step})
+    assert not recorder.flush(0.3)
+    assert len(reports(caplog)) == 1
+    assert "tables" in reports(caplog)[0]
+    (tmp_path / "tables").unlink()
+    assert recorder.flush(30)
+    assert recorder.close()
+    assert len(reports(caplog)) == 1
+    assert Run(tmp_path).table("steps")["step"].to_pylist() == list(range(50))
+
+
+def test_closing_on_a_disk_that_never_works_ends_within_its_deadline(tmp_path, caplog):
+    (tmp_path / "tables").write_text("in the way")
+    recorder = Recorder(tmp_path, flush_seconds=0.01)
+    recorder.write("steps", {"step": 1})
+    assert not recorder.close(timeout=3.0)
+    assert any("is incomplete: 1 rows" in record.message for record in caplog.records)
+    assert not recorder._thread.is_alive()
+
+
+def test_a_row_that_breaks_the_writer_does_not_stop_the_others(tmp_path, monkeypatch, caplog):
+    append = TableWriter.append
+
+    def failing(self, rows):
+        if any(row.get("step") == 13 for row in rows):
+            raise RuntimeError("thirteen")
+        return append(self, rows)
+
+    monkeypatch.setattr(TableWriter, "append", failing)
+    with Recorder(tmp_path, flush_seconds=0.01) as recorder:
+        for step in (12, 13, 14):
+            recorder.write("steps", {"step": step})
+            recorder.flush()
+        assert recorder.health().dropped == {"steps": 1}
+    assert Run(tmp_path).table("steps")["step"].to_pylist() == [12, 14]
+    assert any("thirteen" in str(record.exc_info) for record in caplog.records)
+
+
+def test_memory_stays_bounded_while_the_disk_hangs(tmp_path, monkeypatch):
+    blocked = threading.Event()
+    append = TableWriter.append
+    monkeypatch.setattr(TableWriter, "append", lambda self, rows: (blocked.wait(60), append(self, rows))[1])
+    recorder = Recorder(tmp_path, flush_seconds=0.01, max_pending_rows=500, max_pending_bytes=10**6)
+    for number in range(3000):
+        recorder.write("samples", {"sample_id": str(number), "completion_text": "x" * 1000})
+        recorder.write("gauges", {"value": number})
+    health = recorder.health()
+    assert health.pending_rows <= 500
+    assert health.pending_bytes <= 10**6
+    assert sum(health.dropped.values()) + health.pending_rows == 6000
+    blocked.set()
+    recorder.close()
+
+
+def test_a_second_writer_of_a_run_is_refused_and_told_who_is_there(tmp_path):
+    with Recorder(tmp_path, flush_seconds=0.01) as recorder:
+        recorder.flush()
+        with pytest.raises(UserError, match=r"is being written by another run. Process \d+ on"):
+            Recorder(tmp_path)
+    Recorder(tmp_path).close()
+
+
+def test_what_is_in_flight_is_shown_while_the_run_lives(tmp_path):
+    from telescope.record.attempt import begin_run
+
+    recorder = Recorder(tmp_path, flush_seconds=0.01)
+    begin_run(recorder, name="r", config_hash="", config_json="{}")
+    recorder.set_in_flight([{"sample_id": "a", "completion_tokens": np.int64(5), "unknown": 1}])
+    recorder.flush()
+    row = Run(tmp_path).in_flight().to_pylist()[0]
+    assert (row["sample_id"], row["completion_tokens"], row["status"]) == ("a", 5, "in_flight")
+    recorder.set_in_flight([])
+    recorder.flush()
+    assert Run(tmp_path).in_flight().num_rows == 0
+    recorder.close()
+    assert not (tmp_path / "tables" / "in_flight.json").exists()
+
+
+def test_closing_twice_and_writing_after_it_is_harmless(tmp_path):
+    recorder = Recorder(tmp_path)
+    assert recorder.close()
+    recorder.write("logs", {"message": "the run ended"})
+    assert recorder.close()
+    recorder.write("steps", {"step": 1})
+    assert recorder.health().dropped == {"steps": 1}
+
+
+def test_the_record_says_nothing_while_all_is_well(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    with Recorder(tmp_path) as recorder:
+        recorder.write("steps", {"step": 1})
+    assert not caplog.records
