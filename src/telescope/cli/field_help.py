@@ -10,7 +10,7 @@ from rich.text import Text
 
 from telescope.config import EnvironmentEntry, EvalEntry
 from telescope.config.base import Section
-from telescope.config.describe import FieldDescription, describe_section
+from telescope.config.describe import FieldDescription, describe_all, describe_section
 from telescope.config.rules import RULES
 from telescope.config.sections import SECTIONS
 from telescope.config.suggest import nearest_name
@@ -65,14 +65,14 @@ def print_sections(console: Console, sections: Sequence[type[Section]]) -> None:
 def explain(console: Console, name: str) -> None:
     """Everything about one field (or every field of one section). Raises `UserError` for a name that is neither."""
     wanted = name.strip().lstrip("-").replace("-", "_")
+    for field in describe_all():
+        if field.name == wanted:
+            _print_field(console, field)
+            return
     for section in SECTIONS:
         if section.TITLE.lower() == name.strip().lower():
             print_sections(console, [section])
             return
-        for field in describe_section(section):
-            if field.name == wanted:
-                _print_field(console, field)
-                return
     known = [field for section in SECTIONS for field in section.model_fields]
     near = nearest_name(wanted, known)
     hint = f" Did you mean '{near}'?" if near else ""

@@ -73,7 +73,7 @@ def yaml_text(value: Any) -> str:
     if isinstance(value, float):
         return _float_text(value)
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return yaml.safe_dump(value, default_style='"', width=1_000_000, allow_unicode=True).removesuffix("\n")
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return "[" + ", ".join(yaml_text(item) for item in value) + "]"
     text = yaml.safe_dump(value, default_flow_style=True, width=1_000_000, sort_keys=False)

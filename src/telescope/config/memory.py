@@ -6,6 +6,7 @@ and both are given as one named item. Pure arithmetic; bytes everywhere.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -135,10 +136,13 @@ def _engine_memory(config: TelescopeConfig, shape: ModelShape, device: str, memo
     overhead = ENGINE_WORKSPACE_BYTES if device == "cuda" else 0
     kv_cache: int | None
     if device == "cpu":
+        # vLLM takes whole GiB on the CPU.
         if config.inference_kv_cache_gib is not None:
-            kv_cache = int(config.inference_kv_cache_gib * GIB)
+            kv_cache = math.ceil(config.inference_kv_cache_gib) * GIB
+        elif memory is None:
+            kv_cache = None
         else:
-            kv_cache = None if memory is None else min(lanes_kv, int(memory * SHARE_OF_CPU_MEMORY_FOR_KV))
+            kv_cache = math.ceil(min(lanes_kv, memory * SHARE_OF_CPU_MEMORY_FOR_KV) / GIB) * GIB
     else:
         kv_cache = None if memory is None else max(int(memory * config.gpu_memory_utilization) - weights - overhead, 0)
     return EngineMemory(weights, kv_cache, overhead, per_token, lanes_kv, longest)

@@ -259,7 +259,9 @@ def test_an_empty_file_lacks_an_environment(tmp_path):
 
 
 def test_yaml_anchors_and_merges_work(tmp_path):
-    path = write(tmp_path, "environments: [{name: a, kwargs: &k {x: 1, y: 2}}]\nevals: [{name: a, kwargs: {<<: *k, y: 3}}]")
+    path = write(
+        tmp_path, "environments: [{name: a, kwargs: &k {x: 1, y: 2}}]\nevals: [{name: a, kwargs: {<<: *k, y: 3}}]"
+    )
     assert load(path).config.evals[0].kwargs == {"x": 1, "y": 3}
 
 
@@ -275,7 +277,9 @@ def test_a_run_that_sets_nothing_special_has_no_notes(run_yaml):
     assert load(run_yaml).notes == []
 
 
-@pytest.mark.parametrize(("field", "value"), [("algorithm", "cispo"), ("train_backend", "megatron"), ("train_backend", "a.b:C")])
+@pytest.mark.parametrize(
+    ("field", "value"), [("algorithm", "cispo"), ("train_backend", "megatron"), ("train_backend", "a.b:C")]
+)
 def test_a_choice_that_would_compute_something_else_is_refused(field, value):
     message = error_of(None, "--environments", "[{name: a}]", f"--{field}", value)
     assert message.startswith(f"{field} is '{value}'")

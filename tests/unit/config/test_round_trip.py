@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telescope.config import TelescopeConfig
@@ -55,6 +55,7 @@ def configs(draw: st.DrawFn) -> TelescopeConfig:
     return TelescopeConfig(environments=draw(ENVIRONMENTS), **values)
 
 
+@settings(deadline=None, max_examples=40)
 @given(configs())
 def test_json_round_trip_keeps_values_hash_and_what_the_user_set(config):
     restored = TelescopeConfig.from_json(config.to_json())
@@ -65,6 +66,7 @@ def test_json_round_trip_keeps_values_hash_and_what_the_user_set(config):
     assert restored.to_json() == config.to_json()
 
 
+@settings(deadline=None, max_examples=40)
 @given(configs(), st.sampled_from([("seed", 12345), ("group_size", 600), ("debug", None)]))
 def test_the_hash_changes_with_any_value(config, change):
     name, value = change
@@ -72,6 +74,7 @@ def test_the_hash_changes_with_any_value(config, change):
     assert (other.hash == config.hash) == (other.values == config.values)
 
 
+@settings(deadline=None, max_examples=40)
 @given(configs())
 def test_the_hash_does_not_depend_on_the_order_of_fields_or_on_who_chose_them(config):
     backwards = TelescopeConfig(**dict(reversed(config.values.items())))

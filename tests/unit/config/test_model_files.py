@@ -1,0 +1,137 @@
+"""What can be seen to be wrong with a model's files before anything loads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from telescope.config import TelescopeConfig
+from telescope.config.model_files import inspect_model, is_local_path
+from telescope.errors import ConfigError
+
+MODEL_CONFIG = {
+    "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def write_model(folder: Path, *, without: str = "", **changes: str) -> Path:
+    """A folder that looks like a model. `without` leaves a file out; `changes` replaces contents by file stem."""
+    files = {
+        "config.json": json.dumps(MODEL_CONFIG),
+        "tokenizer.json": "{}",
+        "tokenizer_config.json": "{}",
+        "chat_template.jinja": TEMPLATE,
+        "model.safetensors": "weights",
+    }
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        if name != without:
+            (folder / name).write_text(changes.get(name.split(".")[0], text))
+    return folder
+
+
+def config(model: object, **values: object) -> TelescopeConfig:
+    return TelescopeConfig(environments=[{"name": "a"}], model=str(model), **values)
+
+
+def error_of(model: object, **values: object) -> str:
+    with pytest.raises(ConfigError) as raised:
+        inspect_model(config(model, **values))
+    return str(raised.value)
+
+
+def test_a_complete_folder_is_accepted_and_gives_its_shape(tmp_path):
+    report = inspect_model(config(write_model(tmp_path / "m")))
+    assert report.unchecked is None
+    assert report.shape is not None
+    assert report.shape.num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("config.json", "holds no config.json"),
+        ("tokenizer.json", "holds no tokenizer"),
+        ("chat_template.jinja", "has no chat template"),
+        ("model.safetensors", "holds no weights"),
+    ],
+)
+def test_a_missing_file_is_named_with_the_fix(tmp_path, missing, words):
+    message = error_of(write_model(tmp_path / "m", without=missing))
+    assert message.startswith("model is ")
+    assert words in message
+    assert ". " in message
+
+
+def test_a_template_of_the_configuration_replaces_the_missing_one(tmp_path):
+    folder = write_model(tmp_path / "m", without="chat_template.jinja")
+    assert inspect_model(config(folder, chat_template=TEMPLATE)).unchecked is None
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, [{"name": "default", "template": TEMPLATE}]])
+def test_a_template_in_the_tokenizer_config_counts(tmp_path, template):
+    folder = write_model(
+        tmp_path / "m", without="chat_template.jinja", tokenizer_config=json.dumps({"chat_template": template})
+    )
+    assert inspect_model(config(folder)).unchecked is None
+
+
+def test_a_template_that_is_not_jinja_is_refused_wherever_it_stands(tmp_path):
+    folder = write_model(tmp_path / "m", chat_template="{% for m in messages %}")
+    assert "is not a Jinja2 template" in error_of(folder)
+    assert error_of(folder, chat_template="{{ messages").startswith("chat_template is not a Jinja2 template")
+
+
+def test_templates_may_mark_generation_and_control_loops(tmp_path):
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    assert inspect_model(config(write_model(tmp_path / "m", chat_template=template))).unchecked is None
+
+
+def test_a_broken_json_file_is_named(tmp_path):
+    message = error_of(write_model(tmp_path / "m", without="chat_template.jinja", tokenizer_config="{"))
+    assert "tokenizer_config.json" in message
+
+
+def test_a_path_that_is_no_folder(tmp_path):
+    assert "does not exist" in error_of(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    assert "is a file" in error_of(tmp_path / "file")
+
+
+def test_a_context_beyond_the_model_is_refused_unless_it_is_scaled(tmp_path):
+    folder = write_model(tmp_path / "m")
+    assert "max_model_len is 9000" in error_of(folder, max_model_len=9000)
+    scaled = {**MODEL_CONFIG, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    assert inspect_model(config(write_model(tmp_path / "s", config=json.dumps(scaled)), max_model_len=9000)).shape
+    plain = {**MODEL_CONFIG, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    assert "max_model_len" in error_of(write_model(tmp_path / "p", config=json.dumps(plain)), max_model_len=9000)
+
+
+def test_tensor_parallelism_must_divide_the_heads(tmp_path):
+    message = error_of(write_model(tmp_path / "m"), inference_tensor_parallel_size=8, inference_num_workers=8)
+    assert "inference_tensor_parallel_size is 8" in message
+    assert "4 attention heads" in message
+
+
+def test_a_hub_identifier_that_cannot_be_looked_up_says_so_and_keeps_its_known_shape(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    report = inspect_model(config("Qwen/Qwen2.5-3B"), ask_hub=False)
+    assert report.shape is not None
+    assert report.unchecked is not None
+    assert "could not be checked" in report.unchecked
+
+
+def test_paths_and_hub_identifiers_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    assert is_local_path("models/tiny")
+    assert is_local_path("/data/model")
+    assert is_local_path("./model")
+    assert is_local_path("a/b/c")
+    assert not is_local_path("Qwen/Qwen2.5-3B")
+    assert not is_local_path("gpt2")

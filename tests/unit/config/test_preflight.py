@@ -1,0 +1,117 @@
+"""Checks that look at the machine: ports, the run directory, and all problems at once."""
+
+from __future__ import annotations
+
+import socket
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from telescope.config import TelescopeConfig, preflight
+from telescope.config.run_dir import choose_run_dir
+from telescope.errors import ConfigError
+
+
+def config(**values: object) -> TelescopeConfig:
+    return TelescopeConfig(**{"environments": [{"name": "countdown"}], "ray_address": "local", **values})
+
+
+def message_of(check, config: TelescopeConfig) -> str:
+    with pytest.raises(ConfigError) as raised:
+        check(config)
+    return str(raised.value)
+
+
+@pytest.fixture
+def taken_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_a_port_in_use_is_named_with_a_free_one(taken_port):
+    base = taken_port - 1 if taken_port > 1 else taken_port
+    message = message_of(preflight.check_ports, config(inference_base_port=base))
+    assert f"inference_base_port is {base}" in message
+    assert f"port {taken_port}" in message
+    assert "set inference_base_port" in message
+
+
+def test_ports_on_another_cluster_are_not_judged_from_here(taken_port):
+    preflight.check_ports(config(inference_base_port=taken_port, ray_address="10.0.0.1:6379"))
+
+
+def test_an_address_of_another_machine_is_refused():
+    message = message_of(preflight.check_ports, config(inference_host="192.0.2.1"))
+    assert message.startswith("inference_host is '192.0.2.1'")
+
+
+def test_a_run_directory_below_a_file_is_refused_and_nothing_is_created(tmp_path):
+    (tmp_path / "file").write_text("")
+    message = message_of(preflight.check_run_dir, config(run_dir=str(tmp_path / "file" / "run")))
+    assert "is a file" in message
+    assert "TELESCOPE_RUN_DIR" in message
+
+
+def test_a_place_that_cannot_be_written_is_refused():
+    message = message_of(preflight.check_run_dir, config(run_dir="/proc/telescope/run"))
+    assert "not writable" in message
+
+
+def test_a_directory_of_another_run_is_refused_unless_resuming(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    message = message_of(preflight.check_run_dir, config(run_dir=str(tmp_path)))
+    assert "already holds a run" in message
+    preflight.check_run_dir(config(run_dir=str(tmp_path), resume_from_checkpoint=True))
+
+
+def test_checking_leaves_nothing_behind(tmp_path):
+    preflight.check_run_dir(config(run_dir=str(tmp_path / "new" / "run")))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_environment_that_does_not_exist_suggests_the_nearest():
+    message = message_of_user_error(config(environments=[{"name": "countdow"}]))
+    assert "countdow" in message
+    assert "Did you mean 'countdown'?" in message
+
+
+def test_a_missing_package_is_named_with_the_install_command(tmp_path):
+    folder = tmp_path / "needy"
+    folder.mkdir()
+    (folder / "environment.py").write_text(
+        'REQUIRED_PACKAGES = ["no-such-package-anywhere>=1"]\nimport no_such_package_anywhere\n'
+    )
+    message = message_of_user_error(config(environments=[{"name": "needy"}], environments_path=[str(tmp_path)]))
+    assert "pip install" in message
+    assert "no-such-package-anywhere" in message
+
+
+def message_of_user_error(config: TelescopeConfig) -> str:
+    with pytest.raises(ConfigError) as raised:
+        preflight.check(config)
+    return str(raised.value)
+
+
+def test_all_problems_are_reported_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    message = message_of_user_error(
+        config(
+            environments=[{"name": "countdow"}],
+            run_dir=str(tmp_path / "file" / "run"),
+            model=str(tmp_path / "nowhere"),
+            inference_num_workers=512,
+        )
+    )
+    for word in ("countdow", "run_dir", "model is", "inference_num_workers"):
+        assert word in message
+
+
+def test_the_run_directory_is_named_after_the_run_and_the_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    assert choose_run_dir(config(wandb_run_name="a b/c"), now) == tmp_path / "runs" / "a-b-c-20260102-030405"
+    assert choose_run_dir(config(run_dir="here"), now) == tmp_path / "here"
+    assert choose_run_dir(config(run_dir="~/x"), now) == Path.home() / "x"
