@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.config.weight_transfer import WeightTransferConfig
 
 
-class TelescopeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
     """Receives weights over one communicator per engine (gloo or NCCL) and loads them in place, layer by layer."""
 
     init_info_cls = InitInfo
@@ -102,7 +102,8 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _load(self, tensors: NamedTensors) -> None:
         """Give a bucket to the model's own loader. A second name of a tied parameter needs no loading."""
-        self.model.load_weights((name, tensor) for name, tensor in tensors if name not in self.tied)
+        model: Any = self.model
+        model.load_weights((name, tensor) for name, tensor in tensors if name not in self.tied)
 
 
 class WeightsWorkerExtension:

@@ -1,0 +1,85 @@
+"""Claims about bucket layouts."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telescope.weights.plan import ALIGNMENT_BYTES, ITEM_BYTES, MIB, TensorMeta, UpdateInfo, make_update, plan_buckets
+
+shapes = st.lists(st.lists(st.integers(1, 40), max_size=3).map(tuple), max_size=30)
+dtypes = st.sampled_from(sorted(ITEM_BYTES))
+
+
+def update_of(list_of_shapes: list[tuple[int, ...]], **options: object) -> UpdateInfo:
+    metas = [TensorMeta(f"t{i}", shape) for i, shape in enumerate(list_of_shapes)]
+    return make_update(metas, **{"version": 1, "dtype": "float32", **options})  # type: ignore[arg-type]
+
+
+@given(shapes, dtypes, st.integers(1, 5000))
+def test_every_tensor_is_in_one_bucket_once_in_order_without_overlap(
+    list_of_shapes: list[tuple[int, ...]], dtype: str, bucket_bytes: int
+) -> None:
+    update = update_of(list_of_shapes, dtype=dtype)
+    small = UpdateInfo(**{**update.to_dict(), "bucket_bytes": bucket_bytes})
+    buckets = plan_buckets(small)
+    assert [e.name for b in buckets for e in b.entries] == update.names
+    for bucket in buckets:
+        end = 0
+        for entry in bucket.entries:
+            assert entry.offset >= end
+            assert entry.offset * ITEM_BYTES[dtype] % ALIGNMENT_BYTES == 0
+            end = entry.offset + entry.numel
+        assert bucket.num_elements == end
+        assert end * ITEM_BYTES[dtype] <= bucket_bytes or len(bucket.entries) == 1
+
+
+@given(shapes)
+def test_per_tensor_sends_each_tensor_alone(list_of_shapes: list[tuple[int, ...]]) -> None:
+    buckets = plan_buckets(update_of(list_of_shapes, mode="per_tensor"))
+    assert [len(bucket.entries) for bucket in buckets] == [1] * len(list_of_shapes)
+
+
+def test_buckets_are_as_full_as_the_order_allows() -> None:
+    update = update_of([(MIB // 16,)] * 12, bucket_mb=1)  # 256 KiB each
+    assert [len(bucket.entries) for bucket in plan_buckets(update)] == [4, 4, 4]
+
+
+def test_an_update_survives_json_and_keeps_its_digest() -> None:
+    import json
+
+    update = update_of([(3, 4), ()], tied=["t1"])
+    again = UpdateInfo(**json.loads(json.dumps(update.to_dict())))
+    assert again == update
+    assert again.digest == update.digest
+    assert plan_buckets(again) == plan_buckets(update)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"version": 2}, {"dtype": "bfloat16"}, {"mode": "per_tensor"}, {"bucket_bytes": 9}, {"shapes": [[4, 3], [5]]}],
+)
+def test_the_digest_changes_with_everything_that_both_sides_must_agree_on(change: dict[str, object]) -> None:
+    update = update_of([(3, 4), (5,)])
+    assert UpdateInfo(**{**update.to_dict(), **change}).digest != update.digest  # type: ignore[arg-type]
+
+
+def test_the_second_name_of_a_tied_tensor_is_not_sent() -> None:
+    metas = [TensorMeta("model.embed_tokens.weight", (8, 4)), TensorMeta("lm_head.weight", (8, 4))]
+    update = make_update(metas, version=1, dtype="float32", tied=["lm_head.weight"])
+    assert update.names == ["model.embed_tokens.weight"]
+    assert update.num_bytes == 8 * 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dtype": "int8"}, "cannot travel as 'int8'"),
+        ({"names": ["a", "a"], "shapes": [[1], [1]]}, "named twice"),
+        ({"names": ["a"], "shapes": []}, "1 names but 0 shapes"),
+        ({"bucket_bytes": 0}, "must be positive"),
+    ],
+)
+def test_an_impossible_update_is_refused(fields: dict[str, object], message: str) -> None:
+    good = update_of([(2,)]).to_dict()
+    with pytest.raises(ValueError, match=message):
+        UpdateInfo(**{**good, **fields})

@@ -1,0 +1,114 @@
+"""Claims about the probe's verdict, with fingerprints computed from real tensors."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from telescope.weights.fingerprint import fingerprint, partial_fingerprint, to_hex
+from telescope.weights.probe import TOLERANCES, compare, compare_logprobs
+
+
+def share(
+    tensor: torch.Tensor, rows: tuple[int, int], columns: tuple[int, int], place: str = "layer"
+) -> dict[str, Any]:
+    part = tensor[rows[0] : rows[1], columns[0] : columns[1]]
+    value = to_hex(partial_fingerprint(part, rows[0], columns[0]))
+    return {"place": place, "rows": rows, "columns": columns, "fingerprint": value, "exact": True}
+
+
+def worker(*shares: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"tensors": {"w": list(shares)}, "shapes": {"w": [8, 6]}, "unaccounted": [], "moved": [], **more}
+
+
+@pytest.fixture
+def tensor() -> torch.Tensor:
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def sent(tensor: torch.Tensor) -> dict[str, str]:
+    return {"w": to_hex(fingerprint(tensor))}
+
+
+def test_a_tensor_cut_by_rows_by_columns_or_repeated_is_held(tensor: torch.Tensor, sent: dict[str, str]) -> None:
+    by_rows = [worker(share(tensor, (0, 4), (0, 6))), worker(share(tensor, (4, 8), (0, 6)))]
+    by_columns = [worker(share(tensor, (0, 8), (0, 3))), worker(share(tensor, (0, 8), (3, 6)))]
+    repeated = [worker(share(tensor, (0, 8), (0, 6)))] * 3
+    pairs = [by_rows[0], by_rows[0], by_rows[1], by_rows[1]]  # heads shared by two workers each
+    for held in (by_rows, by_columns, repeated, pairs):
+        report = compare(sent=sent, held=held)
+        assert report.ok, str(report)
+
+
+def test_a_missing_a_wrong_and_a_repeated_part_are_not_held(tensor: torch.Tensor, sent: dict[str, str]) -> None:
+    half = worker(share(tensor, (0, 4), (0, 6)))
+    other = worker(share(tensor + 1, (0, 8), (0, 6)))
+    for held, reason in [
+        ([half], "do not make up"),
+        ([half, half], "do not make up"),
+        ([other], "fingerprint"),
+        ([worker(share(tensor, (0, 8), (0, 6))), other], "worker 1 holds other values than its replica"),
+        ([worker()], "no place"),
+        ([], "no worker answered"),
+    ]:
+        report = compare(sent=sent, held=held)
+        assert not report.ok
+        assert reason in report.mismatched["w"]
+
+
+def test_every_place_of_a_tied_tensor_must_hold_it(tensor: torch.Tensor, sent: dict[str, str]) -> None:
+    stale = share(tensor * 2, (0, 8), (0, 6), "lm_head.weight as packed")
+    report = compare(sent=sent, held=[worker(share(tensor, (0, 8), (0, 6)), stale)])
+    assert "lm_head.weight as packed" in report.mismatched["w"]
+
+
+def test_values_that_do_not_fit_the_wire_dtype_are_not_held(tensor: torch.Tensor, sent: dict[str, str]) -> None:
+    inexact = {**share(tensor, (0, 8), (0, 6)), "exact": False}
+    assert "do not fit" in compare(sent=sent, held=[worker(inexact)]).mismatched["w"]
+
+
+def test_unsent_parameters_moved_storage_and_unsent_expectations_fail(
+    tensor: torch.Tensor, sent: dict[str, str]
+) -> None:
+    whole = share(tensor, (0, 8), (0, 6))
+    assert "new.bias" in str(compare(sent=sent, held=[worker(whole, unaccounted=["new.bias"])]))
+    assert not compare(sent=sent, held=[worker(whole, unaccounted=["new.bias"])]).ok
+    assert not compare(sent=sent, held=[worker(whole, moved=["layer"])]).ok
+    assert "was not sent" in compare(sent={}, held=[worker(whole)]).mismatched["w"]
+
+
+def test_a_probe_of_nothing_is_not_ok() -> None:
+    assert not compare(sent={}, held=[{"tensors": {}, "shapes": {}}]).ok
+
+
+def test_logprobs_within_the_tolerance_of_the_dtype_pass_and_others_fail(
+    tensor: torch.Tensor, sent: dict[str, str]
+) -> None:
+    held = [worker(share(tensor, (0, 8), (0, 6)))]
+    for dtype, tolerance in TOLERANCES.items():
+        near, far = [-1.0 + tolerance.mean / 2] * 4, [-1.0 + tolerance.mean * 2] * 4
+        verdicts = [
+            compare(sent=sent, held=held, trainer_logprobs=[-1.0] * 4, engine_logprobs=engine, dtype=dtype).ok
+            for engine in (near, far)
+        ]
+        assert verdicts == [True, False]
+
+
+def test_one_token_far_off_and_nan_fail() -> None:
+    trainer = [-2.0] * 100
+    assert not compare_logprobs(trainer, [-2.0] * 99 + [-2.1], "float32").ok
+    assert not compare_logprobs(trainer, [float("nan")] + [-2.0] * 99, "bfloat16").ok
+    assert not compare_logprobs(trainer, [-2.0] * 99 + [float("-inf")], "bfloat16").ok
+
+
+def test_logprobs_of_different_texts_cannot_be_compared() -> None:
+    with pytest.raises(ValueError, match="2 logprobs of the trainer with 1"):
+        compare_logprobs([0.0, 0.0], [0.0], "float32")
+
+
+def test_the_message_names_the_tensors_and_keeps_its_length() -> None:
+    sent = {f"layer.{i}": "0" * 16 for i in range(100)}
+    message = str(compare(sent=sent, held=[]))
+    assert "layer.0" in message
+    assert "and 92 more" in message
