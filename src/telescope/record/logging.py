@@ -85,9 +85,11 @@ class _FileHandler(_Ours, logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Say once that lines are lost. Called with the exception in flight."""
-        if not self._reported:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)  # A format string that does not fit its values: logging says where.
+        elif not self._reported:
             self._reported = True
-            error = sys.exc_info()[1]
             print(f"telescope: {self.baseFilename} cannot be written, its lines are lost: {error}", file=sys.stderr)
 
 

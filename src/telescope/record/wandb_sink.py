@@ -119,10 +119,7 @@ class WandbSink:
         self._closing = True
         if self._num_dropped:
             logger.warning("W&B was too slow for %d messages; the record has them all.", self._num_dropped)
-        if self._queue.full():
-            with contextlib.suppress(queue.Empty):
-                self._queue.get_nowait()  # The end has to fit in; nothing is added any more.
-        self._queue.put(None)
+        self._put_end()
         if not self._finished.wait(timeout):
             logger.warning(
                 "W&B did not finish in %g s and was ended. `wandb sync` uploads what is in %s.",
@@ -138,6 +135,14 @@ class WandbSink:
             self._queue.put_nowait(message)
         except queue.Full:
             self._num_dropped += 1
+
+    def _put_end(self) -> None:
+        """Let the feeding thread stop after what waits now."""
+        if self._queue.full():
+            with contextlib.suppress(queue.Empty):
+                self._queue.get_nowait()  # The end has to fit in.
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
 
     def _first_message(self, config: WandbSettings) -> dict[str, Any]:
         info = read_run_json(self._files.run_dir)
@@ -198,12 +203,13 @@ class WandbSink:
             return  # The process ended; `_feed` reports its status.
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
-        """Pass on what the process has to say: a line is a JSON object with `level` and `message`."""
+        """Pass on what the process has to say, a JSON object with `level` and `message` a line, until it ends."""
         assert process.stdout is not None
         with process.stdout as pipe:
             for line in pipe:
                 said = json.loads(line)
                 logger.log(logging.getLevelNamesMapping().get(said["level"], logging.WARNING), "%s", said["message"])
+        self._put_end()  # If it ended by itself, nobody need wait for the next step to find out.
 
     def _kill(self) -> None:
         process = self._process

@@ -62,7 +62,7 @@ def test_a_row_may_be_changed_after_it_was_written(tmp_path):
 
 @pytest.mark.parametrize(("table", "row"), [("step", {}), ("steps", {"stepp": 1})])
 def test_a_name_that_does_not_exist_is_the_callers_mistake(tmp_path, table, row):
-    with Recorder(tmp_path) as recorder, pytest.raises(ValueError, match="stepp|step"):
+    with Recorder(tmp_path) as recorder, pytest.raises(ValueError, match="step"):
         recorder.write(table, row)
 
 

@@ -17,7 +17,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(st.sampled_from(sorted(TABLES)), st.data())
 def test_no_value_stops_a_batch(name, data):
     columns = st.sampled_from(TABLES[name].column_names)

@@ -1,0 +1,78 @@
+"""Log lines reach the file, the table and the terminal, and a failing disk is said once."""
+
+import logging
+import re
+import sys
+
+import pytest
+
+from telescope.record import Recorder
+from telescope.record.files import RunFiles
+from telescope.record.logging import setup_logging
+from telescope.record.reader import Run
+
+logger = logging.getLogger("telescope.test")
+
+
+@pytest.fixture
+def installed():
+    handlers = []
+    yield handlers.append
+    for each in handlers:
+        each.close()
+
+
+def test_a_line_is_in_the_file_and_in_the_table(tmp_path, installed):
+    with Recorder(tmp_path, attempt=2) as recorder:
+        installed(setup_logging(tmp_path, "driver", recorder, console=False))
+        logger.info("step %d", 7)
+        logger.debug("not this")
+        logging.getLogger("other").info("nor this")
+        try:
+            raise ValueError("inner")
+        except ValueError:
+            logger.exception("failed")
+    lines = RunFiles(tmp_path).log("driver").read_text().splitlines()
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO +\d+ telescope\.test:\d+ step 7$", lines[0])
+    rows = Run(tmp_path).table("logs").to_pylist()
+    assert [(row["level"], row["component"], row["attempt"]) for row in rows] == [
+        ("INFO", "driver", 2),
+        ("ERROR", "driver", 2),
+    ]
+    assert "ValueError: inner" in rows[1]["message"]
+    assert rows[0]["place"].startswith("telescope.test:")
+
+
+def test_warnings_go_to_the_terminal_and_information_does_not(tmp_path, installed, capsys):
+    installed(setup_logging(tmp_path, "driver", None))
+    logger.info("quiet")
+    logger.warning("loud")
+    assert capsys.readouterr().err == "WARNING telescope.test: loud\n"
+
+
+def test_setting_up_again_replaces_the_handlers(tmp_path, installed):
+    before = list(logging.getLogger().handlers)
+    installed(setup_logging(tmp_path / "a", "driver", None, console=False))
+    installed(setup_logging(tmp_path / "b", "driver", None, console=False))
+    assert len(logging.getLogger().handlers) == len(before) + 1
+    logger.warning("once")
+    assert not RunFiles(tmp_path / "a").log("driver").exists()
+    assert RunFiles(tmp_path / "b").log("driver").read_text().count("once") == 1
+
+
+def test_a_log_that_cannot_be_written_is_said_once(tmp_path, installed, capsys):
+    (tmp_path / "logs").write_text("in the way")
+    installed(setup_logging(tmp_path, "driver", None, console=False))
+    for _ in range(5):
+        logger.warning("lost")
+    assert capsys.readouterr().err.count("its lines are lost") == 1
+
+
+def test_text_that_is_no_unicode_and_wrong_formats_raise_nothing(tmp_path, installed, monkeypatch, capsys):
+    with Recorder(tmp_path) as recorder:
+        installed(setup_logging(tmp_path, "driver", recorder, console=False))
+        logger.warning("a\ud800b")
+        monkeypatch.setattr(sys, "stderr", sys.__stderr__)
+        monkeypatch.setattr(logging, "raiseExceptions", False)
+        logger.warning("%d", "x")
+    assert Run(tmp_path).table("logs")["message"].to_pylist()[0] == "a?b"

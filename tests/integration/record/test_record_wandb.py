@@ -1,0 +1,165 @@
+"""W&B gets a copy, offline without credentials, and can neither stop nor slow a run."""
+
+import json
+import logging
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from telescope.record.wandb_sink import MAX_WAITING, WandbSink
+
+
+class Config:
+    use_wandb = True
+    wandb_project = "project"
+    wandb_run_name = "name"
+    wandb_tags = ("tag",)
+
+    def to_json(self) -> str:
+        return '{"seed": 1}'
+
+
+@pytest.fixture(autouse=True)
+def _no_credentials(tmp_path, monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("WANDB_"):
+            monkeypatch.delenv(name)
+    monkeypatch.delenv("NETRC", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def start_instead(monkeypatch):
+    """Replace the process by a script that is given as text."""
+
+    def replace(script: str) -> None:
+        def start(self):
+            return subprocess.Popen(
+                [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+
+        monkeypatch.setattr(WandbSink, "_start", start)
+
+    return replace
+
+
+def messages(caplog) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """The records of a .wandb file: after 7 bytes a LevelDB log, whose records are split over blocks of 32 KiB."""
+    data, position, record = path.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        left_in_block = 2**15 - position % 2**15
+        if left_in_block < 7:
+            position += left_in_block
+            continue
+        length, kind = struct.unpack("<HB", data[position + 4 : position + 7])
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield record
+            record = b""
+
+
+def offline_values(run_dir: Path) -> list[dict[str, float]]:
+    """The history that W&B wrote offline and would upload."""
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
+    rows = []
+    for data in records(path):
+        record = wandb_internal_pb2.Record.FromString(data)
+        if record.HasField("history"):
+            rows.append({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
+    return [{key: float(json.loads(value)) for key, value in row.items()} for row in rows]
+
+
+def test_without_credentials_the_real_wandb_records_offline_and_says_so_once(tmp_path, caplog, capfd):
+    sink = WandbSink(Config(), tmp_path)
+    for step in range(3):
+        sink.log_step(step, {"reward_mean": step / 2, "timing/forward/total": 1.5, "odd": float("nan")})
+    sink.log_summary({"heldout_after": 0.5})
+    sink.close(timeout=120)
+    assert sink.mode == "offline"
+    assert len(messages(caplog)) == 1
+    assert "no W&B credentials" in messages(caplog)[0]
+    rows = offline_values(tmp_path)
+    assert [(row["step"], row["reward_mean"]) for row in rows] == [(0.0, 0.0), (1.0, 0.5), (2.0, 1.0)]
+    assert rows[0]["timing/forward/total"] == 1.5
+    assert capfd.readouterr().out == "", "W&B prints nothing into the run's terminal"
+
+
+def test_turned_off_it_does_nothing(tmp_path, monkeypatch, caplog):
+    config = Config()
+    config.use_wandb = False
+    sink = WandbSink(config, tmp_path)
+    sink.log_step(1, {"a": 1.0})
+    sink.close()
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    WandbSink(Config(), tmp_path).close()
+    assert not list(tmp_path.iterdir())
+    assert not messages(caplog)
+
+
+def test_a_missing_package_is_said_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("telescope.record.wandb_sink._is_installed", lambda: False)
+    sink = WandbSink(Config(), tmp_path)
+    sink.log_step(1, {"a": 1.0})
+    sink.close()
+    assert len(messages(caplog)) == 1
+    assert "pip install wandb" in messages(caplog)[0]
+
+
+def test_a_wandb_that_hangs_neither_blocks_a_step_nor_outlives_the_run(tmp_path, start_instead, caplog):
+    start_instead("import time; time.sleep(1000)")
+    sink = WandbSink(Config(), tmp_path)
+    for step in range(MAX_WAITING + 2000):
+        sink.log_step(step, {"text": 1.0})
+    sink.close(timeout=0.5)
+    assert sink._process is not None
+    assert sink._process.wait(30) != 0
+    assert any("too slow for" in message for message in messages(caplog))
+    assert any("was ended" in message for message in messages(caplog))
+    assert sink._finished.wait(30)
+
+
+def test_a_wandb_that_crashes_is_a_warning(tmp_path, start_instead, caplog):
+    start_instead("import sys; sys.stdin.readline(); sys.exit(3)")
+    sink = WandbSink(Config(), tmp_path)
+    assert sink._finished.wait(60)
+    sink.log_step(1, {"a": 1.0})
+    sink.close()
+    assert any("ended with status 3; the run goes on" in message for message in messages(caplog))
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    (tmp_path / "logs").write_text("in the way")
+    sink = WandbSink(Config(), tmp_path)
+    assert sink._finished.wait(60)
+    sink.close()
+    assert any("cannot be started; the run goes on" in message for message in messages(caplog))
+
+
+def test_the_process_ends_by_itself_when_the_driver_dies(tmp_path):
+    script = (
+        "import os, sys, time; sys.path.insert(0, sys.argv[2])\n"
+        "from test_record_wandb import Config; from telescope.record.wandb_sink import WandbSink\n"
+        "sink = WandbSink(Config(), sys.argv[1]); sink.log_step(1, {'a': 1.0})\n"
+        "while sink._process is None: time.sleep(0.01)\n"
+        "print(sink._process.pid, flush=True); os._exit(9)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path), str(Path(__file__).parent)]
+    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120)
+    process = Path("/proc") / answer.stdout.strip()
+    deadline = time.monotonic() + 120
+    while process.exists() and "Z" not in (process / "stat").read_text().split()[2] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not process.exists() or (process / "stat").read_text().split()[2] == "Z"
