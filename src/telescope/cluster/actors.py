@@ -20,6 +20,17 @@ from telescope.stacks import thread_stacks
 from telescope.weights.plan import UpdateInfo
 
 
+ACTOR_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"control": 4}}
+"""Actors are never restarted behind the run's back: their state is weights and processes. Calls in the `control` group
+are answered while the actor is at work."""
+
+
+def make_actor(actor_class: type, placement: dict[str, Any]) -> Any:
+    """The remote form of one of the classes below; `.remote(...)` starts it where `placement` says."""
+    options: dict[str, Any] = {**ACTOR_OPTIONS, **placement}
+    return ray.remote(**options)(actor_class)  # type: ignore[call-overload]
+
+
 def free_port(host: str = "") -> int:
     """A TCP port that is free on this machine just now."""
     with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
@@ -27,7 +38,6 @@ def free_port(host: str = "") -> int:
         return int(probe.getsockname()[1])
 
 
-@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 4})
 class InferenceActor:
     """Supervises one vLLM process through `inference.server.InferenceServer`."""
 
@@ -62,7 +72,6 @@ class InferenceActor:
         self._server.stop()
 
 
-@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 4})
 class TrainerActor:
     """One trainer rank, with the sender of its weights."""
 
@@ -94,7 +103,7 @@ class TrainerActor:
         self._trainer = Trainer(self._config, self._rank, self._world_size, master_host, master_port)
         info = self._trainer.setup()
         self._sender = WeightSender(
-            device=self._trainer.device,
+            device=self._trainer.backend.device,
             cpu_staging=self._config.weight_broadcast_cpu_staging,
             pin_memory=self._config.weight_broadcast_pin_memory,
         )
@@ -116,7 +125,7 @@ class TrainerActor:
             engine,
             num_workers=num_workers,
             host=_own_host(loopback),
-            backend=backend_for(self._trainer.device, cpu_staging=config.weight_broadcast_cpu_staging),
+            backend=backend_for(self._trainer.backend.device, cpu_staging=config.weight_broadcast_cpu_staging),
             timeout_seconds=config.ray_broadcast_init_timeout_s,
         )
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from telescope.cluster.actors import InferenceActor, answer
+from telescope.cluster.actors import InferenceActor, answer, make_actor
 from telescope.cluster.placement import Placement
 from telescope.cluster.ray_cluster import Cluster
 from telescope.config import TelescopeConfig
@@ -59,7 +59,7 @@ class InferenceGroup:
         cpus = config.ray_inference_cpus_per_worker * config.inference_tensor_parallel_size
         host = bind_host(config, cluster)
         self._actors = [
-            InferenceActor.options(**placement.server_options(index, cpus)).remote(
+            make_actor(InferenceActor, placement.server_options(index, cpus)).remote(
                 config.to_json(), index, host, config.inference_base_port + index, secret, config.model, str(run_dir)
             )
             for index in range(config.num_inference_servers)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from telescope.cluster.actors import TrainerActor, answer
+from telescope.cluster.actors import TrainerActor, answer, make_actor
 from telescope.cluster.placement import Placement
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded
@@ -43,9 +43,9 @@ class TrainerGroup:
         self.queue = asyncio.Lock()
         self.version = 0
         self._ranks = [
-            TrainerActor.options(
-                **placement.rank_options(rank, config.ray_trainer_cpus_per_worker), name=None, max_concurrency=1
-            ).remote(config.to_json(), rank, self.world_size, str(run_dir))
+            make_actor(TrainerActor, placement.rank_options(rank, config.ray_trainer_cpus_per_worker)).remote(
+                config.to_json(), rank, self.world_size, str(run_dir)
+            )
             for rank in range(self.world_size)
         ]
 

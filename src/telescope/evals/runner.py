@@ -22,9 +22,9 @@ from telescope.config import EvalEntry
 from telescope.environments.pool import EnvironmentPool
 from telescope.environments.records import PreparedPrompt
 from telescope.errors import EnvironmentFailure, InfrastructureError
-from telescope.rollout.sample import Lanes, RolloutSettings, RolloutTask, SamplingSettings, run_rollout
+from telescope.rollout.sample import RolloutSettings, RolloutTask, SamplingSettings, run_rollout
 from telescope.rollout.trajectory import Trajectory
-from telescope.rollout.types import Engine
+from telescope.rollout.types import Engine, Lanes
 
 
 @dataclass(frozen=True)

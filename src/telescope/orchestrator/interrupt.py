@@ -47,7 +47,11 @@ class Interrupt:
     async def run_until_first(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run something that the first signal cancels: starting up, or an eval. Raises Interrupted then."""
         task = asyncio.ensure_future(coroutine)
-        self.on_first(task.cancel)
+
+        def cancel() -> None:
+            task.cancel()
+
+        self.on_first(cancel)
         try:
             return await task
         except asyncio.CancelledError:

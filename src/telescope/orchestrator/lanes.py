@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from telescope.errors import DeadlineExceeded
+from telescope.rollout.types import Lease
 
 
 @dataclass
@@ -33,15 +34,6 @@ class ServerLanes:
     @property
     def num_free(self) -> int:
         return self.capacity - self.used
-
-
-@dataclass(eq=False)
-class Lease:
-    """One lane of one server, held until `LanePool.release`."""
-
-    server: int
-    slot: int
-    released: bool = False
 
 
 @dataclass(order=True)

@@ -302,6 +302,7 @@ class Orchestrator:
             self.status.set_part("batches", f"packing batch {step}")
             batch = await asyncio.to_thread(self._pack, groups, step)
             await self._batches.put(batch)
+            self._changes.notify()
             step += 1
 
     def _pack(self, groups: list[Group], step: int) -> Batch:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import time
 from contextlib import AsyncExitStack
@@ -36,12 +37,9 @@ from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.summary import Interrupted, RunSummary, summarise
 from telescope.orchestrator.supervise import Supervisor, watchdog
 from telescope.orchestrator.weight_sync import SyncReport, WeightSync
-from telescope.rollout.sample import RolloutSettings, SamplingSettings
+from telescope.rollout.sample import RolloutSettings
 
 logger = logging.getLogger(__name__)
-
-MAX_INFRASTRUCTURE_RETRIES = 3
-"""Times that a sample is asked again after its engine failed, before it is masked."""
 
 PROBE_TEXT_TOKENS = 64
 """Length of the fixed text whose logprobs are compared on both sides of a weight sync."""
@@ -133,7 +131,7 @@ class _TrainingRun:
         status.phase = "loading environments"
         keys = environment_keys(config)
         environments = await self._start_environments(stack, keys)
-        settings = rollout_settings(config)
+        settings = RolloutSettings.from_config(config)
         evals = await plan_evals(config, keys, environments, settings)
 
         status.phase = "starting Ray"
@@ -184,9 +182,10 @@ class _TrainingRun:
                 enable_thinking=config.enable_thinking,
                 trust_remote_code=config.trust_remote_code,
             ),
-            num_workers=config.environment_workers,
+            num_workers=config.environment_workers or default_environment_workers(),
             timeout_seconds=config.environment_timeout_seconds,
             environments_path=list(config.environments_path),
+            log_dir=self._directory.path / "logs",
         )
         stack.push_async_callback(environments.close)
         await environments.start()
@@ -219,7 +218,11 @@ class _TrainingRun:
 
         async def start_server(index: int) -> None:
             status.set_part(f"server {index}", "starting vLLM")
-            info = await inference.start(index)
+            progress = asyncio.create_task(self._show_start(inference, index))
+            try:
+                info = await inference.start(index)
+            finally:
+                progress.cancel()
             self._check_hash(f"inference server {index}", info.config_hash)
             status.set_part(f"server {index}", "ready")
 
@@ -232,6 +235,14 @@ class _TrainingRun:
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def _show_start(self, inference: InferenceGroup, index: int) -> None:
+        """The newest log line of a starting server, for the live view: loading takes minutes for a large model."""
+        while True:
+            await asyncio.sleep(1.0)
+            lines = (await inference.handles[index].status()).last_log_lines
+            if lines:
+                self._status.set_part(f"server {index}", f"starting vLLM: {lines[-1].strip()[-90:]}")
 
     def _check_hash(self, process: str, config_hash: str) -> None:
         if config_hash != self._config.hash:
@@ -330,18 +341,6 @@ class _TrainingRun:
         return dump
 
 
-def rollout_settings(config: TelescopeConfig) -> RolloutSettings:
-    """What every rollout of a run has in common."""
-    return RolloutSettings(
-        sampling=SamplingSettings(
-            temperature=config.temperature,
-            top_p=config.top_p,
-            max_tokens=config.max_tokens,
-            max_context=config.max_model_len,
-        ),
-        free_lane_after_generation=config.free_lane_after_generation,
-        # A lane may be held for a whole generation, and a dead server may have to come back first.
-        lane_timeout=config.request_timeout_seconds + config.inference_start_timeout_seconds,
-        max_infrastructure_retries=MAX_INFRASTRUCTURE_RETRIES,
-        priority_by_turn=config.vllm_scheduling_policy == "priority",
-    )
+def default_environment_workers() -> int:
+    """Processes for user code when `environment_workers` is null: up to four, one per core."""
+    return min(4, len(os.sched_getaffinity(0)))

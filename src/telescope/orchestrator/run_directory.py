@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 
 import yaml
 
 from telescope.config import TelescopeConfig
+from telescope.config.run_dir import choose_run_dir
 from telescope.errors import UserError
 from telescope.orchestrator.summary import RunSummary
 from telescope.record.attempt import begin_run, end_run
@@ -41,7 +41,7 @@ class RunDirectory:
     @classmethod
     def create(cls, config: TelescopeConfig, notes: list[str]) -> RunDirectory:
         """Make the directory. Raises UserError when it cannot be written."""
-        path = run_path(config)
+        path = choose_run_dir(config)
         try:
             path.mkdir(parents=True, exist_ok=True)
             replace_file(RunFiles(path).config, yaml.safe_dump(config.values, sort_keys=False).encode())
@@ -56,7 +56,9 @@ class RunDirectory:
     def open_record(self) -> Iterator[Recorder]:
         """Open the record, write the rows of this attempt, and close everything at the end."""
         config = self._config
-        self.recorder = Recorder(self.path, attempt=next_attempt(self.path))
+        self.recorder = Recorder(
+            self.path, attempt=next_attempt(self.path), flush_seconds=config.metrics_logger_interval_seconds
+        )
         try:
             setup_logging(self.path, "driver", self.recorder)
             self._info = begin_run(
@@ -81,11 +83,3 @@ class RunDirectory:
         assert self._info is not None
         replace_json(RunFiles(self.path).summary, summary.to_json())
         end_run(self.recorder, self._info, summary.status, config_json=self._config.to_json(), error=summary.error)
-
-
-def run_path(config: TelescopeConfig) -> Path:
-    """`run_dir`, or a new folder under `runs/` named after the run and the time (UTC)."""
-    if config.run_dir is not None:
-        return Path(config.run_dir).expanduser().resolve()
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    return (Path("runs") / f"{config.wandb_run_name}-{stamp}").resolve()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,7 +50,7 @@ class ServerPool:
 
     def __init__(
         self,
-        handles: list[ServerHandle],
+        handles: Sequence[ServerHandle],
         clients: list[EngineClient],
         lanes: LanePool,
         status: RunStatus,
@@ -127,7 +127,7 @@ class ServerPool:
                 while True:
                     status = await server.handle.status()
                     if status.state == "failed":
-                        server.failed = f"gave up after {status.restarts} restarts: {status.last_log_lines[-1:]}"
+                        server.failed = status.error or f"gave up after {status.restarts} restarts"
                         self._status.set_part(f"server {index}", "failed for good")
                         logger.error("inference server %d failed for good: %s", index, server.failed)
                         return

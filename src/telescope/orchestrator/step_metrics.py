@@ -59,7 +59,9 @@ def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version:
         "reward/gini_mean": float(np.mean([gini(group.rewards_n.tolist()) for group in groups])),
         "stop_reason_length_pct": 100.0 * float(np.mean([s.stop_reason == "length" for s in samples])),
         "group_length_gini_mean": float(np.mean([gini(row) for row in lengths])),
-        "group_length_max_median_ratio_mean": float(np.mean([max(row) / max(np.median(row), 1) for row in lengths])),
+        "group_length_max_median_ratio_mean": float(
+            np.mean([max(row) / max(float(np.median(row)), 1.0) for row in lengths])
+        ),
     }
     by_name: dict[str, list[float]] = defaultdict(list)
     for sample in samples:

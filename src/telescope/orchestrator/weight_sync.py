@@ -21,7 +21,6 @@ from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded, InfrastructureError
 from telescope.inference.client import EngineClient
-from telescope.weights.lifeline import TransferFailed
 from telescope.weights.plan import TensorMeta, make_update
 from telescope.weights.probe import ProbeReport, compare
 
@@ -211,7 +210,7 @@ class WeightSync:
         async def one(part: ServerSync) -> None:
             try:
                 await action(part)
-            except (InfrastructureError, TransferFailed, DeadlineExceeded) as error:
+            except (InfrastructureError, DeadlineExceeded) as error:
                 self._fail(report, part.server, InfrastructureError(str(error)))
 
         await asyncio.gather(*(one(part) for part in report.servers if part.failure is None))

@@ -12,30 +12,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
+from telescope.config import TelescopeConfig
 from telescope.environments.pool import EnvironmentPool
 from telescope.environments.records import Advance
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.trajectory import Trajectory, Turn
-from telescope.rollout.types import Engine, GenerateRequest, Generation
+from telescope.rollout.types import Engine, GenerateRequest, Generation, Lanes, Lease
 
-
-class Lane(Protocol):
-    """A place on a server, held while tokens are generated there."""
-
-    server: int
-    slot: int
-
-
-class Lanes(Protocol):
-    """Where a rollout takes its lanes from."""
-
-    async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lane: ...
-
-    def release(self, lease: Lane) -> None: ...
-
-    def forget_group(self, group: int) -> None: ...
+MAX_INFRASTRUCTURE_RETRIES = 3
+"""Times that a sample is asked again after its engine failed, before it is masked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +45,23 @@ class RolloutSettings:
     priority_by_turn: bool
     """Earlier turns first in the engine's queue (`vllm_scheduling_policy: priority`)."""
     for_eval: bool = False
+
+    @classmethod
+    def from_config(cls, config: TelescopeConfig) -> RolloutSettings:
+        """What every rollout of a run has in common."""
+        return cls(
+            sampling=SamplingSettings(
+                temperature=config.temperature,
+                top_p=config.top_p,
+                max_tokens=config.max_tokens,
+                max_context=config.max_model_len,
+            ),
+            free_lane_after_generation=config.free_lane_after_generation,
+            # A lane may be held for a whole generation, and a dead server may have to come back first.
+            lane_timeout=config.request_timeout_seconds + config.inference_start_timeout_seconds,
+            max_infrastructure_retries=MAX_INFRASTRUCTURE_RETRIES,
+            priority_by_turn=config.vllm_scheduling_policy == "priority",
+        )
 
 
 @dataclass(slots=True)
@@ -139,7 +142,7 @@ async def _generate(
     engine_of: Callable[[int], Engine],
     settings: RolloutSettings,
     on_engine_failure: Callable[[int, InfrastructureError], None],
-) -> tuple[Lane, Generation]:
+) -> tuple[Lease, Generation]:
     """Sample one turn, again on a fresh lane after each infrastructure failure. The returned lane is still held."""
     sampling = settings.sampling
     while True:

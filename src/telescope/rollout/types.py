@@ -61,3 +61,28 @@ class Engine(Protocol):
     async def abort(self, request_ids: list[str]) -> None:
         """Stop these requests in the engine itself. Unknown ids are not an error."""
         ...
+
+
+@dataclass(eq=False)
+class Lease:
+    """One lane of one server: the right to have one sample generating there, until it is released."""
+
+    server: int
+    slot: int
+    released: bool = False
+
+
+class Lanes(Protocol):
+    """Where a rollout takes its lanes from."""
+
+    async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
+        """Wait for a lane; `turn` counts from 0 and later turns go first. Raises DeadlineExceeded."""
+        ...
+
+    def release(self, lease: Lease) -> None:
+        """Give a lane back, once."""
+        ...
+
+    def forget_group(self, group: int) -> None:
+        """The group is finished: drop what ties it to a server."""
+        ...

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from telescope.errors import DeadlineExceeded
-from telescope.orchestrator.lanes import LanePool, Lease
+from telescope.orchestrator.lanes import LanePool
+from telescope.rollout.types import Lease
 
 
 def pool(*capacities: int) -> LanePool:
