@@ -1,101 +1,20 @@
 """Transfers between this process, as the sender, and peer processes that play engine workers over gloo."""
 
-import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-
-from telescope.weights.fingerprint import fingerprint, to_hex
-from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo, make_update
-from telescope.weights.sender import WeightSender
-
-PEER = Path(__file__).with_name("transfer_peer.py")
-
-
-def weights(seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"embed.weight": (700, 300), "a.weight": (300, 301), "a.bias": (300,), "norm.weight": (300,)}
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
-def update_of(tensors: dict[str, torch.Tensor], **options: object) -> UpdateInfo:
-    metas = [TensorMeta(name, tuple(t.shape)) for name, t in tensors.items()]
-    fields = {"version": 1, "dtype": "float32", "bucket_mb": 1, "timeout_seconds": 20.0, **options}
-    return make_update(metas, **fields)  # type: ignore[arg-type]
-
-
-class Peers:
-    """Peer processes of one engine."""
-
-    def __init__(self, init: InitInfo, updates: list[UpdateInfo], fault: str = "") -> None:
-        self.processes = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    str(PEER),
-                    json.dumps(
-                        {
-                            "init": init.to_dict(),
-                            "rank": rank,
-                            "updates": [u.to_dict() for u in updates],
-                            "fault": fault,
-                        }
-                    ),
-                ],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(1, init.world_size)
-        ]
-
-    def answers(self) -> list[dict[str, object]]:
-        lines: list[dict[str, object]] = []
-        for process in self.processes:
-            output, _ = process.communicate(timeout=30)
-            lines += [json.loads(line) for line in output.splitlines()]
-        return lines
-
-    def stop(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
-
-
-class Engines:
-    """Starts peers and connects a sender to them; everything is stopped at the end of the test."""
-
-    def __init__(self) -> None:
-        self.sender = WeightSender()
-        self.peers: list[Peers] = []
-
-    def start(self, engine: int, updates: list[UpdateInfo], *, num_workers: int = 1, fault: str = "") -> Peers:
-        init = self.sender.listen(engine, num_workers=num_workers, host="127.0.0.1", backend="gloo", timeout_seconds=20)
-        peers = Peers(init, updates, fault)
-        self.peers.append(peers)
-        self.sender.connect(engine)
-        return peers
+from tests.integration.weights.transfer_harness import Engines, expected, update_of, weights
 
 
 @pytest.fixture
 def engines() -> Iterator[Engines]:
     made = Engines()
     yield made
-    made.sender.close()
-    for peers in made.peers:
-        peers.stop()
-
-
-def expected(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, str]:
-    return {name: to_hex(fingerprint(t.to(dtype))) for name, t in tensors.items()}
+    made.close()
 
 
 def test_both_modes_and_dtypes_arrive_bit_for_bit_on_every_worker_of_an_engine(engines: Engines) -> None:
@@ -105,7 +24,7 @@ def test_both_modes_and_dtypes_arrive_bit_for_bit_on_every_worker_of_an_engine(e
         update_of(tensors, version=2, mode="per_tensor", dtype="bfloat16"),
         update_of(tensors, version=3, mode="flattened_bucket", dtype="float16"),
     ]
-    peers = engines.start(0, updates, num_workers=2)
+    peers = engines.start(0, updates, devices=("cpu", "cpu"))
     reports = [engines.sender.send(iter(tensors.items()), u, [0], fingerprints=True) for u in updates]
     answers = peers.answers()
     assert [r.errors for r in reports] == [{}, {}, {}]

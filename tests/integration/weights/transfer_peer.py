@@ -22,6 +22,7 @@ def main() -> None:
     order = json.loads(sys.argv[1])
     info = InitInfo(**order["init"])
     rank, fault = order["rank"], order["fault"]
+    device = torch.device(order.get("device", "cpu"))
     communicator = Communicator.connect(
         info.host,
         info.port,
@@ -30,6 +31,7 @@ def main() -> None:
         backend=info.backend,
         timeout=info.timeout_seconds,
         token=info.token,
+        device=device,
     )
     for fields in order["updates"]:
         held: dict[str, str] = {}
@@ -46,7 +48,7 @@ def main() -> None:
         if fault == "die before":
             os._exit(9)
         try:
-            receive(communicator, UpdateInfo(**fields), load, device=torch.device("cpu"))
+            receive(communicator, UpdateInfo(**fields), load, device=device)
         except (TransferError, ValueError) as error:
             print(json.dumps({"rank": rank, "error": str(error)}), flush=True)
             return

@@ -1,0 +1,66 @@
+"""A worker extension that spoils the next sync inside the vLLM worker, for tests that the probe must fail.
+
+It exists in the tests only: a server is started with it by name, in place of the one that it extends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from telescope.inference import vllm_weights
+from telescope.inference.vllm_weights import WeightsWorkerExtension
+
+
+class FaultyWorkerExtension(WeightsWorkerExtension):
+    """`telescope_test_fault` says what goes wrong in the next update; it is good for one update."""
+
+    def telescope_test_remember(self) -> None:
+        """Keep copies of every tensor of the next update, as the version before of a later one."""
+        engine: Any = self.weight_transfer_engine  # type: ignore[attr-defined]
+        engine.remembered = {}
+
+        def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
+            engine.remembered.update({name: tensor.clone() for name, tensor in tensors})
+            type(engine)._load(engine, tensors)
+
+        engine._load = load
+
+    def telescope_test_fault(self, fault: str, name: str) -> None:
+        engine: Any = self.weight_transfer_engine  # type: ignore[attr-defined]
+        original = vllm_weights.reprocess_tied_layers
+        other = name.replace("q_proj", "k_proj").replace("gate_proj", "up_proj")
+
+        def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
+            type(engine)._load(engine, spoil(dict(tensors)))
+
+        def spoil(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+            if fault == "nothing":
+                return []
+            if fault == "skipped":
+                del tensors[name]
+            elif fault == "previous":
+                tensors[name] = engine.remembered[name]
+            elif fault == "swapped":
+                rows = min(len(tensors[name]), len(tensors[other]))
+                mine, theirs = tensors[name].clone(), tensors[other].clone()
+                mine[:rows], theirs[:rows] = tensors[other][:rows], tensors[name][:rows]
+                tensors[name], tensors[other] = mine, theirs
+            elif fault == "bit":
+                spoiled = tensors[name].clone()
+                spoiled.view(torch.int32).view(-1)[-1] ^= 1
+                tensors[name] = spoiled
+            return list(tensors.items())
+
+        def finish() -> None:
+            if fault == "tie":
+                vllm_weights.reprocess_tied_layers = lambda model: None
+            try:
+                type(engine).finish_weight_update(engine)
+            finally:
+                vllm_weights.reprocess_tied_layers = original
+                del engine._load, engine.finish_weight_update
+
+        engine._load = load
+        engine.finish_weight_update = finish

@@ -1,0 +1,92 @@
+"""Weights from a transformers model into a real vLLM server, and the probe that must not be fooled."""
+
+from collections.abc import Iterator
+
+import pytest
+from tests.integration.weights.vllm_server import PROBE_TOKENS, Server, disturb, make_model, model_logprobs
+
+from telescope.errors import InfrastructureError
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One vLLM process per kind of model; every test brings it to a state of its own by a sync."""
+    folder = tmp_path_factory.mktemp(request.param)
+    made = Server(make_model(folder, tied=request.param == "tied"), folder)
+    made.start()
+    try:
+        made.connect()
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.mark.parametrize("mode", ["flattened_bucket", "per_tensor"])
+def test_after_a_sync_the_engine_computes_with_the_new_weights(server: Server, mode: str) -> None:
+    before = server.run(server.client.prompt_logprobs(PROBE_TOKENS))
+    disturb(server.model, seed=server.version + 1)
+    done = server.sync(mode=mode)
+    assert done.probe.ok, str(done.probe)
+    assert done.probe.num_tensors == len(list(server.model.parameters()))
+    after = server.run(server.client.prompt_logprobs(PROBE_TOKENS))
+    expected = model_logprobs(server.model, PROBE_TOKENS)
+    assert max(abs(a - b) for a, b in zip(after, expected, strict=True)) < 1e-4
+    assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.1
+    assert done.pause_seconds >= done.report.engine_seconds[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("nothing", ""),
+        ("skipped", "model.layers.1.mlp.down_proj.weight"),
+        ("skipped", "model.layers.0.self_attn.k_proj.weight"),
+        ("skipped", "model.layers.0.self_attn.q_proj.bias"),
+        ("skipped", "model.norm.weight"),
+        ("skipped", "model.embed_tokens.weight"),
+        ("previous", "model.layers.0.self_attn.v_proj.weight"),
+        ("previous", "model.embed_tokens.weight"),
+        ("swapped", "model.layers.1.self_attn.q_proj.weight"),
+        ("swapped", "model.layers.0.mlp.gate_proj.weight"),
+        ("bit", "model.layers.1.mlp.up_proj.weight"),
+        ("bit", "model.layers.1.input_layernorm.weight"),
+    ],
+)
+def test_the_probe_names_what_a_spoiled_sync_left_wrong_and_the_next_sync_mends_it(
+    server: Server, fault: str, name: str
+) -> None:
+    server.remember()
+    assert server.sync().probe.ok
+    # Small enough to hide from logprobs, as at a learning rate of 1e-6: only the fingerprints can tell.
+    disturb(server.model, seed=server.version + 1, scale=1e-6)
+    server.fault(fault, name)
+    spoiled = server.sync().probe
+    assert not spoiled.ok
+    every = {name for name, _ in server.model.named_parameters()}
+    swapped_with = name.replace("q_proj", "k_proj").replace("gate_proj", "up_proj")
+    wrong = every if fault == "nothing" else {name, swapped_with} if fault == "swapped" else {name}
+    assert set(spoiled.mismatched) == wrong
+    assert server.sync().probe.ok
+
+
+def test_a_tied_output_layer_that_is_not_processed_again_is_caught(server: Server) -> None:
+    if not server.model.config.tie_word_embeddings:
+        return
+    disturb(server.model, seed=server.version + 1)
+    server.fault("tie")
+    stale = server.sync().probe
+    assert set(stale.mismatched) == {"model.embed_tokens.weight"}
+    assert "lm_head.weight as packed" in stale.mismatched["model.embed_tokens.weight"]
+    assert stale.logprobs is not None
+    assert stale.logprobs.maximum > 0.1
+    assert server.sync().probe.ok
+
+
+def test_a_transfer_that_broke_off_half_way_is_mended_by_the_next_one(server: Server) -> None:
+    disturb(server.model, seed=server.version + 1)
+    with pytest.raises(InfrastructureError, match="half way"):
+        server.break_off()
+    server.connect()
+    assert server.sync().probe.ok

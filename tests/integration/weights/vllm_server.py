@@ -1,0 +1,207 @@
+"""A real vLLM server on the CPU for the tests of this folder, and a plain transformers model as the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from telescope.config import load_config
+from telescope.inference.client import EngineClient
+from telescope.inference.process import EngineProcess
+from telescope.inference.vllm_adapter import installed_version
+from telescope.inference.vllm_launch import WORKER_EXTENSION, launch_command
+from telescope.tiny_model.tokenizer import build_tokenizer
+from telescope.weights.plan import TensorMeta, UpdateInfo, make_update
+from telescope.weights.probe import ProbeReport, compare
+from telescope.weights.sender import SendReport, WeightSender
+
+START_SECONDS = 300.0
+FAULTY_EXTENSION = "faulty_extension.FaultyWorkerExtension"
+PROBE_TOKENS = [(7 * i + 3) % 290 for i in range(48)]
+
+
+def make_model(folder: Path, *, tied: bool) -> Qwen2ForCausalLM:
+    """A small random Qwen2 with grouped heads, biases that are not zero, and a vocabulary that vLLM has to pad."""
+    tokenizer = build_tokenizer(["item 1 2 3", "12 7 3 -> 22"] * 4, 384)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=176,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(5)
+    model = Qwen2ForCausalLM(config).float().eval()
+    disturb(model, seed=0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def disturb(model: Qwen2ForCausalLM, seed: int, scale: float = 0.05) -> None:
+    """Change every parameter, as a (very large) optimiser step would."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter += torch.randn(parameter.shape, generator=generator) * scale
+
+
+@torch.no_grad()
+def model_logprobs(model: Qwen2ForCausalLM, token_ids: list[int]) -> list[float]:
+    """Logprobs of tokens 1 .. L-1, float32."""
+    tokens_L = torch.tensor(token_ids)
+    logits_LV = model(tokens_L[None]).logits[0, :-1].float()
+    return logits_LV.log_softmax(-1).gather(1, tokens_L[1:, None])[:, 0].tolist()
+
+
+@dataclass
+class Sync:
+    """What one sync gave: the sender's report, the engine's pause in seconds, and the probe's verdict."""
+
+    report: SendReport
+    pause_seconds: float
+    probe: ProbeReport
+    failure: str | None = None
+
+
+@dataclass
+class Server:
+    """A vLLM server, the trainer that sends to it, and one event loop for the client."""
+
+    model: Qwen2ForCausalLM
+    folder: Path
+    dtype: str = "float32"
+    version: int = 0
+    sender: WeightSender = field(default_factory=WeightSender)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+
+    def start(self, *, port: int | None = None) -> None:
+        overrides = [
+            *("--model", str(self.folder), "--max_model_len", "256", "--max_num_seqs", "8", "--device", "cpu"),
+            *("--inference_kv_cache_gib", "1", "--inference_dtype", self.dtype, "--max_tokens", "64"),
+            *("--environments", "[{name: countdown}]"),
+        ]
+        config = load_config(None, overrides).config
+        version = installed_version()
+        assert version is not None
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = port or free.getsockname()[1]
+        command = launch_command(
+            config,
+            host="127.0.0.1",
+            port=port,
+            secret="s" * 32,
+            model=str(self.folder),
+            directory=self.folder,
+            vllm_version=version,
+            on_cpu=True,
+        )
+        arguments = [FAULTY_EXTENSION if a == WORKER_EXTENSION else a for a in command.arguments]
+        environment = command.environment | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+        self.process = EngineProcess(arguments, environment, self.folder / "server.log")
+        self.client = EngineClient(f"http://127.0.0.1:{port}", "s" * 32, 0)
+        deadline = time.monotonic() + START_SECONDS
+        while not self.run(self.client.health()):
+            assert self.process.poll() is None, "\n".join(self.process.log_tail(60))
+            assert time.monotonic() < deadline, "\n".join(self.process.log_tail(60))
+            time.sleep(0.3)
+
+    def stop(self) -> None:
+        self.sender.close()
+        self.run(self.client.close())
+        self.loop.close()
+        self.process.terminate(10)
+
+    def run(self, coroutine: Any) -> Any:
+        return self.loop.run_until_complete(coroutine)
+
+    def connect(self) -> None:
+        info = self.sender.listen(0, num_workers=1, host="127.0.0.1", backend="gloo", timeout_seconds=60)
+
+        async def both() -> None:
+            await asyncio.gather(
+                asyncio.to_thread(self.sender.connect, 0), self.client.init_weight_transfer(info.to_dict())
+            )
+
+        self.run(both())
+
+    def fault(self, kind: str, name: str = "") -> None:
+        self.run(self.client.call_worker("telescope_test_fault", [kind, name]))
+
+    def remember(self) -> None:
+        self.run(self.client.call_worker("telescope_test_remember"))
+
+    def next_update(self, *, mode: str = "flattened_bucket", timeout_seconds: float = 60.0) -> UpdateInfo:
+        self.version += 1
+        metas = [TensorMeta(name, tuple(p.shape)) for name, p in self.model.named_parameters()]
+        return make_update(
+            metas,
+            version=self.version,
+            dtype=self.dtype,
+            mode=mode,  # type: ignore[arg-type]
+            bucket_mb=1,
+            timeout_seconds=timeout_seconds,
+        )
+
+    def sync(self, *, mode: str = "flattened_bucket") -> Sync:
+        """One whole sync of the model's parameters, and the probe."""
+        update = self.next_update(mode=mode)
+
+        async def go() -> tuple[SendReport, float]:
+            paused = time.monotonic()
+            await self.client.pause("keep")
+            await self.client.start_update()
+            send = asyncio.to_thread(self.sender.send, self.model.named_parameters(), update, [0], fingerprints=True)
+            report, _ = await asyncio.gather(send, self.client.update_weights(update.to_dict()))
+            await self.client.finish_update(update.version)
+            await self.client.resume()
+            return report, time.monotonic() - paused
+
+        report, pause_seconds = self.run(go())
+        assert report.errors == {}
+        return Sync(report, pause_seconds, self.probe(report))
+
+    def probe(self, report: SendReport) -> ProbeReport:
+        return compare(
+            sent=report.fingerprints,
+            held=self.run(self.client.call_worker("telescope_fingerprints")),
+            trainer_logprobs=model_logprobs(self.model, PROBE_TOKENS),
+            engine_logprobs=self.run(self.client.prompt_logprobs(PROBE_TOKENS)),
+            dtype=self.dtype,
+        )
+
+    def break_off(self) -> None:
+        """Begin a sync and give it up half way: the sender is aborted while the engine waits for a bucket."""
+        update = self.next_update(mode="per_tensor")
+
+        def half() -> Any:
+            for index, item in enumerate(self.model.named_parameters()):
+                if index == 7:
+                    self.sender.abort(0, "half way, on purpose")
+                yield item
+
+        async def go() -> None:
+            await self.client.pause("keep")
+            await self.client.start_update()
+            send = threading.Thread(target=self.sender.send, args=(half(), update, [0]))
+            send.start()
+            try:
+                await self.client.update_weights(update.to_dict())
+            finally:
+                await asyncio.to_thread(send.join)
+
+        self.run(go())
