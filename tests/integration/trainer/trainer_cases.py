@@ -106,17 +106,31 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.named_weights()}
 
 
-def run_ranks(job: Callable[..., Any], config: Any, *arguments: Any, num_ranks: int, folder: Path) -> list[Any]:
-    """`job(trainer, *arguments)` on each of `num_ranks` processes; their results in the order of ranks.
+Job = tuple[Callable[..., Any], Any, tuple[Any, ...]]
+"""A function of (trainer, *arguments), the config of the trainer, and the arguments."""
+
+
+def run_here(job: Job) -> Any:
+    """The job on one rank, in this process."""
+    function, config, arguments = job
+    trainer = Trainer(config, 0, 1, "127.0.0.1", free_port())
+    try:
+        trainer.setup()
+        return function(trainer, *arguments)
+    finally:
+        trainer.shutdown()
+
+
+def run_ranks(jobs: list[Job], *, num_ranks: int, folder: Path) -> list[list[Any]]:
+    """The jobs one after the other on `num_ranks` new processes, a new trainer for each: results by job, then by rank.
 
     A rank that raises fails the test with its traceback; ranks that hang are ended after a deadline.
     """
     context = multiprocessing.get_context("spawn")
-    port = free_port()
+    ports = [free_port() for _ in jobs]
     folder.mkdir(parents=True, exist_ok=True)
     processes = [
-        context.Process(target=_rank_main, args=(job, config, arguments, rank, num_ranks, port, folder))
-        for rank in range(num_ranks)
+        context.Process(target=_rank_main, args=(jobs, rank, num_ranks, ports, folder)) for rank in range(num_ranks)
     ]
     for process in processes:
         process.start()
@@ -131,17 +145,19 @@ def run_ranks(job: Callable[..., Any], config: Any, *arguments: Any, num_ranks: 
     failures = [path.read_text() for path in sorted(folder.glob("*.failed"))]
     assert not failures, "\n".join(failures)
     assert not hanging, f"ranks {hanging} did not finish within {RANKS_DEADLINE_SECONDS} s"
-    return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(num_ranks)]
+    by_rank = [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(num_ranks)]
+    return [list(results) for results in zip(*by_rank, strict=True)]
 
 
-def _rank_main(
-    job: Callable[..., Any], config: Any, arguments: tuple, rank: int, num_ranks: int, port: int, folder: Path
-) -> None:
+def _rank_main(jobs: list[Job], rank: int, num_ranks: int, ports: list[int], folder: Path) -> None:
     try:
-        trainer = Trainer(config, rank, num_ranks, "127.0.0.1", port)
-        trainer.setup()
-        (folder / f"{rank}.result").write_bytes(pickle.dumps(job(trainer, *arguments)))
-        trainer.shutdown()
+        results = []
+        for (function, config, arguments), port in zip(jobs, ports, strict=True):
+            trainer = Trainer(config, rank, num_ranks, "127.0.0.1", port)
+            trainer.setup()
+            results.append(function(trainer, *arguments))
+            trainer.shutdown()
+        (folder / f"{rank}.result").write_bytes(pickle.dumps(results))
     except BaseException:
         (folder / f"{rank}.failed").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         raise

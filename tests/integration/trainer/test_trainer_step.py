@@ -1,0 +1,203 @@
+"""A training step: what it reports, what it refuses, and that it learns."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.integration.trainer.trainer_cases import VOCAB, make_config, make_samples, relative_error, weights
+
+from telescope.algorithms import compute_advantages
+from telescope.errors import ConfigError, UserError
+from telescope.trainer.backends import find_backend
+from telescope.trainer.batch import StepInput, TrainSample
+from telescope.trainer.packing import pack_step
+from telescope.trainer.worker import Trainer, choose_device
+
+LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3]
+
+
+def packed(samples: list[TrainSample], *, step: int = 0, version: int = 0, num_minibatches: int = 1) -> StepInput:
+    (mine,) = pack_step(
+        samples, step=step, version=version, seq_len=64, num_ranks=1, num_minibatches=num_minibatches
+    )  # fmt: skip
+    return mine
+
+
+def with_own_logprobs(trainer: Trainer, samples: list[TrainSample], temperature: float = 1.0) -> list[TrainSample]:
+    """As if the engine had computed the trainer's own numbers."""
+    for sample in samples:
+        logprobs = np.array([0.0, *trainer.sequence_logprobs(sample.token_ids_L.tolist(), temperature)])
+        sample.engine_logprob_L = np.where(sample.trained_L, logprobs, 0.0)
+    return samples
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_on_policy_the_first_step_has_no_kl_and_no_mismatch(one_rank, temperature):
+    trainer = one_rank("tied", model_dtype="float32", temperature=temperature)
+    samples = with_own_logprobs(trainer, make_samples(LENGTHS), temperature)
+    metrics = trainer.train_step(packed(samples)).metrics
+    assert metrics["mismatch/on_policy_share"] == 1.0
+    assert metrics["mismatch/logprob_difference_max"] < 1e-4
+    assert metrics["mismatch/ratio_outside_share"] == 0.0
+    assert metrics["kl_divergence_inference"] == pytest.approx(0.0, abs=1e-8)
+
+
+def test_mismatch_leaves_out_samples_that_an_older_version_touched(one_rank):
+    trainer = one_rank()
+    samples = with_own_logprobs(trainer, make_samples(LENGTHS, version=3))
+    stale = samples[1]
+    last = int(np.flatnonzero(stale.trained_L)[-1])
+    stale.version_L[last] = 2
+    stale.engine_logprob_L = np.where(stale.trained_L, -50.0, 0.0)
+    metrics = trainer.train_step(packed(samples, version=3)).metrics
+    total = sum(sample.num_trained for sample in samples)
+    assert metrics["mismatch/on_policy_share"] == pytest.approx(1 - stale.num_trained / total)
+    assert metrics["mismatch/logprob_difference_max"] < 1e-12
+    assert metrics["kl_divergence_inference"] > 1.0
+    assert metrics["staleness/token_age_max"] == 1.0
+    assert metrics["staleness/token_age_mean"] == pytest.approx(1 / total)
+
+
+def test_mismatch_is_absent_when_nothing_is_on_policy(one_rank):
+    metrics = one_rank().train_step(packed(make_samples(LENGTHS, version=0), version=5)).metrics
+    assert "mismatch/logprob_difference_mean" not in metrics
+    assert metrics["staleness/token_age_mean"] == 5.0
+
+
+def test_entropy_and_kl_are_means_over_trained_tokens(one_rank):
+    trainer = one_rank()
+    samples = make_samples(LENGTHS)
+    own = [trainer.sequence_logprobs(sample.token_ids_L.tolist()) for sample in samples]
+    delta = np.concatenate(
+        [(np.array([0.0, *o]) - s.engine_logprob_L)[s.trained_L] for o, s in zip(own, samples, strict=True)]
+    )
+    delta = delta.clip(-20, 20)
+    metrics = trainer.train_step(packed(samples)).metrics
+    assert metrics["kl_divergence_inference"] == pytest.approx(float((np.exp(delta) - 1 - delta).mean()), rel=1e-9)
+    assert metrics["mismatch/logprob_difference_p95"] == pytest.approx(np.quantile(abs(delta), 0.95), rel=0.1)
+    assert 0.0 < metrics["entropy"] < np.log(VOCAB)
+
+
+def test_masked_samples_change_neither_weights_nor_metrics(one_rank):
+    def trained(extra: list[TrainSample]):
+        samples = [*make_samples(LENGTHS), *extra]
+        compute_advantages(samples)
+        trainer = one_rank()
+        metrics = trainer.train_step(packed(samples)).metrics
+        return weights(trainer), {k: v for k, v in metrics.items() if not k.startswith("timing")}
+
+    masked = make_samples([40, 50], seed=9)
+    for sample in masked:
+        sample.trained_L[:] = False
+    plain_weights, plain_metrics = trained([])
+    found_weights, found_metrics = trained(masked)
+    assert relative_error(found_weights, plain_weights) == 0.0
+    assert found_metrics == plain_metrics
+
+
+def test_a_step_with_nothing_to_train_leaves_the_weights(one_rank):
+    trainer = one_rank()
+    before = weights(trainer)
+    metrics = trainer.train_step(StepInput(step=0, version=0, minibatches=[])).metrics
+    assert relative_error(weights(trainer), before) == 0.0
+    assert metrics["tokens/trained"] == 0.0
+    assert metrics["grad_norm"] == 0.0
+
+
+def test_minibatches_are_optimizer_steps_at_one_learning_rate(one_rank):
+    trainer = one_rank(warmup_steps=4)
+    metrics = trainer.train_step(packed(make_samples(LENGTHS), num_minibatches=2)).metrics
+    assert metrics["optimizer_steps"] == 2.0
+    assert metrics["learning_rate"] == pytest.approx(0.01 / 4)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change(one_rank):
+    trainer = one_rank()
+    before = weights(trainer)
+    samples = make_samples(LENGTHS)
+    samples[0].advantage = float("inf")
+    with pytest.raises(FloatingPointError, match="gradient of training step 7 is not finite"):
+        trainer.train_step(packed(samples, step=7))
+    assert relative_error(weights(trainer), before) == 0.0
+
+
+def test_rewarded_tokens_become_likelier(one_rank):
+    trainer = one_rank("tied", model_dtype="float32", learning_rate=3e-3)
+
+    def two_answers() -> list[TrainSample]:
+        """The same prompt answered by 7 (rewarded) and by 8, in one group."""
+        samples = make_samples([4, 4], group_size=2)
+        for sample, answer, reward in zip(samples, (7, 8), (1.0, 0.0), strict=True):
+            sample.token_ids_L = np.array([3, 1, 4, answer])
+            sample.trained_L = np.array([False, False, False, True])
+            sample.reward = reward
+        compute_advantages(samples)
+        return samples
+
+    before = trainer.sequence_logprobs([3, 1, 4, 7])[-1] - trainer.sequence_logprobs([3, 1, 4, 8])[-1]
+    for step in range(10):
+        trainer.train_step(packed(two_answers(), step=step, version=step))
+    after = trainer.sequence_logprobs([3, 1, 4, 7])[-1] - trainer.sequence_logprobs([3, 1, 4, 8])[-1]
+    assert after > before + 1.0
+
+
+@pytest.mark.parametrize("model_dtype", ["float32", "bfloat16"])
+def test_mixed_precision_keeps_logprobs_close_to_float32(one_rank, model_dtype):
+    tokens = make_samples([60])[0].token_ids_L.tolist()
+    exact = np.array(one_rank("untied", model_dtype="float32").sequence_logprobs(tokens))
+    trainer = one_rank("untied", model_dtype=model_dtype, mixed_precision_dtype="bfloat16")
+    assert abs(np.array(trainer.sequence_logprobs(tokens)) - exact).mean() < 0.05
+    result = trainer.train_step(packed(make_samples(LENGTHS)))
+    assert np.isfinite(result.metrics["grad_norm"])
+    assert {meta.dtype for meta in trainer.weight_metadata()} == {model_dtype}
+
+
+def test_half_precision_does_not_lose_small_gradients(one_rank):
+    """Divided by a million tokens before backward, float16 gradients would be below its smallest number."""
+    samples = make_samples(LENGTHS)
+    norms = {}
+    for dtype in (None, "float16"):
+        step_input = packed(samples)
+        step_input.minibatches[0].num_trained_tokens = 1_000_000
+        trainer = one_rank("untied", model_dtype="float32", mixed_precision_dtype=dtype)
+        norms[dtype] = trainer.train_step(step_input).metrics["grad_norm"]
+    assert norms["float16"] == pytest.approx(norms[None], rel=0.02)
+
+
+def test_a_model_that_is_not_there_is_a_user_error(tmp_path):
+    trainer = Trainer(make_config(str(tmp_path / "missing")), 0, 1, "127.0.0.1", 0)
+    with pytest.raises(UserError, match=r"model: .*missing"):
+        trainer.setup()
+    trainer.shutdown()
+
+
+def test_a_backend_of_the_user_s_own_adds_its_metrics(one_rank, tmp_path: Path, monkeypatch):
+    (tmp_path / "own_backend.py").write_text(
+        "from telescope.trainer.backends.fsdp.backend import FSDPBackend\n"
+        "class Own(FSDPBackend):\n"
+        "    def train_step(self, trainer_data):\n"
+        "        metrics = super().train_step(trainer_data)\n"
+        "        metrics['custom/data/step'] = float(trainer_data['step'])\n"
+        "        return metrics\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    trainer = one_rank(train_backend="own_backend:Own")
+    assert trainer.train_step(packed(make_samples(LENGTHS), step=4)).metrics["custom/data/step"] == 4.0
+    sys.modules.pop("own_backend")
+
+
+@pytest.mark.parametrize("name", ["nothing", "no_such_package.x:Y", "json:JSONDecoder", "json:Missing"])
+def test_an_unknown_backend_names_the_field(name):
+    with pytest.raises(ConfigError, match="train_backend"):
+        find_backend(name)
+
+
+def test_cuda_without_a_gpu_names_the_field(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto", 0).type == "cpu"
+    with pytest.raises(ConfigError, match="device: 'cuda'"):
+        choose_device("cuda", 0)

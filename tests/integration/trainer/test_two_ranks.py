@@ -1,0 +1,188 @@
+"""Two ranks over gloo compute what one rank computes: gradients, metrics, weights, checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.integration.trainer.trainer_cases import (
+    gradients,
+    make_config,
+    make_samples,
+    relative_error,
+    run_here,
+    run_ranks,
+    weights,
+)
+
+from telescope.trainer.metrics import StepMetrics
+from telescope.trainer.packing import pack_step
+from telescope.trainer.timeline import Timeline
+from telescope.trainer.worker import Trainer
+
+BATCHES = {
+    "even": [5, 31, 12, 7, 2, 28, 19, 3, 16, 9, 24, 11],
+    "dummy": [32, 32, 32, 3],  # three full rows and a short one on two ranks
+    "lone": [20],  # one sample: the other rank has only a dummy
+}
+CHANGES = {"warmup_steps": 3, "weight_decay": 0.1, "grad_clip": 0.05}
+TEXT = [1, 5, 9, 2, 60, 33]
+
+
+@dataclass
+class Compared:
+    """Results of `whole_job` on one rank and by rank on two, and of `resume_job` on one."""
+
+    one: dict[str, Any]
+    two: list[dict[str, Any]]
+    resumed: dict[str, torch.Tensor]
+    folder: Path
+    source: Path
+
+
+def whole_job(trainer: Trainer, folder: Path) -> dict[str, Any]:
+    """Everything that the claims below compare, from one set-up of the ranks."""
+    backend: Any = trainer.backend
+    found: dict[str, Any] = {"weights_before": weights(trainer)}
+    for name, lengths in BATCHES.items():
+        sums = StepMetrics(backend.device)
+        mine = _packed(trainer, lengths, step=0)
+        for minibatch in mine.minibatches:
+            backend.accumulate(minibatch, 0, Timeline(backend.device, trainer.rank), sums)
+        found[f"gradient_{name}"] = gradients(trainer)
+        found[f"metrics_{name}"] = sums.reduce()
+        found[f"dummies_{name}"] = sum(not row.sample_ids for mb in mine.minibatches for row in mb.micro_batches)
+    results = [trainer.train_step(_packed(trainer, BATCHES["even"], step=step)) for step in range(2)]
+    trainer.save_checkpoint(2, folder / "checkpoint")
+    trainer.save_hf(folder / "hf")
+    found["weights_2"] = weights(trainer)
+    results.append(trainer.train_step(_packed(trainer, BATCHES["even"], step=2)))
+    found["weights_3"] = weights(trainer)
+    found["step_metrics"] = [result.metrics for result in results]
+    found["spans"] = results[-1].spans
+    found["metadata"] = trainer.weight_metadata()
+    found["logprobs"] = trainer.sequence_logprobs(TEXT)
+    return found
+
+
+def resume_job(trainer: Trainer, folder: Path) -> dict[str, torch.Tensor]:
+    """The third step again, from the checkpoint after the second."""
+    trainer.load_checkpoint(2, folder / "checkpoint")
+    trainer.train_step(_packed(trainer, BATCHES["even"], step=2))
+    return weights(trainer)
+
+
+def _packed(trainer: Trainer, lengths: list[int], *, step: int):
+    inputs = pack_step(
+        make_samples(lengths, seed=step), step=step, version=0, seq_len=32, num_ranks=trainer.world_size,
+        pad_to_multiple_of=8, num_minibatches=1 + step % 2,
+    )  # fmt: skip
+    return inputs[trainer.rank]
+
+
+MODELS = ("tied64", "untied64")
+
+
+@pytest.fixture(scope="module")
+def runs(models, tmp_path_factory) -> dict[str, Compared]:
+    """Each model on two ranks (new processes) and on one (this process)."""
+    root = tmp_path_factory.mktemp("ranks")
+    configs = {name: make_config(models[name], **CHANGES) for name in MODELS}
+    on_two = run_ranks(
+        [(whole_job, configs[name], (root / name / "two",)) for name in MODELS], num_ranks=2, folder=root / "results"
+    )
+    return {
+        name: Compared(
+            one=run_here((whole_job, configs[name], (root / name / "one",))),
+            two=two,
+            resumed=run_here((resume_job, configs[name], (root / name / "two",))),
+            folder=root / name / "two",
+            source=Path(models[name]),
+        )
+        for name, two in zip(MODELS, on_two, strict=True)
+    }
+
+
+@pytest.fixture(params=MODELS)
+def both(request, runs) -> Compared:
+    """The runs of one model."""
+    return runs[request.param]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_gradient_is_the_same_on_one_and_two_ranks(both, batch):
+    one, two = both.one, both.two
+    for rank in two:
+        assert relative_error(rank[f"gradient_{batch}"], one[f"gradient_{batch}"]) < 1e-12
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_metrics_are_of_all_ranks_and_equal_on_each(both, batch):
+    one, two = both.one, both.two
+    assert two[0][f"metrics_{batch}"] == two[1][f"metrics_{batch}"]
+    assert two[0][f"metrics_{batch}"] == pytest.approx(one[f"metrics_{batch}"], rel=1e-11)
+
+
+def test_a_lone_sample_leaves_the_other_rank_a_dummy_and_nothing_hangs(both):
+    assert sorted(rank["dummies_lone"] for rank in both.two) == [0, 1]
+    assert sum(rank["dummies_even"] for rank in both.two) == 0
+
+
+def test_three_clipped_steps_end_in_the_same_weights(both):
+    one, two = both.one, both.two
+    assert relative_error(two[0]["weights_3"], one["weights_3"]) < 1e-10
+    assert relative_error(one["weights_3"], one["weights_before"]) > 1e-3
+
+
+def test_reported_rate_is_the_one_used_and_the_norm_is_before_clipping(both):
+    one, two = both.one, both.two
+    assert [m["learning_rate"] for m in two[0]["step_metrics"]] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])
+    norms = [[metrics["grad_norm"] for metrics in rank["step_metrics"]] for rank in (*two, one)]
+    assert norms[0] == norms[1] == pytest.approx(norms[2], rel=1e-9)
+    assert min(norms[0]) > CHANGES["grad_clip"]
+    assert [m["optimizer_steps"] for m in two[0]["step_metrics"]] == [1, 2, 1]
+
+
+def test_full_weights_come_under_the_checkpoint_s_names_tied_ones_once(both):
+    stored = load_file(both.source / "model.safetensors")
+    found = both.two[1]["weights_before"]
+    assert found.keys() == stored.keys()
+    assert ("lm_head.weight" in found) == (both.source.name == "untied64")
+    assert all(torch.equal(found[name], stored[name]) for name in stored)
+    metadata = both.two[0]["metadata"]
+    assert [(m.name, m.shape, m.dtype) for m in metadata] == [(n, tuple(t.shape), "float64") for n, t in found.items()]
+
+
+def test_sequence_logprobs_agree_between_ranks(both):
+    one, two = both.one, both.two
+    assert two[0]["logprobs"] == two[1]["logprobs"] == pytest.approx(one["logprobs"], abs=1e-9)
+    assert len(one["logprobs"]) == len(TEXT) - 1
+
+
+def test_a_checkpoint_of_two_ranks_continues_on_one_as_if_nothing_had_happened(both):
+    """Optimiser state and the step's learning rate included."""
+    assert relative_error(both.resumed, both.two[0]["weights_3"]) < 1e-10
+
+
+def test_the_saved_hugging_face_checkpoint_holds_the_trained_weights(both):
+    stored = load_file(both.folder / "hf" / "model.safetensors")
+    assert relative_error(stored, both.two[0]["weights_2"]) == 0.0
+
+
+def test_timing_metrics_have_the_documented_names_and_spans_lie_on_one_clock(both):
+    metrics, spans = both.two[0]["step_metrics"][-1], both.two[0]["spans"]
+    operations = ("forward", "backward", "loss_computation", "compute_kl", "compute_entropy", "data_to_device")
+    for operation in (*operations, "prepare_tensors"):
+        assert metrics[f"timing_{operation}_total"] > 0
+        mean = metrics[f"timing_{operation}_total"] / metrics["micro_batches"]
+        assert metrics[f"timing_{operation}_microbatch_mean"] == pytest.approx(mean)
+    parts = ("timing_step_active", "timing_waiting_for_data", "timing_weight_sync_trainer_total")
+    assert metrics["timing_weight_sync_trainer_total"] > 0
+    assert metrics["timing_step_total"] <= sum(metrics[part] for part in parts) + 1e-9
+    (step,) = (span for span in spans if span.name == "step")
+    inside = [span for span in spans if span.name in operations or span.name == "optimizer"]
+    assert all(step.start - 1e-3 <= span.start <= span.end <= step.end + 1e-3 for span in inside)
