@@ -17,7 +17,7 @@ class EnvironmentEntry(Section):
     """One environment to train on."""
 
     name: Annotated[str, Field(min_length=1)]
-    """Environment name: a registered one (`telescope envs` lists them), or `package.module:Class`."""
+    """Environment name: one that ships here or lies in `environments_path`, or `package.module:Class`."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Sampling weight. The share of prompts from this environment is its weight over the sum of all weights."""
     reward_min: float | None = None

@@ -53,12 +53,10 @@ def check_environments(config: TelescopeConfig) -> None:
 
 def check_evals(config: TelescopeConfig) -> None:
     """Each eval exists (as an eval or as an environment), and the packages it requires are installed."""
-    if not config.evals:
-        return
-    from telescope.evals.registry import check_eval
+    from telescope.environments.registry import check_environment
 
     for entry in config.evals:
-        check_eval(entry.name, config.environments_path)
+        check_environment(entry.name, config.environments_path)
 
 
 def check_placement(config: TelescopeConfig) -> None:

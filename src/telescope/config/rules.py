@@ -114,7 +114,7 @@ RULES: tuple[Rule, ...] = (
         ("environments",),
         "must name at least one environment",
         lambda c: not c.environments,
-        lambda c: "Add for example `environments: [{name: countdown}]`; `telescope envs` lists the names",
+        lambda c: "Add one, for example `environments: [{name: countdown}]`",
     ),
     Rule(
         ("environments",),

@@ -1,0 +1,262 @@
+"""Bad input: a clear message, exit code 2, quickly, and nothing started."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "ray", "vllm", "transformers")
+
+# Runs the command as the console script does, and says which heavy packages it imported on the way.
+PROBE = f"""
+import sys
+from telescope.cli.main import main
+code = main(sys.argv[1:])
+print("imported:", [name for name in {HEAVY!r} if name in sys.modules])
+sys.exit(code)
+"""
+
+
+@dataclass
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder that passes for a model until somebody loads it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shape = {
+        "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(shape))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (folder / "model.safetensors").write_text("")
+    return folder
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path, model: Path) -> Path:
+    """A run that has nothing wrong with it before it starts."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"""\
+model: {model}
+environments: [{{name: countdown, kwargs: {{dataset: generated}}}}]
+device: cpu
+ray_address: local
+inference_num_workers: 1
+trainer_num_workers: 1
+ray_inference_cpus_per_worker: 0.1
+ray_trainer_cpus_per_worker: 0.1
+use_wandb: false
+"""
+    )
+    return path
+
+
+@pytest.fixture
+def train(tmp_path: Path, run_yaml: Path):
+    """Runs `telescope train` on that run with further flags, and holds that a refusal starts nothing."""
+
+    def run(*flags: str, config: Path | None = run_yaml, may_look_inside: bool = False) -> Result:
+        run_dir = tmp_path / "run"
+        arguments = ["train", *(["--config", str(config)] if config else []), *flags]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "TELESCOPE_", "RAY_"))}
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=tmp_path,
+            env={**environment, "TELESCOPE_RUN_DIR": str(run_dir), "HF_HUB_OFFLINE": "1"},
+        )
+        result = Result(done.returncode, done.stdout, done.stderr)
+        if result.code == 2 and not may_look_inside:
+            assert "imported: []" in result.out, "heavy packages were imported before the input was refused"
+            assert not run_dir.exists(), "a run directory was made for a run that never was"
+            assert result.err.startswith("telescope: ")
+        assert "Traceback" not in result.err
+        return result
+
+    return run
+
+
+def refused(result: Result, *words: str) -> None:
+    assert result.code == 2, f"exit code {result.code}\n{result.out}\n{result.err}"
+    for word in words:
+        assert word in result.err
+
+
+def test_an_unknown_key_names_the_nearest(train, run_yaml):
+    run_yaml.write_text(run_yaml.read_text() + "learning_rat: 1e-6\n")
+    refused(train(), "'learning_rat'", "line 10", "Did you mean 'learning_rate'?")
+
+
+def test_an_unknown_flag_names_the_nearest(train):
+    refused(train("--number-of-step", "3"), "Did you mean 'number_of_steps'?")
+
+
+def test_a_value_out_of_range(train):
+    refused(train("--gpu_memory_utilization", "1.5"), "gpu_memory_utilization is 1.5", "at most 1")
+
+
+def test_incompatible_fields(train):
+    flags = ["--use_tis", "--use_ppo_clip"]
+    refused(train(*flags), "use_tis", "use_ppo_clip", 'Set ppo_clip_ref_logprobs to "batch"')
+
+
+def test_max_tokens_above_max_model_len(train):
+    refused(train("--max_tokens", "5000"), "max_tokens is 5000", "max_model_len is 4096", "Lower max_tokens")
+
+
+def test_an_algorithm_of_a_later_version(train):
+    refused(train("--algorithm", "cispo"), "algorithm is 'cispo'", "not available in this version", "'grpo'")
+
+
+def test_an_environment_that_does_not_exist(train):
+    refused(train("--environments", "[{name: countdwn}]"), "countdwn", "Did you mean 'countdown'?")
+
+
+def test_a_missing_package_of_an_environment(train, tmp_path):
+    folder = tmp_path / "environments" / "needy"
+    folder.mkdir(parents=True)
+    (folder / "environment.py").write_text('REQUIRED_PACKAGES = ["no-such-package-anywhere"]\n')
+    result = train("--environments", "[{name: needy}]", "--environments_path", f"[{folder.parent}]")
+    refused(result, "no-such-package-anywhere", "pip install no-such-package-anywhere")
+
+
+def test_a_model_path_without_tokenizer(train, model):
+    (model / "tokenizer.json").unlink()
+    refused(train(), f"model is '{model}'", "holds no tokenizer", "save_pretrained")
+
+
+def test_a_tokenizer_without_chat_template(train, model):
+    (model / "chat_template.jinja").unlink()
+    refused(train(), "no chat template", "Set chat_template")
+
+
+def test_a_model_that_does_not_exist(train, tmp_path):
+    refused(train("--model", str(tmp_path / "nowhere")), "does not exist", "Qwen/Qwen2.5-3B")
+
+
+def test_a_hub_model_that_cannot_be_had(train):
+    refused(train("--model", "nobody/no-such-model"), "could not be checked", "set model to a local folder")
+
+
+def test_more_workers_than_the_machine_has(train):
+    refused(train("--trainer_num_workers", "10000"), "trainer_num_workers is 10000", "Lower")
+
+
+def test_a_port_in_use(train):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        refused(
+            train("--inference_base_port", str(port)),
+            f"inference_base_port is {port}",
+            "in use",
+            "set inference_base_port",
+        )
+
+
+def test_a_run_directory_that_cannot_be_written(train):
+    refused(train("--run_dir", "/proc/telescope"), "run_dir is '/proc/telescope'", "TELESCOPE_RUN_DIR")
+
+
+def test_no_environment_at_all(train, run_yaml):
+    run_yaml.write_text("seed: 1\n")
+    refused(train(), "environments must name at least one environment", "[{name: countdown}]")
+
+
+def test_a_file_that_does_not_exist(train, tmp_path):
+    refused(train(config=tmp_path / "ron.yaml"), "does not exist", "run.yaml")
+
+
+def test_a_file_that_is_not_yaml(train, run_yaml):
+    run_yaml.write_text("model: [1\n")
+    refused(train(), "is not valid YAML", "line 2")
+
+
+def test_no_arguments_at_all(train):
+    refused(train(config=None), "telescope train --config")
+
+
+def test_an_empty_dataset(train, model, tmp_path):
+    from telescope.tiny_model.tokenizer import build_tokenizer
+
+    build_tokenizer(["item 1 2 3"] * 4, 384).save_pretrained(model)
+    folder = tmp_path / "environments" / "barren"
+    folder.mkdir(parents=True)
+    (folder / "environment.py").write_text(
+        """
+from telescope.environments.base import RewardResult, SingleTurnEnvironment
+
+class Barren(SingleTurnEnvironment):
+    def load_dataset(self, num_samples=-1):
+        return []
+
+    def compute_reward(self, completion, sample, eos_token=""):
+        return RewardResult(total_reward=0.0)
+"""
+    )
+    flags = ["--environments", "[{name: barren}]", "--environments_path", f"[{folder.parent}]"]
+    # Only the environment's own process can tell, so this one gets as far as loading it.
+    refused(train(*flags, may_look_inside=True), "'barren' is empty", "num_samples")
+
+
+def test_several_problems_are_told_at_once(train, model):
+    (model / "tokenizer.json").unlink()
+    result = train("--run_dir", "/proc/telescope", "--environments", "[{name: countdwn}]")
+    refused(result, "3 problems", "run_dir", "countdwn", "holds no tokenizer")
+
+
+def test_a_dry_run_shows_the_run_and_starts_nothing(train, tmp_path):
+    result = train("--dry-run", "--learning_rate", "3e-4")
+    assert result.code == 0, result.err
+    assert "imported: []" in result.out
+    for word in ("* learning_rate", "3.0e-04" if "3.0e-04" in result.out else "0.0003", "config hash", "trainer rank 0",
+                 "inference server 0", "optimizer", "KV cache", "nothing was started"):  # fmt: skip
+        assert word in result.out
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_example_of_the_documentation_resolves_anywhere(train):
+    result = train("--dry-run", config=ROOT / "configs" / "examples" / "example_countdown.yaml")
+    assert result.code == 0, result.err
+    for word in ("Qwen/Qwen2.5-3B", "3,085.9 M parameters", "trainer rank 1", "inference server 1", "GiB"):
+        assert word in result.out
+
+
+def test_the_script_in_the_root_is_the_same_command(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "--learning_rte", "1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert "Did you mean 'learning_rate'?" in done.stderr
+
+
+def test_help_teaches_every_field_by_section(train):
+    result = train("--help", config=None)
+    assert result.code == 0
+    assert "imported: []" in result.out
+    for word in ("--learning_rate", "Weight Broadcasting", "--dry-run", "Every field below is a flag"):
+        assert word in result.out
