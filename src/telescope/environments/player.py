@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from telescope.environments.base import EvalMetricsResult, RewardResult, Sample, sample_uid
-from telescope.environments.records import EnvironmentInfo, EnvironmentSpec, RendererSpec
+from telescope.environments.records import EnvironmentInfo, EnvironmentSpec
 from telescope.environments.rendering import Renderer
 from telescope.errors import UserError
 
@@ -40,8 +40,8 @@ class Pending:
 class Player:
     """The environments of one process, by position."""
 
-    def __init__(self, specs: Sequence[EnvironmentSpec], renderer: RendererSpec | None, path: Sequence[str]) -> None:
-        self.renderer = Renderer(renderer) if renderer is not None else None
+    def __init__(self, specs: Sequence[EnvironmentSpec], renderer: Renderer | None, path: Sequence[str]) -> None:
+        self.renderer = renderer
         self.specs = list(specs)
         self.environments = [self._make(spec, path) for spec in specs]
 

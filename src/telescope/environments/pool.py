@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from telescope.environments.launcher import Launcher
 from telescope.environments.limits import default_memory_limit
 from telescope.environments.process import STACK_SECONDS, WorkerProcess
 from telescope.environments.records import (
@@ -60,6 +61,7 @@ class PoolStatus:
     calls_in_workers: int
     restarts: int
     deadlines_passed: int
+    pids: tuple[int, ...]
 
 
 class _Worker:
@@ -80,7 +82,8 @@ class EnvironmentPool:
 
     `timeout_seconds` bounds one call of user code. `start_timeout_seconds` bounds loading, downloads included.
     `memory_limit_bytes` is what user code in one process may allocate after loading (default: a quarter of the
-    machine's memory, at least 2 GiB). Workers log to `log_dir/environment-<i>.log`.
+    machine's memory, at least 2 GiB). `launcher` lets several pools share one fork server, which must have been started
+    with the same renderer; without it the pool has its own. Workers log to `log_dir/environment-<i>.log`.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class EnvironmentPool:
         log_dir: Path | None = None,
         start_timeout_seconds: float = 600.0,
         memory_limit_bytes: int | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         self._positions = {spec.identity: position for position, spec in enumerate(specs)}
         if len(self._positions) != len(specs):
@@ -104,12 +108,14 @@ class EnvironmentPool:
         self._load_header = {
             "op": "load",
             "specs": [asdict(spec) for spec in specs],
-            "renderer": asdict(renderer) if renderer is not None else None,
             "environments_path": [str(Path(place).expanduser().resolve()) for place in environments_path],
             "memory_limit_bytes": memory_limit_bytes or default_memory_limit(),
         }
         self._timeout_seconds = timeout_seconds
         self._start_timeout_seconds = start_timeout_seconds
+        self._renderer = renderer
+        self._launcher = launcher
+        self._owns_launcher = launcher is None
         self._log_dir = log_dir
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._workers = [_Worker(index) for index in range(num_workers)]
@@ -140,11 +146,15 @@ class EnvironmentPool:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.create_future()
-        for worker in self._workers:
-            self._launch(worker)
-        self._last_tick = time.monotonic()
-        self._tick_handle = self._loop.call_later(TICK_SECONDS, self._tick)
         try:
+            if self._launcher is None:
+                self._launcher = Launcher(self._renderer, self._log_dir)
+                await self._launcher.start(self._start_timeout_seconds)
+                self._launcher.on_lost = self._break
+            for worker in self._workers:
+                self._launch(worker)
+            self._last_tick = time.monotonic()
+            self._tick_handle = self._loop.call_later(TICK_SECONDS, self._tick)
             await self._started
         except BaseException:
             await self.close()
@@ -220,6 +230,8 @@ class EnvironmentPool:
             except TimeoutError:
                 for process in processes:
                     process.kill()
+        if self._owns_launcher and self._launcher is not None:
+            await self._launcher.close()
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -238,6 +250,7 @@ class EnvironmentPool:
             calls_in_workers=sum(worker.seat.num_held for worker in self._workers),
             restarts=self._restarts,
             deadlines_passed=self._deadlines_passed,
+            pids=tuple(worker.process.pid for worker in self._workers if worker.process and worker.process.pid),
         )
 
     def dump_stacks(self) -> None:
@@ -314,7 +327,9 @@ class EnvironmentPool:
     def _launch(self, worker: _Worker) -> None:
         assert self._log_dir is not None
         worker.ready = worker.killed = False
+        assert self._launcher is not None
         worker.process = WorkerProcess(
+            self._launcher,
             self._log_dir / f"environment-{worker.index}.log",
             on_frame=lambda header, blob: self._on_frame(worker, header, blob),
             on_gone=lambda: self._on_gone(worker),
@@ -430,9 +445,6 @@ class EnvironmentPool:
         elapsed = min(now - self._last_tick, 2 * TICK_SECONDS)
         self._last_tick = now
         for worker in self._workers:
-            if worker.process is None:
-                continue
-            worker.process.check()
             if worker.process is None or worker.killed:
                 continue
             if worker.ready:

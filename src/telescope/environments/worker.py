@@ -1,27 +1,23 @@
 """The process that runs users' environment code.
 
-The driver starts it, talks to it over one socket, and may kill it at any moment. Plain functions of the user run in the
-main thread, one at a time, outside of any event loop, so that they may call `asyncio.run` themselves; awaitables that
-they return run together in this process's event loop between such calls.
+The driver has it forked, talks to it over one socket, and may kill it at any moment. Plain functions of the user run in
+the main thread, one at a time, outside of any event loop, so that they may call `asyncio.run` themselves; awaitables
+that they return run together in this process's event loop between such calls.
 
 Invariants:
 - Whatever user code prints goes to the log; nothing but frames goes to the socket.
 - Before any step into user code the slot names its request (see `slot`), whichever task takes the step.
 - The answer to a request is on the socket before the next request is begun.
-- The process ends when its parent does: by the kernel's signal, or by the end of the socket's stream.
+- The process ends with the stream of its socket, or, when user code holds it, by the kernel's signal (`fork_server`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import faulthandler
 import logging
 import os
 import resource
-import signal
 import socket
-import sys
 import time
 import traceback
 from collections import deque
@@ -31,12 +27,11 @@ from dataclasses import asdict
 from typing import Any
 
 from telescope.environments.player import Pending, Player, is_awaitable, plain_score, settle
-from telescope.environments.records import EnvironmentSpec, RendererSpec
+from telescope.environments.records import EnvironmentSpec
+from telescope.environments.rendering import Renderer
 from telescope.environments.slot import Slot
 from telescope.environments.wire import FrameReader, pack_frame, pack_ids, unpack_ids
 from telescope.errors import UserError
-
-_PR_SET_PDEATHSIG = 1
 
 LOOK_AGAIN_SECONDS = 0.002
 """After a call longer than this, the socket is read again for withdrawn requests before the next one is begun."""
@@ -101,7 +96,7 @@ class _Held:
 class Worker:
     """Reads requests, plays them, writes answers."""
 
-    def __init__(self, connection: socket.socket, slot: Slot) -> None:
+    def __init__(self, connection: socket.socket, slot: Slot, renderer: Renderer | None) -> None:
         self.connection = connection
         self.slot = slot
         self.reader = FrameReader()
@@ -114,6 +109,7 @@ class Worker:
         self.loop = asyncio.new_event_loop()
         self.loop.set_task_factory(self._make_task)
         self.tasks: dict[int, asyncio.Task[Any]] = {}
+        self.renderer = renderer
         self.player: Player
 
     def held_by(self, request_id: int) -> _Held:
@@ -190,8 +186,7 @@ class Worker:
         started = time.perf_counter()
         try:
             specs = [EnvironmentSpec(**fields) for fields in header["specs"]]
-            renderer = RendererSpec(**header["renderer"]) if header["renderer"] else None
-            self.player = Player(specs, renderer, header["environments_path"])
+            self.player = Player(specs, self.renderer, header["environments_path"])
             infos = [asdict(self.player.describe(position)) for position in range(len(specs))]
             self.loop.run_until_complete(self.player.prepare_resources())
         except UserError as error:
@@ -291,13 +286,6 @@ def limit_memory(extra_bytes: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (used + extra_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-def _die_with(parent: int) -> None:
-    """Ask the kernel for a kill when the parent ends, which works while user code holds the interpreter."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)  # it ended before we asked
-
-
 def _volunteer_for_the_oom_killer() -> None:
     """When memory runs out, this process goes first and not the driver or the engine."""
     try:
@@ -307,20 +295,12 @@ def _volunteer_for_the_oom_killer() -> None:
         logging.getLogger(__name__).info("The OOM killer's preference could not be set: %s", error)
 
 
-def main(arguments: list[str]) -> None:
-    """Entry of the process: `[socket descriptor, slot descriptor, parent's process id]`."""
-    descriptor, slot_descriptor, parent = (int(argument) for argument in arguments)
-    _die_with(parent)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+def run_worker(descriptor: int, slot_descriptor: int, renderer: Renderer | None) -> None:
+    """Serve on the socket until it ends; called in a process that was forked for this (`fork_server`)."""
     _volunteer_for_the_oom_killer()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     slot = Slot(slot_descriptor)
     os.close(slot_descriptor)
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
-    Worker(connection, slot).serve()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # threads that user code left behind do not hold the process up
+    Worker(connection, slot, renderer).serve()

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
+from telescope.environments.launcher import Launcher
 from telescope.environments.pool import EnvironmentPool
 from telescope.environments.records import EnvironmentSpec, RendererSpec
 
@@ -53,8 +55,17 @@ def encode(tokenizer):
     return lambda text: [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
 
-@pytest.fixture
-async def make_pool(tokenizer_path, tmp_path):
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def launcher(tokenizer_path, tmp_path_factory):
+    """One fork server for all tests: starting it takes seconds, starting a worker from it does not."""
+    launcher = Launcher(RendererSpec(tokenizer_path), tmp_path_factory.mktemp("server"))
+    await launcher.start(120)
+    yield launcher
+    await launcher.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def make_pool(launcher, tokenizer_path, tmp_path):
     """Start pools; all are closed at the end of the test."""
     pools = []
 
@@ -67,6 +78,7 @@ async def make_pool(tokenizer_path, tmp_path):
             timeout_seconds=timeout_seconds,
             environments_path=[ENVIRONMENTS],
             log_dir=tmp_path / f"logs-{len(pools)}",
+            launcher=launcher,
             **options,
         )
         pools.append(pool)

@@ -7,6 +7,8 @@ import pytest
 from telescope.environments.records import EnvironmentSpec
 from telescope.errors import UserError
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
 
 async def test_prompt_is_rendered_by_the_chat_template_and_tokenised_in_the_worker(make_pool, tokenizer):
     pool = await make_pool("echo")

@@ -4,14 +4,16 @@ import asyncio
 import os
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
+from telescope.environments.pool import EnvironmentPool
+from telescope.environments.records import EnvironmentSpec
 from telescope.errors import EnvironmentFailure, InfrastructureError
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 FINE = "fine"
 
 
@@ -81,7 +83,7 @@ async def test_a_reward_that_never_returns_fails_alone_and_its_process_is_replac
         await culprit
     rewards = await asyncio.gather(*waiting, *queued)
     assert {reward.total_reward for reward in rewards} == {1.0}
-    assert all(reward.sample_metrics["pid"] != before for reward in rewards)
+    assert all(reward.sample_metrics["pid"] != before for reward in rewards[:3])
     assert (pool.status().restarts, pool.status().deadlines_passed) == (1, 1)
     await eventually(lambda: not is_running(int(before)))
 
@@ -142,7 +144,7 @@ async def test_a_reward_may_run_an_event_loop_of_its_own(make_pool, encode):
 
 
 async def test_memory_is_bounded_and_the_process_goes_on(make_pool, encode):
-    pool = await make_pool("hostile", memory_limit_bytes=512 * 2**20)
+    pool = await make_pool("hostile", memory_limit_bytes=256 * 2**20)
     with pytest.raises(EnvironmentFailure, match="MemoryError"):
         await do(pool, encode, "gorge")
     assert (await do(pool, encode, FINE)).total_reward == 1.0
@@ -159,7 +161,7 @@ async def test_what_user_code_prints_lands_in_the_log_and_not_in_the_answers(mak
 
 async def test_the_stack_of_a_hanging_reward_is_in_the_log(make_pool, encode, tmp_path):
     pool = await make_pool("hostile", timeout_seconds=0.3)
-    with pytest.raises(EnvironmentFailure, match="environment-0.log"):
+    with pytest.raises(EnvironmentFailure, match=r"environment-0\.log"):
         await do(pool, encode, "sleep 3600")
     await eventually(lambda: b"in sleep" in (tmp_path / "logs-0" / "environment-0.log").read_bytes())
 
@@ -177,37 +179,68 @@ async def test_close_ends_processes_that_are_busy_and_fails_their_calls(make_poo
         await do(pool, encode, FINE)
 
 
-@pytest.mark.parametrize("deed", ["fine", "hold_the_interpreter"])
-async def test_workers_die_with_their_parent(tokenizer_path, deed):
-    here = Path(__file__).parent
-    program = textwrap.dedent(
-        f"""
-        import asyncio, sys
-        sys.path.insert(0, {str(here)!r})
-        from telescope.environments.pool import EnvironmentPool
-        from telescope.environments.records import EnvironmentSpec, RendererSpec
-        async def main():
-            pool = EnvironmentPool([EnvironmentSpec("hostile")], renderer=RendererSpec({tokenizer_path!r}),
-                                   num_workers=1, environments_path=[{str(here / "environments_for_tests")!r}])
-            await pool.start()
-            ids = lambda text: [c + 0 for c in pool_ids(text)]
-            from transformers import AutoTokenizer
-            tokenizer = AutoTokenizer.from_pretrained({tokenizer_path!r})
-            call = lambda text: pool.advance("hostile", 0, tokenizer(text)["input_ids"], "length")
-            print(int((await call("fine")).reward.sample_metrics["pid"]), flush=True)
-            await call({deed!r})
-            await asyncio.sleep(3600)
-        asyncio.run(main())
-        """
-    )
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    pid = int(await asyncio.to_thread(parent.stdout.readline))
-    assert is_running(pid)
+PARENT = """
+import asyncio, sys
+from telescope.environments.pool import EnvironmentPool
+from telescope.environments.records import EnvironmentSpec
+
+async def main():
+    spec = EnvironmentSpec("echo", {"hold_at": 900})
+    pool = EnvironmentPool([spec], renderer=None, num_workers=2, environments_path=[sys.argv[1]])
+    await pool.start()
+    print(*pool.status().pids, flush=True)
+    await pool.identities("echo", int(sys.argv[2]), int(sys.argv[2]) + 1)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("index", [0, 900], ids=["idle", "in code that holds the interpreter"])
+async def test_workers_die_with_their_parent(index):
+    parent = start_parent(index)
+    pids = [int(pid) for pid in (await asyncio.to_thread(parent.stdout.readline)).split()]
+    assert [is_running(pid) for pid in pids] == [True, True]
     await asyncio.sleep(0.3)
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    await eventually(lambda: not is_running(pid))
+    await eventually(lambda: not any(is_running(pid) for pid in pids))
+
+
+def start_parent(index):
+    arguments = [str(Path(__file__).parent / "environments_for_tests"), str(index)]
+    return subprocess.Popen([sys.executable, "-c", PARENT, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+async def test_a_worker_that_is_killed_from_outside_is_replaced(make_pool, encode):
+    pool = await make_pool("hostile")
+    waiting = asyncio.ensure_future(do(pool, encode, "wait 0.5"))
+    await eventually(lambda: pool.status().calls_in_workers == 1)
+    await asyncio.sleep(0.2)
+    (pid,) = pool.status().pids
+    os.kill(pid, 9)
+    assert (await waiting).sample_metrics["pid"] != pid
+    assert pool.status().restarts == 1
+
+
+async def test_calls_fail_with_the_reason_when_the_fork_server_is_gone(tokenizer_path, tmp_path):
+    pool = EnvironmentPool(
+        [EnvironmentSpec("echo")],
+        renderer=None,
+        num_workers=1,
+        environments_path=[Path(__file__).parent / "environments_for_tests"],
+        log_dir=tmp_path,
+    )
+    await pool.start()
+    (pid,) = pool.status().pids
+    server = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    os.kill(server, 9)
+    await eventually(lambda: pool.status().workers_ready == 0)
+    with pytest.raises(InfrastructureError, match="forked from"):
+        await pool.identities("echo")
+    await pool.close()
+    assert not is_running(pid)
 
 
 async def test_the_driver_never_imports_user_code(make_pool, encode):

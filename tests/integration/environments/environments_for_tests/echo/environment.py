@@ -8,9 +8,15 @@ from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironm
 class Echo(SingleTurnEnvironment):
     reward_min, reward_max = 0.0, 1.0
 
-    def __init__(self, asynchronous=False, **kwargs):
+    def __init__(self, asynchronous=False, hold_at=-1, **kwargs):
         super().__init__(**kwargs)
         self.asynchronous = asynchronous
+        self.hold_at = hold_at
+
+    def get_sample(self, index):
+        if index == self.hold_at:
+            return 95**97**99  # holds the interpreter for ever
+        return super().get_sample(index)
 
     def load_dataset(self, num_samples=-1, random_order=False):
         count = 1000 if num_samples < 0 else num_samples

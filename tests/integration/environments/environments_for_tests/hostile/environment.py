@@ -1,6 +1,7 @@
 """An environment whose reward does to its process what the completion says."""
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import subprocess
@@ -31,14 +32,12 @@ class Hostile(SingleTurnEnvironment):
 
     async def wait_whatever_happens(self, argument):
         while True:
-            try:
+            with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(3600)
-            except asyncio.CancelledError:
-                pass
 
     async def block_in_a_task(self, argument):
         async def block():
-            time.sleep(float(argument))
+            time.sleep(float(argument))  # noqa: ASYNC251  # the fault that is played here
 
         await asyncio.gather(asyncio.sleep(0.01), block())
         return self.fine(argument)
