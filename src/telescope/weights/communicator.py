@@ -30,6 +30,8 @@ _POLL_FIRST_SECONDS = 1e-4
 _POLL_LAST_SECONDS = 2e-3
 _NCCL_WATCHDOG = timedelta(days=1)
 """NCCL's own time limit ends the whole process; it must never be the first to act."""
+_GLOO_LIMIT = timedelta(hours=1)
+"""Gloo's own time limit. Longer than any deadline of ours; it bounds how long an aborted operation keeps its buffer."""
 
 
 def backend_for(device: torch.device, *, cpu_staging: bool) -> Backend:
@@ -109,7 +111,7 @@ class Communicator:
         local = host if rank == 0 else lifeline.local_address
         try:
             group = _within(
-                lambda: _build_group(backend, store, rank, world_size, timeout, local, device),
+                lambda: _build_group(backend, store, rank, world_size, local, device),
                 deadline,
                 lifeline,
                 f"connecting the {backend} group of {world_size} ranks",
@@ -241,14 +243,13 @@ def _build_group(
     store: Any,
     rank: int,
     world_size: int,
-    timeout: float,
     local_address: str,
     device: torch.device | None,
 ) -> Any:
     """A process group of its own, proven by one broadcast. Blocks; the caller bounds it."""
     if backend == "gloo":
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=timeout)
+        options._timeout = _GLOO_LIMIT
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address)]
         options._threads = 2
         group: Any = dist.ProcessGroupGloo(store, rank, world_size, options)

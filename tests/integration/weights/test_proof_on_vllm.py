@@ -1,5 +1,6 @@
 """Weights from a transformers model into a real vLLM server, and the probe that must not be fooled."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -23,11 +24,11 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         made.stop()
 
 
-@pytest.mark.parametrize("mode", ["flattened_bucket", "per_tensor"])
-def test_after_a_sync_the_engine_computes_with_the_new_weights(server: Server, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "bucket_mb"), [("flattened_bucket", 1), ("flattened_bucket", 256), ("per_tensor", 1)])
+def test_after_a_sync_the_engine_computes_with_the_new_weights(server: Server, mode: str, bucket_mb: int) -> None:
     before = server.run(server.client.prompt_logprobs(PROBE_TOKENS))
     disturb(server.model, seed=server.version + 1)
-    done = server.sync(mode=mode)
+    done = server.sync(mode=mode, bucket_mb=bucket_mb)
     assert done.probe.ok, str(done.probe)
     assert done.probe.num_tensors == len(list(server.model.parameters()))
     after = server.run(server.client.prompt_logprobs(PROBE_TOKENS))
@@ -90,3 +91,12 @@ def test_a_transfer_that_broke_off_half_way_is_mended_by_the_next_one(server: Se
         server.break_off()
     server.connect()
     assert server.sync().probe.ok
+
+
+def test_killing_the_engine_in_the_middle_of_a_sync_is_an_error_at_once(server: Server) -> None:
+    """Last in this file: the server is gone afterwards."""
+    started = time.monotonic()
+    failure, report = server.killed_in_a_sync()
+    assert isinstance(failure, InfrastructureError)
+    assert "gone" in report.errors[0] or "closed" in report.errors[0] or "broke" in report.errors[0]
+    assert time.monotonic() - started < 30  # the deadline is 60

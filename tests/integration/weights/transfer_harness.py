@@ -36,7 +36,8 @@ class Peers:
     """Peer processes of one engine."""
 
     def __init__(self, init: InitInfo, updates: list[UpdateInfo], fault: str, devices: list[str]) -> None:
-        self.processes = []
+        self.processes: list[subprocess.Popen[str]] = []
+        self.num_updates = len(updates)
         for rank, device in enumerate(devices, start=1):
             order = {
                 "init": init.to_dict(),
@@ -49,12 +50,15 @@ class Peers:
             self.processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
 
     def answers(self) -> list[dict[str, object]]:
-        """One mapping per sync and rank, rank by rank; waits for the processes to end."""
-        lines: list[dict[str, object]] = []
+        """One mapping per sync and rank, rank by rank; the last of a rank is its error, if it had one."""
+        answers: list[dict[str, object]] = []
         for process in self.processes:
-            output, _ = process.communicate(timeout=60)
-            lines += [json.loads(line) for line in output.splitlines()]
-        return lines
+            assert process.stdout is not None
+            for _ in range(self.num_updates):
+                answers.append(json.loads(process.stdout.readline()))
+                if "error" in answers[-1]:
+                    break
+        return answers
 
     def stop(self) -> None:
         for process in self.processes:

@@ -53,7 +53,8 @@ def main() -> None:
             print(json.dumps({"rank": rank, "error": str(error)}), flush=True)
             return
         print(json.dumps({"rank": rank, "held": held}), flush=True)
-    communicator.close()
+    while communicator.failure is None:  # the sender leaves first, as a trainer does
+        time.sleep(0.05)
 
 
 main()

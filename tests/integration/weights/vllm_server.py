@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ class Server:
     def remember(self) -> None:
         self.run(self.client.call_worker("telescope_test_remember"))
 
-    def next_update(self, *, mode: str = "flattened_bucket", timeout_seconds: float = 60.0) -> UpdateInfo:
+    def next_update(self, *, mode: str = "flattened_bucket", bucket_mb: int = 8) -> UpdateInfo:
         self.version += 1
         metas = [TensorMeta(name, tuple(p.shape)) for name, p in self.model.named_parameters()]
         return make_update(
@@ -153,13 +153,13 @@ class Server:
             version=self.version,
             dtype=self.dtype,
             mode=mode,  # type: ignore[arg-type]
-            bucket_mb=1,
-            timeout_seconds=timeout_seconds,
+            bucket_mb=bucket_mb,
+            timeout_seconds=60.0,
         )
 
-    def sync(self, *, mode: str = "flattened_bucket") -> Sync:
+    def sync(self, *, mode: str = "flattened_bucket", bucket_mb: int = 8) -> Sync:
         """One whole sync of the model's parameters, and the probe."""
-        update = self.next_update(mode=mode)
+        update = self.next_update(mode=mode, bucket_mb=bucket_mb)
 
         async def go() -> tuple[SendReport, float]:
             paused = time.monotonic()
@@ -186,22 +186,31 @@ class Server:
 
     def break_off(self) -> None:
         """Begin a sync and give it up half way: the sender is aborted while the engine waits for a bucket."""
+        failure, _ = self._spoiled_half_way(lambda: self.sender.abort(0, "half way, on purpose"))
+        if failure is not None:
+            raise failure
+
+    def killed_in_a_sync(self) -> tuple[BaseException | None, SendReport]:
+        """Begin a sync and kill all of the server's processes half way. Returns the client's error and the report."""
+        return self._spoiled_half_way(self.process.kill)
+
+    def _spoiled_half_way(self, spoil: Callable[[], object]) -> tuple[BaseException | None, SendReport]:
         update = self.next_update(mode="per_tensor")
 
-        def half() -> Any:
+        def half() -> Iterator[tuple[str, torch.Tensor]]:
             for index, item in enumerate(self.model.named_parameters()):
                 if index == 7:
-                    self.sender.abort(0, "half way, on purpose")
+                    spoil()
                 yield item
 
-        async def go() -> None:
+        async def go() -> tuple[BaseException | None, SendReport]:
             await self.client.pause("keep")
             await self.client.start_update()
-            send = threading.Thread(target=self.sender.send, args=(half(), update, [0]))
-            send.start()
-            try:
-                await self.client.update_weights(update.to_dict())
-            finally:
-                await asyncio.to_thread(send.join)
+            send = asyncio.to_thread(self.sender.send, half(), update, [0])
+            failure, report = await asyncio.gather(
+                self.client.update_weights(update.to_dict()), send, return_exceptions=True
+            )
+            assert isinstance(report, SendReport)
+            return failure, report
 
-        self.run(go())
+        return self.run(go())
