@@ -20,7 +20,7 @@ Row = dict[str, Any]
 _VALUE_BYTES = 60
 """A key and a small value in a dictionary, roughly."""
 _ITEM_BYTES = 36
-"""A number in a list, roughly."""
+"""A number in a Python list, roughly. An array knows its size."""
 
 
 def row_bytes(row: Row) -> int:
@@ -33,6 +33,8 @@ def row_bytes(row: Row) -> int:
         elif kind is dict:
             total += 2 * _VALUE_BYTES * len(value)
             total += sum(len(item) for item in value.values() if type(item) is str)
+        elif hasattr(value, "nbytes"):
+            total += value.nbytes
         elif hasattr(value, "__len__"):
             total += _ITEM_BYTES * len(value)
     return total
