@@ -154,7 +154,7 @@ def test_a_model_that_does_not_exist(train, tmp_path):
 
 
 def test_a_hub_model_that_cannot_be_had(train):
-    refused(train("--model", "nobody/no-such-model"), "could not be checked", "set model to a local folder")
+    refused(train("--model", "nobody/no-such-model"), "could not be checked", "Set model to a local folder")
 
 
 def test_more_workers_than_the_machine_has(train):

@@ -42,7 +42,7 @@ def print_dry_run(loaded: LoadedConfig, console: Console) -> None:
     _print_placement(config, placement, console)
     remarks += _print_memory(config, report, placement, resources, console)
     if report.unchecked:
-        remarks.append(f"Not checked: {report.unchecked}")
+        remarks.append(f"Not checked: {report.unchecked}.")
     remarks += _problems_of_this_machine(config)
     if remarks:
         console.print(Text("\nRemarks", style="bold cyan"))

@@ -20,7 +20,7 @@ from telescope.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from telescope.orchestrator.summary import RunSummary
 
-TRAINING_PACKAGES = ("torch", "transformers", "ray", "aiohttp")
+TRAINING_PACKAGES = ("torch", "transformers", "ray", "aiohttp", "vllm")
 PIPE_WIDTH = 120
 EXIT_STOPPED = 130  # as a shell reports a command that Ctrl-C ended
 
@@ -107,8 +107,9 @@ def _require_training_packages() -> None:
     missing = [name for name in TRAINING_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
-            f"Training needs packages that are not installed: {', '.join(missing)}. Install them with "
-            "`pip install 'telescope[train]'`, and `telescope doctor` says what else is missing"
+            f"Training needs packages that are not installed: {', '.join(missing)}. Install them with `make setup` in "
+            "a checkout, or with `pip install 'telescope[cuda]'` on a machine with an NVIDIA GPU; `telescope doctor` "
+            "says what else is missing"
         )
 
 

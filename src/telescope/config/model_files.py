@@ -8,6 +8,7 @@ what could not be checked. Needs neither transformers nor torch; `huggingface_hu
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ class HubUnreachableError(Exception):
 
 def is_local_path(model: str) -> bool:
     """Whether `model` means a path rather than a hub identifier (`name` or `owner/name`)."""
-    return model.startswith(("/", "./", "../", "~", ".")) or model.count("/") > 1 or Path(model).expanduser().exists()
+    return model.startswith(("/", ".", "~")) or model.count("/") > 1 or os.path.lexists(model)
 
 
 def inspect_model(config: TelescopeConfig, *, ask_hub: bool = True) -> ModelReport:
@@ -74,7 +75,8 @@ def inspect_model(config: TelescopeConfig, *, ask_hub: bool = True) -> ModelRepo
         return ModelReport(
             "a table of well-known models" if shape else "nowhere",
             shape,
-            f"tokenizer, chat template and weights of {config.model} could not be checked: {error}.",
+            f"tokenizer, chat template and weights of {config.model} could not be checked: there is no such folder "
+            f"here, and {error}",
         )
 
 
@@ -104,6 +106,8 @@ def _local_files(model: str) -> _Files:
     folder = Path(model).expanduser()
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
+        if folder.is_symlink() and not folder.exists():
+            problem = f"is a link to {os.readlink(folder)}, which does not exist"
         raise ConfigError(
             f"model is {model!r}, but {folder} {problem}. Give a folder in HuggingFace format, or a hub identifier "
             "such as Qwen/Qwen2.5-3B"
@@ -118,7 +122,7 @@ def _hub_files(model: str, ask_hub: bool) -> _Files:
         import huggingface_hub
         from huggingface_hub import errors
     except ImportError:
-        raise HubUnreachableError("huggingface_hub is not installed") from None
+        raise HubUnreachableError("the hub cannot be asked without huggingface_hub installed") from None
     cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
     if isinstance(cached, str):
         snapshot = Path(cached).parent
@@ -128,7 +132,7 @@ def _hub_files(model: str, ask_hub: bool) -> _Files:
                 f"the hub cache of {model}", names, lambda name: (snapshot / name).read_text(encoding="utf-8")
             )
     if not ask_hub:
-        raise HubUnreachableError("it is not in the local hub cache, and the hub was not asked")
+        raise HubUnreachableError("the hub's cache does not hold it")
     try:
         info = huggingface_hub.HfApi().model_info(model, timeout=HUB_TIMEOUT_SECONDS)
     except errors.GatedRepoError:

@@ -117,9 +117,10 @@ def check_model(config: TelescopeConfig) -> None:
     """The model has a config, weights, a tokenizer and a chat template."""
     report = inspect_model(config)
     if report.unchecked:
+        tiny = f", or make the demo's model with `telescope tiny-model --output {config.model}`"
         raise ConfigError(
-            f"model is {config.model!r}: {report.unchecked} Connect to the hub, download the model beforehand "
-            "(`hf download`), or set model to a local folder"
+            f"model is {config.model!r}: {report.unchecked}. Set model to a local folder, or connect to the hub, or "
+            f"download the model beforehand (`hf download`){tiny if 'tiny' in config.model else ''}"
         )
 
 

@@ -38,9 +38,11 @@ class Rule:
     """The value that repairs `fields[0]` when only its default breaks the rule."""
 
 
-def apply_rules(config: TelescopeConfig, user_set: frozenset[str]) -> tuple[dict[str, Any], list[str]]:
-    """Check every rule. Returns adjusted values and a note for each; raises `ConfigError` that lists what is broken."""
-    changes: dict[str, Any] = {}
+def apply_rules(config: TelescopeConfig, user_set: frozenset[str]) -> list[str]:
+    """Check every rule, and adjust defaults of a configuration that is still being built and that nobody else holds.
+
+    Returns a note for each adjusted field. Raises `ConfigError` that lists every broken rule.
+    """
     notes: list[str] = []
     problems: list[str] = []
     for rule in RULES:
@@ -51,13 +53,13 @@ def apply_rules(config: TelescopeConfig, user_set: frozenset[str]) -> tuple[dict
             problems.append(_problem(rule, config))
             continue
         before, after = getattr(config, field), rule.adjust(config)
-        changes[field] = after
+        config.__dict__[field] = after  # past the freezing of the model; later rules see the new value
         if not has_no_effect(field):
             reason = f"it {rule.statement}{_because(rule, config)}"
             notes.append(f"{field} adjusted from {show(before)} to {show(after)}: {reason}.")
     if problems:
         raise ConfigError("\n".join(problems))
-    return changes, notes
+    return notes
 
 
 def _problem(rule: Rule, config: TelescopeConfig) -> str:

@@ -81,11 +81,8 @@ class TelescopeConfig(
     def _resolve(self, info: ValidationInfo) -> TelescopeConfig:
         chosen = (info.context or {}).get(USER_SET_CONTEXT)
         user_set = frozenset(self.model_fields_set if chosen is None else chosen)
-        changes, notes = apply_rules(self, user_set)
-        # The object is still being built here, and nobody else holds it: the one place where fields are written.
-        self.__dict__.update(changes)
+        self._notes = tuple(apply_rules(self, user_set))
         self._user_set = user_set
-        self._notes = tuple(notes)
         return self
 
     @property

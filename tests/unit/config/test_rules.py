@@ -137,3 +137,11 @@ def test_megatron_rules_do_not_apply_to_fsdp():
     config = build({"megatron_sequence_parallel": True, "megatron_tensor_parallel_size": 1, "trainer_num_workers": 1})
     assert config.megatron_sequence_parallel
     assert config.notes == ()
+
+
+def test_rules_see_what_earlier_rules_adjusted():
+    config = build({"inference_tensor_parallel_size": 4, "evals": [{"name": "math500"}], "inference_base_port": 65535})
+    assert config.num_inference_servers == 1
+    assert config.eval_num_servers == 0
+    with pytest.raises(ConfigError, match="inference_base_port"):
+        build({"inference_tensor_parallel_size": 4, "inference_num_workers": 8, "inference_base_port": 65535})

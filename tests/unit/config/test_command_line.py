@@ -1,0 +1,144 @@
+"""The frame of the `telescope` command: exit codes, help, and the commands about the configuration."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from telescope.cli import main as cli
+from telescope.cli.train import TrainArguments, parse_arguments, print_summary
+from telescope.config import TelescopeConfig
+from telescope.errors import ConfigError, UserError
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_command_alone_lists_the_commands(capsys):
+    code, out, _ = run(capsys)
+    assert code == 0
+    for command in ("train", "config", "tiny-model", "runs", "query"):
+        assert command in out
+
+
+@pytest.mark.parametrize("arguments", [["trian"], ["config"], ["config", "explain", "learning_rte"], ["train", "x"]])
+def test_bad_input_exits_with_2(capsys, arguments):
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert err
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "words"),
+    [
+        (UserError("one thing"), 2, "telescope: one thing"),
+        (UserError("one\ntwo"), 2, "2 problems:\n  - one\n  - two"),
+        (KeyboardInterrupt(), 130, "Interrupted"),
+        (SystemExit(3), 3, ""),
+    ],
+)
+def test_errors_become_messages_and_exit_codes(capsys, monkeypatch, raised, code, words):
+    def fail(_):
+        raise raised
+
+    monkeypatch.setattr(cli, "_dispatch", fail)
+    got, _, err = run(capsys, "runs")
+    assert got == code
+    assert words in err
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def fail(_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(cli, "_dispatch", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["runs"])
+
+
+def test_version_is_printed(capsys):
+    code, out, _ = run(capsys, "--version")
+    assert code == 0
+    assert out.startswith("telescope ")
+
+
+def test_the_arguments_of_train_are_told_from_fields():
+    assert parse_arguments(["--config", "a.yaml", "--seed", "1", "--dry-run", "--debug"]) == TrainArguments(
+        Path("a.yaml"), True, False, ["--seed", "1", "--debug"]
+    )
+    assert parse_arguments(["-c", "a.yaml", "-h"]) == TrainArguments(Path("a.yaml"), False, True, [])
+    assert parse_arguments(["--seed=1", "--config=a=b.yaml"]).config == Path("a=b.yaml")
+
+
+@pytest.mark.parametrize("arguments", [["--config"], ["--config", "--seed"], ["--config", "a", "--config", "b"]])
+def test_a_config_flag_that_cannot_be_meant_is_refused(arguments):
+    with pytest.raises(ConfigError, match="--config"):
+        parse_arguments(arguments)
+
+
+def test_a_field_is_explained_with_range_default_and_rules(capsys):
+    code, out, _ = run(capsys, "config", "explain", "inference-num-workers")
+    assert code == 0
+    for word in ("default", ">= 1", "must be divisible by inference_tensor_parallel_size", "Workers"):
+        assert word in out
+
+
+def test_a_section_and_a_list_of_entries_are_explained(capsys):
+    assert "--learning_rate" in run(capsys, "config", "explain", "Trainer")[1]
+    assert "pass_k" in run(capsys, "config", "explain", "evals")[1]
+    assert "without effect in this version" in run(capsys, "config", "explain", "use_tis")[1]
+
+
+def test_show_prints_the_resolved_configuration(capsys, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("environments: [{name: countdown}]\nenable_individual_sample_lanes: false\n")
+    code, out, err = run(capsys, "config", "show", "--config", str(path), "--set", "seed=7")
+    assert code == 0
+    values = yaml.safe_load(out)
+    assert (values["seed"], values["free_lane_after_generation"]) == (7, False)
+    assert set(values) == set(TelescopeConfig.model_fields)
+    assert "free_lane_after_generation adjusted" in err
+
+
+def test_defaults_prints_every_field(capsys):
+    values = yaml.safe_load(run(capsys, "config", "defaults")[1])
+    assert set(values) == set(TelescopeConfig.model_fields)
+
+
+@dataclass
+class Summary:
+    run_name: str = "demo"
+    sentence: str = "finished 100 steps in 200 s"
+    run_dir: str = "/somewhere/else/runs/demo"
+    heldout_before: float | None = 0.22
+    heldout_after: float | None = 0.53
+    heldout_items: int | None = 500
+    heldout_temperature: float | None = 1.0
+    reward_first: float | None = None
+    reward_last: float | None = None
+
+
+def test_the_closing_lines_say_what_came_out_and_what_to_type_next():
+    console = Console(file=io.StringIO(), width=120)
+    print_summary(Summary(), console)
+    text = console.file.getvalue()
+    for word in ("0.220 → 0.530", "+0.310", "500 items, temperature 1", "/somewhere/else/runs/demo", "telescope query"):
+        assert word in text
+
+
+def test_training_without_its_packages_says_how_to_install_them(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("telescope.cli.train.TRAINING_PACKAGES", ("no_such_package_anywhere",))
+    path = tmp_path / "run.yaml"
+    path.write_text("environments: [{name: countdown}]\n")
+    code, _, err = run(capsys, "train", "--config", str(path))
+    assert code == 2
+    assert "no_such_package_anywhere" in err
+    assert "make setup" in err
