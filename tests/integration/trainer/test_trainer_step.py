@@ -11,6 +11,7 @@ import torch
 from tests.integration.trainer.trainer_cases import VOCAB, make_config, make_samples, relative_error, weights
 
 from telescope.algorithms import compute_advantages
+from telescope.config import TelescopeConfig
 from telescope.errors import ConfigError, UserError
 from telescope.trainer.backends import find_backend
 from telescope.trainer.batch import StepInput, TrainSample
@@ -201,3 +202,7 @@ def test_cuda_without_a_gpu_names_the_field(monkeypatch):
     assert choose_device("auto", 0).type == "cpu"
     with pytest.raises(ConfigError, match="device: 'cuda'"):
         choose_device("cuda", 0)
+
+
+def test_every_field_that_these_tests_set_is_one_of_the_configuration():
+    assert set(vars(make_config("a/model"))) - {"hash"} <= set(TelescopeConfig.model_fields)
