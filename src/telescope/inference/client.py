@@ -29,6 +29,10 @@ from telescope.rollout.types import GenerateRequest, Generation
 READ_BUFFER_BYTES = 2**18
 """An answer of 1,000 tokens is about 150 kB; a larger buffer than aiohttp's 64 kB saves pauses of the transport."""
 
+KEEP_ALIVE_SECONDS = 60.0
+"""How long an idle connection is used again; far less than the server keeps it (`vllm_launch`), so that no request
+meets a connection which the server is closing."""
+
 ABORT_GRACE_SECONDS = 5.0
 CONTROL_TIMEOUT_SECONDS = 60.0
 CONNECT_TIMEOUT_SECONDS = 30.0
@@ -67,7 +71,8 @@ class EngineClient:
         self._update_timeout = update_timeout
         self._abort_grace = abort_grace
         self._with_priority = with_priority
-        self._session: aiohttp.ClientSession | None = None
+        self._sampling_session: aiohttp.ClientSession | None = None
+        self._control_session: aiohttp.ClientSession | None = None
         self._in_flight: dict[str, asyncio.Timeout] = {}
         self._aborted: set[str] = set()
         self._generate_url = self.base_url + wire.GENERATE_ROUTE
@@ -88,7 +93,11 @@ class EngineClient:
         try:
             async with asyncio.timeout(self._request_timeout) as deadline:
                 self._in_flight[request_id] = deadline
-                answer, headers = await self._exchange("POST", self._generate_url, body, f"request {request_id}")
+                if self._sampling_session is None:
+                    self._sampling_session = self._open_session(keep_connections=True)
+                answer, headers = await self._exchange(
+                    self._sampling_session, "POST", self._generate_url, body, f"request {request_id}"
+                )
         except TimeoutError as error:
             if request_id in self._aborted:
                 return self._aborted_generation(time.monotonic() - started)
@@ -197,9 +206,10 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close the connections. Requests in flight fail with `InfrastructureError`."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        for session in (self._sampling_session, self._control_session):
+            if session is not None:
+                await session.close()
+        self._sampling_session = self._control_session = None
 
     # --- HTTP -------------------------------------------------------------------------------------------------------
 
@@ -211,9 +221,12 @@ class EngineClient:
         empty = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
         return Generation(*empty, "abort", [], server_index=self.server_index, total_seconds=seconds)
 
-    def _open_session(self) -> aiohttp.ClientSession:
+    def _open_session(self, *, keep_connections: bool) -> aiohttp.ClientSession:
+        """Connections are kept for sampling, where they are many and alike. A control call gets its own: the server
+        closes a connection after some errors, and a sync must not fail because it met one that was just closing."""
         raise_file_limit()
-        connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=None, use_dns_cache=True)
+        kept: dict[str, Any] = {"keepalive_timeout": KEEP_ALIVE_SECONDS} if keep_connections else {"force_close": True}
+        connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=None, **kept)
         # Deadlines are ours, one timer per request; aiohttp's would add a second one.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_SECONDS)
         return aiohttp.ClientSession(
@@ -233,16 +246,20 @@ class EngineClient:
         seconds = within or self._control_timeout
         try:
             async with asyncio.timeout(seconds):
-                answer, _ = await self._exchange(method, self.base_url + route, data, f"{method} {route}")
+                if self._control_session is None:
+                    self._control_session = self._open_session(keep_connections=False)
+                answer, _ = await self._exchange(
+                    self._control_session, method, self.base_url + route, data, f"{method} {route}"
+                )
         except TimeoutError as error:
             raise InfrastructureError(f"{self._name}: {method} {route} had no answer within {seconds:.0f} s") from error
         return answer
 
-    async def _exchange(self, method: str, url: str, data: bytes | None, what: str) -> tuple[bytes, Any]:
-        if self._session is None:
-            self._session = self._open_session()
+    async def _exchange(
+        self, session: aiohttp.ClientSession, method: str, url: str, data: bytes | None, what: str
+    ) -> tuple[bytes, Any]:
         try:
-            async with self._session.request(method, url, data=data) as response:
+            async with session.request(method, url, data=data) as response:
                 answer = await response.read()
         except (aiohttp.ClientError, ConnectionError) as error:
             raise InfrastructureError(f"{self._name}: {what}: {type(error).__name__}: {error}") from error

@@ -314,6 +314,7 @@ class FakeEngineServer:
             access_log=False,
             log_level="warning",
             backlog=8192,
+            timeout_keep_alive=600,
             timeout_graceful_shutdown=1,
         )
         self._server = _QuietServer(config)

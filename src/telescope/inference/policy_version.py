@@ -28,9 +28,21 @@ from telescope.inference import vllm_adapter as wire
 from telescope.inference.auth import Application, Message, Receive, Scope, Send
 
 SALTED_ROUTES = frozenset(
-    (wire.GENERATE_ROUTE, "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+    (
+        wire.GENERATE_ROUTE,
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/systemone",
+        "/generative_scoring",
+        "/invocations",
+    )
 )
-"""Routes that sample. All of them take `cache_salt` at the top level of their body."""
+"""Routes that sample or score. All of them take `cache_salt` at the top level of their body."""
+
+ABORT_ROUTES = (wire.ABORT_ROUTE, "/inference/v1/abort_requests")
 
 NOTE_SPANS_VARIABLE = "TELESCOPE_NOTE_VERSION_SPANS"
 """`1` in the server's environment: note token counts even where vLLM reports spans (a test compares the two)."""
@@ -89,7 +101,7 @@ class PolicyVersionMiddleware:
             await self._resume(scope, receive, send)
         elif path == wire.FINISH_UPDATE_ROUTE:
             await self._finish_update(scope, receive, send)
-        elif path == wire.ABORT_ROUTE:
+        elif path in ABORT_ROUTES:
             body = await read_body(receive)
             self._abort_held(body)
             await self._app(scope, replay(body, receive), send)

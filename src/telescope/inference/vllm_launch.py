@@ -33,6 +33,9 @@ WORKER_EXTENSION = "telescope.inference.vllm_weights.WeightsWorkerExtension"
 DEFAULT_BATCHED_TOKENS = 2048
 """vLLM's smallest default of max_num_batched_tokens; with more sequences than that it must be set."""
 
+SERVER_KEEP_ALIVE_SECONDS = 600
+"""vLLM closes idle connections after 5 s by default, just when a driver may be using one again."""
+
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 GIB = 2**30
 
@@ -135,6 +138,7 @@ def _environment(config: TelescopeConfig, secret: str, model: str, *, on_cpu: bo
         SECRET_VARIABLE: secret,
         "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, weight updates and collective RPC
         "VLLM_ENABLE_SCALE_OUT_ENDPOINTS": "1",  # before 0.30; unknown and ignored since
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_SECONDS),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "DEBUG" if config.debug else "INFO",
         "PYTHONUNBUFFERED": "1",
@@ -202,7 +206,8 @@ HINTS = (
     (r"trust_remote_code", "the model ships its own code: read it, then set trust_remote_code: true"),
     (r"User-specified max_model_len", "the model is not made for that length: lower max_model_len"),
     (
-        r"Repository Not Found|is not a valid model identifier|not a local folder|LocalEntryNotFoundError|OfflineMode",
+        r"Repository Not Found|is not a valid model identifier|not a local folder|LocalEntryNotFoundError|OfflineMode|"
+        r"Repo id must be",
         "the model cannot be found: check `model` (a folder, or a hub id that is cached or reachable)",
     ),
     (r"[Ii]nvalid tool call parser", "vllm_tool_call_parser is none that this vLLM knows"),
