@@ -77,7 +77,7 @@ def launch_command(
     arguments += ["--host", host, "--port", str(port), "--model", model, "--served-model-name", config.model]
     arguments += ["--dtype", config.engine_dtype, "--seed", str(config.seed % 2**31)]
     arguments += ["--max-model-len", str(config.max_model_len)]
-    arguments += _batch_arguments(config)
+    arguments += _batch_arguments(config, on_cpu=on_cpu)
     arguments += ["--scheduling-policy", config.vllm_scheduling_policy, "--enable-prefix-caching"]
     arguments += ["--tensor-parallel-size", str(config.inference_tensor_parallel_size)]
     if config.inference_tensor_parallel_size > 1:
@@ -104,13 +104,20 @@ def launch_command(
     return LaunchCommand(arguments, _environment(config, secret, model, on_cpu=on_cpu, restarted=restarted))
 
 
-def _batch_arguments(config: TelescopeConfig) -> list[str]:
-    """How many sequences run at once: all lanes of a server, so that a lane never waits inside the engine."""
+def _batch_arguments(config: TelescopeConfig, *, on_cpu: bool) -> list[str]:
+    """How many sequences run at once: all lanes of a server, so that a lane never waits inside the engine.
+
+    On the CPU a prompt is always prefilled whole: after a part of a prompt, vLLM takes back the random numbers of a
+    request that has a seed (`Generator.set_offset`), which only GPU generators can do, and the engine dies of it.
+    """
     sequences = config.max_num_seqs or config.lanes_per_server
     arguments = ["--max-num-seqs", str(sequences)]
     tokens = config.max_num_batched_tokens
     if tokens is None and sequences > DEFAULT_BATCHED_TOKENS:
         tokens = sequences
+    if on_cpu:
+        arguments.append("--no-enable-chunked-prefill")
+        tokens = max(tokens or DEFAULT_BATCHED_TOKENS, config.max_model_len)
     if tokens is not None:
         arguments += ["--max-num-batched-tokens", str(tokens)]
     return arguments

@@ -128,11 +128,10 @@ class WeightSync:
         """
         async with self._trainer.queue:
             self._connected.discard(server)
-            if self._trainer.version > 0:  # at version 0 a fresh process has loaded the very weights by itself
-                report = await self._send(self._trainer.version, [server], fingerprints=True)
-                if not report.held_by:
-                    raise InfrastructureError(f"server {server} did not take the weights: {report.servers[0].failure}")
-                await self._probe(report)
+            report = await self._send(self._trainer.version, [server], fingerprints=True)
+            if not report.held_by:
+                raise InfrastructureError(f"server {server} did not take the weights: {report.servers[0].failure}")
+            await self._probe(report)
             on_held()
 
     async def _send(self, version: int, servers: list[int], *, fingerprints: bool) -> SyncReport:
