@@ -30,6 +30,11 @@ def dataset_arguments(cls: type, root: type) -> set[str]:
 def check_arguments(cls: type, given: Iterable[str], root: type, *, called: str = "") -> None:
     """Raise `UserError` when `given` holds a name that neither method of `cls` knows."""
     known = constructor_arguments(cls, root) | dataset_arguments(cls, root)
+    refuse_unknown(given, known, called or cls.__name__)
+
+
+def refuse_unknown(given: Iterable[str], known: set[str], called: str) -> None:
+    """Raise `UserError` that lists the known names when `given` holds another."""
     unknown = [name for name in given if name not in known]
     if not unknown:
         return
@@ -38,7 +43,7 @@ def check_arguments(cls: type, given: Iterable[str], root: type, *, called: str 
         near = difflib.get_close_matches(name, known, n=1)
         words.append(f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name))
     listed = ", ".join(sorted(known)) or "none at all"
-    raise UserError(f"{called or cls.__name__} has no keyword argument {', '.join(words)}. It takes: {listed}.")
+    raise UserError(f"{called} has no keyword argument {', '.join(words)}. It takes: {listed}.")
 
 
 def load_arguments(cls: type, given: Mapping[str, Any], root: type) -> dict[str, Any]:

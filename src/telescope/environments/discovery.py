@@ -73,11 +73,15 @@ class Discovery:
         if name in sources:
             source = sources[name]
             return source if source.file else replace(source, file=_file_of(source.module, f"{self.kind} {name!r}"))
-        near = difflib.get_close_matches(name, sources, n=1, cutoff=0.5)
+        raise UserError(self.no_such(name, sorted(sources)))
+
+    def no_such(self, name: str, known: Sequence[str]) -> str:
+        """The message for a name that leads nowhere."""
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise UserError(
-            f"There is no {self.kind} {name!r}.{hint} Known: {', '.join(sorted(sources))}. To add your own, put a "
-            f"folder <name>/{self.file_name} into a folder named in {self.path_field}, or write package.module:Class."
+        return (
+            f"There is no {self.kind} {name!r}.{hint} Known: {', '.join(known)}. To add your own, put a folder "
+            f"<name>/{self.file_name} into a folder named in {self.path_field}, or write package.module:Class."
         )
 
     def packages(self, source: Source) -> Packages:
@@ -98,8 +102,11 @@ class Discovery:
             )
         return source
 
-    def load_class(self, name: str, folders: Sequence[str | Path] = ()) -> type:
-        """The class itself. Raises `UserError` when its module cannot be imported or holds no such class."""
+    def load_class(self, name: str, folders: Sequence[str | Path] = (), *, also: type | None = None) -> type:
+        """The class itself. Raises `UserError` when its module cannot be imported or holds no such class.
+
+        A class that was named by `package.module:Class` may be a subclass of `also` instead.
+        """
         source = self.check(name, folders)
         module = self._import(source)
         if source.class_name is None:
@@ -107,7 +114,7 @@ class Discovery:
         found = module
         for part in source.class_name.split("."):
             found = getattr(found, part, None)  # type: ignore[assignment]
-        if not (isinstance(found, type) and issubclass(found, self.root)):
+        if not (isinstance(found, type) and issubclass(found, (self.root, also) if also else self.root)):
             raise UserError(
                 f"The {self.kind} {name!r} is not usable: {source.class_name!r} in {source.module} is not a subclass "
                 f"of {self.root.__module__}.{self.root.__name__}."

@@ -1,0 +1,104 @@
+"""Evals by name.
+
+`src/telescope/evals/<name>/eval.py` is an eval called `<name>`, and so is `<name>/eval.py` in any folder of
+`environments_path`, an entry point of the group `telescope.evals`, and `package.module:Class`. Every other name is
+looked up among the environments, each of which is an eval as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from telescope.environments.arguments import constructor_arguments, dataset_arguments, refuse_unknown
+from telescope.environments.base import Environment, SingleTurnEnvironment
+from telescope.environments.discovery import Discovery, Source
+from telescope.environments.records import EnvironmentSpec
+from telescope.environments.registry import ENVIRONMENTS, environment_class, make_environment
+from telescope.errors import UserError
+from telescope.evals.base import EnvironmentEval, Eval
+
+EVALS = Discovery(
+    kind="eval",
+    package="telescope.evals",
+    file_name="eval.py",
+    group="telescope.evals",
+    path_field="environments_path",
+    root=Eval,
+)
+
+
+def list_evals(environments_path: Sequence[str | Path] = ()) -> list[str]:
+    """Names of all evals, environments included, sorted. Imports none of them."""
+    return sorted({*EVALS.names(environments_path), *ENVIRONMENTS.names(environments_path)})
+
+
+def check_eval(name: str, environments_path: Sequence[str | Path] = ()) -> Source:
+    """Where `name` leads: to an eval or an environment. Raises `UserError` as `check_environment` does."""
+    if ":" not in name and name in EVALS.names(environments_path):
+        return EVALS.check(name, environments_path)
+    if ":" not in name and name not in ENVIRONMENTS.names(environments_path):
+        known = list_evals(environments_path)
+        raise UserError(EVALS.no_such(name, known))
+    return ENVIRONMENTS.check(name, environments_path)
+
+
+def get_eval(name: str, /, *, environments_path: Sequence[str | Path] = (), **kwargs: Any) -> Eval:
+    """Make an eval. Its dataset is loaded when it is first asked for.
+
+    `kwargs` go to the eval's constructor, to its `load_dataset`, or else to its environment; unknown ones raise
+    `UserError` with the list of the known.
+    """
+    check_eval(name, environments_path)
+    if ":" not in name and name not in EVALS.names(environments_path):
+        return _make_eval(EnvironmentEval, name, kwargs, environments_path, name)
+    cls = EVALS.load_class(name, environments_path, also=Environment)
+    if issubclass(cls, Eval):
+        return _make_eval(cls, name, kwargs, environments_path, cls.environment_name)
+    return _make_eval(EnvironmentEval, name, kwargs, environments_path, name)
+
+
+def eval_spec(name: str, kwargs: dict[str, Any], *, key: str = "") -> EnvironmentSpec:
+    """The eval as `EnvironmentPool` takes it. Ask the pool with `for_eval=True`."""
+    return EnvironmentSpec(name, kwargs, key=key, factory="telescope.evals.registry:get_eval")
+
+
+def _make_eval(
+    cls: type[Eval],
+    name: str,
+    kwargs: dict[str, Any],
+    environments_path: Sequence[str | Path],
+    environment_name: str | None,
+) -> Eval:
+    """An instance of `cls` with the environment that it stands on, if any."""
+    accepted, loads = constructor_arguments(cls, Eval), dataset_arguments(cls, Eval)
+    own = accepted | loads | {"system_prompt"}
+    environment_type = None
+    known = own
+    if environment_name is not None:
+        environment_type = environment_class(environment_name, environments_path)
+        if not issubclass(environment_type, SingleTurnEnvironment):
+            raise UserError(
+                f"The eval {name!r} stands on {environment_name!r}, which is not a single-turn environment."
+            )
+        known = own | constructor_arguments(environment_type, Environment)
+        known |= dataset_arguments(environment_type, Environment)
+    refuse_unknown(kwargs, known, f"The eval {name!r}")
+
+    evaluation = cls(**{key: value for key, value in kwargs.items() if key in accepted})
+    evaluation._load_arguments = {key: value for key, value in kwargs.items() if key in loads}
+    evaluation._name = evaluation._name or name
+    if "system_prompt" in kwargs:
+        evaluation.system_prompt = kwargs["system_prompt"]
+    if environment_type is not None:
+        handed_on = {key: value for key, value in kwargs.items() if key not in own}
+        environment = make_environment(environment_type, name, {**cls.environment_kwargs, **handed_on})
+        assert isinstance(environment, SingleTurnEnvironment)
+        if "system_prompt" in kwargs or evaluation.system_prompt is not None:
+            environment.system_prompt = evaluation.system_prompt
+        evaluation.environment = environment
+        evaluation.metrics_ranges = evaluation.metrics_ranges or environment.metrics_ranges
+        evaluation.tags_options = evaluation.tags_options or environment.tags_options
+        evaluation.keeps_eos_token = evaluation.keeps_eos_token or environment.keeps_eos_token
+    return evaluation
