@@ -102,6 +102,7 @@ def test_closing_on_a_disk_that_never_works_ends_within_its_deadline(tmp_path, c
     recorder = Recorder(tmp_path, flush_seconds=0.01)
     recorder.write("steps", {"step": 1})
     assert not recorder.close(timeout=3.0)
+    recorder._thread.join(30)
     assert any("is incomplete: 1 rows" in record.message for record in caplog.records)
     assert not recorder._thread.is_alive()
 
