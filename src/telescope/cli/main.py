@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -52,8 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"telescope {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name in COMMANDS:
-        if importlib.util.find_spec(f"telescope.cli.{name}") is not None:
-            importlib.import_module(f"telescope.cli.{name}").add_parser(subparsers)
+        importlib.import_module(f"telescope.cli.{name}").add_parser(subparsers)
     return parser
 
 

@@ -53,10 +53,10 @@ def check_environments(config: TelescopeConfig) -> None:
 
 def check_evals(config: TelescopeConfig) -> None:
     """Each eval exists (as an eval or as an environment), and the packages it requires are installed."""
-    from telescope.environments.registry import check_environment
+    from telescope.evals.registry import check_eval
 
     for entry in config.evals:
-        check_environment(entry.name, config.environments_path)
+        check_eval(entry.name, config.environments_path)
 
 
 def check_placement(config: TelescopeConfig) -> None:

@@ -78,6 +78,12 @@ def test_an_environment_that_does_not_exist_suggests_the_nearest():
     assert "Did you mean 'countdown'?" in message
 
 
+def test_an_eval_that_does_not_exist_suggests_the_nearest():
+    message = message_of_user_error(config(evals=[{"name": "countdwn"}]))
+    assert "no eval 'countdwn'" in message
+    assert "'countdown'" in message
+
+
 def test_a_missing_package_is_named_with_the_install_command(tmp_path):
     folder = tmp_path / "needy"
     folder.mkdir()
