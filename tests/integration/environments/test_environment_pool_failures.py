@@ -27,6 +27,10 @@ def is_running(pid: int) -> bool:
     return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
 async def eventually(condition, seconds=10.0):
     deadline = time.monotonic() + seconds
     while not condition():
@@ -234,8 +238,7 @@ async def test_calls_fail_with_the_reason_when_the_fork_server_is_gone(tokenizer
     )
     await pool.start()
     (pid,) = pool.status().pids
-    server = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-    os.kill(server, 9)
+    os.kill(parent_of(pid), 9)
     await eventually(lambda: pool.status().workers_ready == 0)
     with pytest.raises(InfrastructureError, match="forked from"):
         await pool.identities("echo")

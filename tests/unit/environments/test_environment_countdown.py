@@ -1,0 +1,193 @@
+"""Countdown: its puzzles, its split and its reward."""
+
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from telescope.environments.base import Sample, sample_uid
+from telescope.environments.countdown.arithmetic import parse
+from telescope.environments.countdown.environment import CountdownEnvironment
+from telescope.environments.countdown.puzzles import PuzzleSettings, generate_puzzles, is_held_out
+from telescope.errors import UserError
+
+SMALL = {"dataset": "generated", "max_numbers": 3, "max_number": 9, "operations": "+-", "max_target": 27}
+
+
+def countdown(**kwargs):
+    return CountdownEnvironment(**{"dataset": "generated", "num_samples": 50, **kwargs})
+
+
+def puzzle(numbers, target):
+    return Sample("", str(target), {"numbers": list(numbers), "target": target})
+
+
+def metrics(completion, numbers=(3, 7, 12), target=22, **kwargs):
+    return countdown(**kwargs).compute_reward(completion, puzzle(numbers, target)).sample_metrics
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_generated_puzzle_is_solved_by_its_own_solution(seed):
+    for made in islice(generate_puzzles(PuzzleSettings(), seed), 300):
+        solution = parse(made.solution)
+        assert solution.value() == made.target
+        assert sorted(solution.numbers) == sorted(made.numbers)
+        assert 1 <= made.target <= 100
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(["+", "+-", "+-*/", "*/"]))
+def test_solutions_earn_the_full_reward(seed, operations):
+    environment = countdown(operations=operations, prompt_style="short")
+    for made in islice(generate_puzzles(PuzzleSettings(operations=operations), seed), 5):
+        result = environment.compute_reward(f"<answer>{made.solution}</answer>", puzzle(made.numbers, made.target))
+        assert result.total_reward == environment.reward_max == 2.0
+
+
+def test_dataset_is_a_function_of_the_seed():
+    first, again, other = (countdown(seed=seed) for seed in (1, 1, 2))
+    uids = [[sample_uid(environment.get_sample(i)) for i in range(50)] for environment in (first, again, other)]
+    assert uids[0] == uids[1]
+    assert uids[0] != uids[2]
+    assert len(set(uids[0])) == 50
+
+
+def test_a_longer_dataset_begins_with_the_shorter_one():
+    short, long = countdown(num_samples=10), countdown(num_samples=40)
+    assert [long.get_sample(i) for i in range(10)] == [short.get_sample(i) for i in range(10)]
+
+
+def test_held_out_puzzles_are_in_no_training_set_whatever_the_seeds():
+    held_out = countdown(**SMALL, portion="heldout", num_samples=500, seed=7)
+    train = countdown(**SMALL, portion="train", num_samples=1500, seed=8)
+    shared = {sample_uid(held_out.get_sample(i)) for i in range(500)}
+    shared &= {sample_uid(train.get_sample(i)) for i in range(1500)}
+    assert shared == set()
+
+    def puzzles(environment):
+        samples = [environment.get_sample(i).metadata for i in range(len(environment))]
+        return {(*sorted(sample["numbers"]), sample["target"]) for sample in samples}
+
+    assert puzzles(held_out) & puzzles(train) == set()
+
+
+@given(st.permutations([3, 7, 12, 5]), st.integers(1, 100))
+def test_the_order_of_the_numbers_does_not_move_a_puzzle_across_the_split(numbers, target):
+    assert is_held_out(numbers, target) == is_held_out([3, 5, 7, 12], target)
+
+
+@pytest.mark.parametrize(
+    ("completion", "correct", "well_formed"),
+    [
+        ("<answer>3+7+12</answer>", 1, 1),
+        ("I think.\n<answer> (12 + 7) + 3 </answer>\n", 1, 1),
+        ("<think>12+12=24 <answer>1</answer></think><answer>3+7+12</answer>", 1, 1),
+        ("still thinking</think><answer>3+7+12</answer>", 1, 1),
+        ("<answer>3+7</answer>", 0, 1),
+        ("<answer>3+7+12+0</answer>", 0, 1),
+        ("<answer>7+7+3+3+2</answer>", 0, 1),
+        ("<answer>12+7+7-7+3</answer>", 0, 1),
+        ("<answer>22</answer>", 0, 1),
+        ("<answer>3/(7-7)+12</answer>", 0, 1),
+        ("<answer>3+7+12</answer> done", 1, 0),
+        ("<answer>1+1</answer><answer>3+7+12</answer>", 1, 0),
+        ("<answer>3+7+12</answer><answer>1+1</answer>", 0, 0),
+        ("<answer>3+7+12=22</answer>", 0, 0),
+        ("<answer>95**97**99</answer>", 0, 0),
+        ("<answer>-3+7+12</answer>", 0, 0),
+        ("<answer>" + "(" * 10_000 + "</answer>", 0, 0),
+        ("<answer>3+7+12", 0, 0),
+        ("3+7+12", 0, 0),
+        ("</answer>3+7+12<answer>", 0, 0),
+        ("<think><answer>3+7+12</answer>", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_answers_are_judged_by_value_numbers_and_form(completion, correct, well_formed):
+    assert metrics(completion) == {"correct": correct, "format": well_formed}
+
+
+def test_a_number_counts_as_often_as_it_was_given():
+    assert metrics("<answer>5+5+1</answer>", (5, 5, 1), 11)["correct"] == 1
+    assert metrics("<answer>5+5+1</answer>", (5, 1, 1), 11)["correct"] == 0
+
+
+def test_operations_that_are_not_allowed_make_an_answer_wrong():
+    assert metrics("<answer>3*4</answer>", (3, 4), 12)["correct"] == 1
+    assert metrics("<answer>3*4</answer>", (3, 4), 12, operations="+-") == {"correct": 0.0, "format": 1.0}
+
+
+def test_weights_change_the_reward_and_not_the_metrics():
+    environment = countdown(correct_reward=1.0, format_reward=0.1)
+    result = environment.compute_reward("<answer>3+7</answer>", puzzle((3, 7, 12), 22))
+    assert result.total_reward == pytest.approx(0.1)
+    assert result.sample_metrics == {"correct": 0.0, "format": 1.0}
+    assert (environment.reward_min, environment.reward_max) == (0.0, pytest.approx(1.1))
+
+
+def test_end_token_after_the_answer_does_not_spoil_the_form():
+    result = countdown().compute_reward("<answer>3+7+12</answer><eos>", puzzle((3, 7, 12), 22), eos_token="<eos>")
+    assert result.total_reward == 2.0
+
+
+def test_short_prompts_are_bare_and_full_ones_explain():
+    short = countdown(prompt_style="short")
+    assert short.build_messages(short.question((3, 7, 12), 22)) == [{"role": "user", "content": "3 7 12 -> 22"}]
+    system, user = countdown().build_messages(countdown().question((3, 7, 12), 22))
+    assert system["role"] == "system"
+    assert "Make 22 from the numbers 3, 7, 12." in user["content"]
+    assert "<answer>" in user["content"]
+
+
+def test_prompts_may_be_replaced_or_null():
+    bare = countdown(system_prompt=None, instruction_prompt=None)
+    assert [message["role"] for message in bare.build_messages("q")] == ["user"]
+    assert bare.build_messages("q")[0]["content"] == "q"
+    own = countdown(prompt_style="short", system_prompt="S", instruction_prompt="I")
+    assert [message["content"] for message in own.build_messages("q")] == ["S", "q\n\nI"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"prompt_style": "long"}, "prompt_style is 'long'; use one of full, short"),
+        ({"operations": "+^"}, "operations is"),
+        ({"dataset": "local"}, "use one of auto, hub, generated"),
+        ({"portion": "test"}, "use one of all, train, heldout"),
+        ({"min_numbers": 5}, "min_numbers is 5, above max_numbers"),
+        ({"min_number": -1}, "min_number is -1"),
+        ({"num_samples": 10**6, **SMALL}, "Lower num_samples or widen"),
+        ({"seeds": 3}, r"'seeds' \(did you mean 'seed'\?\)"),
+    ],
+)
+def test_arguments_that_make_no_sense_name_the_field_the_value_and_the_fix(kwargs, words):
+    with pytest.raises(UserError, match=words):
+        len(CountdownEnvironment(**{"dataset": "generated", **kwargs}))
+
+
+def test_auto_falls_back_to_generated_puzzles_and_says_why(monkeypatch, caplog):
+    def unreachable(*_):
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr(CountdownEnvironment, "_load_hub", unreachable)
+    environment = CountdownEnvironment(dataset="auto", num_samples=3)
+    assert len(environment) == 3
+    assert "no route to the hub" in caplog.text
+    with pytest.raises(ConnectionError):
+        len(CountdownEnvironment(dataset="hub", num_samples=3))
+
+
+def test_hub_rows_become_samples_of_the_portion(monkeypatch):
+    import sys
+    import types
+
+    rows = {"nums": [[n, n + 1, 2] for n in range(200)], "target": [2 * n + 3 for n in range(200)]}
+    fake = types.SimpleNamespace(load_dataset=lambda name, subset, split: rows)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    held_out = CountdownEnvironment(dataset="hub", portion="heldout")
+    train = CountdownEnvironment(dataset="hub", portion="train")
+    assert len(held_out) + len(train) == 200
+    assert 10 < len(held_out) < 90
+    assert held_out.get_sample(0).metadata["target"] == int(held_out.get_sample(0).answer)
+    assert len(CountdownEnvironment(dataset="hub", num_samples=7)) == 7

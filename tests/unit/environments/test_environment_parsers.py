@@ -1,0 +1,82 @@
+"""Extracting answers from what a model wrote."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telescope.environments.parsers import (
+    extract_answer_tags,
+    extract_boxed_answer,
+    extract_code_block,
+    extract_xml_tag,
+    strip_think_tags,
+    verify_exact_match,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("no thinking", "no thinking"),
+        ("<think>a</think> b", "b"),
+        ("a<think>b</think>c<think>d</think>e", "ace"),
+        ("began in the prompt</think>b", "b"),
+        ("a</think>b</think>c", "c"),
+        ("a<think>cut short", "a"),
+        ("<think>a<think>b</think>c", "c"),
+        ("", ""),
+    ],
+)
+def test_thinking_is_stripped_closed_or_not(text, kept):
+    assert strip_think_tags(text) == kept
+
+
+@given(st.lists(st.sampled_from(["<think>", "</think>", "x", "y "]), max_size=30).map("".join))
+def test_no_think_tag_survives(text):
+    assert "<think>" not in strip_think_tags(text)
+    assert "</think>" not in strip_think_tags(text)
+
+
+def test_the_last_tag_counts():
+    assert extract_answer_tags("<answer>1</answer> no, <answer> 2 </answer>") == "2"
+    assert extract_answer_tags("<answer>1</answer><answer>2") == "1"
+    assert extract_answer_tags("<answer>1<answer>2</answer>") == "2"
+    assert extract_answer_tags("</answer><answer>") is None
+    assert extract_xml_tag("<a>1</a><b>2</b>", "a") == "1"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{a} \boxed{cut", "a"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"{ \boxed{3} }", "3"),
+        (r"} \boxed{4}", "4"),
+        (r"\boxed{\boxed{5}}", r"\boxed{5}"),
+        ("none", None),
+    ],
+)
+def test_boxes_are_balanced_and_the_last_complete_one_counts(text, answer):
+    assert extract_boxed_answer(text) == answer
+
+
+def test_boxes_nested_a_hundred_thousand_deep_are_no_trouble():
+    assert extract_boxed_answer(r"\boxed{" * 100_000) is None
+
+
+def test_code_block_of_the_language_comes_before_an_unmarked_one():
+    text = (
+        "```\nplain\n```\n```python\nfirst\n```\ntext\n```python\nx = 1\ny = 2\n```\n```json\n{}\n```\n```\nlast\n```"
+    )
+    assert extract_code_block(text) == "x = 1\ny = 2"
+    assert extract_code_block(text, "json") == "{}"
+    assert extract_code_block("```\nplain\n```") == "plain"
+    assert extract_code_block("```python\nnot closed") is None
+
+
+def test_exact_match_ignores_case_and_white_space_only():
+    assert verify_exact_match(" New\n york", "new York")
+    assert not verify_exact_match("newyork", "new york")
+    assert not verify_exact_match(None, "")

@@ -1,0 +1,85 @@
+"""Frames, identities, and the plain values that scores become."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from telescope.environments.base import EvalMetricsResult, RewardResult, Sample, sample_uid
+from telescope.environments.player import MalformedResultError, plain_score
+from telescope.environments.wire import BrokenFrameError, FrameReader, pack_frame, pack_ids, unpack_ids
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.dictionaries(st.text(), JSON, max_size=2), st.binary(max_size=20)), max_size=3), st.data())
+def test_frames_survive_any_cut_of_the_stream(frames, data):
+    stream = b"".join(pack_frame(header, blob) for header, blob in frames)
+    reader, out, position = FrameReader(), [], 0
+    while position < len(stream):
+        step = data.draw(st.integers(1, len(stream) - position))
+        out += reader.feed(stream[position : position + step])
+        position += step
+    assert out == frames
+
+
+def test_garbage_instead_of_a_frame_is_noticed():
+    with pytest.raises(BrokenFrameError):
+        FrameReader().feed(b"print output is not a frame")
+
+
+@given(st.lists(st.integers(0, 2**31 - 1)))
+def test_token_ids_survive_as_list_and_as_array(ids):
+    assert unpack_ids(pack_ids(ids)) == ids
+    assert unpack_ids(pack_ids(np.asarray(ids, dtype=np.int64))) == ids
+
+
+def test_identity_of_a_sample_is_its_content():
+    sample = Sample([{"role": "user", "content": "q"}], "a", {"x": 1, "y": [2]})
+    assert sample_uid(sample) == sample_uid(Sample([{"content": "q", "role": "user"}], "a", {"y": [2], "x": 1}))
+    others = [
+        Sample([{"role": "user", "content": "q"}], "b", {"x": 1, "y": [2]}),
+        Sample([{"role": "user", "content": "q"}], "a", {"x": 2, "y": [2]}),
+        Sample("q", "a", {"x": 1, "y": [2]}),
+    ]
+    assert len({sample_uid(s) for s in (sample, *others)}) == 4
+
+
+def test_scores_become_plain_values():
+    result = RewardResult(
+        np.float32(0.5),
+        {"correct": True, "steps": np.int64(3)},
+        {"answer": "x\ud800", "none": None},
+        [{"path": {1, 2}.__class__, "text": "y\udfff"}],
+        {"level": 4},
+    )
+    score = plain_score(result, for_eval=False)
+    assert score["total_reward"] == 0.5
+    assert score["sample_metrics"] == {"correct": 1.0, "steps": 3.0}
+    assert score["golden_answers"] == {"answer": "x?", "none": None}
+    assert score["info_turns"] == [{"path": "<class 'set'>", "text": "y?"}]
+    assert score["sample_tags"] == {"level": "4"}
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (None, "returned NoneType None, not a RewardResult"),
+        (EvalMetricsResult(), "not a RewardResult"),
+        (RewardResult("1"), "total_reward is str '1'"),
+        (RewardResult(None), "total_reward is NoneType None"),
+        (RewardResult(float("nan")), "total_reward is nan, not a finite number"),
+        (RewardResult(1.0, {"a": float("inf")}), r"sample_metrics\['a'\] is inf"),
+        (RewardResult(1.0, sample_tags=[]), "sample_tags is list"),
+        (RewardResult(1.0, info_turns=[{(1, 2): 3}]), "info_turns cannot be written as JSON"),
+        (RewardResult(10**400), "not a number"),
+    ],
+)
+def test_malformed_scores_are_refused_by_name_and_value(result, words):
+    with pytest.raises(MalformedResultError, match=words):
+        plain_score(result, for_eval=False)

@@ -1,0 +1,273 @@
+"""Finding environments and evals by name, and handing them their arguments."""
+
+import subprocess
+import sys
+import textwrap
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from telescope.environments.base import Sample
+from telescope.environments.registry import (
+    check_environment,
+    get_environment,
+    list_environments,
+    missing_packages,
+)
+from telescope.errors import UserError
+from telescope.evals import check_eval, get_eval, list_evals
+
+PLAIN = """
+    from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
+
+    class {name}(SingleTurnEnvironment):
+        def load_dataset(self, num_samples=-1, **kwargs):
+            return [Sample("a", "b"), Sample("c", "d")][: num_samples if num_samples >= 0 else None]
+
+        def compute_reward(self, completion, sample, eos_token=""):
+            return RewardResult(float(completion == sample.answer))
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write `<name>/<file>` in a folder that is then an environments_path."""
+
+    def write(name, source, file="environment.py"):
+        target = tmp_path / "mine" / name / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(textwrap.dedent(source))
+        return tmp_path / "mine"
+
+    return write
+
+
+def test_shipped_environments_are_listed():
+    assert "countdown" in list_environments()
+
+
+def test_a_folder_with_environment_py_is_an_environment_without_any_registration(write):
+    path = write("my_puzzle", PLAIN.format(name="Puzzle"))
+    assert "my_puzzle" in list_environments([path])
+    environment = get_environment("my_puzzle", environments_path=[path], num_samples=1)
+    assert (environment.name, len(environment)) == ("my_puzzle", 1)
+
+
+def test_files_of_a_folder_import_each_other_relatively(write):
+    write("with_helper", "ANSWER = 'from the helper'", file="helper.py")
+    path = write("with_helper", "from .helper import ANSWER\n" + textwrap.dedent(PLAIN.format(name="P")))
+    module = sys.modules[type(get_environment("with_helper", environments_path=[path])).__module__]
+    assert module.ANSWER == "from the helper"
+
+
+def test_folders_of_equal_name_in_different_places_are_different_environments(write, tmp_path):
+    first = write("twin", PLAIN.format(name="First"))
+    second = tmp_path / "other"
+    (second / "twin").mkdir(parents=True)
+    (second / "twin" / "environment.py").write_text(textwrap.dedent(PLAIN.format(name="Second")))
+    assert type(get_environment("twin", environments_path=[first, second])).__name__ == "First"
+    assert type(get_environment("twin", environments_path=[second, first])).__name__ == "Second"
+
+
+def test_imported_and_abstract_classes_are_not_the_environment(write):
+    path = write(
+        "heirs",
+        """
+        from telescope.environments.countdown.environment import CountdownEnvironment
+        from telescope.environments.base import Environment, SingleTurnEnvironment
+
+        class Common(CountdownEnvironment): ...
+        class Final(Common): ...
+        class Unfinished(SingleTurnEnvironment): ...
+        """,
+    )
+    assert type(get_environment("heirs", environments_path=[path])).__name__ == "Final"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("x = 1", "defines no concrete subclass"),
+        (
+            "from telescope.environments.base import SingleTurnEnvironment\nclass A(SingleTurnEnvironment): ...",
+            r"A lacks compute_reward, load_dataset",
+        ),
+        (PLAIN.format(name="A") + PLAIN.format(name="B"), "defines several: A, B"),
+        ("import a_module_that_is_not_there", r"cannot be imported: ModuleNotFoundError.*environment\.py:1"),
+        ("def broken(:", r"environment\.py:1"),
+    ],
+)
+def test_a_module_without_one_concrete_class_says_what_is_wrong(write, source, words):
+    path = write("bad", source)
+    with pytest.raises(UserError, match=words):
+        get_environment("bad", environments_path=[path])
+
+
+def test_unknown_names_get_the_nearest():
+    with pytest.raises(UserError, match="Did you mean 'countdown'"):
+        check_environment("cuontdown")
+    with pytest.raises(UserError, match="environments_path names 'nowhere'"):
+        list_environments(["nowhere"])
+
+
+def test_missing_packages_are_named_with_the_command_and_without_importing(write):
+    path = write(
+        "needy",
+        """
+        REQUIRED_PACKAGES: list[str] = ["numpy>=1", "no-such-package-a>=0.6", "no_such_package_b[extra]"]
+        OPTIONAL_PACKAGES = ["no-such-package-c"]
+        raise RuntimeError("imported")
+        """,
+    )
+    with pytest.raises(UserError) as raised:
+        check_environment("needy", [path])
+    assert str(raised.value).endswith("pip install 'no-such-package-a>=0.6' 'no_such_package_b[extra]'")
+    assert missing_packages("needy", [path]).missing_optional == ("no-such-package-c",)
+    with pytest.raises(UserError, match="pip install"):
+        get_environment("needy", environments_path=[path])
+
+
+def test_package_lists_that_cannot_be_read_are_refused(write):
+    path = write("dynamic", "REQUIRED_PACKAGES = ['a' + 'b']")
+    with pytest.raises(UserError, match=r"environment\.py:1: REQUIRED_PACKAGES must be a list of strings"):
+        check_environment("dynamic", [path])
+
+
+def test_a_class_is_found_by_its_dotted_path(write, monkeypatch, tmp_path):
+    (tmp_path / "my_package_for_tests").mkdir()
+    (tmp_path / "my_package_for_tests" / "puzzles.py").write_text(textwrap.dedent(PLAIN.format(name="Dotted")))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert len(get_environment("my_package_for_tests.puzzles:Dotted")) == 2
+    assert len(get_eval("my_package_for_tests.puzzles:Dotted")) == 2
+    with pytest.raises(UserError, match=r"'Lost' in my_package_for_tests\.puzzles is not a subclass"):
+        get_environment("my_package_for_tests.puzzles:Lost")
+    with pytest.raises(UserError, match=r"there is no module 'my_package_for_tests\.lost'"):
+        check_environment("my_package_for_tests.lost:Dotted")
+
+
+def test_installed_entry_points_are_environments(monkeypatch):
+    point = metadata.EntryPoint(
+        "installed", "telescope.environments.countdown.environment:CountdownEnvironment", "telescope.environments"
+    )
+    monkeypatch.setattr(metadata, "entry_points", lambda *, group: [point] if group == point.group else [])
+    assert "installed" in list_environments()
+    assert get_environment("installed", dataset="generated", num_samples=2).name == "installed"
+
+
+def test_arguments_reach_the_constructor_and_the_dataset_as_each_declares_them(write):
+    path = write(
+        "styles",
+        """
+        from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
+
+        class Base(SingleTurnEnvironment):
+            def __init__(self, depth=1, **kwargs):
+                self.style = kwargs.pop("style", "plain")
+                super().__init__(**kwargs)
+                self.depth = depth
+
+            def compute_reward(self, completion, sample, eos_token=""):
+                return RewardResult(0.0)
+
+        class Styles(Base):
+            def __init__(self, width=1, **kwargs):
+                super().__init__(**kwargs)
+                self.width = width
+
+            def load_dataset(self, num_samples=-1, dataset_name="d", **kwargs):
+                return [Sample(dataset_name, kwargs.get("difficulty", "easy"))]
+        """,
+    )
+    environment = get_environment(
+        "styles", environments_path=[path], width=2, depth=3, style="s", dataset_name="n", difficulty="hard",
+        system_prompt="sys",
+    )  # fmt: skip
+    assert (environment.width, environment.depth, environment.style) == (2, 3, "s")
+    assert environment.system_prompt == "sys"
+    assert (environment.get_sample(0).prompt, environment.get_sample(0).answer) == ("n", "hard")
+    with pytest.raises(UserError) as raised:
+        get_environment("styles", environments_path=[path], dataset_nam="n")
+    assert "did you mean 'dataset_name'" in str(raised.value)
+    known = {"width", "depth", "style", "num_samples", "dataset_name", "difficulty", "system_prompt"}
+    assert known <= set(str(raised.value).split("It takes: ")[1].rstrip(".").split(", "))
+
+
+def test_a_constructor_that_ignores_its_base_works(write):
+    path = write(
+        "stubborn",
+        PLAIN.format(name="Stubborn")
+        + """
+        def __init__(self, size=3):
+            self.size = size
+        """,
+    )
+    environment = get_environment("stubborn", environments_path=[path], size=4, num_samples=1)
+    assert (environment.size, len(environment), environment.build_messages("q")[0]["content"]) == (4, 1, "q")
+
+
+def test_every_environment_is_an_eval():
+    assert "countdown" in list_evals()
+    assert check_eval("countdown").name == "countdown"
+    evaluation = get_eval("countdown", dataset="generated", portion="heldout", num_samples=3, prompt_style="short")
+    assert len(evaluation) == 3
+    assert evaluation.metrics_ranges["correct"] == {"min": 0.0, "max": 1.0}
+    result = evaluation.compute_eval_metrics("<answer>1</answer>", evaluation.get_sample(0))
+    assert result.metrics == {"reward": 1.0, "correct": 0.0, "format": 1.0}
+    with pytest.raises(UserError, match="did you mean 'portion'"):
+        get_eval("countdown", portoin="heldout")
+    with pytest.raises(UserError, match="Did you mean 'countdown'"):
+        get_eval("countdwn")
+
+
+def test_an_eval_takes_from_its_environment_what_it_does_not_define(write):
+    path = write(
+        "bench",
+        """
+        from telescope.environments.base import EvalMetricsResult, Sample
+        from telescope.evals import Eval
+
+        class Bench(Eval):
+            environment_name = "countdown"
+            environment_kwargs = {"dataset": "generated", "prompt_style": "short"}
+            system_prompt = "of the eval"
+
+            def load_dataset(self, num_samples=-1, dataset_split="test"):
+                return [Sample(dataset_split, "1")]
+        """,
+        file="eval.py",
+    )
+    evaluation = get_eval("bench", environments_path=[path], dataset_split="dev", instruction_prompt="I")
+    assert "bench" in list_evals([path])
+    assert [m["content"] for m in evaluation.build_messages(evaluation.get_sample(0).prompt)] == [
+        "of the eval",
+        "dev\n\nI",
+    ]
+    sample = Sample("", "3", {"numbers": [1, 2], "target": 3})
+    assert evaluation.compute_eval_metrics("<answer>1+2</answer>", sample).metrics["correct"] == 1.0
+
+
+def test_an_eval_without_environment_and_dataset_says_what_to_do(write):
+    path = write("empty", "from telescope.evals import Eval\nclass Empty(Eval): ...", file="eval.py")
+    with pytest.raises(UserError, match="set environment_name"):
+        len(get_eval("empty", environments_path=[path]))
+
+
+def test_writing_environments_needs_no_heavy_package():
+    program = """
+import sys
+for name in ("torch", "ray", "vllm", "transformers", "datasets"):
+    sys.modules[name] = None
+import telescope.environments.pool, telescope.environments.worker, telescope.environments.rendering, telescope.evals
+from telescope.environments.registry import get_environment
+environment = get_environment("countdown", num_samples=2)
+assert environment.compute_reward("<answer>1</answer>", environment.get_sample(0)).total_reward == 1.0
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_fixture_folders_hold_no_init_files():
+    """The contract is discovery without `__init__.py`; a stray one would hide that it stopped working."""
+    here = Path(__file__).parents[2] / "integration" / "environments" / "environments_for_tests"
+    assert not list(here.rglob("__init__.py"))

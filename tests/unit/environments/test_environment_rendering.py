@@ -1,0 +1,112 @@
+"""Prompts as text and as token ids, with a tokenizer that stands in for transformers'."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
+from telescope.environments.records import RendererSpec
+from telescope.environments.rendering import Renderer
+from telescope.errors import UserError
+
+BOS, EOS = 1000, 1001
+
+
+class FakeTokenizer:
+    """Characters as ids. `adds` says which special tokens it puts around a text by itself."""
+
+    bos_token, eos_token, bos_token_id, eos_token_id = "<s>", "</s>", BOS, EOS
+    all_special_ids = (BOS, EOS)
+    chat_template = "a template"
+
+    def __init__(self, adds=""):
+        self.adds = adds
+
+    def __call__(self, text, add_special_tokens=True):
+        ids = []
+        while text:
+            special = next((s for s in ("<s>", "</s>") if text.startswith(s)), None)
+            ids.append({"<s>": BOS, "</s>": EOS}[special] if special else ord(text[0]))
+            text = text[len(special or "x") :]
+        if add_special_tokens:
+            ids = [BOS] * ("b" in self.adds) + ids + [EOS] * ("e" in self.adds)
+        return {"input_ids": ids}
+
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, enable_thinking, chat_template=None):
+        text = "<s>" + "".join(f"[{m['role']}]{m['content']}" for m in messages) + "[assistant]"
+        return text + ("<think>\n" if enable_thinking else "")
+
+
+class Question(SingleTurnEnvironment):
+    def load_dataset(self, num_samples=-1):
+        return [Sample("q")]
+
+    def compute_reward(self, completion, sample, eos_token=""):
+        return RewardResult(0.0)
+
+
+def renderer(tokenizer, **options):
+    made = Renderer.__new__(Renderer)  # without loading a tokenizer through transformers
+    made.spec = RendererSpec("the/model", **options)
+    made.tokenizer = tokenizer
+    made._special_ids = frozenset(tokenizer.all_special_ids)
+    return made
+
+
+@pytest.mark.parametrize("adds", ["", "b", "e", "be"])
+@pytest.mark.parametrize("text", ["hello", "<s>hello"])
+@pytest.mark.parametrize("from_template", [False, True])
+def test_a_prompt_never_begins_twice_and_is_never_closed(adds, text, from_template):
+    ids = renderer(FakeTokenizer(adds)).encode(text, from_template=from_template)
+    begins = text.startswith("<s>") or (adds.startswith("b") and not from_template)
+    assert ids == [BOS] * begins + [ord(c) for c in "hello"]
+
+
+@given(st.text(alphabet="ab", max_size=5), st.booleans())
+def test_an_end_token_that_the_prompt_itself_holds_is_kept(text, from_template):
+    assert renderer(FakeTokenizer("be")).encode(text + "</s>", from_template=from_template)[-1] == EOS
+
+
+def test_template_gets_enable_thinking_and_the_system_prompt():
+    text = renderer(FakeTokenizer(), enable_thinking=True).prompt_text(Question(system_prompt="S"), "q")
+    assert text == "<s>[system]S[user]q[assistant]<think>\n"
+
+
+def test_thinking_prefix_is_added_once():
+    environment = Question(add_thinking_prefix=True)
+    assert renderer(FakeTokenizer()).prompt_text(environment, "q").endswith("[assistant]<think>\n")
+    with_template = renderer(FakeTokenizer(), enable_thinking=True).prompt_text(environment, "q")
+    assert with_template.endswith("[assistant]<think>\n")
+
+
+def test_messages_keep_their_own_system_prompt():
+    messages = [{"role": "system", "content": "own"}, {"role": "user", "content": "q"}]
+    assert Question(system_prompt="S", instruction_prompt="I").build_messages(messages) == messages
+    assert Question(system_prompt="S").build_messages(messages[1:])[0]["content"] == "S"
+
+
+def test_raw_prompts_bypass_the_template_and_need_none():
+    environment = Question(instruction_prompt="I")
+    environment.uses_chat_template = False
+    tokenizer = FakeTokenizer()
+    tokenizer.chat_template = None
+    assert renderer(tokenizer).prompt_text(environment, "q") == "q\n\nI"
+    with pytest.raises(UserError, match="has no chat template"):
+        renderer(tokenizer).prompt_text(Question(), "q")
+
+
+def test_an_overridden_format_prompt_gets_only_what_it_takes():
+    class Own(Question):
+        def format_prompt(self, question, tokenizer):
+            return f"{question}!{tokenizer.bos_token}"
+
+    assert renderer(FakeTokenizer(), enable_thinking=True).prompt_text(Own(), "q") == "q!<s>"
+
+    class Wrong(Question):
+        def format_prompt(self, question, tokenizer, **kwargs):
+            return SimpleNamespace(**kwargs)
+
+    with pytest.raises(TypeError, match="not a string"):
+        renderer(FakeTokenizer()).prompt_text(Wrong(), "q")

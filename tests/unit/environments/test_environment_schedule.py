@@ -1,0 +1,155 @@
+"""Who runs where, whose deadline runs, and who is to blame."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telescope.environments.schedule import AHEAD_SECONDS, MAX_QUEUED, Call, Costs, Seat
+
+
+@pytest.fixture
+def make_call():
+    loop = asyncio.new_event_loop()
+    yield lambda cost=0.0: Call({"env": 0, "op": "advance"}, b"", loop.create_future(), "a call", expected_seconds=cost)
+    loop.close()
+
+
+def seat_with(calls):
+    seat = Seat()
+    for call_id, call in enumerate(calls, start=1):
+        seat.sent(call_id, call)
+    return seat
+
+
+def test_cheap_calls_are_sent_ahead_and_expensive_ones_one_at_a_time(make_call):
+    seat = Seat()
+    assert seat.admits(100.0)
+    seat.sent(1, make_call(AHEAD_SECONDS))
+    assert not seat.admits(0.001)
+    cheap = seat_with([make_call(0.0001) for _ in range(MAX_QUEUED - 1)])
+    assert cheap.admits(0.0001)
+    cheap.sent(100, make_call(0.0001))
+    assert not cheap.admits(0.0001)
+
+
+def test_a_call_that_waits_in_the_event_loop_makes_room(make_call):
+    seat = seat_with([make_call(1.0)])
+    assert not seat.admits(1.0)
+    seat.begun_waiting(1)
+    assert seat.admits(1.0)
+
+
+def test_the_deadline_of_a_queued_call_does_not_run(make_call):
+    first, second = make_call(), make_call()
+    seat = seat_with([first, second])
+    for _ in range(10):
+        seat.charge((1, 1), 1.0)
+    assert (first.used_seconds, second.used_seconds) == (10.0, 0.0)
+    assert seat.overdue(5.0) == [(1, first)]
+
+
+def test_a_waiting_call_does_not_pay_for_one_that_blocks_the_thread(make_call):
+    waiting, blocking = make_call(), make_call()
+    seat = seat_with([waiting, blocking])
+    seat.begun_waiting(1)
+    seat.charge((0, 1), 1.0)
+    for _ in range(5):
+        seat.charge((2, 2), 1.0)
+    assert waiting.used_seconds == 2.0  # while nothing else, and in the tick in which the other began
+    assert blocking.used_seconds == 5.0
+
+
+def test_an_idle_worker_that_does_not_take_its_call_is_noticed(make_call):
+    call = make_call()
+    seat = seat_with([call])
+    for _ in range(5):
+        seat.charge((0, 0), 1.0)
+    assert seat.overdue(5.0) == [(1, call)]
+
+
+def test_calls_behind_a_slow_one_are_taken_back_and_the_slow_one_is_not(make_call):
+    calls = [make_call() for _ in range(4)]
+    seat = seat_with(calls)
+    seat.answered(1)
+    seat.charge((2, 2), 0.05)
+    seat.charge((2, 2), 0.05)
+    assert list(seat.withdraw_unbegun().values()) == calls[2:]
+    assert list(seat.queued.values()) == [calls[1]]
+
+
+def test_a_call_that_was_taken_back_too_late_is_nobodys_but_counted(make_call):
+    seat = seat_with([make_call(), make_call()])
+    seat.charge((1, 1), 1.0)
+    seat.withdraw_unbegun()
+    seat.answered(1)
+    seat.charge((2, 2), 1.0)
+    seat.charge((2, 2), 1.0)
+    seat.charge((2, 2), 1.0)
+    assert seat.stray_seconds == 2.0
+
+
+def test_a_death_is_blamed_on_the_call_that_held_the_thread(make_call):
+    waiting, running, queued = make_call(), make_call(), make_call()
+    seat = seat_with([waiting, running, queued])
+    seat.begun_waiting(1)
+    culprit, others = seat.died((2, 2), killed=False)
+    assert culprit is running
+    assert others == [waiting, queued]
+    assert [call.deaths for call in others] == [0, 0]
+    assert seat.num_held == 0
+
+
+def test_a_death_while_all_wait_counts_on_each_that_waited(make_call):
+    waiting, queued = make_call(), make_call()
+    seat = seat_with([waiting, queued])
+    seat.begun_waiting(1)
+    assert seat.died((0, 1), killed=False) == (None, [waiting, queued])
+    assert (waiting.deaths, queued.deaths) == (1, 0)
+
+
+def test_a_kill_by_the_pool_blames_nobody_again(make_call):
+    waiting, running = make_call(), make_call()
+    seat = seat_with([waiting, running])
+    seat.begun_waiting(1)
+    assert seat.died((2, 2), killed=True) == (None, [waiting, running])
+    assert waiting.deaths == 0
+
+
+def test_expected_costs_rise_at_once_and_fall_slowly():
+    costs = Costs()
+    costs.measured((0, "advance"), 0.001)
+    costs.measured((0, "advance"), 1.0)
+    assert costs.expected((0, "advance")) > 0.5
+    costs.measured((0, "advance"), 0.001)
+    assert costs.expected((0, "advance")) > 0.4
+    assert costs.expected((0, "prepare")) != costs.expected((0, "advance"))
+
+
+@given(st.lists(st.sampled_from(["send", "park", "answer", "withdraw", "charge"]), max_size=60), st.randoms())
+def test_no_call_is_lost_or_held_twice_whatever_happens(steps, rng):
+    loop = asyncio.new_event_loop()
+    seat, held, last_id = Seat(), {}, 0
+    for step in steps:
+        if step == "send":
+            last_id += 1
+            held[last_id] = Call({"env": 0, "op": "x"}, b"", loop.create_future(), "", expected_seconds=rng.random())
+            seat.sent(last_id, held[last_id])
+        elif step == "charge":
+            seat.charge((rng.choice([0, *held]), rng.randint(0, 3)), 1.0)
+        elif step == "withdraw":
+            for call_id, call in seat.withdraw_unbegun().items():
+                assert held.pop(call_id) is call
+        elif held:
+            call_id = rng.choice(list(held))
+            if step == "park":
+                seat.begun_waiting(call_id)
+            else:
+                assert seat.answered(call_id) is held.pop(call_id)
+        assert {**seat.queued, **seat.parked} == held
+        assert seat.expected_seconds == pytest.approx(sum(c.expected_seconds for c in seat.queued.values()))
+    culprit, others = seat.died((0, 0), killed=False)
+    assert culprit is None
+    assert others == [held[call_id] for call_id in sorted(held)]
+    loop.close()
