@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
@@ -73,8 +74,10 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
 
     def start_weight_update(self) -> None:
         """Make the layers ready to be loaded, from the state that a broken-off update may have left."""
-        undo_unfinished_reload(self.model)
-        initialize_layerwise_reload(self.model)
+        # vLLM 0.26 leaves setting the current config to the engine, 0.32 does it around these calls; layers ask for it.
+        with set_current_vllm_config(self.vllm_config):
+            undo_unfinished_reload(self.model)
+            initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive and load what `UpdateInfo` describes. On an accelerator, returns when the device is done with it."""
@@ -86,14 +89,16 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         if self.communicator is None:
             raise TransferError("weight transfer: no sender has been connected yet")
         self.update = None
-        self.received = receive(
-            self.communicator, update_info, self._load, device=self.device, pin_memory=self.pin_memory
-        )
+        with set_current_vllm_config(self.vllm_config):
+            self.received = receive(
+                self.communicator, update_info, self._load, device=self.device, pin_memory=self.pin_memory
+            )
         self.update = update_info
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        reprocess_tied_layers(self.model)
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.model, self.model_config)
+            reprocess_tied_layers(self.model)
 
     def shutdown(self) -> None:
         if self.communicator is not None:

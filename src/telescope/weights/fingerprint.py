@@ -4,7 +4,7 @@ The engine holds a trainer's tensor as a slice of a fused parameter, cut further
 fingerprint that adds up lets every rank hash what it holds, at the position it has in the whole, and the sums are
 compared with the hash of the tensor that was sent; nobody needs to know how the other side cuts.
 
-With b_ij the mixed bits of element (i, j) of a tensor seen as a matrix (first dimension by the rest), the fingerprint is
+With b_ij the mixed bits of element (i, j) of a tensor seen as a matrix (first dimension by the rest), it is
 
     sum_i r_i * sum_j s_j * b_ij   mod 2^64
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,10 +16,10 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+import telescope
 from telescope.config import load_config
 from telescope.inference.client import EngineClient
 from telescope.inference.process import EngineProcess
-from telescope.inference.vllm_adapter import installed_version
 from telescope.inference.vllm_launch import WORKER_EXTENSION, launch_command
 from telescope.tiny_model.tokenizer import build_tokenizer
 from telescope.weights.plan import TensorMeta, UpdateInfo, make_update
@@ -24,6 +27,9 @@ from telescope.weights.probe import ProbeReport, compare
 from telescope.weights.sender import SendReport, WeightSender
 
 START_SECONDS = 300.0
+OTHER_INTERPRETER = "TELESCOPE_TEST_VLLM_PYTHON"
+"""Environment variable: a Python that has another vLLM, to run these tests against that one."""
+
 FAULTY_EXTENSION = "faulty_extension.FaultyWorkerExtension"
 PROBE_TOKENS = [(7 * i + 3) % 290 for i in range(48)]
 
@@ -50,6 +56,13 @@ def make_model(folder: Path, *, tied: bool) -> Qwen2ForCausalLM:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model
+
+
+def version_of(interpreter: str) -> str:
+    """The vLLM version that an interpreter would run."""
+    code = "from telescope.inference.vllm_adapter import installed_version; print(installed_version())"
+    environment = os.environ | {"PYTHONPATH": str(Path(telescope.__file__).parents[1])}
+    return subprocess.check_output([interpreter, "-c", code], text=True, env=environment).strip()
 
 
 @torch.no_grad()
@@ -96,8 +109,8 @@ class Server:
             *("--environments", "[{name: countdown}]"),
         ]
         config = load_config(None, overrides).config
-        version = installed_version()
-        assert version is not None
+        interpreter = os.environ.get(OTHER_INTERPRETER, sys.executable)
+        version = version_of(interpreter)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = port or free.getsockname()[1]
         command = launch_command(
@@ -111,7 +124,9 @@ class Server:
             on_cpu=True,
         )
         arguments = [FAULTY_EXTENSION if a == WORKER_EXTENSION else a for a in command.arguments]
-        environment = command.environment | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+        arguments[0] = interpreter
+        folders = [Path(__file__).parent, Path(telescope.__file__).parents[1]]
+        environment = command.environment | {"PYTHONPATH": ":".join(map(str, folders)), "OMP_NUM_THREADS": "1"}
         self.process = EngineProcess(arguments, environment, self.folder / "server.log")
         self.client = EngineClient(f"http://127.0.0.1:{port}", "s" * 32, 0)
         deadline = time.monotonic() + START_SECONDS
