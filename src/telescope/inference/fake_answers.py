@@ -23,12 +23,13 @@ class AnswerWriter:
     def __init__(self, settings: FakeEngineSettings) -> None:
         self._with_spans = wire.reports_version_spans(wire.parse_version(settings.vllm_version))
         self._end_token = settings.end_token
+        self._vocabulary = settings.vocabulary
         generator = _Generator(12345)
-        self._chunks: list[list[int]] = [
+        chunks = [
             [1 + generator.next() % (settings.vocabulary - 1) for _ in range(CHUNK_TOKENS)] for _ in range(NUM_CHUNKS)
         ]
-        self._ids = [",".join(map(str, chunk)).encode() for chunk in self._chunks]
-        self._entries = [b",".join(map(self._entry, chunk, range(CHUNK_TOKENS))) for chunk in self._chunks]
+        self._ids = [",".join(map(str, chunk)).encode() for chunk in chunks]
+        self._entries = [b",".join(map(self._entry, chunk, range(CHUNK_TOKENS))) for chunk in chunks]
 
     def _entry(self, token: int, position: int) -> bytes:
         logprob = -((token * 7919 + position * 104_729) % 4_000) / 1_000
@@ -79,7 +80,7 @@ class AnswerWriter:
             index = generator.next() % NUM_CHUNKS
             ids.append(self._ids[index])
             entries.append(self._entries[index])
-        tail = self._chunks[generator.next() % NUM_CHUNKS][: plain % CHUNK_TOKENS]
+        tail = [1 + generator.next() % (self._vocabulary - 1) for _ in range(plain % CHUNK_TOKENS)]
         if ended and self._end_token is not None:
             tail = [*tail, self._end_token]
         if tail:

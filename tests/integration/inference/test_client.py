@@ -1,0 +1,214 @@
+"""The engine client over real HTTP, against the fake engine behind the real middlewares."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import aiohttp
+import pytest
+
+from telescope.errors import InfrastructureError
+from telescope.inference import vllm_adapter as wire
+from telescope.inference.client import EngineClient, EngineRequestError
+from telescope.inference.fake_engine import FakeEngineSettings
+from telescope.inference.fake_server import FakeEngineServer
+from telescope.rollout.types import GenerateRequest
+
+SLOW = {"mean_tokens": 400, "tokens_per_second": 400.0}
+
+
+def request(name: str = "r", *, max_tokens: int = 1000, seed: int = 1, priority: int = 0) -> GenerateRequest:
+    return GenerateRequest(name, [1, 2, 3], max_tokens, 1.0, seed=seed, priority=priority)
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[object]:
+    """`connect(settings...)` starts a fake server and returns it with a client."""
+    servers: list[FakeEngineServer] = []
+    clients: list[EngineClient] = []
+
+    async def start(client_options: dict | None = None, **settings: object) -> tuple[FakeEngineServer, EngineClient]:
+        server = FakeEngineServer(FakeEngineSettings(**settings))
+        await server.start()
+        client = EngineClient(server.url, server.secret, 3, **(client_options or {}))
+        servers.append(server)
+        clients.append(client)
+        return server, client
+
+    yield start
+    for client in clients:
+        await client.close()
+    for server in servers:
+        await server.stop()
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"{what}: not within 10 s")
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0"])
+async def test_generation_has_ids_logprobs_versions_and_server(connect, version: str) -> None:
+    _, client = await connect(mean_tokens=50, vllm_version=version)
+    generation = await client.generate(request())
+    assert len(generation.token_ids_N) == len(generation.logprobs_N) == 50
+    assert generation.finish_reason == "stop"
+    assert generation.version_spans == [(0, 0, 50)]
+    assert generation.server_index == 3
+    again = await client.generate(request("again"))
+    assert again.token_ids_N.tolist() == generation.token_ids_N.tolist()
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0"])
+async def test_tokens_know_their_version_across_an_update(connect, version: str) -> None:
+    server, client = await connect(**SLOW, vllm_version=version)
+    running = asyncio.create_task(client.generate(request("running")))
+    await until(lambda: server.engine.num_running == 1, "admitted")
+    await asyncio.sleep(0.1)
+    await client.pause()
+    held = asyncio.create_task(client.generate(request("held", max_tokens=5)))
+    await client.start_update()
+    await client.update_weights({})
+    await client.finish_update(7)
+    await client.resume()
+    first, second = (await running).version_spans
+    assert (first[0], second[0]) == (0, 7)
+    assert first[1] == 0
+    assert first[2] == second[1] > 0
+    assert second[2] == 400
+    assert (await held).version_spans == [(7, 0, 5)]
+    salts = server.engine.salts
+    assert salts["running"] != salts["held"]
+
+
+async def test_abort_ends_requests_in_the_engine_at_once(connect) -> None:
+    server, client = await connect(**SLOW, max_running=8)
+    tasks = [asyncio.create_task(client.generate(request(f"r{i}"))) for i in range(16)]
+    await until(lambda: len(server.engine.requests) == 16, "admitted")
+    await asyncio.sleep(0.05)
+    await client.abort([f"r{i}" for i in range(15)] + ["never-heard-of"])
+    assert len(server.engine.requests) == 1
+    generations = await asyncio.gather(*tasks[:15])
+    assert {g.finish_reason for g in generations} == {"abort"}
+    assert any(len(g.token_ids_N) > 0 for g in generations)
+    assert (await tasks[15]).finish_reason == "stop"
+    await client.abort([])
+
+
+async def test_abort_of_a_request_that_the_engine_does_not_answer_ends_it_too(connect) -> None:
+    server, client = await connect({"abort_grace": 0.1})
+    server.app.hang_next = 1
+    task = asyncio.create_task(client.generate(request()))
+    await until(lambda: server.app.num_requests == 1, "arrived")
+    await client.abort(["r"])
+    assert (await task).finish_reason == "abort"
+    assert client.num_in_flight == 0
+
+
+async def test_cancelling_the_caller_ends_the_request_in_the_engine(connect) -> None:
+    server, client = await connect(**SLOW)
+    task = asyncio.create_task(client.generate(request()))
+    await until(lambda: server.engine.num_running == 1, "admitted")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: server.engine.num_running == 0, "ended")
+    assert client.num_in_flight == 0
+
+
+async def test_failing_dying_hanging_and_absent_servers_are_infrastructure_failures(connect) -> None:
+    server, client = await connect({"request_timeout": 1.0})
+    server.app.fail_next = 1
+    with pytest.raises(InfrastructureError, match="HTTP 500: EngineCore"):
+        await client.generate(request("fails"))
+    server.app.hang_next = 1
+    with pytest.raises(InfrastructureError, match=r"request hangs .* no answer within 1 s"):
+        await client.generate(request("hangs"))
+    server.app.hang_next = 1
+    dying = asyncio.create_task(client.generate(request("dies")))
+    await until(lambda: server.app.num_requests == 3, "arrived")
+    server.die()
+    with pytest.raises(InfrastructureError, match="request dies"):
+        await dying
+    with pytest.raises(InfrastructureError, match="Connect"):
+        await client.generate(request("absent"))
+    assert not await client.health(within=1)
+    await server.stop()
+    await server.start()
+    assert (await client.generate(request("works"))).finish_reason == "stop"
+    assert await client.health()
+
+
+async def test_refused_requests_are_bugs_with_the_servers_own_words(connect) -> None:
+    server, client = await connect(max_model_len=8, scheduling_policy="fcfs")
+    with pytest.raises(EngineRequestError, match="maximum context length is 8"):
+        await client.generate(GenerateRequest("long", list(range(9)), 4, 1.0))
+    with pytest.raises(EngineRequestError, match="Priority scheduling is not enabled"):
+        await client.generate(request(priority=1))
+    stranger = EngineClient(server.url, "wrong")
+    with pytest.raises(EngineRequestError, match=r"HTTP 401: .*secret"):
+        await stranger.generate(request())
+    await stranger.close()
+
+
+async def test_one_request_id_is_not_used_twice_at_once(connect) -> None:
+    server, client = await connect(**SLOW)
+    task = asyncio.create_task(client.generate(request()))
+    await until(lambda: server.engine.num_running == 1, "admitted")
+    with pytest.raises(EngineRequestError, match="already in flight"):
+        await client.generate(request())
+    await client.abort(["r"])
+    await task
+
+
+async def test_control_calls_fail_by_name(connect) -> None:
+    _, client = await connect({"update_timeout": 0.2}, update_seconds=30)
+    with pytest.raises(InfrastructureError, match=r"POST /finish_weight_update: HTTP 500: .*matching start"):
+        await client.finish_update(1)
+    await client.start_update()
+    with pytest.raises(InfrastructureError, match=r"POST /update_weights had no answer within"):
+        await client.update_weights({})
+
+
+async def test_state_of_the_server_is_readable(connect) -> None:
+    server, client = await connect(**SLOW)
+    assert await client.is_paused() is False
+    await client.pause()
+    assert await client.is_paused() is True
+    await client.resume()
+    task = asyncio.create_task(client.generate(request()))
+    await until(lambda: server.engine.num_running == 1, "admitted")
+    assert (await client.metrics())["vllm:num_requests_running"] == 1
+    await client.abort(["r"])
+    await task
+    await client.init_weight_transfer({"address": "here"})
+    assert server.engine.transfer_info == [{"address": "here"}]
+    assert await client.call_worker("anything") == [{}]
+    before = await client.prompt_logprobs([5, 6, 7])
+    assert len(before) == 2
+    await client.start_update()
+    await client.finish_update(1)
+    assert await client.prompt_logprobs([5, 6, 7]) != before
+
+
+async def test_every_route_of_the_server_needs_the_secret(connect) -> None:
+    server, _ = await connect()
+    routes = [*server.app._routes, ("POST", wire.GENERATE_ROUTE), ("GET", "/nothing/here"), ("OPTIONS", "/pause")]
+    async with aiohttp.ClientSession() as session:
+        for method, path in routes:
+            async with session.request(method, server.url + path) as response:
+                assert response.status == 401, (method, path)
+    assert server.app.num_requests == 0
+
+
+async def test_a_thousand_requests_in_flight_come_back_each_with_its_own_answer(connect) -> None:
+    server, client = await connect(mean_tokens=40, length_sigma=0.5, tokens_per_second=400.0)
+    generations = await asyncio.gather(*(client.generate(request(f"r{i}", seed=i)) for i in range(1000)))
+    assert server.engine.num_finished == 1000
+    assert len({g.token_ids_N.tobytes() for g in generations}) > 990
+    alone = await client.generate(request("alone", seed=17))
+    assert alone.token_ids_N.tolist() == generations[17].token_ids_N.tolist()

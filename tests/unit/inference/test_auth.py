@@ -1,0 +1,87 @@
+"""The secret stands in front of everything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from telescope.inference.auth import SECRET_VARIABLE, RunSecretMiddleware, new_secret
+
+SECRET = "tell-nobody"
+
+
+class Recorder:
+    """An application that notes that it was reached."""
+
+    def __init__(self) -> None:
+        self.reached: list[str] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.reached.append(scope["type"])
+
+
+async def call(scope: dict[str, Any]) -> tuple[Recorder, list[Any]]:
+    app = Recorder()
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError("the body of a stranger is not read")
+
+    await RunSecretMiddleware(app, SECRET)(scope, receive, send)
+    return app, sent
+
+
+REFUSED = [
+    [],
+    [(b"authorization", b"Bearer wrong")],
+    [(b"authorization", b"tell-nobody")],
+    [(b"authorization", b"bearer tell-nobody")],
+    [(b"authorization", b"Bearer tell-nobody ")],
+    [(b"x-api-key", b"tell-nobody")],
+    [(b"authorization", b"Bearer tell-nobody"), (b"authorization", b"Bearer wrong")],
+    [(b"authorization", "Bearer tëll-nobody".encode())],
+]
+
+
+@pytest.mark.parametrize("headers", REFUSED)
+@pytest.mark.parametrize("path", ["/health", "/docs", "/metrics", "/inference/v1/generate", "/collective_rpc", "/"])
+async def test_no_route_answers_without_the_secret(headers: list[Any], path: str) -> None:
+    app, sent = await call({"type": "http", "method": "GET", "path": path, "headers": headers})
+    assert app.reached == []
+    assert sent[0]["status"] == 401
+
+
+@pytest.mark.parametrize("headers", REFUSED)
+async def test_websockets_are_closed_without_the_secret(headers: list[Any]) -> None:
+    app, sent = await call({"type": "websocket", "path": "/v1/realtime", "headers": headers})
+    assert app.reached == []
+    assert sent[0]["type"] == "websocket.close"
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+async def test_the_secret_opens_every_kind_of_connection(kind: str) -> None:
+    headers = [(b"host", b"x"), (b"authorization", b"Bearer tell-nobody")]
+    app, sent = await call({"type": kind, "method": "GET", "path": "/x", "headers": headers})
+    assert app.reached == [kind]
+    assert sent == []
+
+
+async def test_the_servers_own_start_needs_no_secret() -> None:
+    app, _ = await call({"type": "lifespan"})
+    assert app.reached == ["lifespan"]
+
+
+def test_an_engine_without_a_secret_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    with pytest.raises(RuntimeError, match=SECRET_VARIABLE):
+        RunSecretMiddleware(Recorder())
+
+
+def test_secrets_are_long_and_never_the_same() -> None:
+    secrets = {new_secret() for _ in range(100)}
+    assert len(secrets) == 100
+    assert all(len(secret) >= 40 for secret in secrets)

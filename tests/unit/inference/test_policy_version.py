@@ -1,0 +1,233 @@
+"""Salts, holding and spans, against a plain ASGI application and no clock."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from telescope.inference import vllm_adapter as wire
+from telescope.inference.policy_version import REQUIRE_UPDATE_VARIABLE, SALTED_ROUTES, PolicyVersionMiddleware
+
+
+class Engine:
+    """An application that remembers what reached it; `block` keeps generate requests inside it."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+        self.block = asyncio.Event()
+        self.block.set()
+        self.status = 200
+        self.counts: dict[str, int] = {}
+
+    @property
+    def state(self) -> Any:
+        states = {
+            name: SimpleNamespace(
+                external_req_id=name, detokenizer=SimpleNamespace(num_output_tokens=lambda count=count: count)
+            )
+            for name, count in self.counts.items()
+        }
+        return SimpleNamespace(engine_client=SimpleNamespace(output_processor=SimpleNamespace(request_states=states)))
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = (await receive())["body"]
+        length = [v for k, v in scope["headers"] if k == b"content-length"]
+        assert not length or int(length[0]) == len(body)
+        self.seen.append((scope["path"], json.loads(body) if body else {}))
+        if scope["path"] in SALTED_ROUTES:
+            await self.block.wait()
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    @property
+    def salts(self) -> list[str]:
+        return [body["cache_salt"] for path, body in self.seen if path in SALTED_ROUTES]
+
+
+class Caller:
+    """Sends requests to the middleware; each returns its status, headers and body."""
+
+    def __init__(self, engine: Engine, *, note_spans: bool = False) -> None:
+        self.engine = engine
+        self.middleware = PolicyVersionMiddleware(engine, note_spans=note_spans)
+
+    async def post(self, path: str, body: Any = None, *, leave: asyncio.Event | None = None) -> tuple[int, dict, Any]:
+        raw = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        messages = [{"type": "http.request", "body": raw}]
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop(0)
+            await (leave or asyncio.Event()).wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"content-length", str(len(raw)).encode())]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "app": self.engine}
+        await self.middleware(scope, receive, send)
+        if not sent:
+            return 0, {}, None
+        return sent[0]["status"], dict(sent[0]["headers"]), json.loads(sent[1]["body"])
+
+    async def generate(self, name: str = "r", **body: Any) -> tuple[int, dict, Any]:
+        return await self.post(wire.GENERATE_ROUTE, {"request_id": name, "token_ids": [1], **body})
+
+    async def swap(self, version: int) -> None:
+        await self.post(wire.PAUSE_ROUTE)
+        await self.post(wire.FINISH_UPDATE_ROUTE, {"weight_version": str(version)})
+        await self.post(wire.RESUME_ROUTE)
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("route", sorted(SALTED_ROUTES))
+async def test_every_route_that_samples_is_salted_and_the_callers_salt_is_replaced(route: str) -> None:
+    caller = Caller(Engine())
+    await caller.post(route, {"cache_salt": "mine", "request_id": "r", "token_ids": [1, 2]})
+    await caller.swap(1)
+    await caller.post(route, {"cache_salt": "mine", "request_id": "r", "token_ids": [1, 2]})
+    first, second = caller.engine.salts
+    assert "mine" not in (first, second)
+    assert first != second
+
+
+async def test_a_salt_never_comes_back_even_when_a_version_does() -> None:
+    caller = Caller(Engine())
+    for version in (1, 2, 1, 1):
+        await caller.generate()
+        await caller.swap(version)
+    await caller.generate()
+    assert len(set(caller.engine.salts)) == 5
+
+
+async def test_a_failed_update_changes_the_salt_too() -> None:
+    caller = Caller(Engine())
+    await caller.generate()
+    caller.engine.status = 500
+    await caller.post(wire.FINISH_UPDATE_ROUTE, {"weight_version": "1"})
+    caller.engine.status = 200
+    await caller.generate()
+    assert len(set(caller.engine.salts)) == 2
+
+
+async def test_a_request_during_the_pause_waits_and_is_of_the_new_version() -> None:
+    caller = Caller(Engine())
+    await caller.post(wire.PAUSE_ROUTE)
+    waiting = asyncio.create_task(caller.generate())
+    await settle()
+    assert caller.engine.salts == []
+    await caller.post(wire.FINISH_UPDATE_ROUTE, {"weight_version": "1"})
+    await settle()
+    assert caller.engine.salts == []
+    await caller.post(wire.RESUME_ROUTE)
+    assert (await waiting)[0] == 200
+    assert caller.engine.salts == [caller.middleware.salt]
+
+
+async def test_a_second_pause_right_after_resume_holds_the_request_again_or_admits_it_before() -> None:
+    caller = Caller(Engine())
+    await caller.post(wire.PAUSE_ROUTE)
+    waiting = asyncio.create_task(caller.generate())
+    await settle()
+    await caller.post(wire.RESUME_ROUTE)
+    await caller.post(wire.PAUSE_ROUTE)
+    await caller.post(wire.FINISH_UPDATE_ROUTE, {"weight_version": "1"})
+    await settle()
+    before = caller.engine.salts
+    await caller.post(wire.RESUME_ROUTE)
+    await waiting
+    assert caller.engine.salts[0] == (before[0] if before else caller.middleware.salt)
+    assert len(caller.engine.salts) == 1
+
+
+async def test_aborting_a_held_request_answers_it_and_never_admits_it() -> None:
+    caller = Caller(Engine())
+    await caller.post(wire.PAUSE_ROUTE)
+    waiting = asyncio.create_task(caller.generate("gone"))
+    await settle()
+    await caller.post(wire.ABORT_ROUTE, json.loads(wire.encode_abort(["gone"])))
+    status, _, body = await waiting
+    assert status == 200
+    assert wire.parse_generate(json.dumps(body).encode()).finish_reason == "abort"
+    await caller.post(wire.RESUME_ROUTE)
+    await settle()
+    assert caller.engine.salts == []
+    assert wire.ABORT_ROUTE in [path for path, _ in caller.engine.seen]
+
+
+async def test_a_caller_that_leaves_while_held_is_forgotten() -> None:
+    caller = Caller(Engine())
+    await caller.post(wire.PAUSE_ROUTE)
+    leave = asyncio.Event()
+    body = {"request_id": "r", "token_ids": [1]}
+    waiting = asyncio.create_task(caller.post(wire.GENERATE_ROUTE, body, leave=leave))
+    await settle()
+    leave.set()
+    assert (await waiting)[0] == 0
+    await caller.post(wire.RESUME_ROUTE)
+    await settle()
+    assert caller.engine.salts == []
+
+
+async def test_a_failed_pause_lets_requests_go_on() -> None:
+    caller = Caller(Engine())
+    caller.engine.status = 500
+    await caller.post(wire.PAUSE_ROUTE)
+    caller.engine.status = 200
+    assert (await asyncio.wait_for(caller.generate(), 5))[0] == 200
+
+
+async def test_spans_are_noted_at_each_update_inside_the_engine() -> None:
+    caller = Caller(Engine(), note_spans=True)
+    caller.engine.block.clear()
+    early = asyncio.create_task(caller.generate("early"))
+    await settle()
+    caller.engine.counts = {"generate-tokens-early": 5}
+    await caller.swap(1)
+    late = asyncio.create_task(caller.generate("late"))
+    await settle()
+    caller.engine.counts = {"generate-tokens-early": 9, "generate-tokens-late": 2}
+    await caller.swap(2)
+    caller.engine.block.set()
+    name = wire.VERSION_SPANS_HEADER.encode()
+    assert (await early)[1][name] == b"default:0,1:5,2:9"
+    assert (await late)[1][name] == b"1:0,2:2"
+    assert caller.middleware._spans == {}
+
+
+async def test_a_restarted_server_samples_nothing_before_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(REQUIRE_UPDATE_VARIABLE, "1")
+    caller = Caller(Engine())
+    assert (await caller.generate())[0] == 503
+    caller.engine.status = 500
+    await caller.swap(3)
+    assert (await caller.generate())[0] == 503
+    caller.engine.status = 200
+    await caller.swap(3)
+    assert (await caller.generate())[0] == 200
+    assert len(caller.engine.salts) == 1
+
+
+async def test_a_body_that_is_not_json_reaches_vllm_unchanged() -> None:
+    engine = Engine()
+    reached: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reached.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 400, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    caller = Caller(engine)
+    caller.middleware = PolicyVersionMiddleware(app, note_spans=False)
+    assert (await caller.post(wire.GENERATE_ROUTE, b"{not json"))[0] == 400
+    assert reached == [b"{not json"]

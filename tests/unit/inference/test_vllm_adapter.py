@@ -1,0 +1,156 @@
+"""The wire format, against answers recorded from vLLM 0.26.0 and 0.32.0 (`answers/`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telescope.errors import InfrastructureError, UserError
+from telescope.inference import vllm_adapter as wire
+from telescope.rollout.types import GenerateRequest
+
+ANSWERS = Path(__file__).parent / "answers"
+VERSIONS = ("0.26", "0.32")
+
+
+def recorded(version: str, name: str) -> tuple[bytes, str | None, dict[str, Any]]:
+    """Body as bytes, the version header, and the body decoded."""
+    answer = json.loads((ANSWERS / version / f"{name}.json").read_text())
+    return json.dumps(answer["body"]).encode(), answer["spans_header"], answer["body"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", ["stop", "length", "abort"])
+def test_recorded_answers_of_both_versions_are_read(version: str, name: str) -> None:
+    body, header, decoded = recorded(version, name)
+    parsed = wire.parse_generate(body, spans_header=header, initial_version=6)
+    choice = decoded["choices"][0]
+    assert parsed.finish_reason == name
+    assert parsed.token_ids_N.tolist() == choice["token_ids"]
+    assert parsed.token_ids_N.dtype == np.int32
+    expected = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert parsed.logprobs_N.tolist() == np.float32(expected).tolist()
+    assert parsed.version_spans == ([(6, 0, len(expected))] if expected else [])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_recorded_logprob_entries_belong_to_their_tokens(version: str) -> None:
+    _, _, decoded = recorded(version, "length")
+    choice = decoded["choices"][0]
+    for token, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+        assert entry.get("token_id", entry.get("token")) in (token, f"token_id:{token}")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_answer_across_a_weight_update_has_two_versions(version: str) -> None:
+    body, header, decoded = recorded(version, "two_versions")
+    parsed = wire.parse_generate(body, spans_header=header, initial_version=6)
+    num_tokens = len(decoded["choices"][0]["token_ids"])
+    (first, start, middle), (second, same, end) = parsed.version_spans
+    assert second == first + 1
+    assert (start, same, end) == (0, middle, num_tokens)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_recorded_prompt_logprobs_are_those_of_the_prompt(version: str) -> None:
+    body, _, decoded = recorded(version, "prompt_logprobs")
+    values = wire.parse_prompt_logprobs(body, [20, 21, 22, 23])
+    assert values == [decoded["prompt_logprobs"][i][str(20 + i)]["logprob"] for i in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(("name", "words"), [("bad_request", "out of vocabulary"), ("server_error", "no_such_method")])
+def test_recorded_errors_show_the_servers_own_words(version: str, name: str, words: str) -> None:
+    body, _, _ = recorded(version, name)
+    assert words in wire.error_message(body)
+
+
+def test_request_carries_what_reproducibility_needs() -> None:
+    request = GenerateRequest("r1", [1, 2], 7, 0.7, top_p=0.9, seed=11, priority=-3)
+    body = json.loads(wire.encode_generate(request))
+    assert body["token_ids"] == [1, 2]
+    assert body["priority"] == -3
+    assert "cache_salt" not in body
+    sampling = body["sampling_params"]
+    assert (sampling["temperature"], sampling["top_p"], sampling["seed"]) == (0.7, 0.9, 11)
+    assert sampling["logprobs"] == 0
+    assert sampling["detokenize"] is False
+
+
+def test_fcfs_servers_get_no_priority() -> None:
+    request = GenerateRequest("r1", [1], 7, 1.0, priority=2)
+    assert "priority" not in json.loads(wire.encode_generate(request, with_priority=False))
+
+
+def test_aborting_nothing_never_reaches_vllm_which_would_abort_everything() -> None:
+    with pytest.raises(AssertionError):
+        wire.encode_abort([])
+
+
+def test_abort_names_requests_as_the_engine_knows_them() -> None:
+    assert json.loads(wire.encode_abort(["a"])) == {"request_ids": ["generate-tokens-a"]}
+
+
+def answer(num_tokens: int, spans: list[tuple[str, int, int]] | None, **choice: Any) -> bytes:
+    listed = None if spans is None else [{"version": v, "start": s, "end": e} for v, s, e in spans]
+    content = [{"token_id": 1, "logprob": -0.5} for _ in range(num_tokens)]
+    base = {"token_ids": [1] * num_tokens, "finish_reason": "stop", "weight_versions": listed}
+    return msgspec.json.encode({"choices": [{**base, "logprobs": {"content": content}, **choice}]})
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        (b"<html>", "not a generate answer"),
+        (b'{"choices": []}', "not a generate answer"),
+        (answer(3, [("1", 0, 3)], logprobs=None), "0 logprobs for 3 tokens"),
+        (answer(3, [("1", 0, 3)], finish_reason="error"), "'error'"),
+        (answer(3, None), "does not say which weights"),
+        (answer(3, [("blue", 0, 3)]), "'blue'"),
+        (answer(3, [("1", 1, 3)]), "do not cover"),
+    ],
+)
+def test_answers_out_of_form_are_failures_of_the_engine(body: bytes, complaint: str) -> None:
+    with pytest.raises(InfrastructureError, match=complaint):
+        wire.parse_generate(body)
+
+
+@given(st.lists(st.integers(0, 50), max_size=6), st.integers(0, 60))
+def test_spans_from_the_header_cover_all_tokens_once(cuts: list[int], num_tokens: int) -> None:
+    starts = [0, *sorted(cuts)]
+    header = wire.format_spans_header([(str(version), start) for version, start in enumerate(starts)])
+    parsed = wire.parse_generate(answer(num_tokens, None), spans_header=header)
+    covered = [t for _, start, end in parsed.version_spans for t in range(start, end)]
+    assert covered == list(range(num_tokens))
+    for version, start, end in parsed.version_spans:
+        assert end > start
+        for token in range(start, end):
+            # The last update that came at or before this token.
+            assert version == max(v for v, s in enumerate(starts) if s <= token)
+
+
+def test_label_of_the_first_weights_is_the_initial_version() -> None:
+    assert wire.parse_generate(answer(2, [("default", 0, 2)]), initial_version=40).version_spans == [(40, 0, 2)]
+
+
+@pytest.mark.parametrize(("version", "parsed"), [("0.26.0", (0, 26)), ("0.32.0+cpu", (0, 32)), ("0.29.1rc2", (0, 29))])
+def test_supported_versions(version: str, parsed: tuple[int, int]) -> None:
+    assert wire.check_supported(version) == parsed
+
+
+@pytest.mark.parametrize("version", ["0.25.3", "0.33.0", "1.0.0", None, "dev"])
+def test_other_versions_are_refused_with_the_fix(version: str | None) -> None:
+    with pytest.raises(UserError, match="install"):
+        wire.check_supported(version)
+
+
+def test_metrics_are_summed_over_labels() -> None:
+    text = '# HELP x\nx{a="1"} 2.0\nx{a="2"} 3.0\ny 1\nz_bucket{le="1"} 4\nz_count 5\n'
+    assert wire.parse_metrics(text) == {"x": 5.0, "y": 1.0, "z_count": 5.0}

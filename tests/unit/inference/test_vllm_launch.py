@@ -1,0 +1,182 @@
+"""The command and environment that start a vLLM process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from telescope.config import TelescopeConfig, load_config
+from telescope.errors import UserError
+from telescope.inference.auth import SECRET_VARIABLE
+from telescope.inference.policy_version import REQUIRE_UPDATE_VARIABLE
+from telescope.inference.vllm_launch import LaunchCommand, hint_for, kv_cache_gib, launch_command, read_model_shape
+
+
+def config(**fields: Any) -> TelescopeConfig:
+    overrides = ["--environments", '[{"name": "countdown"}]']
+    for name, value in fields.items():
+        overrides += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    return load_config(None, overrides).config
+
+
+def launch(directory: Path, version: str = "0.32.0", *, on_cpu: bool = True, restarted: bool = False, **fields: Any):
+    return launch_command(
+        config(**fields),
+        host="127.0.0.1",
+        port=8100,
+        secret="tell-nobody",
+        model="/models/m",
+        directory=directory,
+        vllm_version=version,
+        on_cpu=on_cpu,
+        restarted=restarted,
+    )
+
+
+def value_of(command: LaunchCommand, flag: str) -> str:
+    return command.arguments[command.arguments.index(flag) + 1]
+
+
+def test_the_secret_travels_in_the_environment_only(tmp_path: Path) -> None:
+    command = launch(tmp_path)
+    assert command.environment[SECRET_VARIABLE] == "tell-nobody"
+    assert not any("tell-nobody" in argument for argument in command.arguments)
+
+
+def test_logprobs_are_those_of_the_sampled_distribution(tmp_path: Path) -> None:
+    assert value_of(launch(tmp_path), "--logprobs-mode") == "processed_logprobs"
+
+
+def test_the_secret_check_is_the_outermost_middleware(tmp_path: Path) -> None:
+    arguments = launch(tmp_path).arguments
+    given = [arguments[i + 1] for i, argument in enumerate(arguments) if argument == "--middleware"]
+    assert given[-1] == "telescope.inference.auth.RunSecretMiddleware"  # vLLM adds them inside out
+
+
+def test_only_versions_that_know_the_scale_out_flag_get_it(tmp_path: Path) -> None:
+    assert "--enable-scale-out" in launch(tmp_path, "0.32.0").arguments
+    assert "--enable-scale-out" in launch(tmp_path, "0.30.1").arguments
+    older = launch(tmp_path, "0.29.0")
+    assert "--enable-scale-out" not in older.arguments
+    assert older.environment["VLLM_ENABLE_SCALE_OUT_ENDPOINTS"] == "1"
+    with pytest.raises(UserError, match=r"0\.26 to 0\.32"):
+        launch(tmp_path, "0.25.0")
+
+
+def test_the_engine_computes_in_the_runs_inference_dtype(tmp_path: Path) -> None:
+    assert value_of(launch(tmp_path), "--dtype") == "bfloat16"
+    assert value_of(launch(tmp_path, mixed_precision_dtype=None, model_dtype="float16"), "--dtype") == "float16"
+    assert value_of(launch(tmp_path, inference_dtype="float32"), "--dtype") == "float32"
+
+
+def test_every_lane_fits_into_the_engine(tmp_path: Path) -> None:
+    command = launch(tmp_path, max_concurrent_prompts_per_server=512, group_size=8)
+    assert value_of(command, "--max-num-seqs") == "4096"
+    assert int(value_of(command, "--max-num-batched-tokens")) >= 4096
+    assert "--max-num-batched-tokens" not in launch(tmp_path, on_cpu=False).arguments
+    assert value_of(launch(tmp_path, max_num_seqs=5), "--max-num-seqs") == "5"
+
+
+def test_prompts_are_prefilled_whole_on_the_cpu(tmp_path: Path) -> None:
+    command = launch(tmp_path, max_model_len=5000)
+    assert "--no-enable-chunked-prefill" in command.arguments
+    assert int(value_of(command, "--max-num-batched-tokens")) >= 5000
+    assert "--no-enable-chunked-prefill" not in launch(tmp_path, on_cpu=False).arguments
+
+
+def test_eager_on_the_cpu_and_graphs_on_gpus_unless_the_config_says(tmp_path: Path) -> None:
+    assert "--enforce-eager" in launch(tmp_path, on_cpu=True).arguments
+    assert "--enforce-eager" not in launch(tmp_path, on_cpu=False).arguments
+    assert "--enforce-eager" in launch(tmp_path, on_cpu=False, inference_enforce_eager=True).arguments
+    assert "--enforce-eager" not in launch(tmp_path, on_cpu=True, inference_enforce_eager=False).arguments
+
+
+def test_cpu_settings_are_for_the_cpu_and_gpu_settings_for_gpus(tmp_path: Path) -> None:
+    on_cpu = launch(tmp_path, inference_kv_cache_gib=1.5, inference_threads=1)
+    assert on_cpu.environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert on_cpu.environment["OMP_NUM_THREADS"] == "1"
+    assert "--gpu-memory-utilization" not in on_cpu.arguments
+    on_gpu = launch(tmp_path, on_cpu=False, gpu_memory_utilization=0.5)
+    assert value_of(on_gpu, "--gpu-memory-utilization") == "0.5"
+    assert "OMP_NUM_THREADS" not in on_gpu.environment
+
+
+def test_remote_code_runs_only_when_asked_for(tmp_path: Path) -> None:
+    assert "--trust-remote-code" not in launch(tmp_path).arguments
+    assert "--trust-remote-code" in launch(tmp_path, trust_remote_code=True).arguments
+
+
+def test_a_restarted_server_must_be_updated_before_it_samples(tmp_path: Path) -> None:
+    assert REQUIRE_UPDATE_VARIABLE not in launch(tmp_path).environment
+    assert launch(tmp_path, restarted=True).environment[REQUIRE_UPDATE_VARIABLE] == "1"
+
+
+def test_chat_settings_reach_the_openai_compatible_api(tmp_path: Path) -> None:
+    command = launch(
+        tmp_path,
+        chat_template="{{ messages }}",
+        enable_thinking=True,
+        vllm_tool_call_parser="hermes",
+        vllm_reasoning_parser="qwen3",
+    )
+    assert Path(value_of(command, "--chat-template")).read_text() == "{{ messages }}"
+    assert json.loads(value_of(command, "--default-chat-template-kwargs")) == {"enable_thinking": True}
+    assert value_of(command, "--tool-call-parser") == "hermes"
+    assert "--enable-auto-tool-choice" in command.arguments
+    assert value_of(command, "--reasoning-parser") == "qwen3"
+    plain = launch(tmp_path).arguments
+    assert not {"--chat-template", "--tool-call-parser", "--reasoning-parser"} & set(plain)
+
+
+def test_a_users_own_vllm_plugins_stay_and_ours_joins_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "theirs")
+    assert launch(tmp_path).environment["VLLM_PLUGINS"] == "theirs,telescope"
+    monkeypatch.delenv("VLLM_PLUGINS")
+    assert "VLLM_PLUGINS" not in launch(tmp_path).environment
+
+
+def test_tensor_parallel_workers_are_vllms_own_processes(tmp_path: Path) -> None:
+    command = launch(tmp_path, on_cpu=False, inference_num_workers=4, inference_tensor_parallel_size=2)
+    assert value_of(command, "--tensor-parallel-size") == "2"
+    assert value_of(command, "--distributed-executor-backend") == "mp"
+
+
+def test_kv_cache_on_the_cpu_holds_all_lanes_but_leaves_most_memory() -> None:
+    fields = {"max_model_len": 1024, "max_tokens": 512, "inference_dtype": "float32", "max_num_seqs": 64}
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
+    per_token = 2 * 4 * 2 * 32 * 4
+    assert kv_cache_gib(config(**fields), shape, 2**40) == per_token * 1024 * 64 / 2**30
+    assert kv_cache_gib(config(**fields), shape, 2**26) == 2**26 / 4 / 2**30
+    assert kv_cache_gib(config(**fields, inference_kv_cache_gib=3), shape, 2**26) == 3
+    assert kv_cache_gib(config(**fields), None, 2**40) == 4.0
+
+
+def test_shape_of_a_nested_and_of_an_absent_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "x", "text_config": {"num_hidden_layers": 3, "name": "y"}}')
+    assert read_model_shape(str(tmp_path)) == {"num_hidden_layers": 3}
+    assert read_model_shape("someone/some-model") is None
+
+
+@pytest.mark.parametrize(
+    ("log", "fix"),
+    [
+        ("OSError: [Errno 98] Address already in use", "inference_base_port"),
+        ("ValueError: No available memory for the cache blocks. Try", "max_model_len"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "gpu_memory_utilization"),
+        ("huggingface_hub.errors.RepositoryNotFoundError: Repository Not Found for url", "model"),
+        ("ValueError: User-specified max_model_len (9999) is greater than the derived", "max_model_len"),
+        ("KeyError: 'invalid tool call parser: x", "vllm_tool_call_parser"),
+        ("please pass the argument `trust_remote_code=True`", "trust_remote_code"),
+    ],
+)
+def test_known_failures_name_the_field_to_change(log: str, fix: str) -> None:
+    hint = hint_for(f"INFO something\n{log}\nmore")
+    assert hint is not None
+    assert fix in hint
+
+
+def test_an_unknown_failure_gets_no_invented_hint() -> None:
+    assert hint_for("Segmentation fault") is None
