@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,9 @@ from torch import nn
 
 from telescope.trainer.attention import choose_kernel, make_layout, packed_attention
 from telescope.trainer.logprob import LogprobHead
+from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.packing import pack_step
+from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
 
 pytestmark = [
@@ -27,6 +31,13 @@ pytestmark = [
 ]
 
 LENGTHS = [5, 31, 12, 7, 2, 28, 19, 3, 16, 9, 24, 11]
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def set_up(path: str, device: str, **changes) -> Trainer:
@@ -41,7 +52,7 @@ def test_the_offset_kernel_equals_padded_attention(window, num_key_value_heads):
     device = torch.device("cuda")
     lengths = [130, 1, 64, 700, 33, 2]
     cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    kernel = choose_kernel(device, torch.bfloat16)
+    kernel = choose_kernel(device, torch.bfloat16, head_dim=64)
     assert kernel != "padded"
     generator = torch.Generator(device).manual_seed(0)
     q, k, v = (
@@ -56,7 +67,7 @@ def test_the_offset_kernel_equals_padded_attention(window, num_key_value_heads):
         mix = torch.linspace(-1, 1, out.numel(), device=device).view(out.shape)
         found[name] = [out.float(), *(g.float() for g in torch.autograd.grad((out.float() * mix).sum(), inputs))]
     for half, exact in zip(found[kernel], found["padded"], strict=True):
-        assert float((half - exact).norm() / exact.norm()) < 1e-2
+        assert float(((half - exact).norm() / exact.norm()).detach()) < 1e-2
 
 
 def test_a_float32_step_on_gpu_equals_the_step_on_cpu(tmp_path):
@@ -76,16 +87,13 @@ def test_a_float32_step_on_gpu_equals_the_step_on_cpu(tmp_path):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_bfloat16_gradients_stay_close_to_float32_and_do_not_depend_on_packing(tmp_path, checkpointing):
-    path = build_model(tmp_path / "model", tied=True)
+    path = build_model(tmp_path / "model", tied=True, num_attention_heads=2, num_key_value_heads=1)
     found = []
     for dtype, seq_len in ((None, 200), ("bfloat16", 200), ("bfloat16", 32)):
         trainer = set_up(
             path, "cuda", model_dtype="float32", mixed_precision_dtype=dtype, gradient_checkpointing=checkpointing
         )
         (mine,) = pack_step(make_samples(LENGTHS), step=0, version=0, seq_len=seq_len, num_ranks=1)
-        from telescope.trainer.metrics import StepMetrics
-        from telescope.trainer.timeline import Timeline
-
         backend = trainer.backend
         sums = StepMetrics(backend.device)
         backend.accumulate(mine.minibatches[0], 0, Timeline(backend.device, 0), sums)  # type: ignore[attr-defined]
@@ -107,5 +115,5 @@ def test_memory_of_the_head_does_not_grow_with_tokens_times_vocabulary():
     logp, entropy = head(hidden, targets, 1.0)
     (logp.sum() + 0.1 * entropy.sum()).backward()
     extra = torch.cuda.max_memory_allocated() - before
-    gradients_of_head = 2 * head.weight.numel() * 4  # one float32 sum and one product being added to it
-    assert extra < gradients_of_head + 2.5 * 1024 * vocab * 4
+    gradient_of_head = head.weight.numel() * (4 + 2)  # summed in float32, handed on in bfloat16
+    assert extra - gradient_of_head - hidden.numel() * 2 < 2 * 2**30

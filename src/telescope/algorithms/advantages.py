@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from telescope.algorithms.base import STD_EPSILON, Algorithm
+from telescope.algorithms.base import STD_EPSILON, AdvantageNorm, Algorithm
 from telescope.algorithms.registry import get_algorithm
-
-AdvantageNorm = Literal["group", "batch"]
+from telescope.algorithms.reinforce_pp import centre
 
 
 class ScoredSample(Protocol):
@@ -34,11 +33,6 @@ class ScoredSample(Protocol):
         ...
 
 
-def center(rewards_n: np.ndarray) -> np.ndarray:
-    """r - mean over the group."""
-    return rewards_n - rewards_n.mean()
-
-
 def is_masked(sample: ScoredSample) -> bool:
     """Whether a sample takes no part in learning: no trained token, or a reward that is not a finite number."""
     return sample.num_trained == 0 or not math.isfinite(sample.reward)
@@ -50,7 +44,7 @@ def group_advantages(rewards_n: np.ndarray, algorithm: Algorithm, advantage_norm
         return rewards_n.copy()
     if rewards_n.min() == rewards_n.max():
         return np.zeros_like(rewards_n)
-    return algorithm.baseline(rewards_n) if advantage_norm == "group" else center(rewards_n)
+    return algorithm.baseline(rewards_n) if advantage_norm == "group" else centre(rewards_n)
 
 
 def whiten(advantages_M: np.ndarray) -> np.ndarray:
@@ -69,8 +63,9 @@ def compute_advantages(
     Raises `ValueError` for an unknown algorithm or one that does not allow `advantage_norm`.
     """
     chosen = get_algorithm(algorithm)
-    if advantage_norm == "batch" and not chosen.allows_batch_norm:
-        raise ValueError(f"algorithm {algorithm!r} does not allow advantage_norm 'batch': use 'group'")
+    if advantage_norm not in chosen.advantage_norms:
+        allowed = " or ".join(repr(norm) for norm in chosen.advantage_norms)
+        raise ValueError(f"algorithm {algorithm!r} does not allow advantage_norm {advantage_norm!r}: use {allowed}")
     advantages = np.zeros(len(samples), dtype=np.float64)
     members: dict[int, list[int]] = {}
     for position, sample in enumerate(samples):

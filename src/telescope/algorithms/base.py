@@ -17,6 +17,9 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
+AdvantageNorm = Literal["group", "batch"]
+"""What advantages are normalised over: each group by itself, or the whole training batch."""
+
 Denominator = Literal["tokens", "samples", "sample_budget"]
 """`tokens`: trained tokens of all ranks. `samples`: samples of all ranks. `sample_budget`: samples x `max_tokens`."""
 
@@ -62,8 +65,13 @@ class Algorithm:
     token_loss: TokenLoss
     denominator: Callable[[Any], Denominator]
     """config -> what the summed loss is divided by."""
-    allows_batch_norm: bool = True
-    """Whether `advantage_norm: batch` makes sense; where false the configuration refuses it."""
+    advantage_norms: tuple[AdvantageNorm, ...] = ("group", "batch")
+    """The values of `advantage_norm` that make sense; others are refused."""
+
+
+def clamped_delta(tokens: TokenBatch) -> torch.Tensor:
+    """logp - ref of each token, bounded so that its exponential is finite; [N], with gradient where it is inside."""
+    return (tokens.logp_N - tokens.ref_logp_N).clamp(-DELTA_CLAMP, DELTA_CLAMP)
 
 
 def token_denominator(config: Any) -> Denominator:

@@ -33,6 +33,8 @@ Kernel = Literal["flash_attn", "varlen", "padded"]
 
 BUCKET_FILL = 0.75
 """A segment joins a longer one's padded call if it fills at least this share of the length: at most 1.8 x the work."""
+MAX_HEAD_DIM = 256
+"""The largest head that FlashAttention 2 takes; it also wants a multiple of 8."""
 SHORT_SEGMENT = 64
 """Segments up to this length share one call whatever their lengths: the call costs more than the padding."""
 
@@ -63,9 +65,11 @@ class PackedLayout:
     """For each row position, its place in the concatenated real outputs of all buckets (`padded` only)."""
 
 
-def choose_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """The fastest kernel that is there for tensors of this device and dtype."""
+def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """The fastest kernel that is there for heads of this device, dtype and size."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return "padded"
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
         return "padded"
     if importlib.util.find_spec("flash_attn") is not None:
         return "flash_attn"

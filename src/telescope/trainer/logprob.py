@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+PRODUCT_ROWS = 32_768
+"""Vocabulary rows per product where products of half precision are added to a float32 sum: bounds the temporary."""
+
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -25,6 +28,16 @@ def _matmul(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torc
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=dtype)
     return left.to(dtype) @ right.to(dtype)
+
+
+def _add_product(total_VD: torch.Tensor, grad_CV: torch.Tensor, hidden_CD: torch.Tensor) -> None:
+    """total += grad^T @ hidden, summed in the dtype of `total`, with little memory besides it."""
+    if grad_CV.dtype == total_VD.dtype:
+        total_VD.addmm_(grad_CV.t(), hidden_CD)
+        return
+    for start in range(0, total_VD.shape[0], PRODUCT_ROWS):
+        rows = slice(start, start + PRODUCT_ROWS)
+        total_VD[rows] += _matmul(grad_CV[:, rows].t(), hidden_CD, total_VD.dtype)
 
 
 class _LogprobEntropy(torch.autograd.Function):
@@ -93,10 +106,7 @@ class _LogprobEntropy(torch.autograd.Function):
                 grad_bias_V += p_CV.sum(dim=0)
             grad_CV = p_CV.to(hidden_ND.dtype)
             grad_hidden_ND[rows] = _matmul(grad_CV, weight_VD, dtype).to(hidden_ND.dtype)
-            if grad_CV.dtype == dtype:
-                grad_weight_VD.addmm_(grad_CV.t(), hidden_ND[rows])
-            else:
-                grad_weight_VD += _matmul(grad_CV.t(), hidden_ND[rows], dtype)
+            _add_product(grad_weight_VD, grad_CV, hidden_ND[rows])
         grad_bias = None if grad_bias_V is None else grad_bias_V.to(weight_VD.dtype)
         return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), grad_bias, None, None, None
 

@@ -59,6 +59,12 @@ class PolicyModel(nn.Module):
         return self.causal_lm.get_output_embeddings()
 
     @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        config = self.causal_lm.config
+        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    @property
     def is_tied(self) -> bool:
         """Whether the output layer's weight is the embedding's."""
         return self.head.weight is self.causal_lm.get_input_embeddings().weight

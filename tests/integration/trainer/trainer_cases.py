@@ -23,7 +23,7 @@ VOCAB = 61
 RANKS_DEADLINE_SECONDS = 180
 
 
-def build_model(directory: Path, *, family: str = "qwen2", tied: bool = True, seed: int = 0) -> str:
+def build_model(directory: Path, *, family: str = "qwen2", tied: bool = True, seed: int = 0, **changes: Any) -> str:
     """A random model of some 10,000 parameters, written as a checkpoint.
 
     transformers computes Qwen2's norms in float32 whatever the model's dtype; `starcoder2` is float64 throughout.
@@ -34,6 +34,7 @@ def build_model(directory: Path, *, family: str = "qwen2", tied: bool = True, se
         "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied, "initializer_range": 0.3,
         "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 0,
     }  # fmt: skip
+    shape |= changes
     if family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**shape))
     else:

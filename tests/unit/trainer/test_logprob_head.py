@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from telescope.trainer import logprob
 from telescope.trainer.logprob import LogprobHead
 
 V, D = 37, 8
@@ -83,6 +84,16 @@ def test_bfloat16_inputs_are_normalised_in_float32():
     assert logp_N.dtype == entropy_N.dtype == torch.float32
     torch.testing.assert_close(logp_N.double(), exact_N, rtol=0, atol=1e-5)
     torch.testing.assert_close(entropy_N.double(), exact_entropy_N, rtol=0, atol=1e-5)
+
+
+def test_bfloat16_gradients_are_summed_in_float32_over_slices_of_the_vocabulary(monkeypatch):
+    monkeypatch.setattr(logprob, "PRODUCT_ROWS", 10)
+    hidden_ND, head, targets_N = make(64, torch.bfloat16)
+    head(hidden_ND, targets_N, 1.0)[0].sum().backward()
+    exact = [hidden_ND.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_()]
+    wanted = torch.autograd.grad(plain(*exact, None, targets_N, 1.0)[0].sum(), exact)
+    for found, right in zip((hidden_ND.grad, head.weight.grad), wanted, strict=True):
+        assert float((found.double() - right).norm() / right.norm()) < 6e-3
 
 
 def test_huge_logits_do_not_overflow():

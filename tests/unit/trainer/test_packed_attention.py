@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from telescope.errors import UserError
-from telescope.trainer.attention import bucket_segments, make_layout, packed_attention
+from telescope.trainer.attention import bucket_segments, choose_kernel, make_layout, packed_attention
 
 CPU = torch.device("cpu")
 
@@ -89,3 +89,12 @@ def test_features_that_are_not_implemented_are_refused(option):
     q, k, v, layout = make([3])
     with pytest.raises(UserError, match="soft-capped scores or attention sinks"):
         packed_attention(nn.Identity(), q, k, v, None, packed_layout=layout, **option)
+
+
+def test_anything_that_the_offset_kernels_do_not_take_is_padded():
+    gpu = torch.device("cuda")
+    assert choose_kernel(gpu, torch.bfloat16, 64) != "padded"
+    assert choose_kernel(CPU, torch.bfloat16, 64) == "padded"
+    assert choose_kernel(gpu, torch.float32, 64) == "padded"
+    assert choose_kernel(gpu, torch.bfloat16, 4) == "padded"
+    assert choose_kernel(gpu, torch.bfloat16, 512) == "padded"

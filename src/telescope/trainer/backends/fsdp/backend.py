@@ -60,7 +60,7 @@ class FSDPBackend(TrainingBackend):
             {"params": [p for p in self.parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, fused=True)
-        self.kernel = choose_kernel(self.device, compute_dtype(config))
+        self.kernel = choose_kernel(self.device, compute_dtype(config), self.policy.head_dim)
         self.loss_dtype = torch.float64 if compute_dtype(config) == torch.float64 else torch.float32
         self._spans: list[Span] = []
 

@@ -1,0 +1,34 @@
+"""SAPO: a soft gate in place of the clip (arXiv 2511.20347).
+
+As implemented: advantages as GRPO; loss of a token -(4 / tau) sigmoid(tau (rho - 1)) A with tau = `sapo_tau_pos` for
+A > 0 and `sapo_tau_neg` otherwise. At rho = 1 the gradient is that of -rho A; away from it the gate closes smoothly.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from telescope.algorithms.base import Algorithm, TokenBatch, clamped_delta, token_denominator
+from telescope.algorithms.grpo import standardize
+
+if TYPE_CHECKING:
+    import torch
+
+
+def soft_gate_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
+    """-(4 / tau) sigmoid(tau (rho - 1)) A for each token."""
+    advantage_N = tokens.advantage_N
+    tau_N = advantage_N.new_full(advantage_N.shape, config.sapo_tau_neg).masked_fill(
+        advantage_N > 0, config.sapo_tau_pos
+    )
+    gate_N = (tau_N * (clamped_delta(tokens).exp() - 1.0)).sigmoid()
+    return -(4.0 / tau_N) * gate_N * advantage_N
+
+
+SAPO = Algorithm(
+    name="sapo",
+    source="SAPO, arXiv 2511.20347",
+    baseline=standardize,
+    token_loss=soft_gate_loss,
+    denominator=token_denominator,
+)
