@@ -105,6 +105,11 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
             self.communicator.close()
             self.communicator = None
 
+    @staticmethod
+    def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
+        """vLLM 0.26 wants its engines to hold the trainer's half too; ours is `telescope.weights.sender`."""
+        raise NotImplementedError("send weights with telescope.weights.sender.WeightSender")
+
     def _load(self, tensors: NamedTensors) -> None:
         """Give a bucket to the model's own loader. A second name of a tied parameter needs no loading."""
         model: Any = self.model
