@@ -149,3 +149,57 @@ class LanePool:
             return None
         server.used += 1
         return Lease(index, heapq.heappop(server.free_slots))
+
+
+class GroupLanes(LanePool):
+    """Lanes for `enable_individual_sample_lanes: false`: a group holds one lane, from its first sample to its last.
+
+    Capacities count groups. All samples of a group generate in its lane at once; when its server goes down, the group
+    takes a lane elsewhere.
+    """
+
+    def __init__(self, capacities: list[int], on_change: Callable[[], None] = lambda: None) -> None:
+        super().__init__(capacities, on_change)
+        self._lease_of_group: dict[int, asyncio.Future[Lease]] = {}
+
+    async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
+        """The group's lane, taken from the pool when it has none on a server that is up."""
+        held = self._lease_of_group.get(group)
+        if held is not None and held.done() and not self._is_usable(held):
+            self._give_back(group)
+            held = None
+        if held is None:
+            held = asyncio.ensure_future(super().acquire(group, turn=turn, timeout=timeout))
+            self._lease_of_group[group] = held
+        # Shielded: the samples of a group share the wait, and one that is cancelled must not end it for the others.
+        lease = await asyncio.shield(held)
+        return Lease(lease.server, lease.slot)
+
+    def release(self, lease: Lease) -> None:
+        """A sample is done with the lane; the group keeps it until `forget_group`."""
+        assert not lease.released, "a lane was released twice"
+        lease.released = True
+
+    def forget_group(self, group: int) -> None:
+        """The group is finished: its lane is free."""
+        self._give_back(group)
+        super().forget_group(group)
+
+    def _is_usable(self, held: asyncio.Future[Lease]) -> bool:
+        return not held.cancelled() and held.exception() is None and self.servers[held.result().server].up
+
+    def _give_back(self, group: int) -> None:
+        held = self._lease_of_group.pop(group, None)
+        if held is None:
+            return
+        if held.done() and not held.cancelled() and held.exception() is None:
+            super().release(held.result())
+        else:
+            held.cancel()
+
+
+def make_lanes(*, individual: bool, num_servers: int, groups_per_server: int, group_size: int) -> LanePool:
+    """The lanes of a run: one per sample, or one per group."""
+    if individual:
+        return LanePool([groups_per_server * group_size] * num_servers)
+    return GroupLanes([groups_per_server] * num_servers)

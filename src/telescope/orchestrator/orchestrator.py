@@ -282,7 +282,7 @@ class Orchestrator:
         self._discards.discarded(reason, kind, group.samples)
         self._streak.discarded(kind or reason, rewards_n)
         self.status.num_discarded_groups += 1
-        self._record_group(group, status="discarded", reason=reason, step=None, advantages=None)
+        self._record_group(group, status="discarded", reason=reason, step=self.window.version, advantages=None)
         if self._streak.is_over:
             raise RuntimeError(self._streak.diagnosis())
 

@@ -88,9 +88,9 @@ def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
                 "role": "assistant",
                 "text": turn.text,
                 "num_tokens": len(turn.generation.token_ids_N),
-                "token_ids": turn.generation.token_ids_N.tolist(),
-                "logprobs": turn.generation.logprobs_N.tolist(),
-                "versions": turn.generation.version_N.tolist(),
+                "token_ids": turn.generation.token_ids_N,
+                "logprobs": turn.generation.logprobs_N,
+                "versions": turn.generation.version_N,
                 "started_at": turn.started_at,
                 "ended_at": turn.ended_at,
             }

@@ -29,7 +29,7 @@ from telescope.errors import UserError
 from telescope.orchestrator.draws import DrawSequence
 from telescope.orchestrator.evaluation import EnvironmentKeys, Evaluation, environment_keys, plan_evals
 from telescope.orchestrator.interrupt import Interrupt
-from telescope.orchestrator.lanes import LanePool
+from telescope.orchestrator.lanes import LanePool, make_lanes
 from telescope.orchestrator.orchestrator import Orchestrator, Services
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.servers import ServerPool
@@ -92,7 +92,7 @@ class _TrainingRun:
         error: BaseException | None = None
         evaluation: Evaluation | None = None
         async with AsyncExitStack() as stack:
-            stack.enter_context(self._directory.open_record())
+            stack.enter_context(self._directory.open_record(console=self._view is None))
             stack.callback(self._finish_view)
             if self._view is not None:
                 self._view.start(self._status)
@@ -148,7 +148,12 @@ class _TrainingRun:
         stack.push_async_callback(trainer.stop)
         inference = InferenceGroup(config, placement, self._directory.path, cluster, secrets.token_urlsafe(32))
         stack.push_async_callback(inference.stop)
-        lanes = LanePool([config.lanes_per_server] * config.num_inference_servers)
+        lanes = make_lanes(
+            individual=config.enable_individual_sample_lanes,
+            num_servers=config.num_inference_servers,
+            groups_per_server=config.max_concurrent_prompts_per_server,
+            group_size=config.group_size,
+        )
         await self._start_workers(trainer, inference, loopback)
         stack.push_async_callback(inference.close_clients)
 

@@ -53,14 +53,17 @@ class RunDirectory:
         return cls(path, config, notes)
 
     @contextmanager
-    def open_record(self) -> Iterator[Recorder]:
-        """Open the record, write the rows of this attempt, and close everything at the end."""
+    def open_record(self, *, console: bool) -> Iterator[Recorder]:
+        """Open the record, write the rows of this attempt, and close everything at the end.
+
+        `console` sends warnings to standard error too, which a live view would draw over.
+        """
         config = self._config
         self.recorder = Recorder(
             self.path, attempt=next_attempt(self.path), flush_seconds=config.metrics_logger_interval_seconds
         )
         try:
-            setup_logging(self.path, "driver", self.recorder)
+            setup_logging(self.path, "driver", self.recorder, console=console)
             self._info = begin_run(
                 self.recorder,
                 name=config.wandb_run_name,
@@ -69,6 +72,7 @@ class RunDirectory:
                 project=config.wandb_project,
                 tags=list(config.wandb_tags),
                 notes=self._notes,
+                first_step=0,
             )
             self.step_log = WandbSink(config, self.path)
             try:

@@ -19,7 +19,7 @@ from telescope.inference.fake_engine import FakeEngineSettings
 from telescope.inference.fake_server import FakeEngineServer
 from telescope.orchestrator.draws import DrawSequence
 from telescope.orchestrator.evaluation import environment_keys
-from telescope.orchestrator.lanes import LanePool
+from telescope.orchestrator.lanes import LanePool, make_lanes
 from telescope.orchestrator.orchestrator import Orchestrator, Services
 from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import RunStatus
@@ -207,14 +207,21 @@ async def harness(
         )
         stack.push_async_callback(environments.close)
         await environments.start()
-        fakes = [await stack.enter_async_context(FakeEngineServer(settings)) for _ in range(config.inference_num_workers)]
+        fakes = [
+            await stack.enter_async_context(FakeEngineServer(settings)) for _ in range(config.inference_num_workers)
+        ]
         clients = [EngineClient(fake.url, fake.secret, index) for index, fake in enumerate(fakes)]
         for client in clients:
             stack.push_async_callback(client.close)
         trainer = trainer or FakeTrainer()
         weights = FakeWeightSync(trainer)
         status = RunStatus("test", config.number_of_steps)
-        lanes = LanePool([config.lanes_per_server] * len(fakes))
+        lanes = make_lanes(
+            individual=config.enable_individual_sample_lanes,
+            num_servers=len(fakes),
+            groups_per_server=config.max_concurrent_prompts_per_server,
+            group_size=config.group_size,
+        )
         handles = [FakeHandle(fake) for fake in fakes]
         servers = ServerPool(handles, clients, lanes, status, start_timeout=10, bring_weights=weights.sync_one)
         weights.servers = servers

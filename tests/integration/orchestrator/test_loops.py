@@ -64,7 +64,9 @@ async def test_generation_goes_on_while_the_trainer_works(tokenizer: Path, tmp_p
 
 
 async def test_no_group_opens_while_the_window_is_shut(tokenizer: Path, tmp_path: Path) -> None:
-    async with harness(tokenizer, tmp_path, trainer=FakeTrainer(seconds=0.5), max_async_rollout=1, number_of_steps=2) as run:
+    async with harness(
+        tokenizer, tmp_path, trainer=FakeTrainer(seconds=0.5), max_async_rollout=1, number_of_steps=2
+    ) as run:
         worst = 0
 
         async def watch() -> None:
@@ -80,7 +82,9 @@ async def test_no_group_opens_while_the_window_is_shut(tokenizer: Path, tmp_path
         assert worst <= 0
 
 
-async def test_groups_with_equal_rewards_are_replaced_and_a_run_of_nothing_else_stops(tokenizer: Path, tmp_path: Path) -> None:
+async def test_groups_with_equal_rewards_are_replaced_and_a_run_of_nothing_else_stops(
+    tokenizer: Path, tmp_path: Path
+) -> None:
     async with harness(tokenizer, tmp_path, environment={"always": 1.0}) as run:
         with pytest.raises(RuntimeError, match=r"40 groups in a row .*40 all positive"):
             await run.run()
@@ -96,7 +100,9 @@ async def test_equal_rewards_are_trained_when_asked_for(tokenizer: Path, tmp_pat
 
 
 @pytest.mark.parametrize("fault", ["raise", "exit"])
-async def test_an_environment_failure_masks_its_sample_and_nothing_else(fault: str, tokenizer: Path, tmp_path: Path) -> None:
+async def test_an_environment_failure_masks_its_sample_and_nothing_else(
+    fault: str, tokenizer: Path, tmp_path: Path
+) -> None:
     environment = {"fault": fault, "fault_every": 16, "num_samples": 16}
     async with harness(tokenizer, tmp_path, environment=environment, environment_error_budget=0.9) as run:
         await run.run()
@@ -166,7 +172,9 @@ async def test_engine_errors_are_retried_and_never_scored(tokenizer: Path, tmp_p
 
 
 @pytest.mark.parametrize("loop", ["_prompt_loop", "_dispatch_loop", "_sample", "_batch_loop", "_train_loop"])
-async def test_an_exception_in_any_loop_ends_the_run_with_that_exception(loop: str, tokenizer: Path, tmp_path: Path) -> None:
+async def test_an_exception_in_any_loop_ends_the_run_with_that_exception(
+    loop: str, tokenizer: Path, tmp_path: Path
+) -> None:
     async with harness(tokenizer, tmp_path) as run:
         target = {
             "_prompt_loop": (run.environments, "prepare"),
@@ -204,3 +212,12 @@ async def test_a_stop_request_ends_the_run_after_the_step_under_way(tokenizer: P
         await stopping
         assert 2 <= len(run.trainer.steps) <= 4
         assert run.orchestrator.ledger.is_balanced()
+
+
+async def test_a_lane_per_group_trains_the_same_number_of_samples(tokenizer: Path, tmp_path: Path) -> None:
+    async with harness(
+        tokenizer, tmp_path, enable_individual_sample_lanes=False, free_lane_after_generation=False
+    ) as run:  # fmt: skip
+        await run.run()
+        assert run.orchestrator.ledger.num_trained == 20
+        assert run.lanes.num_used <= 8

@@ -50,7 +50,9 @@ def test_an_environment_held_out_whole_is_an_error() -> None:
 
 
 @given(st.integers(0, 2**31), st.integers(0, 10**6), st.integers(0, 64), st.integers(0, 8))
-def test_request_seeds_are_reproducible_and_differ_by_sample_and_turn(seed: int, n: int, sample: int, turn: int) -> None:
+def test_request_seeds_are_reproducible_and_differ_by_sample_and_turn(
+    seed: int, n: int, sample: int, turn: int
+) -> None:
     value = request_seed(seed, n, sample, turn)
     assert value == request_seed(seed, n, sample, turn)
     assert 0 <= value < 2**31

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from telescope.errors import DeadlineExceeded
-from telescope.orchestrator.lanes import LanePool
+from telescope.orchestrator.lanes import GroupLanes, LanePool, make_lanes
 from telescope.rollout.types import Lease
 
 
@@ -117,3 +117,50 @@ async def test_a_group_tied_to_a_full_server_does_not_block_others() -> None:
     assert other.server != first.server
     lanes.release(first)
     assert (await tied).server == first.server
+
+
+def test_lanes_count_samples_or_groups_as_configured() -> None:
+    shape = {"num_servers": 2, "groups_per_server": 3, "group_size": 4}
+    assert [s.capacity for s in make_lanes(individual=True, **shape).servers] == [12, 12]
+    assert [s.capacity for s in make_lanes(individual=False, **shape).servers] == [3, 3]
+
+
+async def test_a_group_lane_is_shared_by_its_samples_and_freed_by_the_last() -> None:
+    lanes = GroupLanes([1])
+    lanes.set_up(0, True)
+    first, second = await asyncio.gather(*(lanes.acquire(1, timeout=1) for _ in range(2)))
+    assert lanes.num_used == 1
+    waiting = asyncio.create_task(lanes.acquire(2, timeout=5))
+    lanes.release(first)
+    lanes.release(second)
+    await asyncio.sleep(0)
+    assert not waiting.done(), "the group keeps its lane until it is finished"
+    lanes.forget_group(1)
+    await waiting
+    lanes.forget_group(2)
+    assert lanes.num_used == 0
+
+
+async def test_a_group_lane_moves_when_its_server_goes_down() -> None:
+    lanes = GroupLanes([1, 1])
+    lanes.set_up(0, True)
+    lanes.set_up(1, True)
+    first = await lanes.acquire(1, timeout=1)
+    lanes.set_up(first.server, False)
+    second = await lanes.acquire(1, timeout=1)
+    assert second.server != first.server
+    lanes.forget_group(1)
+    assert lanes.num_used == 0
+
+
+async def test_a_cancelled_sample_leaves_the_group_waiting_for_its_lane() -> None:
+    lanes = GroupLanes([1])
+    lanes.set_up(0, True)
+    await lanes.acquire(1, timeout=1)
+    cancelled, other = (asyncio.create_task(lanes.acquire(2, timeout=5)) for _ in range(2))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    lanes.forget_group(1)
+    await other
+    lanes.forget_group(2)
+    assert lanes.num_used == 0
