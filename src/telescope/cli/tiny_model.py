@@ -24,8 +24,20 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 _HELP = {
     "seed": "every random choice of the build follows from it",
+    "hidden_size": "width of the model",
+    "num_layers": "transformer layers",
+    "num_heads": "attention heads",
+    "num_kv_heads": "heads of keys and values",
+    "intermediate_size": "width inside the feed-forward layers",
+    "vocab_size": "most tokens that the tokenizer may have",
+    "max_position_embeddings": "longest context, in tokens",
+    "num_numbers": "numbers in a puzzle",
+    "max_number": "largest number in a puzzle",
     "warm_start_steps": "supervised steps; 0 leaves the weights random",
-    "wrong_share": "share of warm-start answers that are arbitrary",
+    "warm_start_batch_size": "examples in a step",
+    "warm_start_learning_rate": "peak of the schedule",
+    "wrong_share": "share of arbitrary answers in the last part of the warm start",
+    "clean_share": "share of the steps that comes before that part",
 }
 
 
@@ -40,9 +52,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--output", type=Path, help="folder of the model (default: one in the cache, by settings)")
     parser.add_argument("--cache-dir", type=Path, help="cache to use (default: $XDG_CACHE_HOME/telescope)")
     parser.add_argument(
-        "--tied", action=argparse.BooleanOptionalAction, default=TinyModelSettings().tied,
-        help="input and output embeddings are one tensor",
-    )  # fmt: skip
+        "--tied",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="input and output embeddings are one tensor (default: they are two)",
+    )
     for field in fields(TinyModelSettings):
         if field.name != "tied":
             default = field.default
@@ -50,7 +64,7 @@ def add_parser(subparsers: Any) -> None:
                 f"--{field.name.replace('_', '-')}",
                 type=type(default),
                 default=default,
-                help=f"{_HELP.get(field.name, '')} (default: {default})".strip(),
+                help=f"{_HELP[field.name]} (default: {default})",
             )
     parser.set_defaults(func=run)
 

@@ -7,7 +7,8 @@ cache's business.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from telescope.tiny_model.architecture import build_model
@@ -32,12 +33,27 @@ def build_tiny_model(
     tokenizer = build_tokenizer(corpus, settings.vocab_size)
     model = build_model(settings, tokenizer)
     warm_start(model, tokenizer, settings, report)
-    model.save_pretrained(output)
+    with _no_progress_bars():
+        model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     _name_tokenizer_class_for_all_versions(output)
     for path in output.iterdir():
         path.chmod(0o644)  # safetensors writes for its owner alone, and a cache may be shared
     return int(model.num_parameters())
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """A bar for writing four megabytes tells nobody anything, and stdout and stderr belong to the caller."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 def _name_tokenizer_class_for_all_versions(folder: Path) -> None:

@@ -47,7 +47,7 @@ def ensure_tiny_model(
     """
     settings = TinyModelSettings(seed=seed, tied=tied, **other_settings)
     root = default_cache_dir() if cache_dir is None else Path(cache_dir)
-    return write_tiny_model(root / f"tiny-model-{settings.key}", settings, report=report)
+    return _ensure(root / f"tiny-model-{settings.key}", settings, report)
 
 
 def write_tiny_model(
@@ -56,13 +56,20 @@ def write_tiny_model(
     *,
     report: Callable[[WarmStartProgress], None] | None = None,
 ) -> Path:
-    """The same for a folder with a name of the caller's choice. Refuses (`UserError`) to replace anything that is not
-    a tiny model; replaces one that is broken or has other settings."""
+    """The same for a folder with a name of the caller's choice.
+
+    A tiny model with other settings is replaced; anything else in that place is refused with `UserError`.
+    """
+    mine = (target / MANIFEST).is_file() or (target.is_dir() and not any(target.iterdir()))
+    if target.exists() and not mine:
+        raise UserError(f"{target} exists and is not a tiny model: choose another folder or remove it.")
+    return _ensure(target, settings, report)
+
+
+def _ensure(target: Path, settings: TinyModelSettings, report: Callable[[WarmStartProgress], None] | None) -> Path:
     if is_whole(target, settings):
         return target
-    if target.exists() and not (target / MANIFEST).exists() and any(target.iterdir() if target.is_dir() else [target]):
-        raise UserError(f"--output {target} exists and is not a tiny model: choose another folder or remove it")
-    from telescope.tiny_model.build import build_tiny_model
+    from telescope.tiny_model.build import build_tiny_model  # torch and transformers: only when needed
 
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

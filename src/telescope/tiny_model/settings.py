@@ -15,6 +15,12 @@ from telescope.errors import UserError
 RECIPE_VERSION = 1
 """Part of the cache key: raise it when the code makes another model from the same settings."""
 
+MIN_VOCAB_SIZE = 263
+"""256 bytes and the seven special and markup tokens of the tokenizer."""
+
+_HEAD_SIZES = (32, 64, 96, 128)
+"""Widths of a head that the engine's attention handles on CPU and GPU alike."""
+
 
 @dataclass(frozen=True, slots=True)
 class TinyModelSettings:
@@ -27,41 +33,53 @@ class TinyModelSettings:
     hidden_size: int = 128
     num_layers: int = 4
     num_heads: int = 4
-    """Heads are `hidden_size / num_heads` wide; the CPU attention of the engine wants a multiple of 32."""
     num_kv_heads: int = 2
     intermediate_size: int = 512
     vocab_size: int = 384
     max_position_embeddings: int = 2048
 
     num_numbers: int = 3
-    max_number: int = 20
+    max_number: int = 10
     """Puzzles have `num_numbers` numbers from 1 to `max_number`, to be added and subtracted."""
 
-    warm_start_steps: int = 500
-    warm_start_batch_size: int = 128
+    warm_start_steps: int = 560
+    warm_start_batch_size: int = 32
     """Examples per step: a prompt and its answer, of which the answer is trained."""
     warm_start_learning_rate: float = 2e-3
-    wrong_share: float = 0.75
-    clean_share: float = 0.7
+    wrong_share: float = 0.7
+    clean_share: float = 0.75
     """The first `clean_share` of the steps shows right answers only; in the rest, a share of `wrong_share` is in the
     right form and arbitrary otherwise. The model then knows more than it says: its own answers are varied and mostly
     wrong, and reinforcement learning has something to tell apart."""
 
     def __post_init__(self) -> None:
         """Raises `UserError` for values that cannot make a model."""
-        if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 32:
-            raise UserError(
-                f"hidden_size {self.hidden_size} over num_heads {self.num_heads} must give heads whose width is a "
-                "multiple of 32: change one of the two"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise UserError(f"num_kv_heads {self.num_kv_heads} must divide num_heads {self.num_heads}")
-        if not 0.0 <= self.wrong_share <= 1.0:
-            raise UserError(f"wrong_share {self.wrong_share} is a share: give a number from 0 to 1")
-        if self.warm_start_steps < 0:
-            raise UserError(f"warm_start_steps {self.warm_start_steps} is negative: give 0 for an untrained model")
-        if self.warm_start_batch_size < 1:
-            raise UserError(f"warm_start_batch_size {self.warm_start_batch_size} must be at least 1")
+        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size"):
+            self._require(getattr(self, name) >= 1, name, "use 1 or more")
+        head_size, rest = divmod(self.hidden_size, self.num_heads)
+        self._require(
+            rest == 0 and head_size in _HEAD_SIZES,
+            "hidden_size",
+            f"with num_heads {self.num_heads} it must give heads of a width among {', '.join(map(str, _HEAD_SIZES))}",
+        )
+        self._require(
+            self.num_heads % self.num_kv_heads == 0, "num_kv_heads", f"it must divide num_heads, {self.num_heads}"
+        )
+        self._require(
+            self.vocab_size >= MIN_VOCAB_SIZE, "vocab_size", f"use {MIN_VOCAB_SIZE} or more: bytes come first"
+        )
+        self._require(self.max_position_embeddings >= 64, "max_position_embeddings", "use 64 or more")
+        self._require(2 <= self.num_numbers <= 6, "num_numbers", "use 2 to 6")
+        self._require(self.max_number >= 2, "max_number", "use 2 or more")
+        self._require(self.warm_start_steps >= 0, "warm_start_steps", "use 0 for an untrained model, or more")
+        self._require(self.warm_start_batch_size >= 1, "warm_start_batch_size", "use 1 or more")
+        self._require(self.warm_start_learning_rate > 0, "warm_start_learning_rate", "use a number above 0")
+        for name in ("wrong_share", "clean_share"):
+            self._require(0.0 <= getattr(self, name) <= 1.0, name, "use a share, from 0 to 1")
+
+    def _require(self, holds: bool, name: str, fix: str) -> None:
+        if not holds:
+            raise UserError(f"tiny model: {name} is {getattr(self, name)}; {fix}.")
 
     @property
     def key(self) -> str:

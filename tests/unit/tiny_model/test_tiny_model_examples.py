@@ -1,0 +1,88 @@
+"""What the warm start shows: the environment's own prompts, answers that its reward calls right, no held-out puzzle."""
+
+from __future__ import annotations
+
+import pytest
+
+from telescope.environments.base import Sample
+from telescope.environments.countdown.environment import CountdownEnvironment
+from telescope.environments.countdown.puzzles import is_held_out
+from telescope.tiny_model.examples import ExampleSource, countdown_arguments
+from telescope.tiny_model.settings import TinyModelSettings
+from telescope.tiny_model.tokenizer import build_tokenizer
+from telescope.tiny_model.warm_start import encode_examples
+
+SETTINGS = TinyModelSettings()
+
+
+def read(question: str) -> tuple[list[int], int]:
+    numbers, target = question.split(" -> ")
+    return [int(number) for number in numbers.split()], int(target)
+
+
+def judge(example, settings=SETTINGS) -> dict[str, float]:
+    numbers, target = read(example.messages[-1]["content"])
+    environment = CountdownEnvironment(**countdown_arguments(settings))
+    sample = Sample(example.messages[-1]["content"], str(target), {"numbers": numbers, "target": target})
+    return environment.compute_reward(example.answer, sample).sample_metrics
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, TinyModelSettings(num_numbers=5, max_number=99)])
+def test_right_answers_are_right(settings):
+    source = ExampleSource(settings)
+    assert all(judge(source.draw(0.0), settings) == {"correct": 1.0, "format": 1.0} for _ in range(100))
+
+
+def test_arbitrary_answers_keep_the_form_and_are_mostly_wrong():
+    source = ExampleSource(SETTINGS)
+    metrics = [judge(source.draw(1.0)) for _ in range(300)]
+    assert all(metric["format"] == 1.0 for metric in metrics)
+    assert 0.02 < sum(metric["correct"] for metric in metrics) / len(metrics) < 0.4
+
+
+def test_no_held_out_puzzle_is_shown():
+    source = ExampleSource(SETTINGS)
+    assert not any(is_held_out(*read(source.draw(0.0).messages[-1]["content"])) for _ in range(2000))
+
+
+def test_a_puzzle_always_has_the_same_right_answer():
+    source = ExampleSource(SETTINGS)
+    answers: dict[str, set[str]] = {}
+    for _ in range(3000):
+        example = source.draw(0.0)
+        answers.setdefault(example.messages[-1]["content"], set()).add(example.answer)
+    assert all(len(found) == 1 for found in answers.values())
+
+
+def test_examples_follow_from_the_seed():
+    first, again, other = (ExampleSource(TinyModelSettings(seed=seed)) for seed in (1, 1, 2))
+    drawn = [[source.draw(0.5) for _ in range(50)] for source in (first, again, other)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_prompts_are_those_that_the_environment_renders():
+    tokenizer = build_tokenizer(["3 7 12 -> 22"], 384)
+    environment = CountdownEnvironment(**countdown_arguments(SETTINGS), portion="train", num_samples=20)
+    rendered = {environment.get_sample(i).prompt: environment.format_prompt(environment.get_sample(i).prompt, tokenizer)
+                for i in range(20)}  # fmt: skip
+    source, seen = ExampleSource(SETTINGS), 0
+    for _ in range(5000):
+        example = source.draw(0.0)
+        if (question := example.messages[-1]["content"]) in rendered:
+            seen += 1
+            text = tokenizer.apply_chat_template(example.messages, tokenize=False, add_generation_prompt=True)
+            assert text == rendered[question]
+    assert seen
+
+
+def test_only_the_answer_and_its_end_token_are_trained():
+    tokenizer = build_tokenizer(["3 7 12 -> 22"], 384)
+    source = ExampleSource(SETTINGS)
+    examples = [source.draw(0.0) for _ in range(16)]
+    tokens_BL, targets_BL = encode_examples(examples, tokenizer)
+    assert tokens_BL.shape == targets_BL.shape
+    for example, tokens_L, targets_L in zip(examples, tokens_BL, targets_BL, strict=True):
+        trained_L = targets_L != -100
+        assert tokenizer.decode(targets_L[trained_L]) == example.answer + "<|im_end|>"
+        following = trained_L.nonzero()[:, 0] + 1
+        assert (tokens_L[following] == targets_L[trained_L]).all()
