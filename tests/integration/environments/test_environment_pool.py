@@ -6,6 +6,7 @@ import pytest
 
 from telescope.environments.records import EnvironmentSpec
 from telescope.errors import UserError
+from telescope.evals import eval_spec
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -84,3 +85,19 @@ async def test_two_environments_of_one_name_are_told_apart_by_key(make_pool):
 async def test_what_a_person_can_mend_is_a_user_error_at_the_start(make_pool, spec, words):
     with pytest.raises(UserError, match=words):
         await make_pool(spec, num_workers=2)
+
+
+async def test_training_and_evaluation_of_countdown_share_a_pool_and_no_item(make_pool, encode):
+    small = {"dataset": "generated", "max_numbers": 3, "max_number": 9, "operations": "+-", "prompt_style": "short"}
+    pool = await make_pool(
+        EnvironmentSpec("countdown", {**small, "portion": "train", "num_samples": 400}),
+        eval_spec("countdown", {**small, "portion": "heldout", "num_samples": 100}, key="eval/countdown"),
+    )
+    assert not set(await pool.identities("countdown")) & set(await pool.identities("eval/countdown"))
+    prompt = await pool.prepare("eval/countdown", 0)
+    assert prompt.text == f"<|im_start|>user\n{prompt.messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    record = (
+        await pool.advance("eval/countdown", 0, encode("<answer>95**97**99</answer>"), "stop", for_eval=True)
+    ).reward
+    assert record.sample_metrics == {"reward": 0.0, "correct": 0.0, "format": 0.0}
+    assert (await pool.describe("eval/countdown")).metrics_ranges["correct"] == {"min": 0.0, "max": 1.0}

@@ -243,7 +243,7 @@ async def test_calls_fail_with_the_reason_when_the_fork_server_is_gone(tokenizer
     with pytest.raises(InfrastructureError, match="forked from"):
         await pool.identities("echo")
     await pool.close()
-    assert not is_running(pid)
+    await eventually(lambda: not is_running(pid))
 
 
 async def test_the_driver_never_imports_user_code(make_pool, encode):

@@ -1,7 +1,10 @@
 """Countdown: its puzzles, its split and its reward."""
 
+import sys
 from itertools import islice
+from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -178,12 +181,21 @@ def test_auto_falls_back_to_generated_puzzles_and_says_why(monkeypatch, caplog):
         len(CountdownEnvironment(dataset="hub", num_samples=3))
 
 
-def test_hub_rows_become_samples_of_the_portion(monkeypatch):
-    import sys
-    import types
+class FakeHubDataset:
+    """200 rows in the form of the datasets package."""
 
-    rows = {"nums": [[n, n + 1, 2] for n in range(200)], "target": [2 * n + 3 for n in range(200)]}
-    fake = types.SimpleNamespace(load_dataset=lambda name, subset, split: rows)
+    def with_format(self, name):
+        assert name == "arrow"
+        return self
+
+    def __getitem__(self, rows):
+        return pa.table(
+            {"nums": [[n, n + 1, 2] for n in range(200)], "target": [2 * n + 3 for n in range(200)]}
+        )  # fmt: skip
+
+
+def test_hub_rows_become_samples_of_the_portion(monkeypatch):
+    fake = SimpleNamespace(load_dataset=lambda name, subset, split: FakeHubDataset())
     monkeypatch.setitem(sys.modules, "datasets", fake)
     held_out = CountdownEnvironment(dataset="hub", portion="heldout")
     train = CountdownEnvironment(dataset="hub", portion="train")

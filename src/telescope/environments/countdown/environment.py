@@ -135,8 +135,10 @@ class CountdownEnvironment(SingleTurnEnvironment):
             raise UserError(
                 "countdown: dataset 'hub' needs the package datasets. Install it with: pip install datasets"
             ) from error
-        rows = datasets.load_dataset(dataset_name, subset, split=split)
-        pairs: Iterable[tuple[list[int], int]] = zip(rows["nums"], rows["target"], strict=True)
+        table = datasets.load_dataset(dataset_name, subset, split=split).with_format("arrow")[:]
+        pairs: Iterable[tuple[list[int], int]] = zip(
+            table["nums"].to_pylist(), table["target"].to_pylist(), strict=True
+        )
         admitted = ((numbers, target) for numbers, target in pairs if in_portion(numbers, target, portion))
         return [self._sample(tuple(n), t) for n, t in islice(admitted, None if num_samples < 0 else num_samples)]
 
