@@ -1,10 +1,9 @@
-"""Two ranks over NCCL compute what one rank computes on a CPU. Run by hand on a machine with two GPUs."""
+"""Two ranks over NCCL compute what one rank computes. Run by hand on a machine with two GPUs."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-
 from tests.integration.trainer.test_two_ranks import BATCHES, CHANGES, resume_job, whole_job
 from tests.integration.trainer.trainer_cases import build_model, make_config, relative_error, run_here, run_ranks
 
@@ -15,20 +14,21 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_gradients_weights_and_checkpoints_equal_those_of_one_cpu_rank(tmp_path, tied):
+def test_gradients_weights_and_checkpoints_equal_those_of_one_rank(tmp_path, tied):
     path = build_model(tmp_path / "model", family="starcoder2", tied=tied)
-    one = run_here((whole_job, make_config(path, **CHANGES), (tmp_path / "one",)))
+    on_cpu = run_here((whole_job, make_config(path, **CHANGES), (tmp_path / "cpu",)))
     config = make_config(path, device="cuda", **CHANGES)
+    ((one,),) = run_ranks([(whole_job, config, (tmp_path / "one",))], num_ranks=1, folder=tmp_path / "results_one")
     (two, resumed) = run_ranks(
         [(whole_job, config, (tmp_path / "two",)), (resume_job, config, (tmp_path / "two",))],
         num_ranks=2,
-        folder=tmp_path / "results",
+        folder=tmp_path / "results_two",
     )
-    for rank in two:
-        for batch in BATCHES:
-            gradient = {name: tensor.cpu() for name, tensor in rank[f"gradient_{batch}"].items()}
-            assert relative_error(gradient, one[f"gradient_{batch}"]) < 1e-11
-            assert rank[f"metrics_{batch}"] == pytest.approx(one[f"metrics_{batch}"], rel=1e-9)
-        weights = {name: tensor.cpu() for name, tensor in rank["weights_3"].items()}
-        assert relative_error(weights, one["weights_3"]) < 1e-8
-    assert relative_error({n: t.cpu() for n, t in resumed[0].items()}, weights) < 1e-12
+    for batch in BATCHES:
+        for rank in two:
+            assert relative_error(rank[f"gradient_{batch}"], one[f"gradient_{batch}"]) < 1e-12
+            assert rank[f"metrics_{batch}"] == pytest.approx(one[f"metrics_{batch}"], rel=1e-11)
+        # Rotary angles are float32, and their cosines are rounded differently on the two devices.
+        assert relative_error(one[f"gradient_{batch}"], on_cpu[f"gradient_{batch}"]) < 1e-6
+    assert relative_error(two[0]["weights_3"], one["weights_3"]) < 1e-10
+    assert relative_error(resumed[0], two[0]["weights_3"]) < 1e-12

@@ -93,18 +93,18 @@ def relative_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tenso
 
 
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Full gradients by Hugging Face name; forgets them. Collective."""
+    """Full gradients by Hugging Face name, on the CPU; forgets them. Collective."""
     found = {}
     for name, parameter in trainer.backend.policy.named_parameters():  # type: ignore[attr-defined]
         assert parameter.grad is not None, name
-        found[name.removeprefix("causal_lm.")] = parameter.grad.full_tensor().clone()
+        found[name.removeprefix("causal_lm.")] = parameter.grad.full_tensor().clone().cpu()
         parameter.grad = None
     return found
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """A copy of all weights. Collective."""
-    return {name: tensor.clone() for name, tensor in trainer.named_weights()}
+    """A copy of all weights, on the CPU. Collective."""
+    return {name: tensor.clone().cpu() for name, tensor in trainer.named_weights()}
 
 
 Job = tuple[Callable[..., Any], Any, tuple[Any, ...]]
