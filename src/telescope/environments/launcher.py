@@ -45,7 +45,11 @@ class Forked(Protocol):
 
 
 class Launcher:
-    """A running fork server. `on_lost(error)` is called when it ends although nobody closed it."""
+    """A running fork server. `on_lost(error)` is called when it ends although nobody closed it.
+
+    The kernel ends the server with the *thread* that started it, so `start` belongs in a thread that lives as long as
+    the pool: the main one.
+    """
 
     def __init__(self, renderer: RendererSpec | None, log_dir: Path) -> None:
         self._renderer = renderer
