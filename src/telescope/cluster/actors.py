@@ -28,7 +28,7 @@ are answered while the actor is at work."""
 def make_actor(actor_class: type, placement: dict[str, Any]) -> Any:
     """The remote form of one of the classes below; `.remote(...)` starts it where `placement` says."""
     options: dict[str, Any] = {**ACTOR_OPTIONS, **placement}
-    return ray.remote(**options)(actor_class)  # type: ignore[call-overload]
+    return ray.remote(**options)(actor_class)
 
 
 def free_port(host: str = "") -> int:

@@ -47,13 +47,16 @@ class _Waiter:
 class LanePool:
     """Hands out lanes. Everything runs on one event loop; no method but `acquire` waits."""
 
-    def __init__(self, capacities: list[int], on_change: Callable[[], None] = lambda: None) -> None:
-        """`on_change` is called whenever a lane came free or a server came up or went down."""
-        self._on_change = on_change
+    def __init__(self, capacities: list[int]) -> None:
+        self._on_change: Callable[[], None] = lambda: None
         self.servers = [ServerLanes(capacity) for capacity in capacities]
         self._server_of_group: dict[int, int] = {}
         self._waiters: list[_Waiter] = []
         self._order = itertools.count()
+
+    def on_change(self, notify: Callable[[], None]) -> None:
+        """Have `notify` called whenever a lane came free, or a server came up or went down."""
+        self._on_change = notify
 
     async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
         """Wait for a lane for a sample of `group`; a later `turn` goes first.
@@ -158,8 +161,8 @@ class GroupLanes(LanePool):
     takes a lane elsewhere.
     """
 
-    def __init__(self, capacities: list[int], on_change: Callable[[], None] = lambda: None) -> None:
-        super().__init__(capacities, on_change)
+    def __init__(self, capacities: list[int]) -> None:
+        super().__init__(capacities)
         self._lease_of_group: dict[int, asyncio.Future[Lease]] = {}
 
     async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:

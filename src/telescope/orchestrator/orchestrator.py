@@ -118,6 +118,7 @@ class Orchestrator:
         self._held_out_uids = held_out_uids
         self._settings = rollout_settings
         self._changes = Changes(status)
+        services.lanes.on_change(self._changes.notify)
         self._prompts: deque[tuple[Draw, PreparedPrompt]] = deque()
         self._buffer_size = config.prompt_prefetch_buffer_size if config.enable_prompt_prefetch else 1
         self._next_draw = 0

@@ -34,6 +34,12 @@ class ServerHandle(Protocol):
     async def dump_stacks(self) -> str: ...
 
 
+class BringWeights(Protocol):
+    """Brings the newest weights into one server, and calls `on_held` once it holds them."""
+
+    def __call__(self, server: int, on_held: Callable[[], None], *, fresh: bool) -> Awaitable[None]: ...
+
+
 @dataclass
 class _Server:
     handle: ServerHandle
@@ -45,8 +51,7 @@ class _Server:
 
 
 class ServerPool:
-    """All servers of the run. `bring_weights(index, on_held)` brings the newest weights into one
-    server and calls `on_held` once it holds them."""
+    """All servers of the run. `bring_weights` is `WeightSync.sync_one`."""
 
     def __init__(
         self,
@@ -56,7 +61,7 @@ class ServerPool:
         status: RunStatus,
         *,
         start_timeout: float,
-        bring_weights: Callable[[int, Callable[[], None]], Awaitable[None]],
+        bring_weights: BringWeights,
     ) -> None:
         self._servers = [_Server(handle, client) for handle, client in zip(handles, clients, strict=True)]
         self._lanes = lanes
@@ -140,10 +145,10 @@ class ServerPool:
                 f"restart of inference server {index} took longer than inference_start_timeout_seconds = "
                 f"{self._start_timeout:g} s; last state: {status.state}; see its log in the run directory"
             ) from None
-        server.num_restarts = status.restarts
+        fresh, server.num_restarts = status.restarts != server.num_restarts, status.restarts
         self._status.set_part(f"server {index}", "receiving weights")
         try:
-            await self._bring_weights(index, lambda: self.open(index))
+            await self._bring_weights(index, lambda: self.open(index), fresh=fresh)
         except InfrastructureError as error:
             logger.warning("inference server %d failed again while it was given weights: %s", index, error)
             return

@@ -103,6 +103,8 @@ class WeightSync:
         self._on_report = on_report
         self._probe_token_ids = probe_token_ids
         self._connected: set[int] = set()
+        # Every server has loaded the weights that the trainer starts from by itself.
+        self._held: dict[int, int] = dict.fromkeys(range(len(clients)), trainer.version)
         self._metas: list[TensorMeta] | None = None
         self._num_syncs = 0
         self.last_probe: dict[int, ProbeReport] = {}
@@ -120,18 +122,22 @@ class WeightSync:
                 await self._probe(report)
             return report.metrics()
 
-    async def sync_one(self, server: int, on_held: Callable[[], None]) -> None:
-        """Bring the trainer's weights into one server that was restarted, between two training steps.
+    async def sync_one(self, server: int, on_held: Callable[[], None], *, fresh: bool) -> None:
+        """Bring the trainer's weights into one server that was out, between two training steps.
 
+        `fresh` says that its process is a new one; an old one that still holds the newest weights is sent nothing.
         `on_held` is called before any other sync can begin, so that none passes the server by. Raises
         InfrastructureError when the server fails again.
         """
         async with self._trainer.queue:
-            self._connected.discard(server)
-            report = await self._send(self._trainer.version, [server], fingerprints=True)
-            if not report.held_by:
-                raise InfrastructureError(f"server {server} did not take the weights: {report.servers[0].failure}")
-            await self._probe(report)
+            if fresh:
+                self._connected.discard(server)
+                self._held.pop(server, None)
+            if self._held.get(server) != self._trainer.version:
+                report = await self._send(self._trainer.version, [server], fingerprints=True)
+                if not report.held_by:
+                    raise InfrastructureError(f"server {server} did not take the weights: {report.servers[0].failure}")
+                await self._probe(report)
             on_held()
 
     async def _send(self, version: int, servers: list[int], *, fingerprints: bool) -> SyncReport:
@@ -202,6 +208,7 @@ class WeightSync:
         await client.finish_update(version)
         await client.resume()
         part.resumed_at = time.time()
+        self._held[part.server] = version
 
     async def _each(self, report: SyncReport, action: Callable[[ServerSync], Any]) -> None:
         """Run `action` for every server that has not failed; a failure takes that server out and nobody else."""
@@ -219,6 +226,7 @@ class WeightSync:
             if part.server == server and part.failure is None:
                 part.failure = str(error)
                 self._connected.discard(server)
+                self._held.pop(server, None)
                 self._on_failure(server, error)
 
     # The proof of weights

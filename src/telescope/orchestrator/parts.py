@@ -1,0 +1,238 @@
+"""The parts of a run, started and wired: environments, Ray, trainer, engines, lanes, weight sync, evals.
+
+Order of starting: environments (their data must be sound before anything expensive starts), Ray, then trainer and
+engines side by side. Each part registers its own end on the stack it is given, so that they end in reverse order whatever
+happened. What is done with the parts is `run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from telescope.cluster.inference_group import InferenceGroup
+from telescope.cluster.placement import reserve
+from telescope.cluster.ray_cluster import Cluster, connect, disconnect
+from telescope.cluster.trainer_group import TrainerGroup
+from telescope.config import TelescopeConfig
+from telescope.config.machine import local_resources
+from telescope.config.plan import plan_placement
+from telescope.environments.pool import EnvironmentPool
+from telescope.environments.records import RendererSpec
+from telescope.errors import UserError
+from telescope.evals.runner import PlannedEval
+from telescope.orchestrator.evaluation import EnvironmentKeys, environment_keys, plan_evals
+from telescope.orchestrator.lanes import LanePool, make_lanes
+from telescope.orchestrator.run_directory import RunDirectory
+from telescope.orchestrator.servers import ServerPool
+from telescope.orchestrator.status import RunStatus
+from telescope.orchestrator.weight_sync import SyncReport, WeightSync
+from telescope.rollout.sample import RolloutSettings
+
+PROBE_TEXT_TOKENS = 64
+"""Length of the fixed text whose logprobs are compared on both sides of a weight sync."""
+
+
+@dataclass
+class Parts:
+    """The started parts of a run."""
+
+    config: TelescopeConfig
+    environments: EnvironmentPool
+    keys: EnvironmentKeys
+    cluster: Cluster
+    trainer: TrainerGroup
+    inference: InferenceGroup
+    lanes: LanePool
+    servers: ServerPool
+    weights: WeightSync
+    evals: list[PlannedEval]
+    settings: RolloutSettings
+
+    async def dump_stacks(self) -> dict[str, str]:
+        """Stacks of every other process of the run; environment workers write theirs to their logs."""
+        self.environments.dump_stacks()
+        return {**await self.trainer.dump_stacks(), **await self.inference.dump_stacks()}
+
+
+async def start_parts(
+    config: TelescopeConfig,
+    directory: RunDirectory,
+    status: RunStatus,
+    stack: AsyncExitStack,
+    *,
+    on_ray_started: Callable[[], None] = lambda: None,
+) -> Parts:
+    """Start everything that `config` asks for. `on_ray_started` is called once Ray has installed its signal handlers.
+
+    Raises UserError for what a person can mend, the first error of any part otherwise.
+    """
+    status.phase = "loading environments"
+    keys = environment_keys(config)
+    environments = await _start_environments(config, keys, directory, stack)
+    settings = RolloutSettings.from_config(config)
+    evals = await plan_evals(config, keys, environments, settings)
+
+    status.phase = "starting Ray"
+    cluster = await asyncio.to_thread(_connect, config, directory)
+    stack.callback(disconnect, cluster, config)
+    on_ray_started()
+    plan = plan_placement(config, cluster.resources)
+    placement = await reserve(config, on_gpu=plan.device == "cuda")
+    stack.callback(placement.remove)
+
+    status.phase = "starting the trainer and the inference servers"
+    loopback = cluster.is_single_node and config.ray_broadcast_prefer_loopback_if_single_node
+    trainer = TrainerGroup(config, placement, directory.path)
+    stack.push_async_callback(trainer.stop)
+    inference = InferenceGroup(config, placement, directory.path, cluster, secrets.token_urlsafe(32))
+    stack.push_async_callback(inference.stop)
+    await _start_workers(config, trainer, inference, status, loopback=loopback)
+    stack.push_async_callback(inference.close_clients)
+
+    lanes = make_lanes(
+        individual=config.enable_individual_sample_lanes,
+        num_servers=config.num_inference_servers,
+        groups_per_server=config.max_concurrent_prompts_per_server,
+        group_size=config.group_size,
+    )
+    probe_prompt = await environments.prepare(keys.training[0], 0)
+    weights = WeightSync(
+        config,
+        trainer,
+        inference.clients,
+        loopback=loopback,
+        engines_up=lambda: servers.up,
+        on_failure=lambda server, error: servers.report_failure(server, error),
+        on_report=lambda report: record_sync(directory, report),
+        probe_token_ids=probe_prompt.token_ids[:PROBE_TEXT_TOKENS],
+    )
+    servers = ServerPool(
+        inference.handles,
+        inference.clients,
+        lanes,
+        status,
+        start_timeout=config.inference_start_timeout_seconds,
+        bring_weights=weights.sync_one,
+    )
+    for index in range(config.num_inference_servers):
+        servers.open(index)
+    return Parts(
+        config, environments, keys, cluster, trainer, inference, lanes, servers, weights, evals, settings
+    )  # fmt: skip
+
+
+async def _start_environments(
+    config: TelescopeConfig, keys: EnvironmentKeys, directory: RunDirectory, stack: AsyncExitStack
+) -> EnvironmentPool:
+    environments = EnvironmentPool(
+        keys.specs,
+        renderer=RendererSpec(
+            tokenizer_path=config.model,
+            chat_template=config.chat_template,
+            enable_thinking=config.enable_thinking,
+            trust_remote_code=config.trust_remote_code,
+        ),
+        num_workers=config.environment_workers or default_environment_workers(),
+        timeout_seconds=config.environment_timeout_seconds,
+        environments_path=list(config.environments_path),
+        log_dir=directory.path / "logs",
+    )
+    stack.push_async_callback(environments.close)
+    await environments.start()
+    for spec in keys.specs:
+        info = await environments.describe(spec.identity)
+        if info.num_samples == 0:
+            raise UserError(
+                f"environment {spec.name!r} has an empty dataset (kwargs {spec.kwargs}): name another dataset or split in "
+                "its kwargs, or widen its filters"
+            )
+        if info.is_multi_turn:
+            raise UserError(
+                f"environment {spec.name!r} is multi-turn, which this version cannot run yet; choose a single-turn one"
+            )
+    return environments
+
+
+def default_environment_workers() -> int:
+    """Processes for user code when `environment_workers` is null: up to four, one per core."""
+    return min(4, len(os.sched_getaffinity(0)))
+
+
+def _connect(config: TelescopeConfig, directory: RunDirectory) -> Cluster:
+    machine = local_resources()
+    return connect(config, directory.path, local_cpus=machine.cpus, local_gpus=machine.gpus)
+
+
+async def _start_workers(
+    config: TelescopeConfig, trainer: TrainerGroup, inference: InferenceGroup, status: RunStatus, *, loopback: bool
+) -> None:
+    """Load the trainer and start the servers side by side; the first failure is raised at once."""
+
+    async def start_trainer() -> None:
+        status.set_part("trainer", "loading the model")
+        for info in await trainer.setup(loopback=loopback):
+            _check_hash(config, "a trainer rank", info.config_hash)
+        status.set_part("trainer", "ready")
+
+    async def start_server(index: int) -> None:
+        status.set_part(f"server {index}", "starting vLLM")
+        progress = asyncio.create_task(_show_start(inference, index, status))
+        try:
+            info = await inference.start(index)
+        finally:
+            progress.cancel()
+        _check_hash(config, f"inference server {index}", info.config_hash)
+        status.set_part(f"server {index}", "ready")
+
+    starts = (start_trainer(), *(start_server(index) for index in range(config.num_inference_servers)))
+    tasks = [asyncio.create_task(start) for start in starts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _show_start(inference: InferenceGroup, index: int, status: RunStatus) -> None:
+    """The newest log line of a starting server, for the live view: loading takes minutes for a large model."""
+    while True:
+        await asyncio.sleep(1.0)
+        lines = (await inference.handles[index].status()).last_log_lines
+        if lines:
+            status.set_part(f"server {index}", f"starting vLLM: {lines[-1].strip()[-70:]}")
+
+
+def _check_hash(config: TelescopeConfig, process: str, config_hash: str) -> None:
+    if config_hash != config.hash:
+        raise RuntimeError(
+            f"{process} runs with config {config_hash}, the driver with {config.hash}: "
+            "the processes do not run the same version of Telescope"
+        )
+
+
+def record_sync(directory: RunDirectory, report: SyncReport) -> None:
+    """Write a weight sync to the record: a span per server, with its pause and its transfer."""
+    for part in report.servers:
+        directory.recorder.write(
+            "spans",
+            {
+                "name": "weight_sync",
+                "component": "weights",
+                "server": part.server,
+                "step": report.version - 1,
+                "start": part.paused_at or part.started_at,
+                "end": part.resumed_at or report.ended_at,
+                "attributes": {
+                    "version": str(report.version),
+                    "pause_seconds": f"{part.pause_seconds:.6f}",
+                    "transfer_seconds": f"{part.transfer_seconds:.6f}",
+                    "bytes": str(report.num_bytes),
+                    "failure": part.failure or "",
+                },
+            },
+        )
