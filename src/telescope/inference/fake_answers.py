@@ -12,6 +12,7 @@ import msgspec
 
 from telescope.inference import vllm_adapter as wire
 from telescope.inference.fake_engine import FakeEngineSettings, FakeRequest
+from telescope.inference.supported_vllm import parse_version, reports_version_spans
 
 CHUNK_TOKENS = 32
 NUM_CHUNKS = 128
@@ -21,7 +22,7 @@ class AnswerWriter:
     """Renders answers in vLLM's format. Logprobs are arbitrary but fixed for (token, position)."""
 
     def __init__(self, settings: FakeEngineSettings) -> None:
-        self._with_spans = wire.reports_version_spans(wire.parse_version(settings.vllm_version))
+        self._with_spans = reports_version_spans(parse_version(settings.vllm_version))
         self._end_token = settings.end_token
         self._vocabulary = settings.vocabulary
         generator = _Generator(12345)

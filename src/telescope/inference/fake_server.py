@@ -28,6 +28,7 @@ from telescope.inference.fake_answers import AnswerWriter
 from telescope.inference.fake_engine import AnswerFunction, FakeEngine, FakeEngineSettings
 from telescope.inference.lifeline import SUPERVISOR_PID_VARIABLE, die_with
 from telescope.inference.policy_version import PolicyVersionMiddleware, read_body
+from telescope.inference.supported_vllm import parse_version, reports_version_spans
 
 WorkerFunction = Callable[[str, list[Any]], list[Any]]
 
@@ -304,7 +305,7 @@ class FakeEngineServer:
     async def start(self) -> None:
         """Listen; `port` is the real one afterwards. May be called again after `die`, as a restarted server would."""
         raise_file_limit()
-        note_spans = not wire.reports_version_spans(wire.parse_version(self.settings.vllm_version))
+        note_spans = not reports_version_spans(parse_version(self.settings.vllm_version))
         versioned = PolicyVersionMiddleware(self.app, note_spans=note_spans)
         config = uvicorn.Config(
             _with_app(self.app, RunSecretMiddleware(versioned, self.secret)),

@@ -26,6 +26,7 @@ import msgspec
 
 from telescope.inference import vllm_adapter as wire
 from telescope.inference.auth import Application, Message, Receive, Scope, Send
+from telescope.inference.supported_vllm import installed_version, parse_version, reports_version_spans
 
 SALTED_ROUTES = frozenset(
     (
@@ -70,9 +71,9 @@ class PolicyVersionMiddleware:
     def __init__(self, app: Application, note_spans: bool | None = None) -> None:
         self._app = app
         if note_spans is None:
-            version = wire.installed_version()
+            version = installed_version()
             note_spans = os.environ.get(NOTE_SPANS_VARIABLE) == "1" or (
-                version is not None and not wire.reports_version_spans(wire.parse_version(version))
+                version is not None and not reports_version_spans(parse_version(version))
             )
         self._note_spans = note_spans
         self._stale = os.environ.get(REQUIRE_UPDATE_VARIABLE) == "1"

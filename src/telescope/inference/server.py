@@ -23,6 +23,7 @@ from telescope.config import TelescopeConfig
 from telescope.errors import ConfigError, InfrastructureError
 from telescope.inference import vllm_adapter as wire
 from telescope.inference.process import EngineProcess
+from telescope.inference.supported_vllm import check_supported, installed_version
 from telescope.inference.vllm_launch import LaunchCommand, hint_for, launch_command, runs_on_cpu
 
 POLL_SECONDS = 0.2
@@ -147,7 +148,7 @@ class InferenceServer:
     def info(self) -> ServerInfo:
         """The process that runs now."""
         assert self._process is not None, "the server has not been started"
-        version = wire.installed_version() or "none"
+        version = installed_version() or "none"
         return ServerInfo(self.url, self._process.pid, version, self._config.hash, self._starts)
 
     def status(self) -> ServerStatus:
@@ -176,8 +177,8 @@ class InferenceServer:
     # --- starting ---------------------------------------------------------------------------------------------------
 
     def _launch_vllm(self, restarted: bool) -> LaunchCommand:
-        version = wire.installed_version()
-        wire.check_supported(version)
+        version = installed_version()
+        check_supported(version)
         assert version is not None
         return launch_command(
             self._config,

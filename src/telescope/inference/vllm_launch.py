@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from telescope.config import TelescopeConfig
-from telescope.inference import vllm_adapter as wire
 from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.policy_version import REQUIRE_UPDATE_VARIABLE
+from telescope.inference.supported_vllm import check_supported, is_cpu_build
 
 SCALE_OUT_FLAG_SINCE = (0, 30)
 """`--enable-scale-out` opens the token-in-token-out route since 0.30; an environment variable did before."""
@@ -52,7 +52,7 @@ def runs_on_cpu(config: TelescopeConfig) -> bool:
     """Whether the engine computes on the CPU: `device` decides, else which build of vLLM is installed."""
     if config.device != "auto":
         return config.device == "cpu"
-    return wire.is_cpu_build()
+    return is_cpu_build()
 
 
 def launch_command(
@@ -72,7 +72,7 @@ def launch_command(
     `model` is a local folder or a hub id; `directory` takes small files (the chat template). `restarted` makes the
     server refuse to sample until it has been given the current weights. Raises `UserError` for an unsupported vLLM.
     """
-    version = wire.check_supported(vllm_version)
+    version = check_supported(vllm_version)
     arguments = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     arguments += ["--host", host, "--port", str(port), "--model", model, "--served-model-name", config.model]
     arguments += ["--dtype", config.engine_dtype, "--seed", str(config.seed % 2**31)]

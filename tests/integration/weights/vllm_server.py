@@ -60,7 +60,7 @@ def make_model(folder: Path, *, tied: bool) -> Qwen2ForCausalLM:
 
 def version_of(interpreter: str) -> str:
     """The vLLM version that an interpreter would run."""
-    code = "from telescope.inference.vllm_adapter import installed_version; print(installed_version())"
+    code = "from telescope.inference.supported_vllm import installed_version; print(installed_version())"
     environment = os.environ | {"PYTHONPATH": str(Path(telescope.__file__).parents[1])}
     return subprocess.check_output([interpreter, "-c", code], text=True, env=environment).strip()
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telescope.errors import InfrastructureError, UserError
+from telescope.inference import supported_vllm
 from telescope.inference import vllm_adapter as wire
 from telescope.rollout.types import GenerateRequest
 
@@ -142,13 +143,13 @@ def test_label_of_the_first_weights_is_the_initial_version() -> None:
 
 @pytest.mark.parametrize(("version", "parsed"), [("0.26.0", (0, 26)), ("0.32.0+cpu", (0, 32)), ("0.29.1rc2", (0, 29))])
 def test_supported_versions(version: str, parsed: tuple[int, int]) -> None:
-    assert wire.check_supported(version) == parsed
+    assert supported_vllm.check_supported(version) == parsed
 
 
 @pytest.mark.parametrize("version", ["0.25.3", "0.33.0", "1.0.0", None, "dev"])
 def test_other_versions_are_refused_with_the_fix(version: str | None) -> None:
     with pytest.raises(UserError, match="install"):
-        wire.check_supported(version)
+        supported_vllm.check_supported(version)
 
 
 def test_metrics_are_summed_over_labels() -> None:

@@ -1,0 +1,186 @@
+"""The set-up script, without installing anything: what it finds, when it has nothing to do, what it tells uv."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def set_up() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("set_up", ROOT / "scripts" / "set_up.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def put_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: str) -> None:
+    """A command that shadows the machine's own."""
+    folder = tmp_path / "bin"
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [
+        ("echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'", "cuda"),
+        ("echo 'No devices found.'", "cpu"),
+        ("echo 'has failed because it could not communicate with the NVIDIA driver'; exit 9", "cpu"),
+    ],
+)
+def test_a_gpu_is_what_the_driver_lists(
+    set_up: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, kind: str
+):
+    put_on_path(tmp_path, monkeypatch, "nvidia-smi", script)
+    assert set_up.find_kind() == kind
+
+
+def test_a_machine_without_the_driver_has_no_gpu(set_up: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert set_up.find_kind() == "cpu"
+
+
+def test_the_configuration_of_pip_is_told_to_uv(set_up: ModuleType):
+    options, environment = set_up.uv_options(
+        {
+            "index-url": "https://a/simple",
+            "extra-index-url": "https://b/simple\nhttps://c/simple",
+            "find-links": "/w",
+            "cert": "/ca.pem",
+            "default-timeout": "180",
+            "no-index": "0",
+        }
+    )
+    assert options == [
+        "--index-strategy", "unsafe-best-match", "--default-index", "https://a/simple", "--index", "https://b/simple",
+        "--index", "https://c/simple", "--find-links", "/w",
+    ]  # fmt: skip
+    assert environment == {"SSL_CERT_FILE": "/ca.pem"}
+
+
+def test_what_uv_cannot_follow_is_left_to_pip(set_up: ModuleType):
+    with pytest.raises(set_up.SetUpError, match="client-cert"):
+        set_up.uv_options({"client-cert": "/me.pem"})
+
+
+def test_the_environment_of_pip_wins_over_its_files(
+    set_up: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    printed = "\\n".join(
+        [
+            "install.find-links='/from-the-section'",
+            "global.find-links='/from-the-file'",
+            ":env:.find-links='/from-env'",
+            "global.index-url='https://a/simple'",
+            "list.format='columns'",
+        ]
+    )
+    put_on_path(tmp_path, monkeypatch, "python", f'printf "{printed}\\n"')
+    monkeypatch.setattr(set_up, "VENV_PYTHON", tmp_path / "bin" / "python")
+    assert set_up.pip_configuration() == {"find-links": "/from-env", "index-url": "https://a/simple"}
+
+
+def test_a_finished_set_up_is_not_repeated_until_a_file_changes(
+    set_up: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    done: list[str] = []
+    requirements = tmp_path / "requirements"
+    requirements.mkdir()
+    for name in ("cpu.txt", "dev.txt"):
+        (requirements / name).write_text("torch==2.13.0\n")
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / ".venv").mkdir()
+    monkeypatch.setattr(set_up, "ROOT", tmp_path)
+    monkeypatch.setattr(set_up, "STAMP", tmp_path / ".venv" / "stamp.json")
+    monkeypatch.setattr(set_up, "environment_works", lambda: True)
+    monkeypatch.setattr(set_up, "make_installer", lambda pins, use_pip: set_up.Installer(["true"], {}, "none"))
+    monkeypatch.setattr(set_up, "install_packages", lambda *_: done.append("packages"))
+    monkeypatch.setattr(set_up, "check_imports", lambda: done.append("imports"))
+    monkeypatch.setattr(set_up, "describe_environment", lambda: "")
+
+    set_up.set_up("cpu", use_pip=False)
+    assert done == ["packages", "imports"]
+    set_up.set_up("cpu", use_pip=False)
+    assert done == ["packages", "imports"]
+    (tmp_path / "pyproject.toml").write_text("[project]")
+    set_up.set_up("cpu", use_pip=False)
+    assert done == ["packages", "imports"]  # only the checkout was installed again
+    (requirements / "cpu.txt").write_text("torch==2.13.1\n")
+    set_up.set_up("cpu", use_pip=False)
+    assert done == ["packages", "imports"] * 2
+
+
+def test_cpu_torch_is_asked_for_by_name_and_the_users_index_comes_first(
+    set_up: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    asked: list[tuple[str, ...]] = []
+
+    class Recorder(set_up.Installer):  # type: ignore[misc, name-defined]
+        def __init__(self, has_cpu_build: bool) -> None:
+            self.has_cpu_build = has_cpu_build
+
+        def install(self, *arguments: str, quiet_failure: bool = False) -> bool:
+            asked.append(arguments)
+            return self.has_cpu_build or "torch==2.13.0+cpu" not in arguments
+
+    monkeypatch.delenv("TORCH_INDEX_URL", raising=False)
+    set_up.install_cpu_torch("torch==2.13.0", Recorder(has_cpu_build=True))
+    assert asked == [("--no-deps", "torch==2.13.0+cpu")]
+
+    asked.clear()
+    set_up.install_cpu_torch("torch==2.13.0", Recorder(has_cpu_build=False))
+    assert asked == [("--no-deps", "torch==2.13.0+cpu"), ("torch==2.13.0",)]
+    assert "TORCH_INDEX_URL" in capsys.readouterr().out
+
+    asked.clear()
+    monkeypatch.setenv("TORCH_INDEX_URL", "https://index.example/cpu")
+    set_up.install_cpu_torch("torch==2.13.0", Recorder(has_cpu_build=True))
+    assert asked == [("--no-deps", "torch==2.13.0+cpu", "--index-url", "https://index.example/cpu")]
+    with pytest.raises(set_up.SetUpError, match=r"index\.example"):
+        set_up.install_cpu_torch("torch==2.13.0", Recorder(has_cpu_build=False))
+
+
+def test_a_machine_without_a_supported_python_is_told_what_to_install(tmp_path: Path):
+    for name in ("python3", "python3.11", "python3.12", "python3.13", "python"):
+        (tmp_path / name).write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.2 && exit 0\nexit 1\n')
+        (tmp_path / name).chmod(0o755)
+    finished = subprocess.run(
+        ["/bin/sh", str(ROOT / "scripts" / "set_up.sh")],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert finished.returncode == 2
+    assert "Python 3.9.2" in finished.stderr
+    assert "apt install" in finished.stderr
+
+
+def test_a_named_python_that_does_not_fit_is_refused(tmp_path: Path):
+    finished = subprocess.run(
+        ["/bin/sh", str(ROOT / "scripts" / "set_up.sh")],
+        env={"PATH": os.environ["PATH"], "PYTHON": "/bin/false"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert finished.returncode == 2
+    assert "PYTHON=/bin/false" in finished.stderr
+
+
+def test_an_interpreter_without_venv_is_told_which_package_has_it(set_up: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(set_up, "environment_works", lambda: False)
+    monkeypatch.setitem(sys.modules, "ensurepip", None)
+    with pytest.raises(set_up.SetUpError, match=r"apt install python3\.\d+-venv"):
+        set_up.make_environment()

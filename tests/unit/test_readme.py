@@ -1,0 +1,79 @@
+"""The README's examples are what they say: they run, and the commands and files that they name exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from telescope.cli.main import COMMANDS
+from telescope.config.loader import load_config
+from telescope.environments.registry import get_environment
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def example_environment(tmp_path: Path) -> Path:
+    """The folder of environments that the README describes, written as it says."""
+    (code,) = blocks("python")
+    first_line, _, _ = code.partition("\n")
+    path = tmp_path / first_line.removeprefix("# ")
+    path.parent.mkdir(parents=True)
+    path.write_text(code)
+    return path.parent.parent
+
+
+def test_the_environment_of_the_readme_scores_answers(example_environment: Path):
+    environment = get_environment("reverse", environments_path=[example_environment], num_samples=5)
+    sample = environment.get_sample(0)
+    assert len(environment) == 5
+    assert environment.compute_reward(f" {sample.answer}\n", sample).total_reward == 1.0
+    assert environment.compute_reward("elephant", sample).sample_metrics == {"correct": 0.0}
+
+
+def test_the_environment_of_the_readme_takes_twenty_lines():
+    (code,) = blocks("python")
+    assert len([line for line in code.splitlines() if line.strip() and not line.startswith("#")]) <= 20
+
+
+def test_the_yaml_examples_resolve(example_environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(example_environment.parent)
+    for number, text in enumerate(blocks("yaml")):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(text)
+        loaded = load_config(path, [])
+        assert loaded.config.user_set == frozenset(yaml.safe_load(text))
+
+
+def test_the_commands_of_the_readme_exist():
+    table = re.findall(r"^\| `telescope ([a-z-]+)", README, flags=re.MULTILINE)
+    assert {name.replace("-", "_") for name in table} == set(COMMANDS)
+
+
+def test_the_make_targets_of_the_readme_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"\bmake ([a-z-]+)", README)) - {"a"}:
+        if target.split()[0] not in ("and", "sure"):
+            assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+def test_the_files_that_the_readme_links_to_exist():
+    links = re.findall(r"\]\(([^)#:]+)\)", README)
+    assert links
+    missing = [link for link in links if not (ROOT / link).exists()]
+    assert not missing
+
+
+def test_the_shell_examples_name_files_that_exist():
+    for block in blocks(""):
+        for line in block.replace("\\\n", " ").splitlines():
+            for word in shlex.split(line, comments=True):
+                if word.startswith("configs/"):
+                    assert (ROOT / word).exists(), line
