@@ -112,6 +112,9 @@ class TrainerActor:
     def train_step(self, step_input: Any) -> Any:
         return self._trainer.train_step(step_input)
 
+    def restart(self) -> None:
+        self._trainer.restart()
+
     def weight_metadata(self) -> Any:
         return self._trainer.weight_metadata()
 

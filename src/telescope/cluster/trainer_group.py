@@ -68,6 +68,12 @@ class TrainerGroup:
         spans: list[Span] = [span for result in results for span in result.spans]
         return StepResult(metrics=results[0].metrics, spans=spans)
 
+    async def restart(self) -> None:
+        """Start over from the weights that the config names, as version 0; the engines need a sync after it."""
+        async with self.queue:
+            await self._all("restart of the trainer", lambda rank: self._ranks[rank].restart.remote(), SETUP_TIMEOUT_SECONDS)
+            self.version = 0
+
     def sender_of(self, engine: int) -> int:
         """The rank that sends to this engine; engines are spread over the ranks."""
         return engine % self.world_size

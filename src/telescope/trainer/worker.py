@@ -96,6 +96,11 @@ class Trainer:
             host=socket.gethostname(),
         )
 
+    def restart(self) -> None:
+        """Start over from the weights that the config names, with a fresh optimiser. Collective."""
+        self.backend.init()
+        self._idle_since = time.time()
+
     def train_step(self, step_input: StepInput) -> StepResult:
         """One training step of this rank. Collective.
 

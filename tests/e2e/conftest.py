@@ -1,0 +1,106 @@
+"""One Ray, one vLLM and one trainer of two ranks for all tests of this tier: each test starts over from the model's
+first weights by a restart of the trainer and a weight sync."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from telescope.config import TelescopeConfig, load_config
+from telescope.evals.runner import EvalResult
+from telescope.orchestrator.evaluation import Evaluation
+from telescope.orchestrator.orchestrator import Orchestrator
+from telescope.orchestrator.parts import Parts, start_parts
+from telescope.orchestrator.run import make_orchestrator
+from telescope.orchestrator.run_directory import RunDirectory
+from telescope.orchestrator.status import RunStatus
+from telescope.orchestrator.supervise import Supervisor
+from telescope.record.reader import Run
+from telescope.tiny_model.cache import ensure_tiny_model
+from telescope.tiny_model.settings import TinyModelSettings
+
+DEMO = Path(__file__).parents[2] / "configs" / "examples" / "demo_countdown.yaml"
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """The demo's model, made once and then taken from the cache."""
+    return ensure_tiny_model(settings=TinyModelSettings())
+
+
+@dataclass
+class Outcome:
+    """What one run of the loops left behind."""
+
+    orchestrator: Orchestrator
+    status: RunStatus
+    record: Run
+
+    def steps(self) -> list[dict[str, Any]]:
+        return sorted(self.record.table("steps").to_pylist(), key=lambda row: row["step"])
+
+    def samples(self, **conditions: Any) -> list[dict[str, Any]]:
+        rows = self.record.table("samples").to_pylist()
+        return [row for row in rows if all(row[name] == value for name, value in conditions.items())]
+
+
+@dataclass
+class Stack:
+    """The started parts, and running the loops on them with other settings."""
+
+    parts: Parts
+    folder: Path
+    num_runs: int = 0
+
+    async def run(self, timeout: float = 240, **changes: Any) -> Outcome:
+        """Train from the first weights with `changes` of the config; only loop settings may change."""
+        await self.parts.trainer.restart()
+        await self.parts.weights.sync()
+        config = self.parts.config.replace(**changes)
+        self.num_runs += 1
+        directory = RunDirectory(self.folder / f"run-{self.num_runs}", config, [])
+        directory.path.mkdir()
+        status = RunStatus("e2e", config.number_of_steps)
+        with directory.open_record(console=True):
+            evaluation = Evaluation([], config, self.parts.environments, self.parts.lanes, directory.recorder, status)
+            orchestrator = await make_orchestrator(config, self.parts, evaluation, directory, status)
+            supervisor = Supervisor()
+            supervisor.spawn(self.parts.servers.watch(), "server watch")
+            async with asyncio.timeout(timeout):
+                await supervisor.run_until(orchestrator.run(supervisor))
+        return Outcome(orchestrator, status, Run(directory.path))
+
+    async def evaluate(self) -> EvalResult:
+        """The config's held-out eval, with the weights that the engine holds now."""
+        config = self.parts.config
+        directory = RunDirectory(self.folder / f"eval-{self.num_runs}", config, [])
+        directory.path.mkdir()
+        with directory.open_record(console=True):
+            evaluation = Evaluation(
+                self.parts.evals, config, self.parts.environments, self.parts.lanes, directory.recorder,
+                RunStatus("e2e", 1),
+            )  # fmt: skip
+            results = await evaluation.run_all(self.parts.trainer.version, self.parts.settings, self.parts.servers)
+        shutil.rmtree(directory.path)
+        return results[0]
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """Ray, vLLM and the trainer, started once."""
+    folder = tmp_path_factory.mktemp("e2e")
+    flags = [f"--model={tiny_model}", f"--run_dir={folder / 'parts'}", "--inference_base_port=18500", "--use_wandb=false"]
+    config: TelescopeConfig = load_config(DEMO, flags, environ={}).config
+    async with AsyncExitStack() as exit_stack:
+        directory = RunDirectory.create(config, [])
+        exit_stack.enter_context(directory.open_record(console=True))
+        parts = await start_parts(config, directory, RunStatus("e2e", 1), exit_stack)
+        yield Stack(parts, folder)
