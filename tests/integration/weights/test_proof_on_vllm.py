@@ -7,6 +7,7 @@ import pytest
 from tests.integration.weights.vllm_server import PROBE_TOKENS, Server, disturb, make_model, model_logprobs
 
 from telescope.errors import InfrastructureError
+from telescope.inference.vllm_adapter import parse_version
 
 pytestmark = pytest.mark.e2e
 
@@ -73,8 +74,8 @@ def test_the_probe_names_what_a_spoiled_sync_left_wrong_and_the_next_sync_mends_
 
 
 def test_a_tied_output_layer_that_is_not_processed_again_is_caught(server: Server) -> None:
-    if not server.model.config.tie_word_embeddings:
-        return
+    if not server.model.config.tie_word_embeddings or parse_version(server.vllm_version) < (0, 32):
+        return  # nothing to forget: no tie, or one layer that is both (as Qwen2 is in 0.26)
     disturb(server.model, seed=server.version + 1)
     server.fault("tie")
     stale = server.sync().probe

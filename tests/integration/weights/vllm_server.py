@@ -99,6 +99,7 @@ class Server:
     folder: Path
     dtype: str = "float32"
     version: int = 0
+    vllm_version: str = ""
     sender: WeightSender = field(default_factory=WeightSender)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
@@ -110,7 +111,7 @@ class Server:
         ]
         config = load_config(None, overrides).config
         interpreter = os.environ.get(OTHER_INTERPRETER, sys.executable)
-        version = version_of(interpreter)
+        version = self.vllm_version = version_of(interpreter)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = port or free.getsockname()[1]
         command = launch_command(
