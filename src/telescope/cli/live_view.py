@@ -6,6 +6,7 @@ any time without consequence for it.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -22,38 +23,55 @@ from telescope.orchestrator.status import RunStatus, StepSummary
 REFRESH_PER_SECOND = 4
 LAST_STEPS = 6
 SPARKS = "▁▂▃▄▅▆▇█"
+FRAME_COLUMNS = 6
+"""What the frame and its padding take of a view's width."""
+COLUMN_GAP = 2
+MIN_BAR_COLUMNS = 8
+ALWAYS_SHOWN = ("step", "reward", "tokens/s", "staleness", "seconds")
+"""Columns of the table of steps that every width shows; they come to 44."""
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """`values` as a line of at most `width` blocks, each the mean of its share of them, scaled to their own range."""
+    """`values` as a line of at most `width` blocks, each the mean of its share of them, scaled to their own range.
+
+    Values that are not finite are left out of the means; a share without any other is a blank.
+    """
     if not values or width <= 0:
         return ""
     num_cells = min(width, len(values))
-    cells = []
+    cells: list[float | None] = []
     for cell in range(num_cells):
-        part = values[cell * len(values) // num_cells : max((cell + 1) * len(values) // num_cells, 1)]
-        cells.append(sum(part) / len(part))
-    low, high = min(cells), max(cells)
-    span = high - low
-    return "".join(
-        SPARKS[round((value - low) / span * (len(SPARKS) - 1))] if span > 0 else SPARKS[0] for value in cells
-    )
+        share = values[cell * len(values) // num_cells : (cell + 1) * len(values) // num_cells]
+        finite = [value for value in share if math.isfinite(value)]
+        cells.append(sum(finite) / len(finite) if finite else None)
+    known = [cell for cell in cells if cell is not None]
+    low = min(known, default=0.0)
+    span = max(known, default=0.0) - low
+    return "".join(" " if cell is None else _block(cell - low, span) for cell in cells)
+
+
+def _block(height: float, span: float) -> str:
+    # A range that is not finite (values near the largest float) has no scale either.
+    if span <= 0 or not math.isfinite(height / span):
+        return SPARKS[0]
+    return SPARKS[min(round(height / span * (len(SPARKS) - 1)), len(SPARKS) - 1)]
 
 
 def clock(seconds: float | None) -> str:
     """`1:02:03`, `2:03`, or a dash when it is not known."""
-    if seconds is None:
-        return "–"
-    minutes, rest = divmod(int(seconds), 60)
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(max(int(seconds), 0), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def render(status: RunStatus, width: int = 100) -> RenderableType:
-    """One frame of the live view."""
+    """One frame of the live view, `width` columns wide; narrow ones leave out the less telling numbers."""
+    inside = width - FRAME_COLUMNS
     return Panel(
-        Group(_progress(status, width), Text(), _numbers(status, width), Text(), _parts(status), *_messages(status)),
-        title=f"[bold]telescope[/] · {status.run_name}",
+        Group(_progress(status, inside), Text(), _numbers(status, inside), Text(), _parts(status), *_messages(status)),
+        title=Text.assemble(("telescope", "bold"), f" · {status.run_name}"),
         title_align="left",
         border_style="dim",
         width=width,
@@ -61,62 +79,85 @@ def render(status: RunStatus, width: int = 100) -> RenderableType:
     )
 
 
-def _progress(status: RunStatus, width: int) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
-    left = clock(status.seconds_left())
-    elapsed = clock(time.time() - status.started_at)
+def _line(text: str, style: str = "") -> Text:
+    """One line of somebody else's words: no markup is read in it, and what is too long is cut."""
+    plain = Text.from_ansi(text.replace("\r", "").replace("\n", " ")).plain
+    return Text(plain, style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _progress(status: RunStatus, inside: int) -> RenderableType:
     if status.eval_total and status.eval_done < status.eval_total:
         done, total, what = status.eval_done, status.eval_total, f"eval {status.eval_done}/{status.eval_total}"
     else:
         done, total, what = status.step, status.num_steps, f"step {status.step}/{status.num_steps}"
-    bar = ProgressBar(total=max(total, 1), completed=done, width=max(10, width - 62))
-    grid.add_row(Text(what, style="bold"), bar, Text(f"elapsed {elapsed}"), Text(f"left {left}"))
-    return Group(Text(status.phase, style="cyan"), grid)
+    elapsed = f"elapsed {clock(time.time() - status.started_at)}"
+    left = f"left {clock(status.seconds_left())}"
+    cells: list[RenderableType] = [Text(what, style="bold", no_wrap=True)]
+    bar_width = inside - len(what) - len(elapsed) - len(left) - 3 * COLUMN_GAP
+    if bar_width >= MIN_BAR_COLUMNS:
+        cells.append(ProgressBar(total=max(total, 1), completed=done, width=bar_width))
+    if bar_width >= -COLUMN_GAP:
+        cells.append(Text(elapsed, no_wrap=True))
+    cells.append(Text(left, no_wrap=True))
+    grid = Table.grid(padding=(0, COLUMN_GAP))
+    grid.add_row(*cells)
+    return Group(_line(status.phase, "cyan"), grid)
 
 
-def _numbers(status: RunStatus, width: int) -> RenderableType:
-    if not status.history:
+def _numbers(status: RunStatus, inside: int) -> RenderableType:
+    history = list(status.history)
+    if not history:
         return Text("no step finished yet", style="dim")
-    rewards = [summary.reward_mean for summary in status.history]
-    last = status.history[-1]
+    rewards = [summary.reward_mean for summary in history]
     head = Text.assemble(
-        ("reward ", "dim"), (f"{last.reward_mean:.3f} ", "bold green"), (sparkline(rewards, max(8, width - 50)), "green"),
+        ("reward ", "dim"), (f"{rewards[-1]:.3f} ", "bold green"), (sparkline(rewards, max(8, inside - 44)), "green"),
         ("  from ", "dim"), f"{rewards[0]:.3f}",
     )  # fmt: skip
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("step", "reward", "tokens/s", "staleness", "KL engine", "grad norm", "entropy", "waited", "seconds"):
-        table.add_column(name, justify="right")
-    for summary in status.history[-LAST_STEPS:]:
-        table.add_row(*_cells(summary))
+    columns = _columns_that_fit(history[-LAST_STEPS:], inside)
+    table = Table(box=None, padding=(0, COLUMN_GAP, 0, 0), header_style="dim")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
     return Group(head, Text(), table)
 
 
-def _cells(summary: StepSummary) -> list[str]:
-    return [
-        str(summary.step + 1),
-        f"{summary.reward_mean:.3f}",
-        f"{summary.tokens_per_second:,.0f}",
-        f"{summary.staleness_mean:.2f}",
-        f"{summary.kl_inference:.1e}",
-        f"{summary.grad_norm:.3f}",
-        f"{summary.entropy:.3f}",
-        f"{summary.waited_share:.0%}",
-        f"{summary.seconds:.2f}",
-    ]
+def _columns_that_fit(summaries: Sequence[StepSummary], inside: int) -> dict[str, list[str]]:
+    """The columns of the table of steps, by name: as many as `inside` holds, the most telling ones first."""
+    cells: dict[str, list[str]] = {
+        "step": [str(s.step + 1) for s in summaries],
+        "reward": [f"{s.reward_mean:.3f}" for s in summaries],
+        "tokens/s": [f"{s.tokens_per_second:,.0f}" for s in summaries],
+        "staleness": [f"{s.staleness_mean:.2f}" for s in summaries],
+        "KL engine": [f"{s.kl_inference:.1e}" for s in summaries],
+        "grad norm": [f"{s.grad_norm:.3g}" for s in summaries],
+        "entropy": [f"{s.entropy:.3f}" for s in summaries],
+        "waited": [f"{s.waited_share:.0%}" for s in summaries],
+        "seconds": [f"{s.seconds:.2f}" for s in summaries],
+    }
+    chosen: set[str] = set()
+    for name in (*ALWAYS_SHOWN, *(name for name in cells if name not in ALWAYS_SHOWN)):
+        columns = max(len(name), *map(len, cells[name])) + COLUMN_GAP
+        if columns <= inside or name in ALWAYS_SHOWN:
+            chosen.add(name)
+            inside -= columns
+    return {name: column for name, column in cells.items() if name in chosen}
 
 
 def _parts(status: RunStatus) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
+    grid = Table.grid(padding=(0, COLUMN_GAP))
     grid.add_column(style="dim", min_width=10)
     grid.add_column()
     grid.add_row(
         "rollouts",
-        f"{status.num_generating}/{status.num_lanes} lanes · {status.num_open_groups} groups open · "
-        f"{status.num_finished_groups} ready · {status.num_discarded_groups} discarded · "
-        f"{status.num_masked_samples} masked · {status.tokens_per_second():,.0f} tokens/s",
+        Text(
+            f"{status.num_generating}/{status.num_lanes} lanes · {status.num_open_groups} groups open · "
+            f"{status.num_finished_groups} ready · {status.num_discarded_groups} discarded · "
+            f"{status.num_masked_samples} masked · {status.tokens_per_second():,.0f} tokens/s"
+        ),
     )
     for part, doing in sorted(status.parts.items()):
-        grid.add_row(part, doing)
+        grid.add_row(_line(part), _line(doing))
     return grid
 
 
@@ -128,8 +169,9 @@ def _messages(status: RunStatus) -> list[RenderableType]:
 def step_line(summary: StepSummary, num_steps: int) -> str:
     """A finished step as one line, for logs and for terminals that cannot be redrawn."""
     return (
-        f"step {summary.step + 1}/{num_steps}  reward {summary.reward_mean:.3f}  {summary.tokens_per_second:,.0f} tokens/s  "
-        f"staleness {summary.staleness_mean:.2f}  KL {summary.kl_inference:.1e}  grad norm {summary.grad_norm:.3f}  "
+        f"step {summary.step + 1}/{num_steps}  reward {summary.reward_mean:.3f}  "
+        f"{summary.tokens_per_second:,.0f} tokens/s  staleness {summary.staleness_mean:.2f}  "
+        f"KL {summary.kl_inference:.1e}  grad norm {summary.grad_norm:.3f}  "
         f"waited {summary.waited_share:.0%}  {summary.seconds:.2f} s"
     )
 

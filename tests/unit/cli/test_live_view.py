@@ -1,0 +1,144 @@
+"""The live view: every state of a run can be drawn at every width, and the numbers that matter are on it."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from telescope.cli.live_view import SPARKS, LiveView, clock, render, sparkline, step_line
+from telescope.orchestrator.status import RunStatus, StepSummary
+
+WIDTHS = range(60, 121, 10)
+finite = st.floats(allow_nan=False, allow_infinity=False, width=32)
+
+
+def drawn(status: RunStatus, width: int) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=False).print(render(status, width))
+    return out.getvalue()
+
+
+def summary(step: int, **values: float) -> StepSummary:
+    numbers = {
+        "reward_mean": 0.1234, "seconds": 1.5, "staleness_mean": 0.75, "tokens_per_second": 34567.0,
+        "kl_inference": 1e-4, "grad_norm": 0.3, "entropy": 1.25, "waited_share": 0.13,
+    }  # fmt: skip
+    return StepSummary(step=step, **{**numbers, **values})
+
+
+def status_after(num_steps: int, total: int = 1000) -> RunStatus:
+    status = RunStatus("demo", total, phase="training", step=num_steps)
+    status.history.extend(summary(step) for step in range(num_steps))
+    return status
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_run_that_has_just_started_is_drawn(width: int) -> None:
+    frame = drawn(RunStatus("demo", 100), width)
+    assert "starting" in frame
+    assert "no step finished yet" in frame
+    assert "left -" in frame
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("num_steps", [2, 999])
+def test_every_width_shows_step_reward_speed_staleness_and_time_left(num_steps: int, width: int) -> None:
+    frame = drawn(status_after(num_steps), width)
+    assert f"step {num_steps}/1000" in frame
+    for name in ("step", "reward", "tokens/s", "staleness", "seconds"):
+        assert re.search(rf"\b{re.escape(name)}\b", frame)
+    for number in ("0.123", "34,567", "0.75", "1.50"):
+        assert number in frame
+    assert re.search(r"left \d+:\d\d", frame)
+    assert all(len(line) <= width for line in frame.splitlines())
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_long_run_with_everything_at_once_is_drawn(width: int) -> None:
+    status = status_after(12_345, total=123_456)
+    status.phase = "a phase that says very much about what it is doing " * 3
+    status.eval_done, status.eval_total = 10, 500
+    status.num_lanes = status.num_generating = 4096
+    for part in ("trainer", "dispatch", "batches", "prompts", *(f"server {index}" for index in range(8))):
+        status.set_part(part, "waiting for something that has a long name " * 4)
+    for index in range(10):
+        status.messages.append(f"message {index} " * 12)
+    frame = drawn(status, width)
+    assert "eval 10/500" in frame
+    assert re.search(r"left \d+:\d\d", frame)
+    assert all(len(line) <= width for line in frame.splitlines())
+
+
+def test_words_of_others_are_shown_as_they_are_and_never_read_as_markup() -> None:
+    status = RunStatus("[red]demo[/]", 10, phase="[bold]phase")
+    status.set_part("server 0", "(EngineCore pid=7) INFO [core.py:12] \x1b[1;36mloading\x1b[0m [/model]")
+    status.messages.append("[/nothing] was open")
+    frame = drawn(status, 120)
+    for text in ("[red]demo[/]", "[bold]phase", "INFO [core.py:12] loading [/model]", "[/nothing] was open"):
+        assert text in frame
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_are_drawn(bad: float) -> None:
+    status = status_after(3)
+    status.history.append(
+        summary(3, reward_mean=bad, seconds=bad, kl_inference=bad, grad_norm=bad, tokens_per_second=bad)
+    )
+    assert "step 3/1000" in drawn(status, 80)
+    assert step_line(status.history[-1], 1000)
+
+
+@given(st.lists(finite, max_size=60), st.integers(-2, 40))
+def test_a_sparkline_is_at_most_as_wide_as_asked_and_made_of_blocks(values: list[float], width: int) -> None:
+    line = sparkline(values, width)
+    assert len(line) == min(len(values), max(width, 0))
+    assert set(line) <= set(SPARKS)
+
+
+@given(st.lists(st.integers(-1000, 1000), min_size=2, max_size=20))
+def test_a_sparkline_orders_its_blocks_as_its_values(values: list[int]) -> None:
+    line = sparkline(values, len(values))
+    for left, right in zip(range(len(values) - 1), range(1, len(values)), strict=True):
+        if values[left] <= values[right]:
+            assert SPARKS.index(line[left]) <= SPARKS.index(line[right])
+    if len(set(values)) > 1:
+        assert line[values.index(min(values))] == SPARKS[0]
+        assert line[values.index(max(values))] == SPARKS[-1]
+
+
+def test_a_sparkline_leaves_a_gap_where_nothing_is_known() -> None:
+    assert sparkline([0.0, math.nan, 1.0], 3) == f"{SPARKS[0]} {SPARKS[-1]}"
+    assert sparkline([0.5, 0.5], 2) == SPARKS[0] * 2
+
+
+def test_the_clock_counts_hours_only_when_there_are_any() -> None:
+    assert [clock(s) for s in (None, math.nan, 0, 61, 3723.9)] == ["-", "-", "0:00", "1:01", "1:02:03"]
+
+
+def test_without_a_terminal_a_run_is_lines_of_text() -> None:
+    out = io.StringIO()
+    view = LiveView(Console(file=out, width=400, force_terminal=False))
+    status = status_after(2)
+    status.messages.append("[/odd] note")
+    view.start(status)
+    view.stop()
+    lines = out.getvalue().splitlines()
+    assert lines[0].endswith("training")
+    assert lines[1] == "[/odd] note"
+    assert [line.split("  ")[0] for line in lines[2:]] == ["step 1/1000", "step 2/1000"]
+
+
+def test_on_a_terminal_the_last_state_stays_on_the_screen() -> None:
+    out = io.StringIO()
+    view = LiveView(Console(file=out, width=100, force_terminal=True))
+    status = RunStatus("demo", 10)
+    view.start(status)
+    status.phase = "finished 10 steps"
+    view.stop()
+    assert "finished 10 steps" in out.getvalue()
