@@ -25,7 +25,6 @@ from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervise import Supervisor
 from telescope.record.reader import Run
 from telescope.tiny_model.cache import ensure_tiny_model
-from telescope.tiny_model.settings import TinyModelSettings
 
 DEMO = Path(__file__).parents[2] / "configs" / "examples" / "demo_countdown.yaml"
 
@@ -33,7 +32,7 @@ DEMO = Path(__file__).parents[2] / "configs" / "examples" / "demo_countdown.yaml
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
     """The demo's model, made once and then taken from the cache."""
-    return ensure_tiny_model(settings=TinyModelSettings())
+    return ensure_tiny_model()
 
 
 @dataclass
@@ -98,6 +97,7 @@ async def stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> A
     """Ray, vLLM and the trainer, started once."""
     folder = tmp_path_factory.mktemp("e2e")
     flags = [f"--model={tiny_model}", f"--run_dir={folder / 'parts'}", "--inference_base_port=18500", "--use_wandb=false"]
+    flags.append("--max_model_len=256")  # room for two of vLLM's KV blocks: the test of the prefix cache needs one
     config: TelescopeConfig = load_config(DEMO, flags, environ={}).config
     async with AsyncExitStack() as exit_stack:
         directory = RunDirectory.create(config, [])

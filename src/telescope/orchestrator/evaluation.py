@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from telescope.config import TelescopeConfig
 from telescope.environments.pool import EnvironmentPool
 from telescope.environments.records import EnvironmentSpec
+from telescope.evals.registry import eval_spec
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval, plan_eval, run_eval
 from telescope.orchestrator import rows
 from telescope.orchestrator.draws import request_seed
@@ -61,7 +62,7 @@ def environment_keys(config: TelescopeConfig) -> EnvironmentKeys:
             evals.append(shared.key)
             continue
         key = f"eval/{eval_entry.name}#{index}"
-        specs.append(EnvironmentSpec(eval_entry.name, dict(eval_entry.kwargs), key=key))
+        specs.append(eval_spec(eval_entry.name, dict(eval_entry.kwargs), key=key))
         evals.append(key)
     return EnvironmentKeys(specs, training, evals)
 

@@ -43,7 +43,7 @@ from telescope.rollout.sample import RolloutSettings, RolloutTask, run_rollout
 from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.types import Engine
 from telescope.trainer.batch import StepInput, StepResult
-from telescope.trainer.packing import pack_step
+from telescope.trainer.packing import pack_step, packing_stats
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,8 @@ class Batch:
     groups: list[Group]
     advantages: np.ndarray
     inputs: list[StepInput]
+    packing: dict[str, float]
+    """Shares of padding and of dummy tokens, and how unevenly the ranks are loaded."""
 
 
 @dataclass
@@ -176,12 +178,12 @@ class Orchestrator:
         self._budget.succeeded(name)
         if prompt.sample_uid in self._held_out_uids:
             return None
-        room = self.config.max_model_len - len(prompt.token_ids)
+        room = self._settings.sampling.max_context - len(prompt.token_ids)
         if room <= 0:
             self._budget.failed(name, f"item {draw.index}: a prompt of {len(prompt.token_ids)} tokens leaves no room")
             logger.warning(
-                "draw %d (%s, item %d): prompt of %d tokens, max_model_len is %d; left out",
-                draw.n, name, draw.index, len(prompt.token_ids), self.config.max_model_len,
+                "draw %d (%s, item %d): prompt of %d tokens, max_model_len and seq_len allow %d; left out",
+                draw.n, name, draw.index, len(prompt.token_ids), self._settings.sampling.max_context,
             )  # fmt: skip
             return None
         return prompt
@@ -326,7 +328,13 @@ class Orchestrator:
             pad_to_multiple_of=config.pad_to_multiple_of,
             num_minibatches=config.number_of_minibatches,
         )
-        return Batch(groups, np.asarray(advantages), inputs)
+        stats = packing_stats(inputs)
+        packing = {
+            "packing/padding_share": stats.padding_share,
+            "packing/dummy_share": stats.dummy_share,
+            "packing/imbalance": stats.imbalance,
+        }
+        return Batch(groups, np.asarray(advantages), inputs, packing)
 
     async def _train_loop(self) -> None:
         """Train, sync, count, until the last step."""
@@ -373,6 +381,7 @@ class Orchestrator:
         metrics = {
             **batch_metrics(batch.groups, batch.advantages.tolist(), version=step),
             **self._discards.take(len(batch.groups)),
+            **batch.packing,
             **result.metrics,
             **sync_metrics,
             "timing_waiting_for_data": waited,

@@ -54,7 +54,8 @@ class RolloutSettings:
                 temperature=config.temperature,
                 top_p=config.top_p,
                 max_tokens=config.max_tokens,
-                max_context=config.max_model_len,
+                # What the engine can hold and the trainer can pack: longer answers end with `length`.
+                max_context=min(config.max_model_len, config.seq_len),
             ),
             free_lane_after_generation=config.free_lane_after_generation,
             # A lane may be held for a whole generation, and a dead server may have to come back first.
@@ -87,7 +88,11 @@ async def run_rollout(
     settings: RolloutSettings,
     on_engine_failure: Callable[[int, InfrastructureError], None],
 ) -> Trajectory:
-    """Run one sample to its end and return it, scored or masked. Only cancellation and bugs raise."""
+    """Run one sample to its end and return it, scored or masked.
+
+    Raises DeadlineExceeded when no lane comes free within `settings.lane_timeout`: that is the run's trouble, not the
+    sample's.
+    """
     trajectory = Trajectory(task.sample_id, task.group_id, task.sample_index, task.environment, started_at=time.time())
     added_token_ids = task.prompt_token_ids
     while True:
@@ -148,16 +153,16 @@ async def _generate(
     while True:
         lane = await lanes.acquire(task.group_id, turn=turn_index, timeout=settings.lane_timeout)
         trajectory.server_index, trajectory.lane = lane.server, lane.slot
-        request = GenerateRequest(
-            request_id=f"{task.sample_id}.{turn_index}.{trajectory.num_infrastructure_retries}",
-            prompt_token_ids=prompt_token_ids,
-            max_tokens=min(sampling.max_tokens, room),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            seed=task.seed_of_turn(turn_index),
-            priority=turn_index if settings.priority_by_turn else 0,
-        )
         try:
+            request = GenerateRequest(
+                request_id=f"{task.sample_id}.{turn_index}.{trajectory.num_infrastructure_retries}",
+                prompt_token_ids=prompt_token_ids,
+                max_tokens=min(sampling.max_tokens, room),
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                seed=task.seed_of_turn(turn_index),
+                priority=turn_index if settings.priority_by_turn else 0,
+            )
             generation = await engine_of(lane.server).generate(request)
             if generation.finish_reason == "abort":
                 raise InfrastructureError(f"server {lane.server} aborted request {request.request_id} by itself")
