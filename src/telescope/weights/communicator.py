@@ -30,6 +30,8 @@ _POLL_FIRST_SECONDS = 1e-4
 _POLL_LAST_SECONDS = 2e-3
 _NCCL_WATCHDOG = timedelta(days=1)
 """NCCL's own time limit ends the whole process; it must never be the first to act."""
+_NCCL_ABORT_SECONDS = 20.0
+"""How long a process that leaves waits for NCCL's abort to end; it takes a fraction of a second."""
 _GLOO_LIMIT = timedelta(hours=1)
 """Gloo's own time limit. Longer than any deadline of ours; it bounds how long an aborted operation keeps its buffer."""
 
@@ -72,6 +74,7 @@ class Communicator:
         self._failure: str | None = None
         self._lock = threading.Lock()
         self._in_flight: list[Broadcast] = []
+        self._burial: threading.Thread | None = None
         lifeline.on_loss(self.abort)
 
     @classmethod
@@ -172,12 +175,16 @@ class Communicator:
         # NCCL kernels are freed by the group's abort. Gloo has none that frees a blocked operation: its callers are
         # freed by their own polling, and the group is kept until the operation's time limit, since its destructor
         # would wait.
-        threading.Thread(
+        self._burial = threading.Thread(
             target=_bury, args=(group, in_flight, self.backend), name="telescope-abort", daemon=True
-        ).start()
+        )
+        self._burial.start()
 
     def close(self) -> None:
-        """Leave in good order; nothing may be in flight. Idempotent."""
+        """Leave in good order; nothing may be in flight. Idempotent. After an abort, lets NCCL's own abort end."""
+        if self._burial is not None and self.backend == "nccl":
+            # A process that exits in the middle of it dies of a signal.
+            self._burial.join(_NCCL_ABORT_SECONDS)
         with self._lock:
             if self._failure is not None:
                 return

@@ -51,10 +51,11 @@ def main() -> None:
             receive(communicator, UpdateInfo(**fields), load, device=device)
         except (TransferError, ValueError) as error:
             print(json.dumps({"rank": rank, "error": str(error)}), flush=True)
-            return
+            break
         print(json.dumps({"rank": rank, "held": held}), flush=True)
     while communicator.failure is None:  # the sender leaves first, as a trainer does
         time.sleep(0.05)
+    communicator.close()
 
 
 main()
