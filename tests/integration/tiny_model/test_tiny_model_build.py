@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from telescope.cli import main as cli
 from telescope.errors import UserError
-from telescope.tiny_model import cache
+from telescope.tiny_model import cache, warm_start
 from telescope.tiny_model.cache import MANIFEST, ensure_tiny_model, is_whole, write_tiny_model
 from telescope.tiny_model.examples import ExampleSource
 from telescope.tiny_model.settings import TinyModelSettings
 from telescope.tiny_model.warm_start import encode_examples
 
 SMALL = {"warm_start_steps": 2, "warm_start_batch_size": 4, "hidden_size": 64, "num_heads": 2, "num_layers": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other are slow where other tests run beside these."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warm_start, "_THREADS", 1)
+        yield
 
 
 @pytest.fixture(scope="module")

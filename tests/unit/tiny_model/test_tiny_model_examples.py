@@ -7,7 +7,7 @@ import pytest
 from telescope.environments.base import Sample
 from telescope.environments.countdown.environment import CountdownEnvironment
 from telescope.environments.countdown.puzzles import is_held_out
-from telescope.tiny_model.examples import ExampleSource, countdown_arguments
+from telescope.tiny_model.examples import Example, ExampleSource, countdown_arguments
 from telescope.tiny_model.settings import TinyModelSettings
 from telescope.tiny_model.tokenizer import build_tokenizer
 from telescope.tiny_model.warm_start import encode_examples
@@ -20,22 +20,27 @@ def read(question: str) -> tuple[list[int], int]:
     return [int(number) for number in numbers.split()], int(target)
 
 
-def judge(example, settings=SETTINGS) -> dict[str, float]:
-    numbers, target = read(example.messages[-1]["content"])
+def judge(examples: list[Example], settings: TinyModelSettings = SETTINGS) -> list[dict[str, float]]:
     environment = CountdownEnvironment(**countdown_arguments(settings))
-    sample = Sample(example.messages[-1]["content"], str(target), {"numbers": numbers, "target": target})
-    return environment.compute_reward(example.answer, sample).sample_metrics
+    metrics = []
+    for example in examples:
+        question = example.messages[-1]["content"]
+        numbers, target = read(question)
+        sample = Sample(question, str(target), {"numbers": numbers, "target": target})
+        metrics.append(environment.compute_reward(example.answer, sample).sample_metrics)
+    return metrics
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, TinyModelSettings(num_numbers=5, max_number=99)])
 def test_right_answers_are_right(settings):
     source = ExampleSource(settings)
-    assert all(judge(source.draw(0.0), settings) == {"correct": 1.0, "format": 1.0} for _ in range(100))
+    metrics = judge([source.draw(0.0) for _ in range(100)], settings)
+    assert all(metric == {"correct": 1.0, "format": 1.0} for metric in metrics)
 
 
 def test_arbitrary_answers_keep_the_form_and_are_mostly_wrong():
     source = ExampleSource(SETTINGS)
-    metrics = [judge(source.draw(1.0)) for _ in range(300)]
+    metrics = judge([source.draw(1.0) for _ in range(300)])
     assert all(metric["format"] == 1.0 for metric in metrics)
     assert 0.02 < sum(metric["correct"] for metric in metrics) / len(metrics) < 0.4
 
