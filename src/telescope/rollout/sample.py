@@ -3,8 +3,8 @@
 Owns the turn loop and the retries after infrastructure failures. Does not own lanes, servers or environments: they come
 in through `Lanes`, `Engine` and `EnvironmentPool`. A single-turn sample is a loop that ends after one turn.
 
-Three kinds of failure, never mixed: a bad answer is a reward; an environment that fails masks the sample; an engine that
-fails is asked again, elsewhere if need be, and masks the sample only when the retries are used up.
+Three kinds of failure, never mixed: a bad answer is a reward; an environment that fails masks the sample; an engine
+that fails is asked again, elsewhere if need be, and masks the sample only when the retries are used up.
 """
 
 from __future__ import annotations
@@ -168,8 +168,9 @@ async def _generate(
                 raise InfrastructureError(f"server {lane.server} aborted request {request.request_id} by itself")
             return lane, generation
         except InfrastructureError as error:
-            lanes.release(lane)
+            # Reported first: the lane must not go to a waiter on a server that has just failed.
             on_engine_failure(lane.server, error)
+            lanes.release(lane)
             trajectory.num_infrastructure_retries += 1
             if trajectory.num_infrastructure_retries > settings.max_infrastructure_retries:
                 raise

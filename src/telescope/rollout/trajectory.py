@@ -29,7 +29,10 @@ class Turn:
 
 @dataclass
 class Trajectory:
-    """One sample of a group. `reward` stays None while it is open and when it is masked (then `failure_kind` says why)."""
+    """One sample of a group.
+
+    `reward` stays None while it is open and when it is masked (then `failure_kind` says why).
+    """
 
     sample_id: str
     group_id: int

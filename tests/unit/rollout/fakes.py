@@ -1,0 +1,158 @@
+"""In-memory stand-ins for what a rollout uses: engine, lanes and environment, each with its behaviour as a value."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from telescope.environments.records import Advance, RewardRecord
+from telescope.errors import InfrastructureError
+from telescope.rollout.sample import RolloutSettings, RolloutTask, SamplingSettings, run_rollout
+from telescope.rollout.trajectory import Trajectory
+from telescope.rollout.types import GenerateRequest, Generation, Lease
+
+
+def generation(tokens: list[int], *, version: int = 0, finish_reason: str = "stop", spans: Any = None) -> Generation:
+    """What an engine sampled: `tokens` of one version unless `spans` says otherwise; logprob -0.5 each."""
+    default = [(version, 0, len(tokens))] if tokens else []
+    return Generation(
+        np.array(tokens, dtype=np.int64), np.full(len(tokens), -0.5, np.float32), finish_reason,
+        default if spans is None else spans,
+    )  # fmt: skip
+
+
+def reward(total: float | None = 1.0, **metrics: float) -> RewardRecord:
+    return RewardRecord(total, metrics, {"answer": "42", "other": None}, [], {"kind": "easy"})
+
+
+@dataclass
+class FakeEngine:
+    """Answers with what `answers` holds next; an exception in it is raised, and when it is empty, tokens 7 and 8."""
+
+    answers: Iterable[Any] = ()
+    requests: list[GenerateRequest] = field(default_factory=list)
+    wait: Callable[[], Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._answers: Iterator[Any] = iter(self.answers)
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self.requests.append(request)
+        if self.wait is not None:
+            await self.wait()
+        answer = next(self._answers, None)
+        if isinstance(answer, BaseException):
+            raise answer
+        return generation([7, 8]) if answer is None else answer
+
+    async def abort(self, request_ids: list[str]) -> None:
+        raise AssertionError("a rollout aborts nothing by itself")
+
+
+class FakeLanes:
+    """Hands out a new lease each time, on the servers in turn, and keeps count."""
+
+    def __init__(self, num_servers: int = 1) -> None:
+        self.num_servers = num_servers
+        self.leases: list[Lease] = []
+        self.turns: list[int] = []
+        self.releases: Counter[int] = Counter()
+        self.wait: Callable[[], Any] | None = None
+
+    async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
+        if self.wait is not None:
+            await self.wait()
+        lease = Lease(len(self.leases) % self.num_servers, len(self.leases))
+        self.leases.append(lease)
+        self.turns.append(turn)
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        assert not lease.released, "a lane was released twice"
+        lease.released = True
+        self.releases[lease.slot] += 1
+
+    def forget_group(self, group: int) -> None:
+        return
+
+    @property
+    def num_held(self) -> int:
+        return sum(not lease.released for lease in self.leases)
+
+
+@dataclass
+class FakeEnvironments:
+    """Answers with what `advances` holds next, a reward of 1 when it is empty; an exception in it is raised."""
+
+    advances: Iterable[Any] = ()
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    on_call: Callable[[], Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._advances: Iterator[Any] = iter(self.advances)
+
+    async def advance(
+        self, key: str, index: int, token_ids: list[int], stop_reason: str, *, for_eval: bool = False
+    ) -> Advance:
+        self.calls.append((key, index, token_ids, stop_reason, for_eval))
+        if self.on_call is not None:
+            await self.on_call()
+        answer = next(self._advances, None)
+        if isinstance(answer, BaseException):
+            raise answer
+        return Advance(True, [], "text", reward()) if answer is None else answer
+
+
+def settings(**changes: Any) -> RolloutSettings:
+    """Settings of a small rollout; `max_tokens` and `max_context` are of its sampling."""
+    sampling = SamplingSettings(
+        temperature=0.7,
+        top_p=None,
+        max_tokens=changes.pop("max_tokens", 16),
+        max_context=changes.pop("max_context", 64),
+    )
+    defaults: dict[str, Any] = {
+        "free_lane_after_generation": True,
+        "lane_timeout": 5.0,
+        "max_infrastructure_retries": 3,
+        "priority_by_turn": False,
+    }
+    return RolloutSettings(sampling=sampling, **{**defaults, **changes})
+
+
+def task(prompt: list[int] | None = None) -> RolloutTask:
+    return RolloutTask("5-0", 5, 0, "arithmetic", "arithmetic#1", 3, prompt or [1, 2, 3], lambda turn: 100 + turn)
+
+
+@dataclass
+class Bench:
+    """A rollout with its stand-ins. `run` runs one sample to its end."""
+
+    engine: FakeEngine = field(default_factory=FakeEngine)
+    environments: FakeEnvironments = field(default_factory=FakeEnvironments)
+    lanes: FakeLanes = field(default_factory=FakeLanes)
+    failures: list[tuple[int, str]] = field(default_factory=list)
+
+    def on_engine_failure(self, server: int, error: InfrastructureError) -> None:
+        self.failures.append((server, str(error)))
+
+    async def run(self, prompt: list[int] | None = None, **changes: Any) -> Trajectory:
+        return await run_rollout(
+            task(prompt),
+            lanes=self.lanes,
+            engine_of=lambda server: self.engine,
+            environments=self.environments,  # type: ignore[arg-type]
+            settings=settings(**changes),
+            on_engine_failure=self.on_engine_failure,
+        )
+
+
+async def tick(times: int) -> None:
+    """Give way to the event loop so many times."""
+    for _ in range(times):
+        await asyncio.sleep(0)

@@ -1,0 +1,278 @@
+"""Running one sample: turns, retries, masks, and lanes that come back whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.rollout.fakes import (
+    Bench,
+    FakeEngine,
+    FakeEnvironments,
+    FakeLanes,
+    generation,
+    reward,
+    tick,
+)
+
+from telescope.config import TelescopeConfig
+from telescope.environments.records import Advance
+from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError
+from telescope.orchestrator.lanes import LanePool
+from telescope.rollout.sample import MAX_INFRASTRUCTURE_RETRIES, RolloutSettings
+
+DEAD = InfrastructureError("the server is gone")
+
+
+async def test_a_sample_is_generated_and_scored() -> None:
+    bench = Bench()
+    sample = await bench.run()
+    assert sample.reward is not None
+    assert (sample.total_reward, sample.failure_kind) == (1.0, None)
+    assert sample.completion_text == "text"
+    assert sample.started_at <= sample.generated_at <= sample.finished_at
+    request = bench.engine.requests[0]
+    assert (request.request_id, request.prompt_token_ids, request.seed) == ("5-0.0.0", [1, 2, 3], 100)
+    assert (request.temperature, request.top_p, request.priority) == (0.7, None, 0)
+    assert bench.environments.calls == [("arithmetic#1", 3, [7, 8], "stop", False)]
+    assert bench.lanes.num_held == 0
+
+
+async def test_an_eval_asks_the_environment_for_its_eval_metrics() -> None:
+    bench = Bench()
+    await bench.run(for_eval=True)
+    assert bench.environments.calls[0][-1] is True
+
+
+async def test_a_failed_engine_is_asked_again_on_a_fresh_lane() -> None:
+    bench = Bench(FakeEngine([DEAD, DEAD, None]), lanes=FakeLanes(num_servers=2))
+    sample = await bench.run()
+    assert sample.total_reward == 1.0
+    assert sample.num_infrastructure_retries == 2
+    assert bench.failures == [(0, "the server is gone"), (1, "the server is gone")]
+    assert [lease.slot for lease in bench.lanes.leases] == [0, 1, 2]
+    assert (sample.server_index, sample.lane) == (0, 2), "the lane that served it, not one that failed"
+    ids = [request.request_id for request in bench.engine.requests]
+    assert len(set(ids)) == 3, "a request id is never used twice"
+    assert len({request.seed for request in bench.engine.requests}) == 1, "the same noise whoever serves it"
+    assert bench.lanes.num_held == 0
+
+
+async def test_a_sample_is_masked_when_its_retries_are_used_up() -> None:
+    bench = Bench(FakeEngine([DEAD] * 10))
+    sample = await bench.run()
+    assert len(bench.engine.requests) == 1 + 3
+    assert sample.reward is None
+    assert (sample.failure_kind, sample.failure_message) == ("infrastructure", "the server is gone")
+    assert not bench.environments.calls, "a failed engine is never scored"
+    assert bench.lanes.num_held == 0
+
+
+async def test_an_engine_that_aborts_by_itself_has_failed() -> None:
+    bench = Bench(FakeEngine([generation([7], finish_reason="abort")]))
+    sample = await bench.run()
+    assert sample.total_reward == 1.0
+    assert sample.num_infrastructure_retries == 1
+    assert bench.environments.calls == [("arithmetic#1", 3, [7, 8], "stop", False)], "the aborted answer is not scored"
+
+
+async def test_an_environment_that_fails_masks_the_sample_and_is_not_asked_again() -> None:
+    bench = Bench(environments=FakeEnvironments([EnvironmentFailure("KeyError: 'numbers'")]))
+    sample = await bench.run()
+    assert sample.reward is None
+    assert (sample.failure_kind, sample.failure_message) == ("environment", "KeyError: 'numbers'")
+    assert len(bench.engine.requests) == len(bench.environments.calls) == 1
+    assert sample.num_completion_tokens == 2, "what was generated stays on record"
+    assert not bench.failures
+    assert bench.lanes.num_held == 0
+
+
+async def test_the_turns_of_a_rollout_are_one_growing_sequence() -> None:
+    bench = Bench(
+        FakeEngine([generation([7, 8]), generation([9]), generation([10])]),
+        FakeEnvironments(
+            [Advance(False, [20, 21], "first", None), Advance(False, [22], "second", None),
+             Advance(True, [], "third", reward(0.5))]
+        ),
+    )  # fmt: skip
+    sample = await bench.run()
+    assert [request.prompt_token_ids for request in bench.engine.requests] == [
+        [1, 2, 3],
+        [1, 2, 3, 7, 8, 20, 21],
+        [1, 2, 3, 7, 8, 20, 21, 9, 22],
+    ]
+    assert [request.seed for request in bench.engine.requests] == [100, 101, 102]
+    assert [request.request_id for request in bench.engine.requests] == ["5-0.0.0", "5-0.1.0", "5-0.2.0"]
+    assert bench.lanes.turns == [0, 1, 2], "each turn takes a lane of its own, later turns first"
+    assert sample.completion_text == "first\nsecond\nthird"
+    assert sample.total_reward == 0.5
+    train = sample.to_train_sample()
+    assert train.token_ids_L.tolist() == [1, 2, 3, 7, 8, 20, 21, 9, 22, 10]
+    assert train.trained_L.tolist() == [token in (7, 8, 9, 10) for token in train.token_ids_L]
+
+
+async def test_an_engine_that_fails_in_a_later_turn_repeats_that_turn_alone() -> None:
+    bench = Bench(
+        FakeEngine([generation([7]), DEAD, generation([9])]),
+        FakeEnvironments([Advance(False, [20], "first", None)]),
+    )
+    sample = await bench.run()
+    assert [len(request.prompt_token_ids) for request in bench.engine.requests] == [3, 5, 5]
+    assert len(sample.turns) == 2
+    assert len(bench.environments.calls) == 2
+
+
+async def test_an_answer_may_use_the_room_that_the_prompt_leaves() -> None:
+    bench = Bench()
+    await bench.run(prompt=list(range(60)), max_context=64, max_tokens=16)
+    assert bench.engine.requests[0].max_tokens == 4
+
+
+async def test_a_turn_that_finds_the_context_full_masks_the_sample() -> None:
+    bench = Bench(environments=FakeEnvironments([Advance(False, [20] * 10, "first", None)]))
+    sample = await bench.run(max_context=15)
+    assert sample.reward is None
+    assert sample.failure_kind == "environment"
+    assert "turn 1 fills the context (max_model_len)" in str(sample.failure_message)
+    assert len(bench.engine.requests) == 1
+    assert bench.lanes.num_held == 0
+
+
+async def test_priorities_follow_turns_when_the_engine_sorts_by_them() -> None:
+    bench = Bench(environments=FakeEnvironments([Advance(False, [20], "first", None)]))
+    await bench.run(priority_by_turn=True)
+    assert [request.priority for request in bench.engine.requests] == [0, 1]
+
+
+@pytest.mark.parametrize("free", [True, False])
+async def test_a_lane_is_free_while_the_environment_works_if_so_configured(free: bool) -> None:
+    bench = Bench()
+    held: list[int] = []
+
+    async def look() -> None:
+        held.append(bench.lanes.num_held)
+
+    bench.environments.on_call = look
+    await bench.run(free_lane_after_generation=free)
+    assert held == [0 if free else 1]
+    assert bench.lanes.num_held == 0
+
+
+async def test_a_failed_server_is_reported_before_its_lane_is_free_for_others() -> None:
+    bench = Bench(FakeEngine([DEAD]))
+    held: list[int] = []
+    bench.on_engine_failure = lambda server, error: held.append(bench.lanes.num_held)  # type: ignore[method-assign]
+    await bench.run()
+    assert held == [1]
+
+
+async def test_a_wait_for_a_lane_that_runs_out_is_not_blamed_on_the_sample() -> None:
+    bench = Bench()
+
+    async def never() -> None:
+        raise DeadlineExceeded("no inference lane came free")
+
+    bench.lanes.wait = never
+    with pytest.raises(DeadlineExceeded):
+        await bench.run()
+
+
+async def test_a_bug_in_an_engine_is_raised_and_gives_the_lane_back() -> None:
+    bench = Bench(FakeEngine([ArithmeticError("a bug")]))
+    with pytest.raises(ArithmeticError):
+        await bench.run()
+    assert bench.lanes.num_held == 0
+
+
+steps = st.sampled_from(["ok", "dead", "abort", "environment fails", "turn", "bug"])
+
+
+@given(
+    script=st.lists(steps, max_size=8),
+    free=st.booleans(),
+    cancel_after=st.integers(0, 30),
+    delays=st.lists(st.integers(0, 3), min_size=1, max_size=6),
+)
+def test_a_lane_comes_back_exactly_once_whatever_fails_and_whenever_it_is_cancelled(
+    script: list[str], free: bool, cancel_after: int, delays: list[int]
+) -> None:
+    answers: dict[str, Any] = {
+        "dead": DEAD, "abort": generation([7], finish_reason="abort"), "bug": ArithmeticError("a bug")
+    }  # fmt: skip
+    advances: dict[str, Any] = {
+        "environment fails": EnvironmentFailure("broken"), "turn": Advance(False, [20], "t", None)
+    }  # fmt: skip
+    asked = iter(delays * 50)
+
+    async def pause() -> None:
+        await tick(next(asked))
+
+    async def scenario() -> Bench:
+        bench = Bench(
+            FakeEngine([answers.get(step) for step in script], wait=pause),
+            FakeEnvironments([advances.get(step) for step in script if step not in answers], on_call=pause),
+        )
+        bench.lanes.wait = pause
+        running = asyncio.create_task(bench.run(free_lane_after_generation=free, max_context=1000))
+        await tick(cancel_after)
+        running.cancel()
+        (outcome,) = await asyncio.gather(running, return_exceptions=True)
+        if isinstance(outcome, Exception):
+            assert isinstance(outcome, ArithmeticError)
+        return bench
+
+    bench = asyncio.run(scenario())
+    assert all(bench.lanes.releases[lease.slot] == 1 for lease in bench.lanes.leases)
+
+
+@given(
+    outcomes=st.lists(steps, max_size=12),
+    cancelled=st.sets(st.integers(0, 5)),
+    free=st.booleans(),
+    delays=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+)
+def test_many_rollouts_over_real_lanes_leave_every_lane_free(
+    outcomes: list[str], cancelled: set[int], free: bool, delays: list[int]
+) -> None:
+    asked = iter(delays * 500)
+
+    async def pause() -> None:
+        await tick(next(asked))
+
+    async def scenario() -> LanePool:
+        lanes = LanePool([2])
+        lanes.set_up(0, True)
+        engine = FakeEngine([DEAD if outcome == "dead" else None for outcome in outcomes], wait=pause)
+        running = []
+        for _ in range(6):
+            bench = Bench(engine, FakeEnvironments(on_call=pause), lanes)  # type: ignore[arg-type]
+            running.append(asyncio.create_task(bench.run(free_lane_after_generation=free)))
+        await tick(3)
+        for index in cancelled:
+            running[index].cancel()
+            await pause()
+        await asyncio.gather(*running, return_exceptions=True)
+        return lanes
+
+    lanes = asyncio.run(scenario())
+    assert lanes.num_used == lanes.num_waiting == 0
+    assert sorted(lanes.servers[0].free_slots) == [0, 1]
+
+
+def test_settings_of_a_run_come_from_its_config() -> None:
+    config = TelescopeConfig.model_validate(
+        {
+            "model": "m", "environments": [{"name": "countdown"}], "temperature": 0.7, "max_tokens": 12,
+            "max_model_len": 99, "vllm_scheduling_policy": "priority", "free_lane_after_generation": False,
+        }
+    )  # fmt: skip
+    built = RolloutSettings.from_config(config)
+    assert (built.sampling.temperature, built.sampling.max_tokens, built.sampling.max_context) == (0.7, 12, 99)
+    assert built.priority_by_turn
+    assert not built.free_lane_after_generation
+    assert not built.for_eval
+    assert built.max_infrastructure_retries == MAX_INFRASTRUCTURE_RETRIES
+    assert built.lane_timeout > config.request_timeout_seconds, "a lane may be held for a whole generation"

@@ -1,0 +1,85 @@
+"""A trajectory is token ids: what a turn was asked with, what it sampled, and how old that is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.rollout.fakes import generation, reward
+
+from telescope.rollout.trajectory import Trajectory, Turn
+
+tokens = st.lists(st.integers(0, 2**17), max_size=6)
+
+
+def trajectory(turns: list[tuple[list[int], list[int]]]) -> Trajectory:
+    sample = Trajectory("5-0", 5, 0, "arithmetic")
+    sample.turns = [Turn(added, generation(sampled)) for added, sampled in turns]
+    return sample
+
+
+@given(st.lists(st.tuples(tokens, tokens), max_size=4), tokens)
+def test_the_next_prompt_is_every_id_so_far_and_then_what_is_added(
+    turns: list[tuple[list[int], list[int]]], added: list[int]
+) -> None:
+    so_far = [token for pair in turns for part in pair for token in part]
+    assert trajectory(turns).next_prompt(added) == so_far + added
+
+
+@given(st.lists(st.tuples(tokens, tokens), min_size=1, max_size=4))
+def test_the_training_sequence_is_the_last_prompt_with_its_answer(turns: list[tuple[list[int], list[int]]]) -> None:
+    sample = trajectory(turns)
+    sample.reward = reward()
+    train = sample.to_train_sample()
+    assert train.token_ids_L.tolist() == sample.next_prompt([])
+    assert train.num_trained == sample.num_completion_tokens == sum(len(sampled) for _, sampled in turns)
+    assert train.token_ids_L[train.trained_L].tolist() == [token for _, sampled in turns for token in sampled]
+
+
+def test_only_sampled_tokens_are_trained_and_each_keeps_its_logprob_and_version() -> None:
+    sample = Trajectory("5-0", 5, 0, "arithmetic", reward=reward(0.25))
+    sample.turns = [
+        Turn([1, 2], generation([10, 11, 12], spans=[(4, 0, 1), (5, 1, 3)])),
+        Turn([3], generation([13], version=6)),
+    ]
+    train = sample.to_train_sample()
+    assert train.token_ids_L.tolist() == [1, 2, 10, 11, 12, 3, 13]
+    assert train.trained_L.tolist() == [False, False, True, True, True, False, True]
+    assert train.version_L.tolist() == [-1, -1, 4, 5, 5, -1, 6]
+    np.testing.assert_array_equal(train.engine_logprob_L, np.float32([0, 0, -0.5, -0.5, -0.5, 0, -0.5]))
+    assert (train.token_ids_L.dtype, train.version_L.dtype) == (np.int32, np.int32)
+    assert train.reward == 0.25
+
+
+def test_age_counts_from_the_oldest_sampled_token_of_any_turn() -> None:
+    sample = trajectory([])
+    assert sample.version_range == (-1, -1)
+    sample.turns = [
+        Turn([1], generation([2, 3], spans=[(4, 0, 1), (5, 1, 2)])),
+        Turn([6], generation([7], version=9)),
+    ]
+    assert sample.version_range == (4, 9)
+
+
+def test_an_answer_without_tokens_has_no_version() -> None:
+    assert trajectory([([1, 2], [])]).version_range == (-1, -1)
+
+
+def test_prompt_tokens_are_those_of_the_first_prompt() -> None:
+    sample = trajectory([([1, 2, 3], [4]), ([5, 6], [7, 8])])
+    assert (sample.num_prompt_tokens, sample.num_completion_tokens) == (3, 3)
+    assert trajectory([]).num_prompt_tokens == 0
+
+
+def test_the_stop_reason_is_that_of_the_last_turn() -> None:
+    sample = trajectory([([1], [2])])
+    sample.turns.append(Turn([3], generation([4], finish_reason="length")))
+    assert sample.stop_reason == "length"
+    assert trajectory([]).stop_reason == ""
+
+
+def test_a_masked_sample_has_no_reward_to_train_on() -> None:
+    sample = trajectory([([1], [2])])
+    with pytest.raises(AssertionError, match="5-0 has no reward"):
+        sample.to_train_sample()
