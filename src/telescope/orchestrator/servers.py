@@ -4,6 +4,8 @@ Owns the state of each server and the lanes being open or closed on it. Processe
 actor (`inference.server`), weights are sent by `weight_sync`; this module notices, waits, and brings a server back:
 restarted -> given the current weights -> open for samples. The run goes on with the others meanwhile.
 
+A server that cannot come back is given up, and the run goes on with the others; it ends when none is left.
+
 Invariant: a server's lanes are open only while its process answers and holds the newest synced weights.
 """
 
@@ -24,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 """How often each server's actor is asked; a failed request asks at once."""
+
+MAX_FAILED_BRING_UPS = 5
+"""Times in a row that a server may fail while it is given weights. Its process lives, so nobody else restarts it;
+asking for ever would let a run with one server stand still."""
 
 
 class ServerHandle(Protocol):
@@ -47,6 +53,7 @@ class _Server:
     num_restarts: int = 0
     up: bool = False
     failed: str | None = None
+    num_failed_bring_ups: int = 0
     bring_up: asyncio.Task[None] | None = None
 
 
@@ -101,19 +108,22 @@ class ServerPool:
         self.close(index, str(error))
 
     async def watch(self) -> None:
-        """Notice dead servers within seconds and bring them back, for ever. Raises when none can come back."""
+        """Notice dead servers within seconds and bring them back, for ever.
+
+        Raises InfrastructureError when no server is left.
+        """
+        try:
+            await self._watch()
+        finally:
+            tasks = [server.bring_up for server in self._servers if server.bring_up is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self) -> None:
         while True:
-            for index, server in enumerate(self._servers):
-                if server.failed is not None or (server.bring_up is not None and not server.bring_up.done()):
-                    continue
-                if server.bring_up is not None:
-                    server.bring_up.result()  # a bug in bringing up ends the run
-                    server.bring_up = None
-                status = await server.handle.status()
-                if status.restarts != server.num_restarts or status.state != "ready":
-                    self.close(index, f"its process is {status.state} (restarts: {status.restarts})")
-                if not server.up:
-                    server.bring_up = asyncio.create_task(self._bring_up(index), name=f"bring up server {index}")
+            for index in range(len(self._servers)):
+                await self._look_at(index)
             if all(server.failed is not None for server in self._servers):
                 reasons = "; ".join(f"server {i}: {server.failed}" for i, server in enumerate(self._servers))
                 raise InfrastructureError(f"no inference server is left. {reasons}")
@@ -124,33 +134,70 @@ class ServerPool:
             except TimeoutError:
                 continue  # the regular poll
 
+    async def _look_at(self, index: int) -> None:
+        """Close a server that is not what it was, and begin to bring up one that is out."""
+        server = self._servers[index]
+        if server.failed is not None or (server.bring_up is not None and not server.bring_up.done()):
+            return
+        if server.bring_up is not None:
+            server.bring_up.result()  # a bug in bringing up ends the run
+            server.bring_up = None
+        try:
+            status = await server.handle.status()
+        except (InfrastructureError, DeadlineExceeded) as error:
+            self._give_up(index, str(error))
+            return
+        if status.restarts != server.num_restarts or status.state != "ready":
+            self.close(index, f"its process is {status.state} (restarts: {status.restarts})")
+        if not server.up:
+            server.bring_up = asyncio.create_task(self._bring_up(index), name=f"bring up server {index}")
+
+    def _give_up(self, index: int, reason: str) -> None:
+        """This server takes no further part in the run."""
+        self.close(index, reason)
+        self._servers[index].failed = reason
+        self._status.set_part(f"server {index}", "failed for good")
+        self._status.messages.append(f"server {index} failed for good: {reason[:120]}")
+        logger.error("inference server %d failed for good: %s", index, reason)
+        self._wake.set()
+
     async def _bring_up(self, index: int) -> None:
         """Wait until the process answers, send it the current weights, open its lanes."""
         server = self._servers[index]
+        state = "not known"
         try:
             async with asyncio.timeout(self._start_timeout):
                 while True:
                     status = await server.handle.status()
+                    state = status.state
                     if status.state == "failed":
-                        server.failed = status.error or f"gave up after {status.restarts} restarts"
-                        self._status.set_part(f"server {index}", "failed for good")
-                        logger.error("inference server %d failed for good: %s", index, server.failed)
+                        self._give_up(index, status.error or f"gave up after {status.restarts} restarts")
                         return
                     if status.state == "ready" and await server.client.health():
                         break
                     self._status.set_part(f"server {index}", f"restarting ({status.state})")
                     await asyncio.sleep(POLL_SECONDS / 4)
         except TimeoutError:
-            raise DeadlineExceeded(
-                f"restart of inference server {index} took longer than inference_start_timeout_seconds = "
-                f"{self._start_timeout:g} s; last state: {status.state}; see its log in the run directory"
-            ) from None
+            self._give_up(
+                index,
+                f"its restart took longer than inference_start_timeout_seconds = {self._start_timeout:g} s; "
+                f"last state: {state}; see its log in the run directory",
+            )
+            return
+        except (InfrastructureError, DeadlineExceeded) as error:
+            self._give_up(index, str(error))
+            return
         fresh, server.num_restarts = status.restarts != server.num_restarts, status.restarts
         self._status.set_part(f"server {index}", "receiving weights")
         try:
             await self._bring_weights(index, lambda: self.open(index), fresh=fresh)
         except InfrastructureError as error:
             logger.warning("inference server %d failed again while it was given weights: %s", index, error)
+            server.num_failed_bring_ups += 1
+            if server.num_failed_bring_ups >= MAX_FAILED_BRING_UPS:
+                times = server.num_failed_bring_ups
+                self._give_up(index, f"it failed {times} times in a row while it was given weights, last: {error}")
             return
+        server.num_failed_bring_ups = 0
         logger.info("inference server %d is back (restarts: %d)", index, status.restarts)
         self._status.messages.append(f"server {index} is back with the current weights")

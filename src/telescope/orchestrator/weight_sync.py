@@ -1,11 +1,13 @@
 """Bringing the trainer's weights into the running engines, and proving that they arrived.
 
-For one sync, per server:   pause (running requests freeze) -> start update -> receive -> finish (version counted) -> resume
+For one sync, per server:
+    pause (running requests freeze) -> start update -> receive -> finish (version counted) -> resume
 while the trainer's ranks gather and send, one communicator per engine. Owns that order, the connections, and the
 measurements; what is sent is `weights`, which servers are up is `servers`.
 
-Invariants: syncs hold the trainer's queue, so they run one at a time and never beside a training step; a server that fails at any point is left out of the rest of the sync, its
-communicator is given up, and nobody else waits for it; an engine that was paused is resumed or taken out.
+Invariants: syncs hold the trainer's queue, so they run one at a time and never beside a training step; a server that
+fails at any point is left out of the rest of the sync, its communicator is given up, and nobody else waits for it; an
+engine that was paused is resumed or taken out; a trainer that fails ends the sync at once, whatever servers wait for.
 """
 
 from __future__ import annotations
@@ -138,6 +140,8 @@ class WeightSync:
                 if not report.held_by:
                     raise InfrastructureError(f"server {server} did not take the weights: {report.servers[0].failure}")
                 await self._probe(report)
+                if not report.held_by:
+                    raise InfrastructureError(f"server {server} failed its probe: {report.servers[0].failure}")
             on_held()
 
     async def _send(self, version: int, servers: list[int], *, fingerprints: bool) -> SyncReport:
@@ -168,11 +172,12 @@ class WeightSync:
 
         started = time.monotonic()
         send = asyncio.ensure_future(self._trainer.send_weights(update, report.held_by, fingerprints=fingerprints))
+        receiving = asyncio.ensure_future(self._each(report, receive))
         try:
-            await self._each(report, receive)
-            sent = await send
+            sent, _ = await asyncio.gather(send, receiving)
         finally:
             send.cancel()
+            receiving.cancel()
         report.trainer_seconds = time.monotonic() - started
         report.num_bytes = update.num_bytes
         for rank_report in sent:
@@ -244,7 +249,8 @@ class WeightSync:
                 held = await client.call_worker("telescope_fingerprints")
                 engine_logprobs = await client.prompt_logprobs(self._probe_token_ids)
             except InfrastructureError as error:
-                self._on_failure(server, error)
+                # Unproven is as good as failed: it is given the weights again, and asked again, before it serves.
+                self._fail(report, server, error)
                 continue
             probe = compare(
                 sent=report.fingerprints,
@@ -256,6 +262,7 @@ class WeightSync:
             self.last_probe[server] = probe
             if not probe.ok:
                 raise WeightMismatch(
-                    f"server {server} does not hold the weights of version {report.version} that the trainer sent: {probe}"
+                    f"server {server} does not hold the weights of version {report.version} that the trainer sent: "
+                    f"{probe}"
                 )
             logger.info("weights of version %d proven on server %d: %s", report.version, server, probe)
