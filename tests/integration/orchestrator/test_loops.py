@@ -6,12 +6,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from tests.integration.orchestrator.harness import harness
 
 from telescope.inference.fake_engine import FakeEngineSettings
 from telescope.orchestrator.fake_run import FakeTrainer
 from telescope.record.reader import Run
-
-from tests.integration.orchestrator.harness import harness
 
 SLOW = FakeEngineSettings(mean_tokens=12, length_sigma=0.6, tokens_per_second=400, vocabulary=300, end_token=None)
 
