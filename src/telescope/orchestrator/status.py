@@ -46,6 +46,7 @@ class RunStatus:
     num_finished_groups: int = 0
     num_discarded_groups: int = 0
     num_masked_samples: int = 0
+    num_samples_finished: int = 0
     num_tokens_generated: int = 0
     eval_done: int = 0
     eval_total: int = 0
@@ -62,7 +63,8 @@ class RunStatus:
         self.last_progress_at = time.monotonic()
 
     def generated(self, num_tokens: int) -> None:
-        """Count sampled tokens of a finished turn."""
+        """Count a finished sample and the tokens that were sampled for it."""
+        self.num_samples_finished += 1
         self.num_tokens_generated += num_tokens
         self.token_times.append((time.monotonic(), num_tokens))
 
