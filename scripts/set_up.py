@@ -81,6 +81,7 @@ def set_up(kind: str, *, use_pip: bool) -> None:
     }
     have = read_stamp() if environment_works() else {}
     if have == wanted:
+        say(f".venv is up to date ({kind})")
         return
     started = time.monotonic()
     if platform.machine() != "x86_64":
@@ -260,7 +261,7 @@ def install_cpu_torch(torch: str, installer: Installer) -> None:
     """
     step(f"installing {torch}, CPU build")
     if index := os.environ.get("TORCH_INDEX_URL"):
-        if not installer.install("--no-deps", f"{torch}+cpu", "--index-url", index, quiet_failure=True):
+        if not installer.install("--no-deps", f"{torch}+cpu", "--extra-index-url", index, quiet_failure=True):
             raise SetUpError(f"TORCH_INDEX_URL={index} has no {torch}+cpu for this Python; correct it or unset it")
         return
     if installer.install("--no-deps", f"{torch}+cpu", quiet_failure=True):

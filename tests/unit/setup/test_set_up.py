@@ -146,7 +146,7 @@ def test_cpu_torch_is_asked_for_by_name_and_the_users_index_comes_first(
     asked.clear()
     monkeypatch.setenv("TORCH_INDEX_URL", "https://index.example/cpu")
     set_up.install_cpu_torch("torch==2.13.0", Recorder(has_cpu_build=True))
-    assert asked == [("--no-deps", "torch==2.13.0+cpu", "--index-url", "https://index.example/cpu")]
+    assert asked == [("--no-deps", "torch==2.13.0+cpu", "--extra-index-url", "https://index.example/cpu")]
     with pytest.raises(set_up.SetUpError, match=r"index\.example"):
         set_up.install_cpu_torch("torch==2.13.0", Recorder(has_cpu_build=False))
 
