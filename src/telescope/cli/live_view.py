@@ -219,8 +219,8 @@ class LiveView:
             for message in list(status.messages):
                 if message not in shown_messages:
                     shown_messages.add(message)
-                    self._console.print(message, highlight=False, markup=False)
+                    self._console.print(message, highlight=False, markup=False, soft_wrap=True)
             history = list(status.history)
             for summary in history[num_shown:]:
-                self._console.print(step_line(summary, status.num_steps), highlight=False, markup=False)
+                self._console.print(step_line(summary, status.num_steps), highlight=False, markup=False, soft_wrap=True)
             num_shown = len(history)

@@ -24,7 +24,7 @@ from telescope.errors import UserError
 logger = logging.getLogger(__name__)
 
 LOCAL_OBJECT_STORE_BYTES = 1 << 30
-"""Batches pass through the object store and are a few MB; Ray's default of 30 % of the machine's memory is for data work."""
+"""Batches pass through the object store and are a few MB; Ray's default, 30 % of the memory, is for data work."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def runtime_environment(config: TelescopeConfig, run_dir: Path) -> dict[str, Any
 
 
 def connect(config: TelescopeConfig, run_dir: Path, *, local_cpus: float, local_gpus: float) -> Cluster:
-    """Connect to `ray_address`, or start a cluster on this machine when there is none and `ray_auto_start_local` allows.
+    """Connect to `ray_address`, or start a cluster here when there is none and `ray_auto_start_local` allows.
 
     `local_cpus` is what a cluster started here offers; CPU shares only order Ray's bookkeeping, they bind no core.
     Raises UserError when there is no cluster and none may be started.
@@ -73,7 +73,7 @@ def connect(config: TelescopeConfig, run_dir: Path, *, local_cpus: float, local_
         "namespace": config.ray_namespace,
         "runtime_env": runtime_environment(config, run_dir),
         "log_to_driver": config.ray_log_to_driver,
-        "logging_level": logging.DEBUG if config.debug else logging.WARNING,
+        "logging_level": logging.DEBUG if config.debug else logging.ERROR,
     }
     if config.ray_address != "local":
         try:
@@ -90,6 +90,8 @@ def connect(config: TelescopeConfig, run_dir: Path, *, local_cpus: float, local_
                 ) from error
     # Memory is supervised by the run itself; Ray's monitor would kill a trainer that loads a large model.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+    # Ray lowers the priority of its workers, for the sake of a desktop; here they are the run.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
         address="local",
         num_cpus=math.ceil(local_cpus),

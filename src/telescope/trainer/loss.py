@@ -60,7 +60,8 @@ def to_device(host: HostMicroBatch, device: torch.device, kernel: Kernel, float_
     """Move a prepared micro-batch. Copies to a GPU are asynchronous and ordered before the kernels that read them."""
 
     def move(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
+        # A copy: what comes out of Ray's object store is read-only memory that other processes share.
+        tensor = torch.from_numpy(array.copy()).to(dtype)
         if device.type == "cuda":
             return tensor.pin_memory().to(device, non_blocking=True)
         return tensor.to(device)
