@@ -1,0 +1,109 @@
+"""What benchmarks have in common: clocks of this process, lag of its event loop, and where a number was measured."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import platform
+import resource
+import subprocess
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+LAG_GRID_SECONDS = 0.01
+"""Lag is asked for at every point of a grid this fine, whether or not the loop was free then."""
+
+
+class LagMeter:
+    """How late the event loop runs what is due, seen from points that are evenly spaced in time.
+
+    A loop that is held for 100 ms is late for all ten points of that time and not only for one, so a percentile is the
+    share of time and a stall cannot hide behind the calm before it. Includes the time that the kernel gave the core to
+    other processes, and about 1 ms that the loop's own timers are coarse by.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._lags: list[float] = []
+        self._due = self._loop.time() + LAG_GRID_SECONDS
+        self._timer = self._loop.call_at(self._due, self._tick)
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        while self._due <= now:
+            self._lags.append(now - self._due)
+            self._due += LAG_GRID_SECONDS
+        self._timer = self._loop.call_at(self._due, self._tick)
+
+    def take(self) -> list[float]:
+        """Lags since the last call, in seconds."""
+        lags, self._lags = self._lags, []
+        return lags
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` (0 to 1) of the values do not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else math.nan
+
+
+def cpu_seconds() -> dict[str, float]:
+    """CPU seconds so far: `driver` is this process with all its threads, `thread:<name>` one of them."""
+    seconds = {"driver": time.process_time()}
+    for thread in threading.enumerate():
+        if thread.ident is not None:
+            name = "thread:" + ("loop" if thread is threading.main_thread() else thread.name)
+            seconds[name] = seconds.get(name, 0.0) + time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    return seconds
+
+
+def cpu_seconds_of(pids: Iterable[int]) -> float:
+    """CPU seconds so far of other processes of this machine, user and system."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def peak_rss_mib() -> float:
+    """Largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def provenance(packages: Sequence[str]) -> dict[str, Any]:
+    """Where, when and with which code a number was measured."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _git("rev-parse", "--short", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--", "src", "benchmarks/*.py")),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in packages},
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"

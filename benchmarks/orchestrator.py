@@ -1,0 +1,338 @@
+"""What the driver costs per finished sample, and how late its event loop runs, with thousands of samples in flight.
+
+    python benchmarks/orchestrator.py --quick
+
+The real loops, lanes, HTTP clients, environment processes and record, against fake engines in processes of their own
+that answer in vLLM's format. The trainer and the weights are stand-ins. Each case runs in a fresh process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fake_servers import SECRET, VOCABULARY, ServerProcess, fake_servers, save_tokenizer
+from measure import LagMeter, cpu_seconds, cpu_seconds_of, peak_rss_mib, percentile, provenance
+
+from telescope.config import TelescopeConfig
+from telescope.inference.client import EngineClient
+from telescope.inference.fake_engine import FakeEngineSettings
+from telescope.orchestrator.fake_run import FakeRun, FakeTrainer, fake_run
+from telescope.orchestrator.supervise import Supervisor
+
+GROUP_SIZE = 16
+NUM_SERVERS = 2
+MEAN_TOKENS = 1000
+LENGTH_SIGMA = 0.8
+MAX_TOKENS = 8192
+CONTEXT = 16_384
+STEP_SECONDS = 0.2
+VLLM_VERSION = "0.32.0"
+PACKAGES = ("aiohttp", "msgspec", "numpy", "pyarrow")
+
+AIM_CPU_MS = 1.0
+AIM_LAG_P99_MS = 20.0
+
+DESCRIPTION = f"""\
+Measures the driver of a training run under load, on this machine, without a GPU.
+
+Answers have a log-normal length with a mean of {MEAN_TOKENS} tokens (sigma {LENGTH_SIGMA}, cut at {MAX_TOKENS}). They
+come at a fixed speed per request and are written as vLLM {VLLM_VERSION} writes them, about 140 bytes
+a token. Groups of {GROUP_SIZE}, a batch of an eighth of what is in flight, a training step of {STEP_SECONDS} s,
+a weight sync after each."""
+
+EPILOG = f"""\
+columns
+  driver      CPU of the driver process, all threads, per finished sample and per 1,000 tokens
+              (aim: {AIM_CPU_MS:g} ms with 4,096 in flight)
+  loop        the part of it that ran on the event loop's thread
+  recorder    the part of it that ran on the recorder's thread
+  lag         how late the loop ran what was due, over points that are evenly spaced in time
+              (aim: p99 {AIM_LAG_P99_MS:g} ms); includes waiting for a core, so run it on an idle machine
+  samples/s   follows from the load (samples in flight x speed / length): it says that the load
+              was met, not how fast the driver could be
+  cores       CPU of the driver per second
+  RSS         peak of the driver
+
+examples
+  python benchmarks/orchestrator.py --quick
+  python benchmarks/orchestrator.py --json benchmarks/results/orchestrator.json
+  python benchmarks/orchestrator.py --in-flight 4096 --repeats 1 --profile driver.svg
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement. Times in seconds."""
+
+    in_flight: int
+    tokens_per_second: float
+    warm_up: float
+    seconds: float
+    tokenizer: str
+    end_token: int
+
+
+def config_of(case: Case) -> TelescopeConfig:
+    """A run whose lanes, not its async window, bound what is in flight."""
+    groups = case.in_flight // GROUP_SIZE
+    batch = max(2, groups // 8)
+    return TelescopeConfig.model_validate(
+        {
+            "model": case.tokenizer,
+            "environments": [{"name": "coin"}],
+            "environments_path": [str(Path(__file__).parent / "environments")],
+            "environment_workers": 1,
+            "group_size": GROUP_SIZE,
+            "prompts_batch_size_for_trainer": batch,
+            "max_async_rollout": groups // batch + 8,
+            "max_concurrent_prompts_per_server": groups // NUM_SERVERS,
+            "inference_num_workers": NUM_SERVERS,
+            "trainer_num_workers": 2,
+            "number_of_steps": 100_000,
+            "max_tokens": MAX_TOKENS,
+            "max_model_len": CONTEXT,
+            "seq_len": CONTEXT,
+            "use_wandb": False,
+        }
+    )
+
+
+@asynccontextmanager
+async def started(case: Case, folder: Path) -> AsyncIterator[tuple[FakeRun, list[ServerProcess]]]:
+    """Servers, clients and a wired run."""
+    settings = FakeEngineSettings(
+        mean_tokens=MEAN_TOKENS,
+        length_sigma=LENGTH_SIGMA,
+        tokens_per_second=case.tokens_per_second,
+        max_model_len=CONTEXT,
+        vocabulary=VOCABULARY,
+        end_token=case.end_token,
+        vllm_version=VLLM_VERSION,
+    )
+    async with AsyncExitStack() as stack:
+        servers = await stack.enter_async_context(fake_servers(NUM_SERVERS, settings))
+        clients = [EngineClient(server.url, SECRET, index) for index, server in enumerate(servers)]
+        for client in clients:
+            stack.push_async_callback(client.close)
+        trainer = FakeTrainer(seconds=STEP_SECONDS, keep=False)
+        run = await stack.enter_async_context(fake_run(config_of(case), folder, servers, clients, trainer=trainer))
+        yield run, servers
+
+
+async def measure(case: Case) -> dict[str, Any]:
+    """Run one case and return its numbers."""
+    with tempfile.TemporaryDirectory(prefix="telescope-benchmark-") as folder:
+        async with started(case, Path(folder)) as (run, servers):
+            supervisor = Supervisor()
+            supervisor.spawn(run.servers.watch(), "server watch")
+            training = asyncio.create_task(supervisor.run_until(run.orchestrator.run(supervisor)))
+            try:
+                return await _observe(case, run, servers, training)
+            finally:
+                training.cancel()
+                await asyncio.wait([training])
+
+
+async def _observe(
+    case: Case, run: FakeRun, servers: list[ServerProcess], training: asyncio.Task[Any]
+) -> dict[str, Any]:
+    lag = LagMeter()
+    await _sleep(case.warm_up, training)
+    start_lags = lag.take()
+    others = {"engines": [s.pid for s in servers], "environments": list(run.environments.status().pids)}
+    before = cpu_seconds() | {name: cpu_seconds_of(pids) for name, pids in others.items()}
+    samples, tokens, steps = run.status.num_samples_finished, run.status.num_tokens_generated, run.status.step
+    started_at, in_flight = time.monotonic(), []
+    while time.monotonic() < started_at + case.seconds:
+        await _sleep(0.25, training)
+        in_flight.append(run.lanes.num_used)
+    seconds = time.monotonic() - started_at
+    after = cpu_seconds() | {name: cpu_seconds_of(pids) for name, pids in others.items()}
+    lags = lag.take()
+    lag.stop()
+    samples, tokens = run.status.num_samples_finished - samples, run.status.num_tokens_generated - tokens
+    if samples == 0:
+        raise RuntimeError(f"no sample finished within {seconds:.0f} s; the run: {run.status.parts}")
+    ms = {name: 1000 * (after[name] - before.get(name, 0.0)) / samples for name in after}
+    return {
+        "driver_ms": ms["driver"],
+        "driver_ms_per_1000_tokens": ms["driver"] * 1000 * samples / tokens,
+        "loop_ms": ms["thread:loop"],
+        "recorder_ms": ms.get("thread:telescope-recorder", 0.0),
+        "engines_ms": ms["engines"],
+        "environments_ms": ms["environments"],
+        "driver_cores": (after["driver"] - before["driver"]) / seconds,
+        "lag_p50_ms": 1000 * percentile(lags, 0.5),
+        "lag_p99_ms": 1000 * percentile(lags, 0.99),
+        "lag_max_ms": 1000 * max(lags),
+        "lag_max_filling_ms": 1000 * max(start_lags),
+        "samples": samples,
+        "samples_per_second": samples / seconds,
+        "tokens_per_sample": tokens / samples,
+        "steps": run.status.step - steps,
+        "in_flight_mean": statistics.mean(in_flight),
+        "masked": run.status.num_masked_samples,
+        "rows_dropped": sum(run.recorder.health().dropped.values()),
+        "rss_mib": peak_rss_mib(),
+        "seconds": seconds,
+    }
+
+
+async def _sleep(seconds: float, training: asyncio.Task[Any]) -> None:
+    """Sleep, unless the run ends, which it must not: then raise why."""
+    done, _ = await asyncio.wait([training], timeout=seconds)
+    if done:
+        training.result()
+        raise RuntimeError("the run ended before the measurement did")
+
+
+def run_case(case: Case, profile: str | None) -> dict[str, Any]:
+    """Measure in a fresh process, so that cases do not warm or burden each other."""
+    command = [sys.executable, __file__, "--case", json.dumps(asdict(case))]
+    if profile is not None:
+        command = ["py-spy", "record", "--output", profile, "--rate", "200", "--threads", "--", *command]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit(f"the case with {case.in_flight} samples in flight failed; its error stands above")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+COLUMNS = (
+    ("in flight", "in_flight", "{:,.0f}"),
+    ("driver ms", "driver_ms", "{:.2f}"),
+    ("per 1,000 tokens", "driver_ms_per_1000_tokens", "{:.2f}"),
+    ("loop ms", "loop_ms", "{:.2f}"),
+    ("recorder ms", "recorder_ms", "{:.2f}"),
+    ("lag p50 ms", "lag_p50_ms", "{:.1f}"),
+    ("p99", "lag_p99_ms", "{:.1f}"),
+    ("max", "lag_max_ms", "{:.0f}"),
+    ("samples/s", "samples_per_second", "{:.0f}"),
+    ("tokens", "tokens_per_sample", "{:,.0f}"),
+    ("cores", "driver_cores", "{:.2f}"),
+    ("RSS MiB", "rss_mib", "{:.0f}"),
+)
+
+
+def median_of(in_flight: int, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The median of every number over repeats, with the repeats."""
+    medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    return {"in_flight": in_flight, **medians, "runs": list(runs)}
+
+
+def cells(result: dict[str, Any]) -> list[str]:
+    return [form.format(result[name]) for _, name, form in COLUMNS]
+
+
+def show(results: Sequence[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="The driver under load (medians; CPU is per finished sample)")
+    for title, _, _ in COLUMNS:
+        table.add_column(title, justify="right")
+    for result in results:
+        table.add_row(*cells(result))
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report for people: the table, and where it was measured."""
+    made = report["provenance"]
+    settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in report["settings"].items())
+    lines = [
+        "# The driver under load",
+        "",
+        f"`{report['command']}`, {made['date']}, commit {made['commit']}"
+        f"{' with uncommitted changes' if made['uncommitted_changes'] else ''}, {made['cpu']}, {made['cores']} cores "
+        "(shared by the driver, the fake engines and the environment worker), "
+        f"Python {made['python']}. Medians of {report['repeats']}. {settings[0].upper()}{settings[1:]}.",
+        "",
+        "| " + " | ".join(title for title, _, _ in COLUMNS) + " |",
+        "|" + "---:|" * len(COLUMNS),
+        *("| " + " | ".join(cells(result)) + " |" for result in report["results"]),
+        "",
+        "`python benchmarks/orchestrator.py --help` says what the columns mean.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    unit = GROUP_SIZE * NUM_SERVERS
+    add("--in-flight", type=int, nargs="+", metavar="N",
+        help=f"samples in flight, each a multiple of {unit} (default: 256 1024 4096)")  # fmt: skip
+    add("--seconds", type=float, default=40.0, help="measured seconds of each repeat (default: 40)")
+    add("--tokens-per-second", type=float, default=50.0, metavar="S",
+        help="speed of each request; at 50, one of 1,000 tokens takes 20 s (default: 50)")  # fmt: skip
+    add("--repeats", type=int, default=3, help="fresh processes a case, of which the median counts (default: 3)")
+    add("--quick", action="store_true", help="256 and 1024 in flight, once, 10 s each, at double speed")
+    add("--json", type=Path, metavar="FILE", help="write everything there, and a table to FILE with .md")
+    add("--profile", metavar="FILE", help="record the driver with py-spy into this flame graph")
+    add("--case", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.repeats, arguments.seconds = 1, 10.0
+        arguments.tokens_per_second *= 2
+        arguments.in_flight = arguments.in_flight or [256, 1024]
+    arguments.in_flight = arguments.in_flight or [256, 1024, 4096]
+    if wrong := [n for n in arguments.in_flight if n <= 0 or n % unit]:
+        parser.error(f"--in-flight {wrong[0]}: use a positive multiple of {unit}, whole groups on every server")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    if arguments.case:
+        print(json.dumps(asyncio.run(measure(Case(**json.loads(arguments.case))))))
+        return 0
+    made = provenance(PACKAGES)
+    # Long enough that starts and ends no longer come in waves: one and a half answers of mean length.
+    warm_up = 1.5 * MEAN_TOKENS / arguments.tokens_per_second
+    results = []
+    with tempfile.TemporaryDirectory(prefix="telescope-benchmark-") as folder:
+        end_token = save_tokenizer(Path(folder))
+        for in_flight in arguments.in_flight:
+            case = Case(in_flight, arguments.tokens_per_second, warm_up, arguments.seconds, folder, end_token)
+            runs = []
+            for repeat in range(arguments.repeats):
+                print(f"{in_flight} in flight, repeat {repeat + 1} of {arguments.repeats} ...", file=sys.stderr)
+                runs.append(run_case(case, arguments.profile))
+            results.append(median_of(in_flight, runs))
+    show(results)
+    if arguments.json:
+        report = {
+            "benchmark": "orchestrator",
+            "command": " ".join(["python benchmarks/orchestrator.py", *(sys.argv[1:] if argv is None else argv)]),
+            "provenance": made,
+            "settings": {
+                "group_size": GROUP_SIZE, "servers": NUM_SERVERS, "mean_tokens": MEAN_TOKENS,
+                "length_sigma": LENGTH_SIGMA, "max_tokens": MAX_TOKENS, "vocabulary": VOCABULARY,
+                "vllm_format": VLLM_VERSION, "tokens_per_second_of_a_request": arguments.tokens_per_second,
+                "seconds": arguments.seconds,
+            },
+            "repeats": arguments.repeats,
+            "results": results,
+        }  # fmt: skip
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        arguments.json.with_suffix(".md").write_text(markdown(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
