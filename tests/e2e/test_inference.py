@@ -1,0 +1,133 @@
+"""What the inference room promises, on the real vLLM of the tier."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+from tests.e2e.conftest import Stack
+
+from telescope.inference import vllm_adapter as wire
+from telescope.inference.client import EngineClient, EngineRequestError
+from telescope.rollout.types import GenerateRequest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
+
+PROMPT = [20 + (7 * i) % 200 for i in range(40)]
+
+
+def client_of(stack: Stack) -> EngineClient:
+    return stack.parts.inference.clients[0]
+
+
+def request(name: str, seed: int = 1, *, temperature: float = 1.0, max_tokens: int = 60, **options) -> GenerateRequest:
+    return GenerateRequest(name, PROMPT, max_tokens, temperature, seed=seed, **options)
+
+
+async def test_no_route_of_the_real_server_answers_without_the_secret(stack: Stack) -> None:
+    log = (stack.folder / "parts" / "logs" / "inference-0.log").read_text()
+    routes = {
+        (method, re.sub(r"\{[^}]*\}", "x", path))
+        for path, methods in re.findall(r"Route: (\S+), Methods: ([A-Z, ]+)", log)
+        for method in methods.split(", ")
+    }
+    sockets = set(re.findall(r"Route: (\S+), Endpoint: \S+", log)) | {"/v1/realtime"}
+    needed = {wire.HEALTH_ROUTE, wire.METRICS_ROUTE, "/docs", "/openapi.json", wire.PAUSE_ROUTE, wire.GENERATE_ROUTE}
+    needed |= {wire.COLLECTIVE_RPC_ROUTE, wire.UPDATE_WEIGHTS_ROUTE, wire.ABORT_ROUTE, wire.INIT_TRANSFER_ROUTE}
+    assert needed <= {path for _, path in routes}
+    url = client_of(stack).base_url
+    async with aiohttp.ClientSession() as session:
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            for method, path in [*sorted(routes), ("GET", "/nothing"), ("GET", "/metrics/"), ("OPTIONS", "/pause")]:
+                async with session.request(method, url + path, headers=headers) as response:
+                    assert response.status == 401, (method, path)
+            for path in sockets:
+                with pytest.raises(aiohttp.WSServerHandshakeError):
+                    await session.ws_connect(url + path, headers=headers)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+async def test_logprobs_are_those_of_the_distribution_that_was_sampled(
+    stack: Stack, tiny_model: Path, temperature: float
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    await stack.parts.trainer.restart()
+    await stack.parts.weights.sync()
+    names = [f"parity-{temperature}-{seed}" for seed in range(8)]
+    generations = await asyncio.gather(
+        *(client_of(stack).generate(request(n, seed, temperature=temperature)) for seed, n in enumerate(names))
+    )
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    for generation in generations:
+        tokens_L = torch.tensor(PROMPT + generation.token_ids_N.tolist())
+        with torch.no_grad():
+            logprobs_LV = torch.log_softmax(model(tokens_L[None]).logits[0].float() / temperature, -1)
+        expected_N = logprobs_LV[len(PROMPT) - 1 : -1].gather(1, tokens_L[len(PROMPT) :, None])[:, 0].numpy()
+        assert np.abs(expected_N - generation.logprobs_N).max() <= 1e-4
+
+
+async def test_an_answer_follows_from_its_seed_whatever_comes_beside_it(stack: Stack) -> None:
+    client = client_of(stack)
+    order = list(range(64))
+    answers = []
+    for run in range(2):
+        random.Random(run).shuffle(order)
+        tasks = {s: asyncio.create_task(client.generate(request(f"order-{run}-{s}", s))) for s in order}
+        answers.append({seed: (await task).token_ids_N.tolist() for seed, task in tasks.items()})
+    assert answers[0] == answers[1]
+    assert len({str(answer) for answer in answers[0].values()}) > 1
+
+
+async def test_an_aborted_request_stops_in_the_engine(stack: Stack) -> None:
+    client = client_of(stack)
+    names = [f"abort-{i}" for i in range(16)]
+    tasks = [asyncio.create_task(client.generate(request(n, i, temperature=2.0))) for i, n in enumerate(names)]
+    await asyncio.sleep(0)
+    await client.abort(names)
+    reasons = {(await task).finish_reason for task in tasks}
+    assert reasons <= {"abort", "stop", "length"}
+    alone = await client.generate(request("after-abort"))
+    assert alone.finish_reason in ("stop", "length")
+    assert client.num_in_flight == 0
+
+
+async def test_a_prompt_is_prefilled_once_and_never_read_across_a_weight_update(stack: Stack) -> None:
+    client = client_of(stack)
+    prompt = [20 + (11 * i) % 200 for i in range(200)]
+
+    async def hits(name: str) -> float:
+        await client.generate(GenerateRequest(name, prompt, 2, 1.0, seed=1))
+        return (await client.metrics())["vllm:prefix_cache_hits_total"]
+
+    first, second = await hits("prefix-1"), await hits("prefix-2")
+    assert second > first
+    await stack.parts.weights.sync()
+    assert await hits("prefix-3") == second
+    assert await hits("prefix-4") > second
+
+
+async def test_a_request_that_waits_for_the_end_of_a_pause_can_be_aborted(stack: Stack) -> None:
+    client = client_of(stack)
+    await client.pause()
+    waiting = asyncio.create_task(client.generate(request("waits")))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await client.abort(["waits"])
+    assert (await waiting).finish_reason == "abort"
+    await client.resume()
+    assert (await client.generate(request("goes"))).finish_reason in ("stop", "length")
+
+
+async def test_the_server_explains_what_it_refuses(stack: Stack) -> None:
+    client = client_of(stack)
+    with pytest.raises(EngineRequestError, match="maximum model length"):
+        await client.generate(GenerateRequest("too-long", PROMPT * 50, 4, 1.0))
+    with pytest.raises(EngineRequestError, match="out of vocabulary"):
+        await client.generate(GenerateRequest("no-token", [5, 10_000_000], 4, 1.0))
