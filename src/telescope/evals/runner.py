@@ -45,6 +45,8 @@ class PlannedEval:
     sampling: SamplingSettings
     held_out: bool
     """Whether training never sees these items (`separate_eval_samples`)."""
+    number: int = 0
+    """Place among the evals of the run: two may have one name and differ in how they sample."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ async def plan_eval(
     environment_key: str,
     environments: EnvironmentPool,
     sampling: SamplingSettings,
+    number: int = 0,
 ) -> PlannedEval:
     """Render the first `num_samples` items (all, when -1). Overrides of the entry win over the run's sampling.
 
@@ -86,7 +89,7 @@ async def plan_eval(
         max_tokens=sampling.max_tokens if entry.max_tokens is None else entry.max_tokens,
     )
     items = [EvalItem(index, prompt) for index, prompt in enumerate(prompts)]
-    return PlannedEval(entry.name, environment_key, items, settings, entry.separate_eval_samples)
+    return PlannedEval(entry.name, environment_key, items, settings, entry.separate_eval_samples, number)
 
 
 async def run_eval(
@@ -113,7 +116,7 @@ async def run_eval(
     async def one(item: EvalItem) -> Trajectory:
         group_id = -1 - next(group_ids)
         task = RolloutTask(
-            sample_id=f"eval-{plan.name}-v{version}-{item.index}",
+            sample_id=f"eval{plan.number}-{plan.name}-v{version}-{item.index}",
             group_id=group_id,
             sample_index=0,
             environment=plan.name,

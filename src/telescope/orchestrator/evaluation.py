@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from telescope.config import TelescopeConfig
 from telescope.environments.pool import EnvironmentPool
 from telescope.environments.records import EnvironmentSpec
+from telescope.errors import ConfigError
 from telescope.evals.registry import eval_spec
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval, plan_eval, run_eval
 from telescope.orchestrator import rows
@@ -92,7 +93,7 @@ class Evaluation:
         """Run every planned eval with the weights of `version`, one after the other, on all servers that are up."""
         results = []
         group_ids = itertools.count(1_000_000 * len(self.results))
-        for number, plan in enumerate(self.plans):
+        for plan in self.plans:
             self.status.phase = (
                 f"evaluating {plan.name} ({len(plan.items)} items at temperature {plan.sampling.temperature:g})"
             )
@@ -116,7 +117,7 @@ class Evaluation:
                 environments=self.environments,
                 settings=settings,
                 # The same noise at every version: a change of the result is a change of the policy.
-                seed_of=lambda item, turn, number=number: request_seed(self.config.seed, "eval", number, item, turn),  # type: ignore[misc]
+                seed_of=lambda item, turn, plan=plan: request_seed(self.config.seed, "eval", plan.number, item, turn),  # type: ignore[misc]
                 group_ids=group_ids,
                 on_engine_failure=servers.report_failure,
                 on_sample=on_sample,
@@ -130,7 +131,8 @@ class Evaluation:
             )  # fmt: skip
             logger.info(
                 "eval %s at version %d: accuracy %.4f (%d of %d scored, temperature %g, %.1f s)",
-                plan.name, version, result.accuracy, result.num_scored, result.num_items, result.temperature, result.seconds,
+                plan.name, version, result.accuracy, result.num_scored, result.num_items, result.temperature,
+                result.seconds,
             )  # fmt: skip
             self.status.messages.append(f"{plan.name} at version {version}: accuracy {result.accuracy:.3f}")
             results.append(result)
@@ -142,8 +144,20 @@ class Evaluation:
 async def plan_evals(
     config: TelescopeConfig, keys: EnvironmentKeys, environments: EnvironmentPool, settings: RolloutSettings
 ) -> list[PlannedEval]:
-    """Plan every eval of the config, in its order."""
-    return [
-        await plan_eval(entry, key, environments, settings.sampling)
-        for entry, key in zip(config.evals, keys.evals, strict=True)
+    """Plan every eval of the config, in its order.
+
+    Raises ConfigError when an eval keeps every item of an environment from training.
+    """
+    plans = [
+        await plan_eval(entry, key, environments, settings.sampling, number)
+        for number, (entry, key) in enumerate(zip(config.evals, keys.evals, strict=True))
     ]
+    for plan in plans:
+        if plan.held_out and plan.environment_key in keys.training:
+            info = await environments.describe(plan.environment_key)
+            if len(plan.items) >= info.num_samples:
+                raise ConfigError(
+                    f"evals: num_samples of {plan.name!r} holds all {info.num_samples} items of the environment out of "
+                    "training. Lower it, or set separate_eval_samples: false, or widen the environment's dataset."
+                )
+    return plans

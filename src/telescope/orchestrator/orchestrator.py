@@ -7,8 +7,9 @@
     _train_loop     train step -> weight sync -> version += 1         waits for: a batch
 
 Invariants: `window` alone decides whether a group may be opened; every opened draw ends in `ledger` as trained or as
-dropped with a reason; `version` counts the training steps whose weights the engines hold. A failure in any loop ends the
-run (see `supervise`). The orchestrator knows samples and groups; tokens belong to `rollout`, gradients to the trainer.
+dropped with a reason; `version` counts the training steps whose weights the engines hold. A failure in any loop ends
+the run (see `supervise`). The orchestrator knows samples and groups; tokens belong to `rollout`, gradients to the
+trainer, and what is written down to `journal`.
 """
 
 from __future__ import annotations
@@ -28,14 +29,13 @@ from telescope.config import TelescopeConfig
 from telescope.environments.pool import EnvironmentPool
 from telescope.environments.records import PreparedPrompt
 from telescope.errors import EnvironmentFailure, InfrastructureError
-from telescope.orchestrator import rows
 from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.changes import Changes
 from telescope.orchestrator.draws import Draw, DrawSequence, request_seed
 from telescope.orchestrator.groups import DiscardStreak, Group, Signal, zero_advantage_kind
+from telescope.orchestrator.journal import Journal, StepLogPort, TrainedStep
 from telescope.orchestrator.lanes import LanePool
-from telescope.orchestrator.status import RunStatus, StepSummary
-from telescope.orchestrator.step_metrics import DiscardCounts, batch_metrics
+from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervise import Supervisor
 from telescope.orchestrator.window import AsyncWindow, Ledger
 from telescope.record.recorder import Recorder
@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 
 PREPARE_AT_ONCE = 8
 """Prompts rendered concurrently by the prefetch: enough to keep every environment worker busy."""
+
+MAX_FRUITLESS_DRAWS = 10_000
+"""Draws in a row without a usable prompt, after which the run stops instead of looking for ever."""
 
 DISCARD_LIMIT_BATCHES = 10
 """Discards in a row, in batches' worth of groups, after which the run stops with a diagnosis."""
@@ -64,12 +67,6 @@ class WeightSyncPort(Protocol):
     """Brings the trainer's current weights into every engine that is up. Returns step metrics of the sync."""
 
     async def sync(self) -> dict[str, float]: ...
-
-
-class StepLogPort(Protocol):
-    """Where step metrics go besides the record (W&B)."""
-
-    def log_step(self, step: int, metrics: dict[str, float]) -> None: ...
 
 
 @dataclass
@@ -127,7 +124,7 @@ class Orchestrator:
         self._open: dict[int, Group] = {}
         self._finished: list[Group] = []
         self._batches: asyncio.Queue[Batch] = asyncio.Queue(maxsize=1)
-        self._discards = DiscardCounts()
+        self._journal = Journal(services.recorder, services.step_log, status)
         self._streak = DiscardStreak(DISCARD_LIMIT_BATCHES * config.prompts_batch_size_for_trainer)
         self._budget = ErrorBudget(config.environment_error_budget)
         self._stop_requested = False
@@ -152,6 +149,7 @@ class Orchestrator:
 
     async def _prompt_loop(self) -> None:
         """Keep the buffer full of tokenised prompts, in the order of their draws."""
+        num_fruitless = 0
         while True:
             await self._changes.wait_until(
                 lambda: len(self._prompts) < self._buffer_size, "prompts", "a free place in the prompt buffer"
@@ -161,6 +159,13 @@ class Orchestrator:
             self.status.set_part("prompts", f"preparing draw {draws[0].n}")
             prepared = await asyncio.gather(*(self._prepare(draw) for draw in draws))
             self._next_draw += num_wanted
+            num_fruitless = 0 if any(prepared) else num_fruitless + num_wanted
+            if num_fruitless >= MAX_FRUITLESS_DRAWS:
+                raise RuntimeError(
+                    f"{num_fruitless} draws in a row gave no prompt to train on: every item is held out for an eval "
+                    "(evals: separate_eval_samples, num_samples) or too long (max_model_len, seq_len). The run's log "
+                    "names those that are too long."
+                )
             self._prompts.extend(pair for pair in zip(draws, prepared, strict=True) if pair[1] is not None)  # type: ignore[misc]
             self._changes.notify()
 
@@ -209,7 +214,9 @@ class Orchestrator:
             await asyncio.sleep(0)
 
     def _may_open(self) -> bool:
-        return not self._stop_requested and self.window.may_open()
+        # No group is opened that no step is left for: all that is generated then would be thrown away.
+        is_wanted = self.window.outstanding < self.config.number_of_steps * self.config.prompts_batch_size_for_trainer
+        return is_wanted and not self._stop_requested and self.window.may_open()
 
     def _open_group(self, draw: Draw, prompt: PreparedPrompt) -> Group:
         self.window.opened()
@@ -257,8 +264,7 @@ class Orchestrator:
         logger.warning(
             "sample %s (%s) is masked, %s failure: %s", trajectory.sample_id, group.environment, kind, message
         )
-        self._discards.masked(kind)
-        self.status.num_masked_samples += 1
+        self._journal.masked(trajectory)
         if kind == "environment":
             self._budget.failed(group.environment, message)
 
@@ -282,10 +288,8 @@ class Orchestrator:
     def _discard(self, group: Group, reason: str, kind: str | None, rewards_n: np.ndarray) -> None:
         self.window.given_up()
         self.ledger.drop(group.group_id, reason)
-        self._discards.discarded(reason, kind, group.samples)
         self._streak.discarded(kind or reason, rewards_n)
-        self.status.num_discarded_groups += 1
-        self._record_group(group, status="discarded", reason=reason, step=self.window.version, advantages=None)
+        self._journal.discarded(group, reason, kind, self.window.version)
         if self._streak.is_over:
             raise RuntimeError(self._streak.diagnosis())
 
@@ -353,7 +357,13 @@ class Orchestrator:
             sync_metrics = await self.services.weights.sync()
             self.window.synced()
             self._changes.notify()
-            self._finish_step(step, batch, result, sync_metrics, started_at, waited)
+            for group in batch.groups:
+                self.ledger.trained(group.group_id)
+            self._journal.trained(
+                TrainedStep(
+                    step, batch.groups, batch.advantages, batch.packing, result, sync_metrics, started_at, waited
+                )
+            )
 
     async def _next_batch(self) -> Batch | None:
         """The next batch, or None when a stop is asked for first."""
@@ -365,109 +375,3 @@ class Orchestrator:
         batch = self._batches.get_nowait()
         self._changes.notify()
         return batch
-
-    def _finish_step(
-        self,
-        step: int,
-        batch: Batch,
-        result: StepResult,
-        sync_metrics: dict[str, float],
-        started_at: float,
-        waited: float,
-    ) -> None:
-        """Count, record and show a finished step. The policy version that it started from is `step`."""
-        ended_at = time.time()
-        seconds = ended_at - started_at
-        metrics = {
-            **batch_metrics(batch.groups, batch.advantages.tolist(), version=step),
-            **self._discards.take(len(batch.groups)),
-            **batch.packing,
-            **result.metrics,
-            **sync_metrics,
-            "timing_waiting_for_data": waited,
-            "timing_step_total": seconds,
-            "timing_step_active": seconds - waited,
-        }
-        position = 0
-        for group in batch.groups:
-            self.ledger.trained(group.group_id)
-            count = len(group.usable_samples)
-            self._record_group(
-                group, status="kept", reason=None, step=step,
-                advantages=batch.advantages[position : position + count].tolist(), version=step,
-            )  # fmt: skip
-            position += count
-        samples = [sample for group in batch.groups for sample in group.usable_samples]
-        num_tokens = sum(sample.num_completion_tokens for sample in samples)
-        self.services.recorder.write(
-            "steps",
-            {
-                "step": step,
-                "version": self.window.version,
-                "started_at": started_at,
-                "ended_at": ended_at,
-                "reward_mean": metrics["reward/total/mean"],
-                "learning_rate": metrics.get("learning_rate"),
-                "num_samples": len(samples),
-                "num_groups": len(batch.groups),
-                "num_tokens_trained": num_tokens,
-                "num_tokens_generated": self.status.num_tokens_generated,
-                "metrics": metrics,
-            },
-        )
-        for span in result.spans:
-            self.services.recorder.write(
-                "spans",
-                {
-                    "name": span.name, "component": "trainer", "rank": span.rank, "step": step,
-                    "micro_batch": span.micro_batch, "start": span.start, "end": span.end, "attributes": {},
-                },
-            )  # fmt: skip
-        self.services.step_log.log_step(step, metrics)
-        self.status.history.append(
-            StepSummary(
-                step=step,
-                reward_mean=metrics["reward/total/mean"],
-                seconds=seconds,
-                staleness_mean=metrics["staleness/steps/mean"],
-                tokens_per_second=num_tokens / seconds,
-                kl_inference=metrics.get("kl_divergence_inference", 0.0),
-                grad_norm=metrics.get("grad_norm", 0.0),
-                entropy=metrics.get("entropy", 0.0),
-                waited_share=waited / seconds,
-            )
-        )
-        self.status.step = step + 1
-        self.status.version = self.window.version
-        self.status.progressed()
-
-    def _record_group(
-        self,
-        group: Group,
-        *,
-        status: str,
-        reason: str | None,
-        step: int | None,
-        advantages: list[float] | None,
-        version: int | None = None,
-    ) -> None:
-        """Write a group whose fate is final, with its samples, turns and spans."""
-        write = self.services.recorder.write
-        write("groups", rows.group_row(group, status=status, reason=reason, step=step))
-        advantage_of = {}
-        if advantages is not None:
-            advantage_of = {s.sample_id: a for s, a in zip(group.usable_samples, advantages, strict=True)}
-        at_version = self.window.version if version is None else version
-        for sample in group.samples:
-            oldest = sample.version_range[0]
-            write(
-                "samples",
-                rows.sample_row(
-                    sample, group.prompt.text, status=status, reason=reason, step=step,
-                    advantage=advantage_of.get(sample.sample_id), age=at_version - oldest if oldest >= 0 else None,
-                ),
-            )  # fmt: skip
-            for row in rows.turn_rows(sample):
-                write("turns", row)
-            for row in rows.request_span_rows(sample):
-                write("spans", row)

@@ -22,7 +22,7 @@ def group_row(group: Group, *, status: str, reason: str | None, step: int | None
         "reason": reason,
         "step": step,
         "start_version": group.start_version,
-        "num_samples": len(group.samples),
+        "num_samples": len(rewards_n),
         "reward_mean": float(rewards_n.mean()) if len(rewards_n) else None,
         "reward_std": float(rewards_n.std(ddof=1)) if len(rewards_n) > 1 else None,
         "opened_at": group.opened_at,

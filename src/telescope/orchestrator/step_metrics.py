@@ -6,7 +6,7 @@ section a, group b, metric c.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -33,16 +33,21 @@ def gini(values: Sequence[float]) -> float:
     return float(2 * (ranks * x).sum() / (n * total) - (n + 1) / n)
 
 
-def _spread(prefix: str, values: Iterable[float]) -> dict[str, float]:
+def _moments(values: Iterable[float]) -> dict[str, float]:
+    """Mean, standard deviation (ddof 1), minimum and maximum; nothing of no values."""
     x = np.asarray(list(values), dtype=np.float64)
     if len(x) == 0:
         return {}
     return {
-        f"{prefix}/mean": float(x.mean()),
-        f"{prefix}/std": float(x.std(ddof=1)) if len(x) > 1 else 0.0,
-        f"{prefix}/min": float(x.min()),
-        f"{prefix}/max": float(x.max()),
+        "mean": float(x.mean()),
+        "std": float(x.std(ddof=1)) if len(x) > 1 else 0.0,
+        "min": float(x.min()),
+        "max": float(x.max()),
     }
+
+
+def _spread(prefix: str, values: Iterable[float]) -> dict[str, float]:
+    return {f"{prefix}/{name}": value for name, value in _moments(values).items()}
 
 
 def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version: int) -> dict[str, float]:
@@ -55,7 +60,7 @@ def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version:
         **_spread("rollouts/tokens_prompt", (s.num_prompt_tokens for s in samples)),
         **_spread("rollouts/tokens_completion", (s.num_completion_tokens for s in samples)),
         **_spread("rollouts/tokens_total", (s.num_prompt_tokens + s.num_completion_tokens for s in samples)),
-        **_spread("staleness/steps", (version - s.version_range[0] for s in samples)),
+        **_spread("staleness/steps", (version - s.version_range[0] for s in samples if s.version_range[0] >= 0)),
         "reward/gini_mean": float(np.mean([gini(group.rewards_n.tolist()) for group in groups])),
         "stop_reason_length_pct": 100.0 * float(np.mean([s.stop_reason == "length" for s in samples])),
         "group_length_gini_mean": float(np.mean([gini(row) for row in lengths])),
@@ -77,38 +82,45 @@ def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version:
 
 
 class DiscardCounts:
-    """Discards and masks since the last step, in groups, samples and tokens, with mean lengths (dropping is biased)."""
+    """Discards and masks since the last step: groups, samples and tokens, with their lengths (dropping is biased)."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, int] = defaultdict(int)
-        self._samples: dict[str, int] = defaultdict(int)
-        self._tokens: dict[str, int] = defaultdict(int)
-        self._masked: dict[str, int] = defaultdict(int)
+        self._groups: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+        self._lengths: dict[str, list[int]] = defaultdict(list)
+        self._rewards: dict[str, list[float]] = defaultdict(list)
+        self._masked: dict[str, list[int]] = defaultdict(list)
 
     def discarded(self, reason: str, kind: str | None, samples: Sequence[Trajectory]) -> None:
-        """Count one discarded group; `kind` refines the reason (all_zero, all_positive)."""
+        """Count one discarded group; `kind` refines the reason (all_zero, all_positive, all_negative)."""
+        self._reasons[reason] += 1
         for key in (reason, f"{reason}_{kind}") if kind else (reason,):
             self._groups[key] += 1
-            self._samples[key] += len(samples)
-            self._tokens[key] += sum(sample.num_completion_tokens for sample in samples)
+            self._lengths[key].extend(sample.num_completion_tokens for sample in samples)
+            self._rewards[key].extend(s.total_reward for s in samples if s.reward is not None)
 
-    def masked(self, kind: str) -> None:
+    def masked(self, sample: Trajectory) -> None:
         """Count one masked sample by the kind of its failure."""
-        self._masked[kind] += 1
+        assert sample.failure_kind is not None
+        self._masked[sample.failure_kind].append(sample.num_completion_tokens)
 
     def take(self, num_kept_groups: int) -> dict[str, float]:
-        """The counts as metrics; counting starts anew."""
+        """The counts as metrics, percentages of all groups that were kept or discarded; counting starts anew."""
         metrics: dict[str, float] = {}
-        total = num_kept_groups + sum(n for key, n in self._groups.items() if key in ("max_async", "zero_advantage"))
+        total = num_kept_groups + self._reasons.total()
         for reason in sorted({"max_async", "zero_advantage", *self._groups}):
-            metrics[f"discarded/{reason}/groups"] = float(self._groups[reason])
-            metrics[f"discarded/{reason}/samples"] = float(self._samples[reason])
-            metrics[f"discarded/{reason}/tokens"] = float(self._tokens[reason])
-            metrics[f"discarded/{reason}/pct"] = 100.0 * self._groups[reason] / total if total else 0.0
-            if self._samples[reason]:
-                metrics[f"discarded/{reason}/tokens_mean"] = self._tokens[reason] / self._samples[reason]
-        for kind, count in sorted(self._masked.items()):
-            metrics[f"masked/{kind}/samples"] = float(count)
-        for counts in (self._groups, self._samples, self._tokens, self._masked):
+            section = f"discarded/{reason}"
+            lengths, rewards = self._lengths[reason], self._rewards[reason]
+            metrics[f"{section}/groups"] = float(self._groups[reason])
+            metrics[f"{section}/samples"] = float(len(lengths))
+            metrics[f"{section}/tokens"] = float(sum(lengths))
+            metrics[f"{section}/pct"] = 100.0 * self._groups[reason] / total if total else 0.0
+            metrics.update({f"{section}/tokens_{name}": value for name, value in _moments(lengths).items()})
+            if rewards:
+                metrics[f"{section}/reward_mean"] = float(np.mean(rewards))
+        for kind, lengths in sorted(self._masked.items()):
+            metrics[f"masked/{kind}/samples"] = float(len(lengths))
+            metrics[f"masked/{kind}/tokens"] = float(sum(lengths))
+        for counts in (self._groups, self._reasons, self._lengths, self._rewards, self._masked):
             counts.clear()
         return metrics

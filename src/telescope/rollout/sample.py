@@ -100,9 +100,8 @@ async def run_rollout(
         prompt_token_ids = trajectory.next_prompt(added_token_ids)
         room = settings.sampling.max_context - len(prompt_token_ids)
         if room <= 0:
-            return _mask(
-                trajectory, "environment", f"the prompt of turn {turn_index} fills the context (max_model_len)"
-            )
+            what = f"the prompt of turn {turn_index} fills the context (max_model_len, seq_len)"
+            return _mask(trajectory, "environment", what)
         started_at = time.time()
         try:
             lane, generation = await _generate(

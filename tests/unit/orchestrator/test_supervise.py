@@ -78,9 +78,13 @@ def test_an_environment_that_mostly_fails_stops_the_run_with_its_messages() -> N
     budget = ErrorBudget(0.2)
     for _ in range(100):
         budget.succeeded("countdown")
-    with pytest.raises(RuntimeError, match=r"'countdown' failed .*environment_error_budget = 0.2.*KeyError"):
+
+    def fail_often() -> None:
         for _ in range(200):
             budget.failed("countdown", "Traceback\nKeyError: 'numbers'")
+
+    with pytest.raises(RuntimeError, match=r"'countdown' failed .*environment_error_budget = 0.2.*KeyError"):
+        fail_often()
 
 
 def test_a_few_failures_do_not_end_a_run_that_has_just_begun() -> None:

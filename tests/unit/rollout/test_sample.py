@@ -136,7 +136,7 @@ async def test_a_turn_that_finds_the_context_full_masks_the_sample() -> None:
     sample = await bench.run(max_context=15)
     assert sample.reward is None
     assert sample.failure_kind == "environment"
-    assert "turn 1 fills the context (max_model_len)" in str(sample.failure_message)
+    assert "turn 1 fills the context (max_model_len, seq_len)" in str(sample.failure_message)
     assert len(bench.engine.requests) == 1
     assert bench.lanes.num_held == 0
 

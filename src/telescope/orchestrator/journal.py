@@ -1,0 +1,174 @@
+"""What a run says of itself when something has become final: a step, or a group that is given up.
+
+Owns the rows that the loops write, the metrics of a step, and the counts of what was thrown away since the step before.
+Does not decide anything. Invariant: a group, its samples and its turns are written once, when their fate is final.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from telescope.orchestrator import rows
+from telescope.orchestrator.groups import Group
+from telescope.orchestrator.status import RunStatus, StepSummary
+from telescope.orchestrator.step_metrics import DiscardCounts, batch_metrics
+from telescope.record.recorder import Recorder
+from telescope.rollout.trajectory import Trajectory
+from telescope.trainer.batch import StepResult
+
+
+class StepLogPort(Protocol):
+    """Where step metrics go besides the record (W&B)."""
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None: ...
+
+
+@dataclass
+class TrainedStep:
+    """A training step whose weights the engines hold. Times in seconds; `step` is also the version it started from.
+
+    `advantages` are of the usable samples of `groups`, in their order. `waited` is how long the trainer had no batch.
+    """
+
+    step: int
+    groups: list[Group]
+    advantages: np.ndarray
+    packing: dict[str, float]
+    result: StepResult
+    sync_metrics: dict[str, float]
+    started_at: float
+    waited: float
+
+
+class Journal:
+    """Writes to the record, to the step log and to the status of the live view."""
+
+    def __init__(self, recorder: Recorder, step_log: StepLogPort, status: RunStatus) -> None:
+        self._recorder = recorder
+        self._step_log = step_log
+        self._status = status
+        self._discards = DiscardCounts()
+        self._num_tokens_at_last_step = 0
+
+    def masked(self, sample: Trajectory) -> None:
+        """Count a sample that failed. Its row is written with its group."""
+        self._discards.masked(sample)
+        self._status.num_masked_samples += 1
+
+    def discarded(self, group: Group, reason: str, kind: str | None, version: int) -> None:
+        """Count and write a group that will not be trained; `kind` refines the reason."""
+        self._discards.discarded(reason, kind, group.samples)
+        self._status.num_discarded_groups += 1
+        self._write_group(group, status="discarded", reason=reason, step=version, version=version, advantages=[])
+
+    def trained(self, trained: TrainedStep) -> None:
+        """Count, write and show a finished step with its groups."""
+        ended_at = time.time()
+        # A clock that was set back between the two must not divide by zero or less.
+        seconds = max(ended_at - trained.started_at, 1e-6)
+        metrics = {
+            **batch_metrics(trained.groups, trained.advantages.tolist(), version=trained.step),
+            **self._discards.take(len(trained.groups)),
+            **trained.packing,
+            **trained.result.metrics,
+            **trained.sync_metrics,
+            "timing_waiting_for_data": trained.waited,
+            "timing_step_total": seconds,
+            "timing_step_active": seconds - trained.waited,
+        }
+        self._write_trained_groups(trained)
+        samples = [sample for group in trained.groups for sample in group.usable_samples]
+        num_tokens = sum(sample.num_completion_tokens for sample in samples)
+        generated, self._num_tokens_at_last_step = (
+            self._status.num_tokens_generated - self._num_tokens_at_last_step,
+            self._status.num_tokens_generated,
+        )
+        self._recorder.write(
+            "steps",
+            {
+                "step": trained.step,
+                "version": trained.step + 1,
+                "started_at": trained.started_at,
+                "ended_at": ended_at,
+                "reward_mean": metrics["reward/total/mean"],
+                "learning_rate": metrics.get("learning_rate"),
+                "num_samples": len(samples),
+                "num_groups": len(trained.groups),
+                "num_tokens_trained": num_tokens,
+                "num_tokens_generated": generated,
+                "metrics": metrics,
+            },
+        )
+        self._step_log.log_step(trained.step, metrics)
+        self._status.history.append(
+            StepSummary(
+                step=trained.step,
+                reward_mean=metrics["reward/total/mean"],
+                seconds=seconds,
+                staleness_mean=metrics.get("staleness/steps/mean", 0.0),
+                tokens_per_second=num_tokens / seconds,
+                kl_inference=metrics.get("kl_divergence_inference", 0.0),
+                grad_norm=metrics.get("grad_norm", 0.0),
+                entropy=metrics.get("entropy", 0.0),
+                waited_share=trained.waited / seconds,
+            )
+        )
+        self._status.step = trained.step + 1
+        self._status.version = trained.step + 1
+        self._status.progressed()
+
+    def _write_trained_groups(self, trained: TrainedStep) -> None:
+        position = 0
+        for group in trained.groups:
+            count = len(group.usable_samples)
+            advantages = trained.advantages[position : position + count].tolist()
+            self._write_group(
+                group, status="kept", reason=None, step=trained.step, version=trained.step, advantages=advantages
+            )
+            position += count
+        for span in trained.result.spans:
+            self._recorder.write(
+                "spans",
+                {
+                    "name": span.name,
+                    "component": "trainer",
+                    "rank": span.rank,
+                    "step": trained.step,
+                    "micro_batch": span.micro_batch,
+                    "start": span.start,
+                    "end": span.end,
+                    "attributes": {},
+                },
+            )
+
+    def _write_group(
+        self, group: Group, *, status: str, reason: str | None, step: int, version: int, advantages: list[float]
+    ) -> None:
+        """A group with its samples, turns and spans; ages are counted from `version`."""
+        write = self._recorder.write
+        write("groups", rows.group_row(group, status=status, reason=reason, step=step))
+        advantage_of: dict[str, float] = {}
+        if advantages:
+            advantage_of = {s.sample_id: a for s, a in zip(group.usable_samples, advantages, strict=True)}
+        for sample in group.samples:
+            oldest = sample.version_range[0]
+            write(
+                "samples",
+                rows.sample_row(
+                    sample,
+                    group.prompt.text,
+                    status=status,
+                    reason=reason,
+                    step=step,
+                    advantage=advantage_of.get(sample.sample_id),
+                    age=version - oldest if oldest >= 0 else None,
+                ),
+            )
+            for row in rows.turn_rows(sample):
+                write("turns", row)
+            for row in rows.request_span_rows(sample):
+                write("spans", row)

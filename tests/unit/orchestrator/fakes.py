@@ -1,0 +1,99 @@
+"""Small makers of orchestrator objects, and recorders that hold rows to the tables they go to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.unit.rollout.fakes import generation
+
+from telescope.config import TelescopeConfig
+from telescope.environments.records import PreparedPrompt, RewardRecord
+from telescope.orchestrator.draws import Draw
+from telescope.orchestrator.groups import Group
+from telescope.record.tables import COLUMN_NAMES
+from telescope.rollout.trajectory import Trajectory, Turn
+
+
+def config_of(**fields: Any) -> TelescopeConfig:
+    """A small config of the environment `arithmetic`."""
+    defaults: dict[str, Any] = {
+        "model": "m",
+        "environments": [{"name": "arithmetic"}],
+        "group_size": 2,
+        "prompts_batch_size_for_trainer": 2,
+        "number_of_steps": 3,
+        "trainer_num_workers": 1,
+        "inference_num_workers": 1,
+        "max_tokens": 16,
+        "max_model_len": 64,
+        "seq_len": 128,
+        "max_concurrent_prompts_per_server": 4,
+        "use_wandb": False,
+    }
+    return TelescopeConfig.model_validate({**defaults, **fields})
+
+
+def prompt(uid: str = "uid", token_ids: Sequence[int] = (1, 2, 3)) -> PreparedPrompt:
+    return PreparedPrompt(list(token_ids), "what is 6 x 7?", [], uid)
+
+
+def sample(
+    index: int = 0,
+    reward: float | None = 1.0,
+    *,
+    group: int = 5,
+    lengths: Sequence[int] = (3,),
+    version: int = 0,
+    finish_reason: str = "stop",
+    environment: str = "arithmetic",
+    **metrics: float,
+) -> Trajectory:
+    """A finished sample with one turn per entry of `lengths`; a reward of None is a masked one."""
+    made = Trajectory(f"{group}-{index}", group, index, environment)
+    for turn, length in enumerate(lengths):
+        sampled = generation(list(range(100, 100 + length)), version=version, finish_reason=finish_reason)
+        made.turns.append(Turn([1, 2] if turn == 0 else [9], sampled, f"turn {turn}", 10.0 + turn, 10.5 + turn))
+    made.server_index, made.lane = 0, 3
+    made.started_at, made.generated_at, made.finished_at = 10.0, 12.0, 12.25
+    if reward is None:
+        made.failure_kind, made.failure_message = "environment", "KeyError: 'numbers'"
+    else:
+        made.reward = RewardRecord(reward, metrics, {"answer": "42", "other": None}, [], {"kind": "easy"})
+    return made
+
+
+def group(rewards: Sequence[float | None], *, n: int = 5, environment: str = "arithmetic", **of_samples: Any) -> Group:
+    """A finished group with one sample per reward."""
+    made = Group(Draw(n, 0, 17, 0), environment, prompt(), len(rewards), 0, opened_at=9.0, finished_at=13.0)
+    made.samples = [
+        sample(index, reward, group=n, environment=environment, **of_samples) for index, reward in enumerate(rewards)
+    ]
+    return made
+
+
+class StrictRecorder:
+    """Keeps rows; a key that is no column of its table fails the test at once."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[dict[str, Any]]] = {}
+
+    def write(self, table: str, row: Mapping[str, Any]) -> None:
+        unknown = set(row) - COLUMN_NAMES[table]
+        assert not unknown, f"{sorted(unknown)} are no columns of {table}"
+        self.rows.setdefault(table, []).append(dict(row))
+
+    def of(self, table: str, **values: Any) -> list[dict[str, Any]]:
+        """Rows of a table whose columns have these values."""
+        return [row for row in self.rows.get(table, []) if all(row.get(k) == v for k, v in values.items())]
+
+
+class StepLog:
+    """Keeps what W&B would get."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        assert step == len(self.metrics)
+        self.metrics.append(metrics)

@@ -1,0 +1,140 @@
+"""A whole run in memory: the real loops over an engine, an environment and a trainer that are plain objects."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.unit.orchestrator.fakes import StepLog, StrictRecorder
+from tests.unit.rollout.fakes import generation, tick
+
+from telescope.config import TelescopeConfig
+from telescope.environments.records import Advance, EnvironmentInfo, PreparedPrompt, RewardRecord
+from telescope.errors import InfrastructureError
+from telescope.orchestrator.draws import DrawSequence
+from telescope.orchestrator.lanes import make_lanes
+from telescope.orchestrator.orchestrator import Orchestrator, Services
+from telescope.orchestrator.status import RunStatus
+from telescope.orchestrator.supervise import Supervisor
+from telescope.rollout.sample import RolloutSettings
+from telescope.rollout.types import GenerateRequest, Generation
+from telescope.trainer.batch import StepInput, StepResult
+
+
+class NumberedItems:
+    """An environment whose item i is the prompt [i + 1]; the reward of an answer is whether its first token is odd.
+
+    Every key serves the same items, so that their identities are equal whatever they are called.
+    """
+
+    def __init__(self, num_items: int = 64) -> None:
+        self.num_items = num_items
+        self.prepared: list[tuple[str, int]] = []
+        self.advanced: list[tuple[str, int, bool]] = []
+
+    async def describe(self, key: str) -> EnvironmentInfo:
+        return EnvironmentInfo(key, self.num_items)
+
+    async def prepare(self, key: str, index: int) -> PreparedPrompt:
+        self.prepared.append((key, index))
+        await tick(1)
+        return PreparedPrompt([index + 1], f"item {index}", [], f"uid {index}")
+
+    async def advance(
+        self, key: str, index: int, token_ids: list[int], stop_reason: str, *, for_eval: bool = False
+    ) -> Advance:
+        self.advanced.append((key, index, for_eval))
+        await tick(1)
+        value = float(token_ids[0] % 2)
+        return Advance(True, [], "text", RewardRecord(value, {"correct": value}, {}, [], {}))
+
+
+@dataclass
+class CountingEngine:
+    """Answers each request with tokens that follow from its seed, at the version of the trainer."""
+
+    trainer: CountingTrainer
+    requests: list[GenerateRequest] = field(default_factory=list)
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self.requests.append(request)
+        version = self.trainer.version
+        await tick(2)
+        assert request.seed is not None
+        return generation([request.seed % 1000, 7, 7], version=version)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        return
+
+
+@dataclass
+class CountingTrainer:
+    """Trains nothing and counts versions; `sync` gives them to the engine at once."""
+
+    steps: list[list[str]] = field(default_factory=list)
+    version: int = 0
+
+    async def train_step(self, inputs: list[StepInput]) -> StepResult:
+        await tick(3)
+        batches = [b for rank in inputs for m in rank.minibatches for b in m.micro_batches]
+        self.steps.append(sorted(sample for batch in batches for sample in batch.sample_ids))
+        return StepResult({"grad_norm": 1.0, "learning_rate": 1e-6}, [])
+
+    async def sync(self) -> dict[str, float]:
+        await tick(1)
+        self.version += 1
+        return {"weight_sync/servers": 1.0}
+
+
+class InMemoryRun:
+    """The parts, wired. `failures` are the engine failures that were reported."""
+
+    def __init__(
+        self, config: TelescopeConfig, *, held_out: frozenset[str] = frozenset(), first_index: int = 0
+    ) -> None:
+        self.config = config
+        self.environments: Any = NumberedItems()
+        self.trainer = CountingTrainer()
+        self.engine = CountingEngine(self.trainer)
+        self.recorder: Any = StrictRecorder()
+        self.step_log = StepLog()
+        self.status = RunStatus("test", config.number_of_steps)
+        self.lanes = make_lanes(
+            individual=config.enable_individual_sample_lanes,
+            num_servers=1,
+            groups_per_server=config.max_concurrent_prompts_per_server,
+            group_size=config.group_size,
+        )
+        self.lanes.set_up(0, True)
+        self.failures: list[tuple[int, InfrastructureError]] = []
+        size = self.environments.num_items
+        self.orchestrator = Orchestrator(
+            config,
+            Services(
+                environments=self.environments,
+                environment_keys=[entry.name for entry in config.environments],
+                lanes=self.lanes,
+                engines=[self.engine],
+                trainer=self.trainer,
+                weights=self.trainer,
+                recorder=self.recorder,
+                step_log=self.step_log,
+                report_engine_failure=lambda server, error: self.failures.append((server, error)),
+            ),
+            DrawSequence(
+                config.seed,
+                [size] * len(config.environments),
+                [entry.weight for entry in config.environments],
+                [first_index] * len(config.environments),
+            ),
+            held_out,
+            RolloutSettings.from_config(config),
+            self.status,
+        )
+
+    async def run(self) -> None:
+        """Train to the end within a few seconds, or raise what ended it."""
+        supervisor = Supervisor()
+        async with asyncio.timeout(20):
+            await supervisor.run_until(self.orchestrator.run(supervisor))

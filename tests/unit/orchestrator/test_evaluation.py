@@ -1,0 +1,192 @@
+"""Evals: who serves them, which items they keep from training, and that none of those is ever trained (defect 21)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from tests.unit.orchestrator.fakes import StrictRecorder, config_of
+from tests.unit.orchestrator.in_memory import CountingEngine, CountingTrainer, InMemoryRun, NumberedItems
+
+from telescope.config import TelescopeConfig
+from telescope.environments.records import Advance, RewardRecord
+from telescope.errors import ConfigError, EnvironmentFailure, InfrastructureError
+from telescope.orchestrator.draws import request_seed
+from telescope.orchestrator.evaluation import Evaluation, environment_keys, plan_evals
+from telescope.orchestrator.lanes import LanePool
+from telescope.orchestrator.status import RunStatus
+from telescope.rollout.sample import RolloutSettings
+
+
+async def evaluation_of(config: TelescopeConfig, environments: Any = None) -> Evaluation:
+    environments = environments or NumberedItems()
+    plans = await plan_evals(config, environment_keys(config), environments, RolloutSettings.from_config(config))
+    lanes = LanePool([8])
+    lanes.set_up(0, True)
+    recorder: Any = StrictRecorder()
+    return Evaluation(plans, config, environments, lanes, recorder, RunStatus("test", config.number_of_steps))
+
+
+class OneServer:
+    """The server pool of an eval: one engine that is always up, and the failures that were reported."""
+
+    def __init__(self, engine: CountingEngine | None = None) -> None:
+        self.engine = engine or CountingEngine(CountingTrainer())
+        self.clients: list[Any] = [self.engine]
+        self.failures: list[int] = []
+
+    def report_failure(self, server: int, error: InfrastructureError) -> None:
+        self.failures.append(server)
+
+
+async def run_all(evaluation: Evaluation, servers: OneServer, version: int = 0) -> list[Any]:
+    settings = RolloutSettings.from_config(evaluation.config)
+    return await evaluation.run_all(version, settings, servers)  # type: ignore[arg-type]
+
+
+def test_an_eval_of_a_trained_environment_shares_its_processes() -> None:
+    keys = environment_keys(config_of(environments=[{"name": "a", "kwargs": {"n": 3}}], evals=[{"name": "a"}]))
+    assert (keys.training, keys.evals) == (["a"], ["a"])
+    assert len(keys.specs) == 1
+    same = environment_keys(
+        config_of(environments=[{"name": "a", "kwargs": {"n": 3}}], evals=[{"name": "a", "kwargs": {"n": 3}}])
+    )
+    assert same.evals == ["a"]
+
+
+def test_an_eval_with_other_settings_or_another_name_has_its_own() -> None:
+    evals = [{"name": "a", "kwargs": {"n": 4}}, {"name": "b"}]
+    keys = environment_keys(config_of(environments=[{"name": "a", "kwargs": {"n": 3}}], evals=evals))
+    assert keys.evals == ["eval/a#0", "eval/b#1"]
+    assert [spec.identity for spec in keys.specs] == ["a", "eval/a#0", "eval/b#1"]
+    assert [spec.kwargs for spec in keys.specs] == [{"n": 3}, {"n": 4}, {}]
+    assert keys.specs[0].factory != keys.specs[1].factory, "an eval may be more than an environment"
+
+
+def test_two_entries_of_one_environment_are_told_apart() -> None:
+    environments = [{"name": "a", "kwargs": {"n": 3}}, {"name": "a", "kwargs": {"n": 5}}]
+    keys = environment_keys(config_of(environments=environments, evals=[{"name": "a"}]))
+    assert keys.training == ["a#0", "a#1"]
+    assert keys.evals == ["a#0"]
+    assert len({spec.identity for spec in keys.specs}) == len(keys.specs) == 2
+
+
+async def test_separate_items_are_reserved_at_the_head_of_the_environment_that_serves_them() -> None:
+    config = config_of(
+        environments=[{"name": "a"}, {"name": "b"}],
+        evals=[
+            {"name": "a", "num_samples": 5, "separate_eval_samples": True},
+            {"name": "a", "num_samples": 9, "separate_eval_samples": True},
+            {"name": "b", "num_samples": 7},
+        ],
+    )
+    evaluation = await evaluation_of(config)
+    assert evaluation.num_reserved("a") == 9
+    assert evaluation.num_reserved("b") == 0, "not asked to be separate"
+    assert evaluation.held_out_uids == {f"uid {index}" for index in range(9)}
+
+
+async def test_an_eval_asks_no_more_items_than_there_are() -> None:
+    evaluation = await evaluation_of(config_of(evals=[{"name": "b", "num_samples": 1000}, {"name": "c"}]))
+    assert [len(plan.items) for plan in evaluation.plans] == [64, 64]
+
+
+async def test_reserving_every_item_is_refused_with_the_fields_to_change() -> None:
+    config = config_of(evals=[{"name": "arithmetic", "num_samples": 64, "separate_eval_samples": True}])
+    with pytest.raises(ConfigError, match=r"evals.*num_samples.*arithmetic.*64"):
+        await evaluation_of(config)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+async def test_items_of_a_separate_eval_are_never_trained_whatever_it_is_called(shares: bool) -> None:
+    # The same dataset under two names: only the identity of the items tells.
+    name = "arithmetic" if shares else "sums under another name"
+    config = config_of(
+        number_of_steps=20, evals=[{"name": name, "num_samples": 40, "separate_eval_samples": True}]
+    )  # fmt: skip
+    evaluation = await evaluation_of(config)
+    run = InMemoryRun(config, held_out=evaluation.held_out_uids, first_index=evaluation.num_reserved("arithmetic"))
+    await run.run()
+    held_out = {item.index for item in evaluation.plans[0].items}
+    trained = {row["index"] for row in run.recorder.of("groups")}
+    assert len(held_out) == 40
+    assert trained, "there are items left to train on"
+    assert not trained & held_out
+    assert not {request.prompt_token_ids[0] - 1 for request in run.engine.requests} & held_out
+
+
+async def test_an_eval_averages_what_the_environment_says_and_records_each_sample() -> None:
+    config = config_of(
+        evals=[{"name": "arithmetic", "num_samples": 10, "temperature": 0.0, "separate_eval_samples": True}]
+    )
+    evaluation, servers = await evaluation_of(config), OneServer()
+    (result,) = await run_all(evaluation, servers)
+    written: Any = evaluation.recorder
+    rows = written.of("samples", status="eval", eval_name="arithmetic")
+    assert len(rows) == 10
+    assert result.accuracy == pytest.approx(sum(row["metrics"]["correct"] for row in rows) / 10)
+    assert (result.version, result.num_items, result.num_scored, result.temperature) == (0, 10, 10, 0.0)
+    assert result.held_out
+    assert all(row["group_id"] < 0 for row in rows), "an id that no draw has"
+    assert len({row["group_id"] for row in rows}) == 10
+    assert all(for_eval for _, _, for_eval in evaluation.environments.advanced)  # type: ignore[attr-defined]
+    assert {request.temperature for request in servers.engine.requests} == {0.0}
+    assert len(written.of("spans", name="eval")) == 1
+    assert evaluation.lanes.num_used == 0
+
+
+async def test_an_eval_asks_with_the_same_noise_at_every_version() -> None:
+    config = config_of(evals=[{"name": "arithmetic", "num_samples": 4}])
+    evaluation, servers = await evaluation_of(config), OneServer()
+    await run_all(evaluation, servers, version=0)
+    await run_all(evaluation, servers, version=3)
+    seeds = {request.prompt_token_ids[0]: request.seed for request in servers.engine.requests[:4]}
+    assert seeds == {request.prompt_token_ids[0]: request.seed for request in servers.engine.requests[4:]}
+    assert seeds[1] == request_seed(config.seed, "eval", 0, 0, 0)
+    assert len({request.request_id for request in servers.engine.requests}) == 8
+    assert [result.version for result in evaluation.results] == [0, 3]
+
+
+async def test_two_evals_of_one_name_keep_their_samples_apart() -> None:
+    config = config_of(
+        evals=[{"name": "arithmetic", "num_samples": 3}, {"name": "arithmetic", "num_samples": 3, "temperature": 0.0}]
+    )
+    evaluation = await evaluation_of(config)
+    await run_all(evaluation, OneServer())
+    written: Any = evaluation.recorder
+    assert len({row["sample_id"] for row in written.of("samples")}) == 6
+
+
+async def test_a_sample_that_cannot_be_scored_is_left_out_of_the_average() -> None:
+    class Fragile(NumberedItems):
+        async def advance(self, key: str, index: int, *arguments: Any, **options: Any) -> Advance:
+            if index == 0:
+                raise EnvironmentFailure("broken")
+            return Advance(True, [], "text", RewardRecord(None, {"correct": 1.0}, {}, [], {}))
+
+    config = config_of(evals=[{"name": "arithmetic", "num_samples": 4}])
+    evaluation = await evaluation_of(config, Fragile())
+    (result,) = await run_all(evaluation, OneServer())
+    assert (result.num_items, result.num_scored, result.metrics) == (4, 3, {"correct": 1.0})
+    written: Any = evaluation.recorder
+    (masked,) = written.of("samples", status="masked")
+    assert (masked["eval_name"], masked["failure_message"]) == ("arithmetic", "broken")
+
+
+async def test_an_eval_of_which_nothing_can_be_scored_says_so() -> None:
+    class Broken(NumberedItems):
+        async def advance(self, *arguments: Any, **options: Any) -> Advance:
+            raise EnvironmentFailure("KeyError: 'numbers'")
+
+    evaluation = await evaluation_of(config_of(evals=[{"name": "arithmetic", "num_samples": 2}]), Broken())
+    with pytest.raises(EnvironmentFailure, match=r"'arithmetic': none of its 2 .*KeyError"):
+        await run_all(evaluation, OneServer())
+
+
+def test_accuracy_is_the_reward_of_an_environment_that_names_no_correctness() -> None:
+    from telescope.evals.runner import EvalResult
+
+    result = EvalResult("a", 0, 2, 2, 1.0, {"reward": 0.5}, 0.1, True)
+    assert result.accuracy == 0.5
+    assert dataclasses.replace(result, metrics={"reward": 0.5, "correct": 0.25}).accuracy == 0.25

@@ -1,0 +1,83 @@
+"""Groups: what counts as a sample, what counts as a learning signal, and when a run has none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.orchestrator.fakes import group
+
+from telescope.orchestrator.groups import DiscardStreak, Signal, zero_advantage_kind
+
+rewards = st.lists(st.one_of(st.none(), st.sampled_from([-1.0, 0.0, 0.5, 1.0])), min_size=1, max_size=8)
+
+
+@given(rewards)
+def test_a_group_is_usable_if_its_scored_samples_differ_or_there_is_but_one(values: list[float | None]) -> None:
+    scored = [value for value in values if value is not None]
+    signal = group(values).signal()
+    if not scored:
+        assert signal is Signal.ALL_MASKED
+    elif len(scored) > 1 and len(set(scored)) == 1:
+        assert signal is Signal.ZERO_ADVANTAGE
+    else:
+        assert signal is Signal.USABLE
+
+
+@given(rewards)
+def test_masked_samples_leave_the_rewards_of_a_group_alone(values: list[float | None]) -> None:
+    made = group(values)
+    assert made.rewards_n.tolist() == [value for value in values if value is not None]
+    assert [sample.sample_index for sample in made.usable_samples] == [
+        index for index, value in enumerate(values) if value is not None
+    ]
+
+
+def test_samples_are_in_the_order_of_their_index_whoever_came_first() -> None:
+    made = group([0.0, 1.0, 0.5])
+    made.samples.reverse()
+    assert made.rewards_n.tolist() == [0.0, 1.0, 0.5]
+
+
+def test_a_group_is_finished_when_every_sample_is_there_masked_or_not() -> None:
+    made = group([1.0, None])
+    assert made.is_finished
+    made.samples.pop()
+    assert not made.is_finished
+
+
+def test_a_group_of_one_is_never_without_advantage() -> None:
+    assert group([0.0]).signal() is Signal.USABLE
+    assert group([0.0, None, None]).signal() is Signal.USABLE, "neither is one that has one sample left"
+
+
+@pytest.mark.parametrize(("value", "kind"), [(0.0, "all_zero"), (0.5, "all_positive"), (-1.0, "all_negative")])
+def test_equal_rewards_are_told_apart_by_their_sign(value: float, kind: str) -> None:
+    assert zero_advantage_kind(np.array([value, value])) == kind
+
+
+def test_a_streak_of_discards_ends_at_its_limit_and_a_usable_group_resets_it() -> None:
+    streak = DiscardStreak(limit=3)
+    for _ in range(2):
+        streak.discarded("all_zero", np.zeros(4))
+    assert not streak.is_over
+    streak.usable()
+    for _ in range(2):
+        streak.discarded("all_positive", np.ones(4))
+    assert not streak.is_over
+    streak.discarded("all_masked", np.array([]))
+    assert streak.is_over
+
+
+def test_the_diagnosis_says_which_rewards_were_seen_and_what_to_change() -> None:
+    streak = DiscardStreak(limit=3)
+    streak.discarded("all_zero", np.zeros(4))
+    streak.usable()
+    for kind, value in (("all_zero", 0.0), ("all_positive", 2.0), ("all_positive", 1.0)):
+        streak.discarded(kind, np.full(4, value))
+    text = streak.diagnosis()
+    assert "3 groups in a row" in text
+    assert "2 all positive, 1 all zero" in text
+    assert "[0.0, 0.0, 2.0, 1.0]" in text
+    assert "discard_group_zero_advantage: false" in text

@@ -1,0 +1,115 @@
+"""The loops over plain objects: what is written, what is opened, and what wakes whom."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.unit.orchestrator.fakes import config_of
+from tests.unit.orchestrator.in_memory import InMemoryRun
+from tests.unit.rollout.fakes import tick
+
+from telescope.errors import EnvironmentFailure
+from telescope.trainer.batch import TrainSample
+
+
+async def test_every_row_of_a_run_fits_its_table_and_every_step_has_its_groups() -> None:
+    run = InMemoryRun(config_of(number_of_steps=3))
+    await run.run()
+    steps = run.recorder.of("steps")
+    assert [(row["step"], row["version"]) for row in steps] == [(0, 1), (1, 2), (2, 3)]
+    for row in steps:
+        assert (row["num_groups"], row["num_samples"]) == (2, 4)
+        kept = run.recorder.of("groups", status="kept", step=row["step"])
+        assert len(kept) == 2
+        samples = run.recorder.of("samples", status="kept", step=row["step"])
+        assert sorted(sample["sample_id"] for sample in samples) == run.trainer.steps[row["step"]]
+        assert row["reward_mean"] == pytest.approx(sum(s["reward"] for s in samples) / 4)
+        assert all(sample["age"] == row["step"] - sample["start_version"] for sample in samples)
+        assert sum(sample["advantage"] for sample in samples) == pytest.approx(0, abs=1e-6)
+    assert run.step_log.metrics == [row["metrics"] for row in steps]
+
+
+async def test_tokens_of_each_step_add_up_to_all_that_was_generated() -> None:
+    run = InMemoryRun(config_of(number_of_steps=4, max_async_rollout=2))
+    await run.run()
+    assert sum(row["num_tokens_generated"] for row in run.recorder.of("steps")) == run.status.num_tokens_generated
+    assert run.status.num_tokens_generated == 3 * len(run.engine.requests)
+
+
+async def test_nothing_is_generated_that_no_step_is_left_for() -> None:
+    run = InMemoryRun(config_of(number_of_steps=4, max_async_rollout=3))
+    await run.run()
+    ledger = run.orchestrator.ledger
+    assert ledger.num_trained == 4 * 2
+    assert ledger.open == set()
+    assert ledger.num_opened == ledger.num_trained + ledger.dropped.total()
+    assert len(run.recorder.of("groups")) == ledger.num_opened, "and so every group is on record"
+
+
+async def test_discarded_groups_are_on_record_with_their_reason_and_step() -> None:
+    run = InMemoryRun(config_of(number_of_steps=6))
+    await run.run()
+    discarded = run.recorder.of("groups", status="discarded")
+    assert discarded
+    assert all(row["reason"] == "zero_advantage" and 0 <= row["step"] <= 6 for row in discarded)
+    samples = run.recorder.of("samples", status="discarded")
+    assert len(samples) == 2 * len(discarded)
+    assert all(sample["advantage"] is None for sample in samples)
+    counted = sum(metrics["discarded/zero_advantage/groups"] for metrics in run.step_log.metrics)
+    assert counted == len(discarded) == run.status.num_discarded_groups
+
+
+async def test_masked_samples_are_counted_and_recorded_with_what_failed() -> None:
+    run = InMemoryRun(config_of(group_size=4, environment_error_budget=1.0))
+    advance = run.environments.advance
+
+    async def sometimes(key: str, index: int, *arguments: object, **options: object) -> object:
+        if index % 4 == 0:
+            raise EnvironmentFailure("KeyError: 'numbers'")
+        return await advance(key, index, *arguments, **options)
+
+    run.environments.advance = sometimes
+    await run.run()
+    masked = run.recorder.of("samples", status="masked")
+    assert masked
+    assert {row["failure_message"] for row in masked} == {"KeyError: 'numbers'"}
+    assert run.status.num_masked_samples == len(masked)
+    assert run.orchestrator.ledger.dropped["all_masked"] == len(run.recorder.of("groups", reason="all_masked"))
+
+
+async def test_a_server_that_comes_up_wakes_a_run_that_has_nothing_else_to_wait_for() -> None:
+    run = InMemoryRun(config_of())
+    run.lanes.set_up(0, False)
+    running = asyncio.create_task(run.run())
+    await tick(50)
+    assert not run.engine.requests
+    run.lanes.set_up(0, True)
+    await running
+    assert len(run.trainer.steps) == 3
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+async def test_rewards_are_scaled_to_their_range_for_training_alone_when_asked_for(
+    scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[float] = set()
+
+    def advantages(samples: list[TrainSample], *arguments: object) -> list[float]:
+        seen.update(sample.reward for sample in samples)
+        return [0.0] * len(samples)
+
+    monkeypatch.setattr("telescope.orchestrator.orchestrator.compute_advantages", advantages)
+    entry = {"name": "arithmetic", "reward_min": -1.0, "reward_max": 3.0}
+    run = InMemoryRun(config_of(environments=[entry], normalize_rewards=scaled))
+    await run.run()
+    assert seen == ({0.25, 0.5} if scaled else {0.0, 1.0})
+    recorded = {row["reward"] for row in run.recorder.of("samples", status="kept")}
+    assert recorded == {0.0, 1.0}, "the record holds what the environment said"
+
+
+async def test_a_run_whose_every_item_is_held_out_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("telescope.orchestrator.orchestrator.MAX_FRUITLESS_DRAWS", 200)
+    run = InMemoryRun(config_of(), held_out=frozenset(f"uid {index}" for index in range(64)))
+    with pytest.raises(RuntimeError, match=r"200 draws in a row .*separate_eval_samples"):
+        await run.run()

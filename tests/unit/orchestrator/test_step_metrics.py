@@ -1,0 +1,142 @@
+"""Metrics of a step: the names of the metrics document, formulas against plain arithmetic, and what was thrown away."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.orchestrator.fakes import group, sample
+
+from telescope.orchestrator.step_metrics import DiscardCounts, batch_metrics, gini
+
+numbers = st.lists(st.floats(0, 1e6), min_size=1, max_size=12)
+
+
+@given(numbers)
+def test_gini_is_half_the_relative_mean_difference_of_all_pairs(values: list[float]) -> None:
+    total = sum(values)
+    if total < 1e-100:
+        return
+    pairs = sum(abs(a - b) for a, b in product(values, values)) / (2 * len(values) * total)
+    assert gini(values) == pytest.approx(pairs, abs=1e-9)
+
+
+@given(numbers, st.floats(0.01, 100))
+def test_gini_does_not_depend_on_order_or_scale(values: list[float], scale: float) -> None:
+    shuffled = list(reversed(values))
+    assert gini(shuffled) == gini(values)
+    if sum(values) > 1e-100:
+        assert gini([scale * value for value in values]) == pytest.approx(gini(values), abs=1e-9)
+
+
+def test_gini_is_zero_for_equal_rewards_and_nears_one_when_one_sample_has_all() -> None:
+    assert gini([0.5] * 8) == pytest.approx(0)
+    assert gini([0.0] * 8) == 0
+    assert gini([0.0] * 7 + [3.0]) == pytest.approx(7 / 8)
+    assert gini([1.0, 2.0, 3.0, 4.0]) == pytest.approx(0.25)
+    assert gini([]) == 0
+
+
+def test_gini_shifts_values_so_that_the_smallest_is_zero_when_any_is_negative() -> None:
+    assert gini([-1.0, 0.0, 1.0]) == pytest.approx(gini([0.0, 1.0, 2.0]))
+    assert gini([1.0, 2.0, 3.0]) != pytest.approx(gini([0.0, 1.0, 2.0])), "and not otherwise"
+
+
+def test_a_step_has_the_metrics_of_the_document_under_their_names() -> None:
+    metrics = batch_metrics([group([0.0, 1.0]), group([1.0, 0.0], n=6)], [-1.0, 1.0, 1.0, -1.0], version=0)
+    spreads = [
+        "reward/total", "advantage/all", "rollouts/tokens_prompt", "rollouts/tokens_completion",
+        "rollouts/tokens_total", "staleness/steps",
+    ]  # fmt: skip
+    for prefix, name in product(spreads, ("mean", "std", "min", "max")):
+        assert f"{prefix}/{name}" in metrics
+    for name in ("stop_reason_length_pct", "group_length_gini_mean", "group_length_max_median_ratio_mean"):
+        assert name in metrics
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_metrics_of_a_step_are_those_of_its_scored_samples() -> None:
+    first, second = group([0.0, 1.0, None]), group([1.0, 0.5], n=6)
+    first.samples[1] = sample(1, 1.0, lengths=(9,), version=2, finish_reason="length", correct=1.0)
+    second.samples[0] = sample(0, 1.0, group=6, lengths=(2, 4), version=3, correct=0.0)
+    metrics = batch_metrics([first, second], [-1.0, 1.0, 0.5, -0.5], version=4)
+    rewards, lengths = [0.0, 1.0, 1.0, 0.5], [3, 9, 6, 3]
+    assert metrics["reward/total/mean"] == pytest.approx(np.mean(rewards))
+    assert metrics["reward/total/std"] == pytest.approx(np.std(rewards, ddof=1))
+    assert metrics["rollouts/tokens_completion/mean"] == pytest.approx(np.mean(lengths)), "over all turns"
+    assert (metrics["rollouts/tokens_completion/min"], metrics["rollouts/tokens_completion/max"]) == (3, 9)
+    assert metrics["rollouts/tokens_prompt/mean"] == 2
+    assert metrics["rollouts/tokens_total/max"] == 11
+    assert (metrics["staleness/steps/min"], metrics["staleness/steps/max"]) == (1, 4)
+    assert metrics["stop_reason_length_pct"] == 25
+    assert metrics["reward/gini_mean"] == pytest.approx((gini([0, 1]) + gini([1, 0.5])) / 2)
+    assert metrics["group_length_gini_mean"] == pytest.approx((gini([3, 9]) + gini([6, 3])) / 2)
+    assert metrics["group_length_max_median_ratio_mean"] == pytest.approx((9 / 6 + 6 / 4.5) / 2)
+    assert metrics["advantage/all/max"] == 1.0
+    assert metrics["sample_metrics/arithmetic/correct"] == 0.5
+
+
+def test_rewards_of_each_environment_are_told_apart_when_there_are_several() -> None:
+    groups = [group([0.0, 1.0]), group([1.0, 2.0], n=6, environment="words")]
+    metrics = batch_metrics(groups, [0.0] * 4, version=0)
+    assert (metrics["reward/arithmetic/mean"], metrics["reward/words/mean"]) == (0.5, 1.5)
+    assert "reward/arithmetic/mean" not in batch_metrics(groups[:1], [0.0] * 2, version=0)
+
+
+def test_an_answer_without_tokens_has_no_age() -> None:
+    metrics = batch_metrics([group([0.0, 1.0], lengths=(0,))], [0.0, 0.0], version=9)
+    assert "staleness/steps/mean" not in metrics
+    assert metrics["rollouts/tokens_completion/max"] == 0
+
+
+def test_discards_are_counted_in_groups_samples_and_tokens_with_their_lengths() -> None:
+    counts = DiscardCounts()
+    counts.discarded("zero_advantage", "all_zero", [sample(0, 0.0, lengths=(3,)), sample(1, 0.0, lengths=(5,))])
+    counts.discarded("zero_advantage", "all_positive", [sample(0, 1.0, lengths=(4,)), sample(1, 1.0, lengths=(8,))])
+    metrics = counts.take(num_kept_groups=6)
+    assert metrics["discarded/zero_advantage/groups"] == 2
+    assert metrics["discarded/zero_advantage/samples"] == 4
+    assert metrics["discarded/zero_advantage/tokens"] == 20
+    assert metrics["discarded/zero_advantage/pct"] == 25
+    assert metrics["discarded/zero_advantage/tokens_mean"] == 5
+    assert (metrics["discarded/zero_advantage/tokens_min"], metrics["discarded/zero_advantage/tokens_max"]) == (3, 8)
+    assert metrics["discarded/zero_advantage/reward_mean"] == 0.5
+    assert metrics["discarded/zero_advantage_all_zero/groups"] == 1
+    assert metrics["discarded/zero_advantage_all_positive/tokens"] == 12
+    assert metrics["discarded/max_async/groups"] == 0
+
+
+def test_percentages_are_of_all_groups_and_never_pass_a_hundred() -> None:
+    counts = DiscardCounts()
+    for _ in range(3):
+        counts.discarded("all_masked", None, [sample(0, None)])
+    counts.discarded("zero_advantage", "all_zero", [sample(0, 0.0)])
+    metrics = counts.take(num_kept_groups=0)
+    assert metrics["discarded/all_masked/pct"] == 75
+    assert metrics["discarded/zero_advantage/pct"] == 25
+    assert "discarded/all_masked/reward_mean" not in metrics
+
+
+def test_masked_samples_are_counted_by_the_kind_of_their_failure() -> None:
+    counts = DiscardCounts()
+    dead = sample(1, None, lengths=())
+    dead.failure_kind = "infrastructure"
+    for masked in (sample(0, None, lengths=(3,)), sample(2, None, lengths=(5,)), dead):
+        counts.masked(masked)
+    metrics = counts.take(1)
+    assert (metrics["masked/environment/samples"], metrics["masked/environment/tokens"]) == (2, 8)
+    assert (metrics["masked/infrastructure/samples"], metrics["masked/infrastructure/tokens"]) == (1, 0)
+
+
+def test_counting_starts_anew_with_each_step() -> None:
+    counts = DiscardCounts()
+    counts.discarded("zero_advantage", "all_zero", [sample()])
+    counts.masked(sample(0, None))
+    counts.take(1)
+    metrics = counts.take(1)
+    assert all(value == 0 for value in metrics.values())
+    assert not any(name.startswith("masked") for name in metrics)
