@@ -19,7 +19,6 @@ from telescope.errors import InfrastructureError
 from telescope.stacks import thread_stacks
 from telescope.weights.plan import UpdateInfo
 
-
 ACTOR_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"control": 4}}
 """Actors are never restarted behind the run's back: their state is weights and processes. Calls in the `control` group
 are answered while the actor is at work."""

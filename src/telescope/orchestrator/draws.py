@@ -1,8 +1,8 @@
 """Which prompt is asked next: a pure function of the seed and a counter.
 
 `DrawSequence.draw(n)` is the whole interface. n is the identity of a prompt in the ledger, in a checkpoint and in the
-record. The environment of draw n is sampled by weight; its items are visited without replacement, reshuffled each epoch.
-The answer never depends on the order or the number of earlier calls, so resuming a run needs n alone.
+record. The environment of draw n is sampled by weight; its items are visited without replacement, reshuffled each
+epoch. The answer never depends on the order or the number of earlier calls, so resuming a run needs n alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 CHUNK = 1024
-"""Draws are laid out this many at a time; an implementation detail that the results do depend on, so never change it."""
+"""Draws are laid out this many at a time; a detail that the results do depend on, so never change it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Ctrl-C: once ends the run cleanly after the step under way, twice ends it at once.
 
-Either way no process is left behind: the actors and environment workers watch for the end of this process themselves, so
-even the second Ctrl-C, which waits for nothing, takes them along.
+Either way no process is left behind: the actors and environment workers watch for the end of this process themselves,
+so even the second Ctrl-C, which waits for nothing, takes them along.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Lanes: how many samples may be generating on each server at once, and who gets the next free place.
 
 Owns the counts, the choice of server and the order of waiters; knows nothing of HTTP, Ray or tokens. A group stays on
-one server so that its prompt is prefilled once; a server that is down gets nothing, and its groups move. A later turn of
-a rollout that is under way is served before a new sample.
+one server so that its prompt is prefilled once; a server that is down gets nothing, and its groups move. A later turn
+of a rollout that is under way is served before a new sample.
 
 Invariants: 0 <= used <= capacity on every server; a lease is released exactly once.
 """

@@ -1,8 +1,8 @@
 """The parts of a run, started and wired: environments, Ray, trainer, engines, lanes, weight sync, evals.
 
 Order of starting: environments (their data must be sound before anything expensive starts), Ray, then trainer and
-engines side by side. Each part registers its own end on the stack it is given, so that they end in reverse order whatever
-happened. What is done with the parts is `run`.
+engines side by side. Each part registers its own end on the stack it is given, so that they end in reverse order
+whatever happened. What is done with the parts is `run`.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ async def _start_environments(
         info = await environments.describe(spec.identity)
         if info.num_samples == 0:
             raise UserError(
-                f"environment {spec.name!r} has an empty dataset (kwargs {spec.kwargs}): name another dataset or split in "
-                "its kwargs, or widen its filters"
+                f"environment {spec.name!r} has an empty dataset (kwargs {spec.kwargs}): name another dataset or split "
+                "in its kwargs, or widen its filters"
             )
         if info.is_multi_turn:
             raise UserError(

@@ -47,8 +47,8 @@ class RunDirectory:
             replace_file(RunFiles(path).config, yaml.safe_dump(config.values, sort_keys=False).encode())
         except OSError as error:
             raise UserError(
-                f"run_dir: {str(path)!r} cannot be written ({error.strerror or error}). Name another folder with --run_dir "
-                "or TELESCOPE_RUN_DIR, or mend its permissions."
+                f"run_dir: {str(path)!r} cannot be written ({error.strerror or error}). Name another folder with "
+                "--run_dir or TELESCOPE_RUN_DIR, or mend its permissions."
             ) from error
         return cls(path, config, notes)
 

@@ -1,7 +1,7 @@
 """What the run is doing right now, for people: the live view, the watchdog's report and the last lines of an error.
 
-The orchestrator writes these fields from its event loop and nobody else does; readers on other threads see plain numbers
-and strings, possibly a moment old, never a structure in the middle of a change.
+The orchestrator writes these fields from its event loop and nobody else does; readers on other threads see plain
+numbers and strings, possibly a moment old, never a structure in the middle of a change.
 """
 
 from __future__ import annotations

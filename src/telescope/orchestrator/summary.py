@@ -21,8 +21,8 @@ class Interrupted(Exception):
 class RunSummary:
     """The result of a run. `heldout_*` are accuracies of the first eval with held-out items, or of the first eval.
 
-    `status` is `finished`, `stopped` (a person asked) or `failed`; `seconds` is the whole run, `training_seconds` the part
-    from the first prompt to the last weight sync.
+    `status` is `finished`, `stopped` (a person asked) or `failed`; `seconds` is the whole run, `training_seconds` the
+    part from the first prompt to the last weight sync.
     """
 
     status: str
@@ -98,8 +98,9 @@ def summarise(
         error=message,
         evals=[
             {
-                "name": r.name, "version": r.version, "accuracy": r.accuracy, "items": r.num_items, "scored": r.num_scored,
-                "temperature": r.temperature, "seconds": round(r.seconds, 3), "metrics": r.metrics,
+                "name": r.name, "version": r.version, "accuracy": r.accuracy, "items": r.num_items,
+                "scored": r.num_scored, "temperature": r.temperature, "seconds": round(r.seconds, 3),
+                "metrics": r.metrics,
             }
             for r in evals
         ],
