@@ -71,7 +71,9 @@ class TrainerGroup:
     async def restart(self) -> None:
         """Start over from the weights that the config names, as version 0; the engines need a sync after it."""
         async with self.queue:
-            await self._all("restart of the trainer", lambda rank: self._ranks[rank].restart.remote(), SETUP_TIMEOUT_SECONDS)
+            await self._all(
+                "restart of the trainer", lambda rank: self._ranks[rank].restart.remote(), SETUP_TIMEOUT_SECONDS
+            )
             self.version = 0
 
     def sender_of(self, engine: int) -> int:
