@@ -39,6 +39,10 @@ MAX_TOKENS = 8192
 CONTEXT = 16_384
 STEP_SECONDS = 0.2
 VLLM_VERSION = "0.32.0"
+
+FILL_SECONDS = 300.0
+"""How long the run may take to fill its lanes; seconds on an idle machine."""
+
 PACKAGES = ("aiohttp", "msgspec", "numpy", "pyarrow")
 
 AIM_CPU_MS = 1.0
@@ -149,6 +153,13 @@ async def _observe(
     case: Case, run: FakeRun, servers: list[ServerProcess], training: asyncio.Task[Any]
 ) -> dict[str, Any]:
     lag = LagMeter()
+    filled_by = time.monotonic() + FILL_SECONDS
+    while run.lanes.num_used < 0.95 * case.in_flight:
+        await _sleep(0.25, training)
+        if time.monotonic() > filled_by:
+            raise RuntimeError(
+                f"only {run.lanes.num_used} samples in flight after {FILL_SECONDS:g} s: {run.status.parts}"
+            )
     await _sleep(case.warm_up, training)
     start_lags = lag.take()
     others = {"engines": [s.pid for s in servers], "environments": list(run.environments.status().pids)}

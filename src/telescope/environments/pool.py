@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from telescope.environments.launcher import Launcher
 from telescope.environments.limits import default_memory_limit
 from telescope.environments.process import STACK_SECONDS, WorkerProcess
@@ -193,7 +195,7 @@ class EnvironmentPool:
         self,
         env_key: str,
         index: int,
-        completion_token_ids: Sequence[int],
+        completion_token_ids: Sequence[int] | np.ndarray,
         stop_reason: str,
         *,
         for_eval: bool = False,

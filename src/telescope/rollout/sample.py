@@ -119,7 +119,7 @@ async def run_rollout(
                 advance: Advance = await environments.advance(
                     task.environment_key,
                     task.item_index,
-                    generation.token_ids_N.tolist(),
+                    generation.token_ids_N,
                     generation.finish_reason,
                     for_eval=settings.for_eval,
                 )

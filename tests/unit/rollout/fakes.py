@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,9 +97,9 @@ class FakeEnvironments:
         self._advances: Iterator[Any] = iter(self.advances)
 
     async def advance(
-        self, key: str, index: int, token_ids: list[int], stop_reason: str, *, for_eval: bool = False
+        self, key: str, index: int, token_ids: Sequence[int], stop_reason: str, *, for_eval: bool = False
     ) -> Advance:
-        self.calls.append((key, index, token_ids, stop_reason, for_eval))
+        self.calls.append((key, index, [int(token) for token in token_ids], stop_reason, for_eval))
         if self.on_call is not None:
             await self.on_call()
         answer = next(self._advances, None)
