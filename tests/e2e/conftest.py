@@ -44,7 +44,8 @@ class Outcome:
     record: Run
 
     def steps(self) -> list[dict[str, Any]]:
-        return sorted(self.record.table("steps").to_pylist(), key=lambda row: row["step"])
+        rows = self.record.table("steps").to_pylist(maps_as_pydicts="strict")
+        return sorted(rows, key=lambda row: row["step"])
 
     def samples(self, **conditions: Any) -> list[dict[str, Any]]:
         rows = self.record.table("samples").to_pylist()
@@ -96,7 +97,12 @@ class Stack:
 async def stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     """Ray, vLLM and the trainer, started once."""
     folder = tmp_path_factory.mktemp("e2e")
-    flags = [f"--model={tiny_model}", f"--run_dir={folder / 'parts'}", "--inference_base_port=18500", "--use_wandb=false"]
+    flags = [
+        f"--model={tiny_model}",
+        f"--run_dir={folder / 'parts'}",
+        "--inference_base_port=18500",
+        "--use_wandb=false",
+    ]
     flags.append("--max_model_len=256")  # room for two of vLLM's KV blocks: the test of the prefix cache needs one
     config: TelescopeConfig = load_config(DEMO, flags, environ={}).config
     async with AsyncExitStack() as exit_stack:

@@ -29,6 +29,7 @@ from telescope.config import TelescopeConfig
 from telescope.environments.pool import EnvironmentPool
 from telescope.environments.records import PreparedPrompt
 from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.orchestrator import rows
 from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.changes import Changes
 from telescope.orchestrator.draws import Draw, DrawSequence, request_seed
@@ -52,6 +53,9 @@ PREPARE_AT_ONCE = 8
 
 MAX_FRUITLESS_DRAWS = 10_000
 """Draws in a row without a usable prompt, after which the run stops instead of looking for ever."""
+
+IN_FLIGHT_SECONDS = 1.0
+"""How often the list of samples under way is replaced."""
 
 DISCARD_LIMIT_BATCHES = 10
 """Discards in a row, in batches' worth of groups, after which the run stops with a diagnosis."""
@@ -140,7 +144,7 @@ class Orchestrator:
         self._supervisor = supervisor
         self.status.training_started_at = time.time()
         self.status.progressed()
-        for loop in (self._prompt_loop, self._dispatch_loop, self._batch_loop):
+        for loop in (self._prompt_loop, self._dispatch_loop, self._batch_loop, self._in_flight_loop):
             supervisor.spawn(loop(), loop.__name__)
         await self._train_loop()
         assert self.ledger.is_balanced(), f"the ledger of draws does not add up: {self.ledger}"
@@ -292,6 +296,12 @@ class Orchestrator:
         self._journal.discarded(group, reason, kind, self.window.version)
         if self._streak.is_over:
             raise RuntimeError(self._streak.diagnosis())
+
+    async def _in_flight_loop(self) -> None:
+        """Keep the record's list of samples under way up to date: one small file, replaced."""
+        while True:
+            self.services.recorder.set_in_flight(rows.in_flight_rows(self._open.values()))
+            await asyncio.sleep(IN_FLIGHT_SECONDS)
 
     # Batches and steps
 

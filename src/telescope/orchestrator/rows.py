@@ -5,6 +5,7 @@ Pure functions; `telescope.record.tables` says what each column means. A sample 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from telescope.orchestrator.groups import Group
@@ -75,6 +76,27 @@ def sample_row(
         "failure_message": sample.failure_message,
         "eval_name": eval_name,
     }
+
+
+def in_flight_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
+    """The samples that are under way, with columns of `samples`; prompts are left out to keep the file small."""
+    rows = []
+    for group in groups:
+        done = {sample.sample_index for sample in group.samples}
+        for index in range(group.size):
+            if index not in done:
+                rows.append(
+                    {
+                        "sample_id": f"{group.group_id}-{index}",
+                        "group_id": group.group_id,
+                        "sample_index": index,
+                        "environment": group.environment,
+                        "start_version": group.start_version,
+                        "prompt_tokens": len(group.prompt.token_ids),
+                        "started_at": group.opened_at,
+                    }
+                )
+    return rows
 
 
 def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:

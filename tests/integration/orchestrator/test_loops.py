@@ -221,3 +221,20 @@ async def test_a_lane_per_group_trains_the_same_number_of_samples(tokenizer: Pat
         await run.run()
         assert run.orchestrator.ledger.num_trained == 20
         assert run.lanes.num_used <= 8
+
+
+async def test_samples_under_way_can_be_seen_while_the_run_is_live(tokenizer: Path, tmp_path: Path) -> None:
+    very_slow = FakeEngineSettings(mean_tokens=12, tokens_per_second=8, vocabulary=300, end_token=None)
+    async with harness(tokenizer, tmp_path, engine=very_slow, number_of_steps=2) as run:
+        seen: set[str] = set()
+
+        async def look() -> None:
+            while True:
+                seen.update(row["sample_id"] for row in Run(tmp_path).in_flight().to_pylist())
+                await asyncio.sleep(0.05)
+
+        looking = asyncio.create_task(look())
+        await run.run()
+        looking.cancel()
+    trained = {row["sample_id"] for row in Run(tmp_path).table("samples").to_pylist()}
+    assert seen & trained
