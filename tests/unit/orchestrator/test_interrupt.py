@@ -1,0 +1,114 @@
+"""Ctrl-C: once asks, twice ends, and what was starting up is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from tests.unit.rollout.fakes import tick
+
+from telescope.orchestrator.interrupt import EXIT_CODE, Interrupt
+from telescope.orchestrator.status import RunStatus
+from telescope.orchestrator.summary import Interrupted
+
+
+class Exited(BaseException):
+    """Stands in for the end of the process."""
+
+
+@pytest.fixture
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupt]:
+    def ended(code: int) -> None:
+        raise Exited(code)
+
+    monkeypatch.setattr("telescope.orchestrator.interrupt.os._exit", ended)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield Interrupt(RunStatus("test", 10, phase="training"))
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_the_first_signal_asks_for_a_stop(interrupt: Interrupt, number: int) -> None:
+    loop = asyncio.get_running_loop()
+    interrupt.install(loop)
+    stopped = asyncio.Event()
+    interrupt.on_first(stopped.set)
+    assert not interrupt.requested
+    os.kill(os.getpid(), number)
+    await asyncio.wait_for(stopped.wait(), 5)
+    assert interrupt.requested
+    assert "Ctrl-C again" in interrupt._status.phase
+    for each in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(each)
+
+
+def test_the_second_signal_ends_the_process_with_the_code_of_ctrl_c(
+    interrupt: Interrupt, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupt._signalled()
+    with pytest.raises(Exited) as ended:
+        interrupt._signalled()
+    assert ended.value.args == (EXIT_CODE,) == (130,)
+    assert "at once" in capsys.readouterr().err
+
+
+def test_actions_run_once_at_the_first_signal_and_later_ones_at_once(interrupt: Interrupt) -> None:
+    calls: list[str] = []
+    interrupt.on_first(lambda: calls.append("before"))
+    interrupt._signalled()
+    interrupt.on_first(lambda: calls.append("after"))
+    assert calls == ["before", "after"]
+
+
+async def test_what_is_starting_is_cancelled_and_cleans_up(interrupt: Interrupt) -> None:
+    steps: list[str] = []
+
+    async def start() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            steps.append("cleaned up")
+
+    running = asyncio.create_task(interrupt.run_until_first(start()))
+    await tick(3)
+    interrupt._signalled()
+    with pytest.raises(Interrupted):
+        await running
+    assert steps == ["cleaned up"]
+
+
+async def test_nothing_is_started_after_a_signal(interrupt: Interrupt) -> None:
+    started: list[bool] = []
+
+    async def start() -> None:
+        started.append(True)
+
+    interrupt._signalled()
+    with pytest.raises(Interrupted):
+        await interrupt.run_until_first(start())
+    assert not started
+
+
+async def test_an_undisturbed_start_returns_its_value_and_its_errors(interrupt: Interrupt) -> None:
+    async def value() -> int:
+        return 42
+
+    async def broken() -> None:
+        raise ArithmeticError("a bug")
+
+    assert await interrupt.run_until_first(value()) == 42
+    with pytest.raises(ArithmeticError):
+        await interrupt.run_until_first(broken())
+
+
+async def test_a_start_that_is_cancelled_for_another_reason_is_no_interrupt(interrupt: Interrupt) -> None:
+    running = asyncio.create_task(interrupt.run_until_first(asyncio.Event().wait()))
+    await tick(3)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not interrupt.requested

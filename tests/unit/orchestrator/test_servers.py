@@ -1,0 +1,207 @@
+"""The server pool: closed on failure, back after a restart with its weights, given up when it cannot come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from telescope.errors import InfrastructureError
+from telescope.orchestrator import servers as servers_module
+from telescope.orchestrator.lanes import LanePool
+from telescope.orchestrator.servers import MAX_FAILED_BRING_UPS, ServerPool
+from telescope.orchestrator.status import RunStatus
+
+DEAD = InfrastructureError("connection refused")
+
+
+@dataclass
+class FakeHandle:
+    """The supervisor of one server, and its client in one: the fields are what it answers."""
+
+    state: str = "ready"
+    restarts: int = 0
+    error: str | None = None
+    gone: bool = False
+    healthy: bool = True
+
+    async def status(self) -> FakeHandle:
+        if self.gone:
+            raise InfrastructureError("the actor's process is gone")
+        return self
+
+    async def dump_stacks(self) -> str:
+        return ""
+
+    async def health(self) -> bool:
+        return self.healthy
+
+
+class Bench:
+    """A pool of servers that are up. `brought` is each transfer of weights as (server, fresh, lanes open before)."""
+
+    def __init__(self, num_servers: int = 2, *, start_timeout: float = 5.0) -> None:
+        self.handles = [FakeHandle() for _ in range(num_servers)]
+        self.lanes = LanePool([1] * num_servers)
+        self.status = RunStatus("test", 10)
+        self.brought: list[tuple[int, bool, bool]] = []
+        self.weights_fail = False
+        clients: Any = self.handles
+        self.pool = ServerPool(
+            self.handles, clients, self.lanes, self.status,
+            start_timeout=start_timeout, bring_weights=self.bring_weights,
+        )  # fmt: skip
+        for index in range(num_servers):
+            self.pool.open(index)
+
+    async def bring_weights(self, server: int, on_held: Callable[[], None], *, fresh: bool) -> None:
+        self.brought.append((server, fresh, self.lanes.servers[server].up))
+        await asyncio.sleep(0)
+        if self.weights_fail:
+            raise InfrastructureError(f"server {server} did not take the weights")
+        on_held()
+
+    async def until(self, predicate: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not predicate():  # noqa: ASYNC110  # the pool tells nobody but the lanes
+                await asyncio.sleep(0.001)
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[asyncio.Task[None]]:
+        watching = asyncio.create_task(self.pool.watch())
+        yield watching
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+@pytest.fixture(autouse=True)
+def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers_module, "POLL_SECONDS", 0.004)
+
+
+def test_a_failure_closes_a_server_at_once_and_only_that_one() -> None:
+    bench = Bench()
+    bench.pool.report_failure(0, DEAD)
+    assert bench.pool.up == [1]
+    assert [server.up for server in bench.lanes.servers] == [False, True]
+    assert "connection refused" in bench.status.parts["server 0"]
+
+
+def test_many_failures_of_one_server_are_one_message() -> None:
+    bench = Bench()
+    for _ in range(50):
+        bench.pool.report_failure(0, DEAD)
+    assert len(bench.status.messages) == 1
+
+
+async def test_a_server_whose_process_lives_is_brought_back_as_the_same_one() -> None:
+    bench = Bench()
+    async with bench.watched():
+        bench.pool.report_failure(0, DEAD)
+        await bench.until(lambda: bench.pool.up == [0, 1])
+    assert bench.brought == [(0, False, False)]
+    assert bench.lanes.servers[0].up
+
+
+async def test_a_restarted_server_has_its_weights_before_its_lanes_open() -> None:
+    bench = Bench()
+    async with bench.watched():
+        bench.handles[1].state = "restarting"
+        await bench.until(lambda: bench.pool.up == [0])
+        assert bench.brought == []
+        bench.handles[1].restarts += 1
+        bench.handles[1].state = "ready"
+        await bench.until(lambda: bench.pool.up == [0, 1])
+    assert bench.brought == [(1, True, False)]
+
+
+async def test_a_restart_between_two_looks_is_noticed_by_its_count() -> None:
+    bench = Bench()
+    bench.handles[0].restarts = 1
+    async with bench.watched():
+        await bench.until(lambda: len(bench.brought) == 1 and bench.pool.up == [0, 1])
+    assert bench.brought == [(0, True, False)]
+
+
+async def test_a_server_that_says_ready_but_does_not_answer_gets_no_weights_yet() -> None:
+    bench = Bench(1)
+    bench.handles[0].healthy = False
+    async with bench.watched():
+        bench.pool.report_failure(0, DEAD)
+        await asyncio.sleep(0.02)
+        assert bench.brought == []
+        bench.handles[0].healthy = True
+        await bench.until(lambda: bench.pool.up == [0])
+
+
+async def test_a_server_that_dies_again_while_it_is_given_weights_is_tried_again() -> None:
+    bench = Bench()
+    bench.weights_fail = True
+    async with bench.watched():
+        bench.pool.report_failure(0, DEAD)
+        await bench.until(lambda: len(bench.brought) >= 2)
+        assert bench.pool.up == [1]
+        bench.weights_fail = False
+        await bench.until(lambda: bench.pool.up == [0, 1])
+
+
+async def test_a_server_that_never_takes_weights_is_given_up_and_the_others_go_on() -> None:
+    bench = Bench()
+    bench.weights_fail = True
+    async with bench.watched() as watching:
+        bench.pool.report_failure(0, DEAD)
+        await bench.until(lambda: bench.status.parts["server 0"] == "failed for good")
+        await asyncio.sleep(0.02)
+        assert not watching.done()
+    assert bench.pool.up == [1]
+    assert len(bench.brought) == MAX_FAILED_BRING_UPS
+
+
+async def test_a_server_whose_actor_is_gone_is_given_up_and_the_others_go_on() -> None:
+    bench = Bench()
+    bench.handles[0].gone = True
+    async with bench.watched() as watching:
+        await bench.until(lambda: bench.pool.up == [1])
+        await asyncio.sleep(0.01)
+        assert not watching.done()
+    assert bench.status.parts["server 0"] == "failed for good"
+
+
+async def test_a_restart_that_takes_too_long_is_given_up_with_the_field_to_raise() -> None:
+    bench = Bench(1, start_timeout=0.02)
+    bench.handles[0].state = "starting"
+    with pytest.raises(InfrastructureError, match=r"inference_start_timeout_seconds = 0\.02 s; last state: starting"):
+        await asyncio.wait_for(bench.pool.watch(), 5)
+
+
+async def test_the_run_ends_with_every_reason_when_no_server_is_left() -> None:
+    bench = Bench()
+    for index, reason in enumerate(("out of memory", "exit code -9")):
+        bench.handles[index].state, bench.handles[index].error = "failed", reason
+    with pytest.raises(InfrastructureError, match=r"no inference server is left.*out of memory.*exit code -9"):
+        await asyncio.wait_for(bench.pool.watch(), 5)
+    assert bench.pool.up == []
+
+
+async def test_a_bug_while_a_server_is_brought_up_ends_the_run() -> None:
+    bench = Bench()
+
+    async def broken(server: int, on_held: Callable[[], None], *, fresh: bool) -> None:
+        raise ArithmeticError("a bug")
+
+    bench.pool._bring_weights = broken
+    bench.pool.report_failure(0, DEAD)
+    with pytest.raises(ArithmeticError, match="a bug"):
+        await asyncio.wait_for(bench.pool.watch(), 5)
+
+
+async def test_nobody_goes_on_bringing_servers_up_when_the_watch_has_ended() -> None:
+    bench = Bench()
+    bench.handles[0].state = "restarting"
+    async with bench.watched():
+        await bench.until(lambda: "restarting (restarting)" in bench.status.parts["server 0"])
+    assert [task.get_name() for task in asyncio.all_tasks() if "bring up" in task.get_name()] == []

@@ -1,0 +1,86 @@
+"""The summary of a run: what it says however the run ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.orchestrator.fakes import config_of
+
+from telescope.evals.runner import EvalResult
+from telescope.orchestrator.status import RunStatus, StepSummary
+from telescope.orchestrator.summary import Interrupted, RunSummary, summarise
+
+
+def result(version: int, correct: float, *, name: str = "countdown", held_out: bool = True) -> EvalResult:
+    return EvalResult(name, version, 500, 499, 1.0, {"correct": correct, "reward": 0.0}, 2.5, held_out)
+
+
+def summary_of(evals: list[EvalResult] | None = None, **changes: Any) -> RunSummary:
+    status = RunStatus("demo", 100, step=2, num_tokens_generated=1234)
+    status.history.extend(StepSummary(step, 0.25 + step / 4, 1.5, 0.0, 100.0, 0.0, 1.0, 1.0, 0.1) for step in range(2))
+    arguments: dict[str, Any] = {
+        "seconds": 12.34567, "training_seconds": 10.0, "error": None, "interrupted": False, **changes
+    }  # fmt: skip
+    return summarise(config_of(), Path("/runs/demo"), status, evals or [], **arguments)
+
+
+def test_a_finished_run_says_what_was_learnt() -> None:
+    summary = summary_of([result(0, 0.25), result(100, 0.5)])
+    assert summary.status == "finished"
+    assert (summary.heldout_before, summary.heldout_after) == (0.25, 0.5)
+    assert (summary.heldout_items, summary.heldout_temperature) == (500, 1.0)
+    assert (summary.steps, summary.seconds, summary.training_seconds) == (2, 12.346, 10.0)
+    assert (summary.reward_first, summary.reward_last) == (0.25, 0.5)
+    assert summary.tokens_generated == 1234
+    assert "finished 2 steps in 12 s" in summary.sentence
+
+
+def test_the_headline_is_the_first_eval_whose_items_were_held_out() -> None:
+    evals = [
+        result(0, 0.1, name="seen", held_out=False),
+        result(0, 0.2),
+        result(5, 0.3, name="seen", held_out=False),
+        result(5, 0.4),
+    ]
+    summary = summary_of(evals)
+    assert (summary.heldout_before, summary.heldout_after) == (0.2, 0.4)
+    assert [entry["name"] for entry in summary.evals] == ["seen", "countdown", "seen", "countdown"]
+    assert summary.evals[0]["scored"] == 499
+
+
+def test_without_held_out_items_it_is_the_first_eval() -> None:
+    assert summary_of([result(0, 0.1, held_out=False)]).heldout_before == 0.1
+
+
+def test_what_was_not_measured_is_null() -> None:
+    summary = summary_of([result(0, 0.25)])
+    assert summary.heldout_after is None
+    assert summary_of().heldout_before is None
+    assert summary_of(training_seconds=None).training_seconds is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "error"),
+    [
+        ({"error": ValueError("a bug")}, "failed", "ValueError: a bug"),
+        ({"error": Interrupted("stopped by a signal"), "interrupted": True}, "stopped", None),
+        ({"interrupted": True}, "stopped", None),
+        ({"error": asyncio.CancelledError()}, "stopped", None),
+    ],
+)
+def test_how_a_run_ended_is_said_in_a_word(changes: dict[str, Any], status: str, error: str | None) -> None:
+    summary = summary_of(**changes)
+    assert (summary.status, summary.error) == (status, error)
+    assert status.split("ed")[0] in summary.sentence
+
+
+def test_the_file_holds_every_field_as_plain_json() -> None:
+    summary = summary_of([result(0, 0.25), result(2, 0.5)])
+    written = json.loads(json.dumps(summary.to_json(), allow_nan=False))
+    for name in ("heldout_before", "heldout_after", "steps", "seconds", "run_dir", "config_hash", "status", "evals"):
+        assert name in written
+    assert written["evals"][1]["metrics"]["correct"] == 0.5

@@ -1,0 +1,363 @@
+"""The order of a weight sync, what a failing server costs the others (nothing), and the proof of weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.unit.orchestrator.fakes import config_of
+
+from telescope.errors import InfrastructureError
+from telescope.orchestrator.weight_sync import SyncReport, WeightMismatch, WeightSync
+from telescope.weights.fingerprint import to_hex
+from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo
+
+LOGPROBS = [-1.0, -2.0, -0.5]
+STAGES = ["init", "pause", "start", "receive", "finish", "resume"]
+PRINTS = {"embed": to_hex(0xAA), "lm_head": to_hex(0xBB)}
+
+
+class FakeTrainer:
+    """The trainer's ranks. A call without its queue held fails the test."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self.queue = asyncio.Lock()
+        self.version = 0
+        self.calls = calls
+        self.send_error: BaseException | None = None
+        self.engine_errors: dict[int, str] = {}
+        self.sent: list[tuple[int, list[int], bool]] = []
+
+    def _called(self, *call: Any) -> None:
+        assert self.queue.locked(), f"{call} was made beside the queue of rank commands"
+        self.calls.append(call)
+
+    async def weight_metadata(self) -> list[TensorMeta]:
+        self._called("metadata")
+        return [TensorMeta("embed", (4, 2)), TensorMeta("lm_head", (4, 2))]
+
+    async def listen_for_engine(self, engine: int, num_workers: int, *, loopback: bool) -> InitInfo:
+        self._called("listen", engine)
+        return InitInfo("127.0.0.1", 1, "token", num_workers + 1, "gloo", 1.0)
+
+    async def connect_engine(self, engine: int) -> None:
+        self._called("connect", engine)
+
+    async def abort_engine(self, engine: int, reason: str) -> None:
+        self._called("abort", engine)
+
+    async def send_weights(self, update: UpdateInfo, engines: list[int], *, fingerprints: bool) -> list[Any]:
+        self._called("send", tuple(engines))
+        self.sent.append((update.version, engines, fingerprints))
+        if self.send_error is not None:
+            raise self.send_error
+        await asyncio.sleep(0)
+        prints = dict(PRINTS) if fingerprints else {}
+        return [SimpleNamespace(fingerprints=prints, errors=dict(self.engine_errors))]
+
+    async def sequence_logprobs(self, token_ids: list[int]) -> list[float]:
+        self._called("logprobs")
+        return LOGPROBS
+
+
+class FakeClient:
+    """One engine. It fails at the stage that `fails_at` names; `held` is what its worker says that it holds."""
+
+    def __init__(self, index: int, calls: list[Any]) -> None:
+        self.index = index
+        self.calls = calls
+        self.fails_at: str | None = None
+        self.hangs_at: str | None = None
+        self.logprobs = list(LOGPROBS)
+        whole = {"exact": True, "rows": [0, 4], "columns": [0, 2]}
+        self.held: dict[str, Any] = {
+            "shapes": {name: [4, 2] for name in PRINTS},
+            "tensors": {name: [{"place": name, "fingerprint": value, **whole}] for name, value in PRINTS.items()},
+        }
+        self.paused = False
+
+    async def _at(self, stage: str, *what: Any) -> None:
+        self.calls.append((stage, self.index, *what))
+        await asyncio.sleep(0)
+        if stage == self.hangs_at:
+            await asyncio.Event().wait()
+        if stage == self.fails_at:
+            raise InfrastructureError(f"server {self.index} broke at {stage}")
+
+    async def init_weight_transfer(self, info: dict[str, Any]) -> None:
+        await self._at("init")
+
+    async def pause(self, mode: str, *, drop_caches: bool) -> None:
+        await self._at("pause", mode, drop_caches)
+        self.paused = True
+
+    async def start_update(self) -> None:
+        await self._at("start")
+
+    async def update_weights(self, body: dict[str, Any]) -> None:
+        assert self.paused
+        await self._at("receive")
+
+    async def finish_update(self, version: int) -> None:
+        await self._at("finish", version)
+
+    async def resume(self) -> None:
+        await self._at("resume")
+        self.paused = False
+
+    async def call_worker(self, method: str) -> list[Any]:
+        await self._at("fingerprints")
+        return [self.held]
+
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        await self._at("engine logprobs")
+        return self.logprobs
+
+
+@dataclass
+class Bench:
+    """A weight sync over fakes. `calls` is everything that was asked of anybody, in order."""
+
+    num_servers: int = 2
+    fields: dict[str, Any] = field(default_factory=dict)
+    calls: list[Any] = field(default_factory=list)
+    failures: list[tuple[int, str]] = field(default_factory=list)
+    reports: list[SyncReport] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.trainer = FakeTrainer(self.calls)
+        self.clients = [FakeClient(index, self.calls) for index in range(self.num_servers)]
+        self.up = list(range(self.num_servers))
+        trainer: Any = self.trainer
+        clients: Any = self.clients
+        self.weights = WeightSync(
+            config_of(**self.fields),
+            trainer,
+            clients,
+            loopback=True,
+            engines_up=lambda: list(self.up),
+            on_failure=self.failed,
+            on_report=self.reports.append,
+            probe_token_ids=[1, 2, 3, 4],
+        )
+
+    def failed(self, server: int, error: InfrastructureError) -> None:
+        self.failures.append((server, str(error)))
+        if server in self.up:
+            self.up.remove(server)
+
+    async def step(self) -> dict[str, float]:
+        """A training step and its sync."""
+        self.trainer.version += 1
+        async with asyncio.timeout(5):
+            return await self.weights.sync()
+
+    def of(self, server: int) -> list[str]:
+        """Names of the control calls that one engine got, in order."""
+        return [call[0] for call in self.calls if len(call) > 1 and call[1] == server and call[0] in STAGES]
+
+
+async def test_each_server_is_paused_updated_counted_and_resumed_in_this_order() -> None:
+    bench = Bench()
+    metrics = await bench.step()
+    for server in (0, 1):
+        assert bench.of(server) == STAGES
+    assert ("finish", 0, 1) in bench.calls, "the engine counts the version that the trainer has"
+    assert not any(client.paused for client in bench.clients)
+    assert bench.trainer.sent == [(1, [0, 1], True)]
+    assert metrics["weight_sync/servers"] == 2
+    assert metrics["weight_sync/bytes"] > 0
+    for name in ("timing_weight_sync_trainer_total", "timing_weight_sync_inference_total"):
+        assert metrics[name] >= 0
+    assert {"weight_sync/pause_seconds/server_1", "weight_sync/transfer_seconds/server_0"} <= set(metrics)
+    assert [report.held_by for report in bench.reports] == [[0, 1]]
+
+
+async def test_a_connection_is_opened_once() -> None:
+    bench = Bench()
+    await bench.step()
+    await bench.step()
+    assert bench.of(0) == STAGES + STAGES[1:]
+    assert [call for call in bench.calls if call[0] == "metadata"] == [("metadata",)]
+
+
+@pytest.mark.parametrize(("inflight", "drops"), [("keep", False), ("recompute", True)])
+async def test_caches_are_dropped_at_a_swap_only_if_so_configured(inflight: str, drops: bool) -> None:
+    bench = Bench(fields={"inflight_kv": inflight})
+    await bench.step()
+    assert ("pause", 0, "keep", drops) in bench.calls
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_server_that_fails_at_any_stage_is_left_out_and_the_other_finishes(stage: str) -> None:
+    bench = Bench()
+    bench.clients[0].fails_at = stage
+    metrics = await bench.step()
+    assert bench.of(0) == STAGES[: STAGES.index(stage) + 1], "nothing more is asked of it"
+    assert bench.of(1) == STAGES
+    assert [server for server, _ in bench.failures] == [0]
+    assert stage in bench.failures[0][1]
+    assert bench.reports[0].held_by == [1]
+    assert metrics["weight_sync/servers"] == 1
+    assert "weight_sync/pause_seconds/server_0" not in metrics
+    await bench.step()
+    assert bench.trainer.sent[-1][1] == [1]
+
+
+async def test_a_sender_is_told_when_its_receiver_is_gone() -> None:
+    bench = Bench()
+    bench.clients[0].fails_at = "receive"
+    await bench.step()
+    assert ("abort", 0) in bench.calls
+    assert ("abort", 1) not in bench.calls
+
+
+async def test_a_transfer_that_the_sender_gave_up_takes_that_server_out() -> None:
+    bench = Bench()
+    bench.trainer.engine_errors = {1: "no answer within 600 s"}
+    await bench.step()
+    assert bench.failures == [(1, "no answer within 600 s")]
+    assert "finish" not in bench.of(1)
+    assert bench.of(0) == STAGES
+
+
+async def test_a_trainer_that_fails_ends_the_sync_though_engines_still_wait_for_its_weights() -> None:
+    bench = Bench()
+    bench.clients[0].hangs_at = "receive"
+    bench.trainer.send_error = ArithmeticError("a rank broke")
+    with pytest.raises(ArithmeticError, match="a rank broke"):
+        await bench.step()
+    assert not bench.trainer.queue.locked()
+
+
+async def test_a_sync_without_servers_does_no_harm() -> None:
+    bench = Bench()
+    bench.up = []
+    metrics = await bench.step()
+    assert metrics["weight_sync/servers"] == 0
+
+
+async def test_nothing_else_is_asked_of_the_trainer_during_a_sync() -> None:
+    bench = Bench()
+    seen: list[int] = []
+
+    async def rank_command() -> None:
+        async with bench.trainer.queue:
+            seen.append(len(bench.calls))
+
+    sync = asyncio.create_task(bench.step())
+    await asyncio.sleep(0)
+    await asyncio.gather(sync, rank_command())
+    assert seen == [len(bench.calls)]
+    assert bench.calls[-1][0] == "engine logprobs", "the probe is part of the sync"
+
+
+@pytest.mark.parametrize(("every", "probed"), [(2, [0, 2, 4]), (1, [0, 1, 2, 3, 4]), (0, [0])])
+async def test_weights_are_proven_at_the_first_sync_and_every_so_many(every: int, probed: list[int]) -> None:
+    bench = Bench(fields={"weight_probe_every": every})
+    seen = []
+    for step in range(5):
+        before = len(bench.calls)
+        await bench.step()
+        if any(call[0] == "fingerprints" for call in bench.calls[before:]):
+            seen.append(step)
+        assert bench.trainer.sent[-1][2] == (step in seen), "fingerprints are taken for a probe and only then"
+    assert seen == probed
+
+
+def hold_another_tensor(client: FakeClient) -> None:
+    client.held["tensors"]["lm_head"][0]["fingerprint"] = to_hex(0xCC)
+
+
+def hold_one_less(client: FakeClient) -> None:
+    del client.held["tensors"]["lm_head"]
+
+
+@pytest.mark.parametrize("fault", [hold_another_tensor, hold_one_less])
+async def test_a_tensor_that_is_not_held_as_sent_ends_the_run_with_its_name(
+    fault: Callable[[FakeClient], None],
+) -> None:
+    bench = Bench()
+    fault(bench.clients[1])
+    with pytest.raises(WeightMismatch, match=r"server 1 does not hold .*version 1 .*lm_head"):
+        await bench.step()
+
+
+async def test_logprobs_that_differ_end_the_run_though_every_tensor_is_held() -> None:
+    bench = Bench(fields={"inference_dtype": "float32"})
+    bench.clients[0].logprobs = [-1.0, -2.1, -0.5]
+    with pytest.raises(WeightMismatch, match=r"logprobs of 3 tokens differ by 0\.1"):
+        await bench.step()
+
+
+async def test_a_proof_is_kept_for_each_server() -> None:
+    bench = Bench()
+    await bench.step()
+    assert sorted(bench.weights.last_probe) == [0, 1]
+    assert all(probe.ok and probe.num_tensors == 2 for probe in bench.weights.last_probe.values())
+
+
+async def test_a_restarted_server_gets_the_trainers_version_and_is_opened_inside_the_queue() -> None:
+    bench = Bench()
+    await bench.step()
+    await bench.step()
+    del bench.calls[:]
+    held = []
+    await bench.weights.sync_one(0, lambda: held.append(bench.trainer.queue.locked()), fresh=True)
+    assert held == [True], "no other sync can begin before the server is open"
+    assert bench.of(0) == STAGES, "a new process needs a new connection"
+    assert ("finish", 0, 2) in bench.calls
+    assert bench.of(1) == []
+    assert ("fingerprints", 0) in bench.calls, "what it was given is proven"
+
+
+async def test_a_server_that_still_holds_the_newest_weights_is_sent_nothing() -> None:
+    bench = Bench()
+    await bench.step()
+    del bench.calls[:]
+    held: list[bool] = []
+    await bench.weights.sync_one(1, lambda: held.append(True), fresh=False)
+    assert held == [True]
+    assert bench.calls == []
+    bench.up = [0]
+    await bench.step()
+    await bench.weights.sync_one(1, lambda: held.append(True), fresh=False)
+    assert bench.of(1) == STAGES[1:], "it missed a sync"
+
+
+async def test_before_the_first_step_a_server_holds_what_the_trainer_starts_from_unless_it_is_new() -> None:
+    bench = Bench()
+    await bench.weights.sync_one(0, lambda: None, fresh=False)
+    assert bench.calls == []
+    await bench.weights.sync_one(0, lambda: None, fresh=True)
+    assert ("finish", 0, 0) in bench.calls
+
+
+@pytest.mark.parametrize("stage", [*STAGES, "fingerprints", "engine logprobs"])
+async def test_a_server_that_fails_again_is_not_opened(stage: str) -> None:
+    bench = Bench()
+    bench.clients[0].fails_at = stage
+    held: list[bool] = []
+    with pytest.raises(InfrastructureError, match=stage):
+        await bench.weights.sync_one(0, lambda: held.append(True), fresh=True)
+    assert not held
+    bench.clients[0].fails_at = None
+    del bench.calls[:]
+    await bench.weights.sync_one(0, lambda: held.append(True), fresh=False)
+    assert held
+    assert "receive" in bench.of(0), "what may not be held is sent again"
+
+
+async def test_a_server_that_dies_during_its_probe_is_proven_before_it_serves_again() -> None:
+    bench = Bench()
+    bench.clients[0].fails_at = "engine logprobs"
+    await bench.step()
+    assert [server for server, _ in bench.failures] == [0]
+    bench.clients[0].fails_at = None
+    del bench.calls[:]
+    await bench.weights.sync_one(0, lambda: None, fresh=False)
+    assert ("fingerprints", 0) in bench.calls
