@@ -81,6 +81,9 @@ async def reserve(config: TelescopeConfig, *, on_gpu: bool) -> Placement:
                 f"{free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs. Another run may hold them, or lower "
                 f"{name}_num_workers or ray_{name}_cpus_per_worker."
             ) from None
+        except BaseException:
+            placement.remove()  # Ctrl-C while it waits: a cluster of others keeps nothing of ours
+            raise
     return placement
 
 

@@ -54,7 +54,7 @@ def runtime_environment(config: TelescopeConfig, run_dir: Path) -> dict[str, Any
         variables["PATH"] = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
     if config.debug:
         variables["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-    user["env_vars"] = {**variables, **user.get("env_vars", {})}
+    user["env_vars"] = {**variables, **(user.get("env_vars") or {})}
     if config.ray_pin_py_executable:
         user.setdefault("py_executable", sys.executable)
     return user

@@ -1,0 +1,119 @@
+"""Placement groups: one bundle per server and per rank, reserved within a deadline and given back."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from telescope.cluster import placement as placement_module
+from telescope.cluster.placement import reserve
+from telescope.config import TelescopeConfig
+from telescope.errors import DeadlineExceeded
+
+
+class FakeGroup:
+    """A placement group that is ready unless `never` is set."""
+
+    def __init__(self, bundles: list[dict[str, float]], strategy: str, *, never: bool) -> None:
+        self.bundle_specs = bundles
+        self.strategy = strategy
+        self._never = never
+
+    async def ready(self) -> None:
+        if self._never:
+            await asyncio.Event().wait()
+
+
+class FakePlacementGroups:
+    """Stands in for Ray's placement groups. The groups at the positions in `never` are never ready."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.groups: list[FakeGroup] = []
+        self.removed: list[FakeGroup] = []
+        self.never: set[int] = set()
+        monkeypatch.setattr(placement_module, "placement_group", self.make)
+        monkeypatch.setattr(placement_module, "remove_placement_group", self.removed.append)
+        ray = SimpleNamespace(available_resources=lambda: {"CPU": 1.0})
+        monkeypatch.setattr(placement_module, "ray", ray)
+
+    def make(self, bundles: list[dict[str, float]], *, strategy: str) -> FakeGroup:
+        self.groups.append(FakeGroup(bundles, strategy, never=len(self.groups) in self.never))
+        return self.groups[-1]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakePlacementGroups:
+    return FakePlacementGroups(monkeypatch)
+
+
+def config_of(**fields: Any) -> TelescopeConfig:
+    defaults = {
+        "model": "m", "environments": [{"name": "countdown"}], "inference_num_workers": 4,
+        "inference_tensor_parallel_size": 2, "trainer_num_workers": 3,
+        "ray_inference_cpus_per_worker": 1.5, "ray_trainer_cpus_per_worker": 2.0,
+    }  # fmt: skip
+    return TelescopeConfig.model_validate({**defaults, **fields})
+
+
+async def test_a_server_is_one_bundle_with_all_its_ranks_and_a_trainer_rank_is_another(
+    fake: FakePlacementGroups,
+) -> None:
+    placement = await reserve(config_of(), on_gpu=True)
+    inference, trainer = fake.groups
+    assert inference.bundle_specs == [{"CPU": 3.0, "GPU": 2}] * 2
+    assert trainer.bundle_specs == [{"CPU": 2.0, "GPU": 1}] * 3
+    assert (placement.gpus_per_server, placement.gpus_per_rank) == (2, 1)
+
+
+async def test_on_cpu_no_bundle_asks_for_a_gpu(fake: FakePlacementGroups) -> None:
+    placement = await reserve(config_of(), on_gpu=False)
+    assert all("GPU" not in bundle for group in fake.groups for bundle in group.bundle_specs)
+    assert placement.rank_options(0, 2.0)["num_gpus"] == 0
+
+
+async def test_the_strategies_are_those_of_the_config(fake: FakePlacementGroups) -> None:
+    config = config_of(ray_inference_placement_strategy="SPREAD", ray_trainer_placement_strategy="STRICT_PACK")
+    await reserve(config, on_gpu=False)
+    assert [group.strategy for group in fake.groups] == ["SPREAD", "STRICT_PACK"]
+
+
+async def test_an_actor_goes_to_the_bundle_of_its_number(fake: FakePlacementGroups) -> None:
+    placement = await reserve(config_of(), on_gpu=True)
+    server: Any = placement.server_options(1, 3.0)
+    rank: Any = placement.rank_options(2, 2.0)
+    for options, group, bundle, gpus in ((server, fake.groups[0], 1, 2), (rank, fake.groups[1], 2, 1)):
+        assert options["scheduling_strategy"].placement_group is group
+        assert options["scheduling_strategy"].placement_group_bundle_index == bundle
+        assert options["num_gpus"] == gpus
+    assert (server["num_cpus"], rank["num_cpus"]) == (3.0, 2.0)
+
+
+@pytest.mark.parametrize(("position", "name"), [(0, "inference"), (1, "trainer")])
+async def test_a_wait_that_runs_out_names_what_was_asked_and_what_to_lower_and_leaves_nothing(
+    position: int, name: str, fake: FakePlacementGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.never = {position}
+    real_timeout = asyncio.timeout
+    monkeypatch.setattr(placement_module.asyncio, "timeout", lambda seconds: real_timeout(seconds / 100))
+    pattern = rf"placement of {name} .*1 CPUs, 0 GPUs.*{name}_num_workers or ray_{name}_cpus_per_worker"
+    with pytest.raises(DeadlineExceeded, match=pattern):
+        await reserve(config_of(ray_placement_timeout_s=1), on_gpu=False)
+    assert fake.removed == fake.groups
+
+
+async def test_a_cancelled_wait_leaves_nothing_reserved(fake: FakePlacementGroups) -> None:
+    fake.never = {0}
+    waiting = asyncio.create_task(reserve(config_of(), on_gpu=False))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert fake.removed == fake.groups
+
+
+async def test_removing_a_placement_gives_both_groups_back(fake: FakePlacementGroups) -> None:
+    (await reserve(config_of(), on_gpu=False)).remove()
+    assert fake.removed == fake.groups
