@@ -6,13 +6,19 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.integration.orchestrator.harness import harness
+from tests.integration.orchestrator.harness import Harness, harness
 
 from telescope.inference.fake_engine import FakeEngineSettings
 from telescope.orchestrator.fake_run import FakeTrainer
 from telescope.record.reader import Run
 
 SLOW = FakeEngineSettings(mean_tokens=12, length_sigma=0.6, tokens_per_second=400, vocabulary=300, end_token=None)
+
+
+async def step_reached(run: Harness, step: int) -> None:
+    """Return once so many steps have ended."""
+    while run.status.step < step:  # noqa: ASYNC110  # a run tells nobody outside
+        await asyncio.sleep(0.005)
 
 
 async def test_a_run_trains_every_step_and_accounts_for_every_draw(tokenizer: Path, tmp_path: Path) -> None:
@@ -44,13 +50,10 @@ async def test_two_synchronous_runs_with_one_seed_train_the_same_samples(tokeniz
     for name in ("one", "two"):
         async with harness(tokenizer, tmp_path / name, engine=SLOW, max_async_rollout=0, seed=7) as run:
             await run.run()
-            seen.append(
-                [
-                    [(b.sample_ids, b.token_ids_T.tolist(), b.advantage_T.tolist()) for m in rank.minibatches for b in m.micro_batches]
-                    for step in run.trainer.steps
-                    for rank in step
-                ]
-            )  # fmt: skip
+            batches = [
+                b for step in run.trainer.steps for rank in step for m in rank.minibatches for b in m.micro_batches
+            ]
+            seen.append([(b.sample_ids, b.token_ids_T.tolist(), b.advantage_T.tolist()) for b in batches])
     assert seen[0] == seen[1]
 
 
@@ -135,8 +138,7 @@ async def test_a_dead_engine_is_restarted_and_its_samples_are_asked_again(tokeni
 
         async def kill_twice() -> None:
             for step in (1, 4):
-                while run.status.step < step:
-                    await asyncio.sleep(0.005)
+                await step_reached(run, step)
                 await run.handles[0].kill()
 
         killing = asyncio.create_task(kill_twice())
@@ -152,8 +154,7 @@ async def test_a_run_goes_on_with_the_other_server_while_one_is_down(tokenizer: 
         run.handles[1].delay = 1.0
 
         async def kill() -> None:
-            while run.status.step < 1:
-                await asyncio.sleep(0.005)
+            await step_reached(run, 1)
             await run.handles[1].kill()
 
         killing = asyncio.create_task(kill())
@@ -203,8 +204,7 @@ async def test_a_stop_request_ends_the_run_after_the_step_under_way(tokenizer: P
     async with harness(tokenizer, tmp_path, number_of_steps=1000, trainer=FakeTrainer(seconds=0.05)) as run:
 
         async def stop() -> None:
-            while run.status.step < 2:
-                await asyncio.sleep(0.005)
+            await step_reached(run, 2)
             run.orchestrator.request_stop()
 
         stopping = asyncio.create_task(stop())

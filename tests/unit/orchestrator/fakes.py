@@ -77,11 +77,16 @@ class StrictRecorder:
 
     def __init__(self) -> None:
         self.rows: dict[str, list[dict[str, Any]]] = {}
+        self.in_flight: list[list[dict[str, Any]]] = []
 
     def write(self, table: str, row: Mapping[str, Any]) -> None:
         unknown = set(row) - COLUMN_NAMES[table]
         assert not unknown, f"{sorted(unknown)} are no columns of {table}"
         self.rows.setdefault(table, []).append(dict(row))
+
+    def set_in_flight(self, rows: list[dict[str, Any]]) -> None:
+        assert all(set(row) <= COLUMN_NAMES["samples"] for row in rows)
+        self.in_flight.append(rows)
 
     def of(self, table: str, **values: Any) -> list[dict[str, Any]]:
         """Rows of a table whose columns have these values."""

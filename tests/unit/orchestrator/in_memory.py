@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from tests.unit.orchestrator.fakes import StepLog, StrictRecorder
 from tests.unit.rollout.fakes import generation, tick
@@ -94,10 +94,10 @@ class InMemoryRun:
         self, config: TelescopeConfig, *, held_out: frozenset[str] = frozenset(), first_index: int = 0
     ) -> None:
         self.config = config
-        self.environments: Any = NumberedItems()
+        self.environments = cast(Any, NumberedItems())
         self.trainer = CountingTrainer()
         self.engine = CountingEngine(self.trainer)
-        self.recorder: Any = StrictRecorder()
+        self.recorder = cast(Any, StrictRecorder())
         self.step_log = StepLog()
         self.status = RunStatus("test", config.number_of_steps)
         self.lanes = make_lanes(

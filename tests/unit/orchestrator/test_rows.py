@@ -81,6 +81,15 @@ def test_a_group_counts_the_samples_that_were_scored() -> None:
     assert rows.group_row(group([1.0]), status="kept", reason=None, step=3)["reward_std"] is None
 
 
+def test_what_is_in_flight_is_every_sample_that_is_not_done() -> None:
+    started, done = group([1.0, None, 0.0], n=6), group([1.0, 0.0], n=7)
+    del started.samples[1]
+    in_flight = rows.in_flight_rows([started, done])
+    assert [row["sample_id"] for row in in_flight] == ["6-1"]
+    assert set(in_flight[0]) <= COLUMN_NAMES["samples"]
+    assert in_flight[0]["prompt_tokens"] == 3
+
+
 def test_spans_of_a_sample_are_its_turns_and_its_reward() -> None:
     spans = rows.request_span_rows(sample(0, 1.0, lengths=(3, 2)))
     assert [(span["name"], span["start"], span["end"]) for span in spans] == [

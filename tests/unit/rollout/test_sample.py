@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.rollout.fakes import (
     Bench,
@@ -190,6 +190,7 @@ async def test_a_bug_in_an_engine_is_raised_and_gives_the_lane_back() -> None:
 steps = st.sampled_from(["ok", "dead", "abort", "environment fails", "turn", "bug"])
 
 
+@settings(max_examples=50)
 @given(
     script=st.lists(steps, max_size=8),
     free=st.booleans(),
@@ -228,6 +229,7 @@ def test_a_lane_comes_back_exactly_once_whatever_fails_and_whenever_it_is_cancel
     assert all(bench.lanes.releases[lease.slot] == 1 for lease in bench.lanes.leases)
 
 
+@settings(max_examples=50)
 @given(
     outcomes=st.lists(steps, max_size=12),
     cancelled=st.sets(st.integers(0, 5)),

@@ -47,7 +47,7 @@ def test_only_sampled_tokens_are_trained_and_each_keeps_its_logprob_and_version(
     assert train.token_ids_L.tolist() == [1, 2, 10, 11, 12, 3, 13]
     assert train.trained_L.tolist() == [False, False, True, True, True, False, True]
     assert train.version_L.tolist() == [-1, -1, 4, 5, 5, -1, 6]
-    np.testing.assert_array_equal(train.engine_logprob_L, np.float32([0, 0, -0.5, -0.5, -0.5, 0, -0.5]))
+    np.testing.assert_array_equal(train.engine_logprob_L, np.array([0, 0, -0.5, -0.5, -0.5, 0, -0.5], np.float32))
     assert (train.token_ids_L.dtype, train.version_L.dtype) == (np.int32, np.int32)
     assert train.reward == 0.25
 
