@@ -7,6 +7,7 @@ benchmark measures is then the driver, not this.
 from __future__ import annotations
 
 import time
+from array import array
 
 import msgspec
 
@@ -33,7 +34,8 @@ class AnswerWriter:
         self._entries = [b",".join(map(self._entry, chunk, range(CHUNK_TOKENS))) for chunk in chunks]
 
     def _entry(self, token: int, position: int) -> bytes:
-        logprob = -((token * 7919 + position * 104_729) % 4_000) / 1_000
+        # float32 written as a float64: as many digits as vLLM's logprobs have.
+        logprob = array("f", [-((token * 7919 + position * 104_729) % 4_000) / 1_000])[0]
         if self._with_spans:
             pair = f'"token_id":{token},"logprob":{logprob},"rank":1'
             return f'{{{pair},"top_logprobs":[{{{pair}}}]}}'.encode()

@@ -6,6 +6,7 @@ Does not decide anything. Invariant: a group, its samples and its turns are writ
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -65,8 +66,8 @@ class Journal:
         self._status.num_discarded_groups += 1
         self._write_group(group, status="discarded", reason=reason, step=version, version=version, advantages=[])
 
-    def trained(self, trained: TrainedStep) -> None:
-        """Count, write and show a finished step with its groups."""
+    async def trained(self, trained: TrainedStep) -> None:
+        """Count, write and show a finished step with its groups, a group at a time so that nobody else waits long."""
         ended_at = time.time()
         # A clock that was set back between the two must not divide by zero or less.
         seconds = max(ended_at - trained.started_at, 1e-6)
@@ -80,7 +81,7 @@ class Journal:
             "timing_step_total": seconds,
             "timing_step_active": seconds - trained.waited,
         }
-        self._write_trained_groups(trained)
+        await self._write_trained_groups(trained)
         samples = [sample for group in trained.groups for sample in group.usable_samples]
         num_tokens = sum(sample.num_completion_tokens for sample in samples)
         generated, self._num_tokens_at_last_step = (
@@ -121,7 +122,7 @@ class Journal:
         self._status.version = trained.step + 1
         self._status.progressed()
 
-    def _write_trained_groups(self, trained: TrainedStep) -> None:
+    async def _write_trained_groups(self, trained: TrainedStep) -> None:
         position = 0
         for group in trained.groups:
             count = len(group.usable_samples)
@@ -130,6 +131,7 @@ class Journal:
                 group, status="kept", reason=None, step=trained.step, version=trained.step, advantages=advantages
             )
             position += count
+            await asyncio.sleep(0)
         for span in trained.result.spans:
             self._recorder.write(
                 "spans",

@@ -369,7 +369,7 @@ class Orchestrator:
             self._changes.notify()
             for group in batch.groups:
                 self.ledger.trained(group.group_id)
-            self._journal.trained(
+            await self._journal.trained(
                 TrainedStep(
                     step, batch.groups, batch.advantages, batch.packing, result, sync_metrics, started_at, waited
                 )
