@@ -1,8 +1,7 @@
 """The wheel, installed where nothing else is: complete, and its commands work from any folder.
 
-The environment that it is installed in holds the wheel and the packages that `pip install telescope` brings, linked from
-the environment of these tests so that nothing is downloaded. It has no torch, no Ray and no vLLM, and does not see the
-checkout.
+It is installed beside the packages that `pip install telescope` brings, and those are linked from the environment of
+these tests so that nothing is downloaded. There is no torch, no Ray and no vLLM, and no way back to the checkout.
 """
 
 from __future__ import annotations
