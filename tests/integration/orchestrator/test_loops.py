@@ -91,7 +91,9 @@ async def test_groups_with_equal_rewards_are_replaced_and_a_run_of_nothing_else_
     async with harness(tokenizer, tmp_path, environment={"always": 1.0}) as run:
         with pytest.raises(RuntimeError, match=r"40 groups in a row .*40 all positive"):
             await run.run()
-        assert run.orchestrator.ledger.dropped == {"zero_advantage": 40}
+        # Groups that finish in the same moment as the fortieth are still counted.
+        assert set(run.orchestrator.ledger.dropped) == {"zero_advantage"}
+        assert 40 <= run.orchestrator.ledger.num_opened <= 40 + run.config.max_concurrent_prompts_per_server
         assert run.orchestrator.ledger.is_balanced()
         assert not run.trainer.steps
 
