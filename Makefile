@@ -19,6 +19,9 @@ setup:  ## make .venv: torch, vLLM and Ray for this machine (a few minutes the f
 	@PYTHON="$(PYTHON)" ACCELERATOR="$(ACCELERATOR)" scripts/set_up.sh
 
 demo: setup  ## watch a small language model learn arithmetic on this machine (10 minutes, no GPU needed)
+	@echo "== the model: about a million parameters, made and warm-started here (kept in models/)"
+	@$(PY) -m telescope.cli.main tiny-model --output models/tiny-countdown > /dev/null
+	@echo "== the run"
 	@$(PY) train.py --config configs/examples/demo_countdown.yaml $(ARGS)
 
 # One recipe, so that the tiers run in this order whatever -j says, and the first that fails ends it.
