@@ -53,7 +53,7 @@ class EvalEntry(Section):
     """Keyword arguments of the eval or environment, as in `environments`."""
     pass_k: dict[str, Any] = Field(default_factory=dict)
     """pass@k and pass^k: `{at_k: {metrics: [correct], k: [1, 8]}, pow_k: {metrics: [correct], k: [8]}}`."""
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """Sampling temperature of this eval. 0 is greedy; null takes the training temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Nucleus sampling of this eval, in (0, 1]. Null takes the training value."""
