@@ -96,7 +96,8 @@ class DiscardStreak:
 
     @property
     def is_over(self) -> bool:
-        return self.count >= self.limit
+        """True for the discard that reaches the limit and for none after it: the diagnosis is given once."""
+        return self.count == self.limit
 
     def diagnosis(self) -> str:
         """Why nothing can be trained, with the rewards that were seen."""

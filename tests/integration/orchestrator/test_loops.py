@@ -93,7 +93,7 @@ async def test_groups_with_equal_rewards_are_replaced_and_a_run_of_nothing_else_
             await run.run()
         # Groups that finish in the same moment as the fortieth are still counted.
         assert set(run.orchestrator.ledger.dropped) == {"zero_advantage"}
-        assert 40 <= run.orchestrator.ledger.num_opened <= 40 + run.config.max_concurrent_prompts_per_server
+        assert 40 <= run.orchestrator.ledger.dropped.total() <= run.orchestrator.ledger.num_opened
         assert run.orchestrator.ledger.is_balanced()
         assert not run.trainer.steps
 

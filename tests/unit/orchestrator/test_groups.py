@@ -68,6 +68,8 @@ def test_a_streak_of_discards_ends_at_its_limit_and_a_usable_group_resets_it() -
     assert not streak.is_over
     streak.discarded("all_masked", np.array([]))
     assert streak.is_over
+    streak.discarded("all_masked", np.array([]))
+    assert not streak.is_over, "the diagnosis is given once, though groups finish together"
 
 
 def test_the_diagnosis_says_which_rewards_were_seen_and_what_to_change() -> None:
