@@ -68,13 +68,12 @@ def summarise(
     interrupted: bool,
 ) -> RunSummary:
     """Sum up a run that has ended, however it ended."""
-    if error is None and not interrupted:
-        outcome, message = "finished", None
-    elif interrupted or isinstance(error, asyncio.CancelledError | Interrupted):
+    if error is not None and not isinstance(error, asyncio.CancelledError | Interrupted):
+        outcome, message = "failed", f"{type(error).__name__}: {error}"
+    elif error is not None or interrupted:
         outcome, message = "stopped", None
     else:
-        assert error is not None
-        outcome, message = "failed", f"{type(error).__name__}: {error}"
+        outcome, message = "finished", None
     headline = next((result for result in evals if result.held_out), evals[0] if evals else None)
     of_headline = [r for r in evals if headline is not None and r.name == headline.name]
     before = next((r for r in of_headline if r.version == 0), None)
