@@ -33,6 +33,7 @@ from telescope.orchestrator import rows
 from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.changes import Changes
 from telescope.orchestrator.draws import Draw, DrawSequence, request_seed
+from telescope.orchestrator.garbage import rare_full_collections
 from telescope.orchestrator.groups import DiscardStreak, Group, Signal, zero_advantage_kind
 from telescope.orchestrator.journal import Journal, StepLogPort, TrainedStep
 from telescope.orchestrator.lanes import LanePool
@@ -146,7 +147,8 @@ class Orchestrator:
         self.status.progressed()
         for loop in (self._prompt_loop, self._dispatch_loop, self._batch_loop, self._in_flight_loop):
             supervisor.spawn(loop(), loop.__name__)
-        await self._train_loop()
+        with rare_full_collections():
+            await self._train_loop()
         assert self.ledger.is_balanced(), f"the ledger of draws does not add up: {self.ledger}"
 
     # Prompts
