@@ -1,7 +1,7 @@
 """Keeping Python's cycle collector from stopping the event loop.
 
 A full collection visits every object of the process. With thousands of samples in flight and Ray and torch loaded that
-is hundreds of milliseconds, several times a minute, during which no answer is read and no lane is filled. Almost nothing
+is hundreds of milliseconds, several times a minute, in which no answer is read and no lane is filled. Almost nothing
 that the driver makes lies in a cycle, so reference counts free it; what does is mostly young when it dies.
 """
 
