@@ -55,8 +55,8 @@ PREPARE_AT_ONCE = 8
 MAX_FRUITLESS_DRAWS = 10_000
 """Draws in a row without a usable prompt, after which the run stops instead of looking for ever."""
 
-IN_FLIGHT_SECONDS = 1.0
-"""How often the list of samples under way is replaced."""
+IN_FLIGHT_SECONDS = 2.0
+"""How often the list of samples under way is replaced; the record writes no oftener."""
 
 DISCARD_LIMIT_BATCHES = 10
 """Discards in a row, in batches' worth of groups, after which the run stops with a diagnosis."""

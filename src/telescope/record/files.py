@@ -103,9 +103,12 @@ def replace_file(path: Path, content: bytes) -> None:
         raise
 
 
-def replace_json(path: Path, value: Any) -> int:
-    """Replace `path` by `value` as JSON and return the number of bytes. Raises `OSError`."""
-    content = (json.dumps(value, indent=1, default=_plain) + "\n").encode("utf-8", errors="replace")
+def replace_json(path: Path, value: Any, *, indent: int | None = 1) -> int:
+    """Replace `path` by `value` as JSON and return the number of bytes. Raises `OSError`.
+
+    Without `indent` it takes a fifth of the time, which matters for long lists: nothing else runs meanwhile.
+    """
+    content = (json.dumps(value, indent=indent, default=_plain) + "\n").encode("utf-8", errors="replace")
     replace_file(path, content)
     return len(content)
 

@@ -306,7 +306,8 @@ class Recorder:
         while waiting:
             path, value = next(iter(waiting.items()))
             try:
-                self._written_bytes += replace_json(path, value)
+                indent = None if path == self.files.in_flight else 1
+                self._written_bytes += replace_json(path, value, indent=indent)
             except OSError:
                 with self._lock:
                     self._small_files = waiting | self._small_files
