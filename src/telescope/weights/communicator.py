@@ -30,6 +30,8 @@ _POLL_FIRST_SECONDS = 1e-4
 _POLL_LAST_SECONDS = 2e-3
 _NCCL_WATCHDOG = timedelta(days=1)
 """NCCL's own time limit ends the whole process; it must never be the first to act."""
+_LIFELINE_SECONDS = 0.5
+"""How long a transport error waits for the lifeline's explanation of it."""
 _NCCL_ABORT_SECONDS = 20.0
 """How long a process that leaves waits for NCCL's abort to end; it takes a fraction of a second."""
 _GLOO_LIMIT = timedelta(hours=1)
@@ -207,13 +209,19 @@ class Communicator:
         try:
             broadcast.work.wait()
         except RuntimeError as error:
-            # The lifeline, if it has noticed by now, says it better than the transport does.
-            reason = self._failure or self._lifeline.loss or str(error)
+            reason = self._explain(error)
             self.abort(reason)
             raise TransferError(f"weight transfer: {reason}") from error
         with self._lock:
             if broadcast in self._in_flight:
                 self._in_flight.remove(broadcast)
+
+    def _explain(self, error: RuntimeError) -> str:
+        """Why the transport failed. The lifeline says it better, and may be a moment behind."""
+        patience = time.monotonic() + _LIFELINE_SECONDS
+        while (reason := self._failure or self._lifeline.loss) is None and time.monotonic() < patience:
+            time.sleep(_POLL_LAST_SECONDS)
+        return reason or f"the {self.backend} connection broke: {error}"
 
     def _collect(self, kind: str, deadline: float, what: str) -> dict[int, dict[str, Any]]:
         reports: dict[int, dict[str, Any]] = {}
