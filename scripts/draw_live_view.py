@@ -47,8 +47,8 @@ def status_at(run: Run, step: int) -> RunStatus:
     status.num_finished_groups = int(gauges["groups_ready"])
     lanes = [row["lane"] for row in run.table("samples").to_pylist() if row["lane"] is not None]
     status.num_lanes = max(lanes, default=0) + 1
-    groups = run.table("groups").to_pylist()
-    status.num_discarded_groups = sum(g["status"] == "discarded" and g["finished_at"] <= last["ended_at"] for g in groups)
+    given_up = [group for group in run.table("groups").to_pylist() if group["status"] == "discarded"]
+    status.num_discarded_groups = sum(group["finished_at"] <= last["ended_at"] for group in given_up)
     status.token_times.append((time.monotonic(), int(gauges["tokens_per_second"] * 10)))
     for part, doing in (
         ("trainer", f"training step {step}"),

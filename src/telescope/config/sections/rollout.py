@@ -49,8 +49,8 @@ class SamplingSection(Section):
     group_size: Annotated[int, Field(ge=1)] = 8
     """Number of completions sampled per prompt. Larger groups estimate the baseline better and cost more generation."""
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
-    """Sampling temperature, up to 2, which is where vLLM stops. Trainer and engine both apply it, so that logprobs mean the
-    same on both sides."""
+    """Sampling temperature, up to 2, which is where vLLM stops. Trainer and engine both apply it, so that logprobs mean
+    the same on both sides."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Nucleus sampling probability, in (0, 1]. null = disabled. Below 1 the engine's logprobs are those of the cut
     distribution and the trainer's are not."""
