@@ -1,6 +1,6 @@
 """Draws the picture of the live view in the README from a real run.
 
-    python scripts/draw_live_view.py runs/countdown-demo-... --step 40 docs/images/live.svg
+python scripts/draw_live_view.py runs/countdown-demo-... --step 40 docs/images/live.svg
 """
 
 from __future__ import annotations

@@ -188,6 +188,7 @@ async def fake_run(
                 weights=weights,
                 recorder=recorder,
                 step_log=step_log,
+                reward_ranges=[(entry.reward_min, entry.reward_max) for entry in config.environments],
                 report_engine_failure=servers.report_failure,
             ),
             DrawSequence(config.seed, sizes, [entry.weight for entry in config.environments], [0] * len(sizes)),

@@ -98,7 +98,16 @@ class Services:
     weights: WeightSyncPort
     recorder: Recorder
     step_log: StepLogPort
+    reward_ranges: Sequence[tuple[float | None, float | None]]
+    """Smallest and largest expected reward of the environment of each entry of the config, None where not known."""
     report_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None
+
+
+def normalized(reward: float, low: float | None, high: float | None) -> float:
+    """The reward on a scale where `low` is 0 and `high` is 1; as it is where the range is not known or empty."""
+    if low is None or high is None or high <= low:
+        return reward
+    return (reward - low) / (high - low)
 
 
 class Orchestrator:
@@ -327,13 +336,14 @@ class Orchestrator:
     def _pack(self, groups: list[Group], step: int) -> Batch:
         """Advantages and micro-batches; numpy only, on a thread of its own."""
         config = self.config
-        samples = [sample.to_train_sample() for group in groups for sample in group.usable_samples]
-        if config.normalize_rewards:
-            ranges = {e.name: (e.reward_min, e.reward_max) for e in config.environments}
-            for sample in samples:
-                low, high = ranges[sample.environment]
-                if low is not None and high is not None and high > low:
-                    sample.reward = (sample.reward - low) / (high - low)
+        samples = []
+        for group in groups:
+            for trajectory in group.usable_samples:
+                sample = trajectory.to_train_sample()
+                if config.normalize_rewards:
+                    low, high = self.services.reward_ranges[group.draw.environment]
+                    sample.reward = normalized(sample.reward, low, high)
+                samples.append(sample)
         advantages = compute_advantages(samples, config.algorithm, config.advantage_norm)
         inputs = pack_step(
             samples,

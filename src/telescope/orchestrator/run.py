@@ -152,9 +152,10 @@ async def make_orchestrator(
     config: TelescopeConfig, parts: Parts, evaluation: Evaluation, directory: RunDirectory, status: RunStatus
 ) -> Orchestrator:
     """The loops over started parts. Items that an eval holds out are never drawn."""
+    infos = [await parts.environments.describe(key) for key in parts.keys.training]
     draws = DrawSequence(
         config.seed,
-        sizes=[(await parts.environments.describe(key)).num_samples for key in parts.keys.training],
+        sizes=[info.num_samples for info in infos],
         weights=[entry.weight for entry in config.environments],
         first_index=[evaluation.num_reserved(key) for key in parts.keys.training],
     )
@@ -167,6 +168,7 @@ async def make_orchestrator(
         weights=parts.weights,
         recorder=directory.recorder,
         step_log=directory.step_log,
+        reward_ranges=[(info.reward_min, info.reward_max) for info in infos],
         report_engine_failure=parts.servers.report_failure,
     )
     return Orchestrator(config, services, draws, evaluation.held_out_uids, parts.settings, status)

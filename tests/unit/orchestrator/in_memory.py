@@ -120,6 +120,7 @@ class InMemoryRun:
                 weights=self.trainer,
                 recorder=self.recorder,
                 step_log=self.step_log,
+                reward_ranges=[(entry.reward_min, entry.reward_max) for entry in config.environments],
                 report_engine_failure=lambda server, error: self.failures.append((server, error)),
             ),
             DrawSequence(

@@ -10,6 +10,7 @@ from tests.unit.orchestrator.in_memory import InMemoryRun
 from tests.unit.rollout.fakes import tick
 
 from telescope.errors import EnvironmentFailure
+from telescope.orchestrator.orchestrator import normalized
 from telescope.trainer.batch import TrainSample
 
 
@@ -113,3 +114,13 @@ async def test_a_run_whose_every_item_is_held_out_ends_and_says_so(monkeypatch: 
     run = InMemoryRun(config_of(), held_out=frozenset(f"uid {index}" for index in range(64)))
     with pytest.raises(RuntimeError, match=r"200 draws in a row .*separate_eval_samples"):
         await run.run()
+
+
+@pytest.mark.parametrize(
+    ("reward", "low", "high", "expected"),
+    [(1.0, 0.0, 2.0, 0.5), (-1.0, -1.0, 1.0, 0.0), (3.0, None, 2.0, 3.0), (3.0, 1.0, 1.0, 3.0)],
+)
+def test_rewards_are_put_on_the_scale_of_their_environment(
+    reward: float, low: float | None, high: float | None, expected: float
+) -> None:
+    assert normalized(reward, low, high) == expected
