@@ -323,6 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for repeat in range(arguments.repeats):
                 print(f"{in_flight} in flight, repeat {repeat + 1} of {arguments.repeats} ...", file=sys.stderr)
                 runs.append(run_case(case, arguments.profile))
+                print("  {driver_ms:.2f} ms a sample, lag p99 {lag_p99_ms:.1f} ms".format(**runs[-1]), file=sys.stderr)
             results.append(median_of(in_flight, runs))
     show(results)
     if arguments.json:
