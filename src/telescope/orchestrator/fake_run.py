@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from telescope.config import TelescopeConfig
+from telescope.environments.launcher import Launcher
 from telescope.environments.pool import EnvironmentPool
 from telescope.environments.records import RendererSpec
 from telescope.errors import InfrastructureError
@@ -146,8 +147,12 @@ async def fake_run(
     *,
     trainer: FakeTrainer | None = None,
     flush_seconds: float = 2.0,
+    launcher: Launcher | None = None,
 ) -> AsyncIterator[FakeRun]:
-    """Wire a run over servers that answer already, hand it over, and end its parts. The clients stay the caller's."""
+    """Wire a run over servers that answer already, hand it over, and end its parts.
+
+    The clients stay the caller's, and so does `launcher`, a started fork server for the environments.
+    """
     trainer = trainer or FakeTrainer()
     async with AsyncExitStack() as stack:
         keys = environment_keys(config)
@@ -157,6 +162,7 @@ async def fake_run(
             num_workers=config.environment_workers or 1,
             timeout_seconds=config.environment_timeout_seconds,
             environments_path=list(config.environments_path),
+            launcher=launcher,
         )
         stack.push_async_callback(environments.close)
         await environments.start()

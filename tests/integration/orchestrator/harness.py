@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from telescope.config import TelescopeConfig
+from telescope.environments.launcher import Launcher
 from telescope.inference.client import EngineClient
 from telescope.inference.fake_engine import FakeEngineSettings
 from telescope.inference.fake_server import FakeEngineServer
@@ -54,6 +55,14 @@ class Harness(FakeRun):
     handles: list[FakeHandle]
 
 
+@dataclass
+class Ground:
+    """What all runs share, since it takes seconds to make: a tokenizer, and the environments' fork server."""
+
+    tokenizer: Path
+    launcher: Launcher
+
+
 def config_for(tokenizer: Path, **fields: Any) -> TelescopeConfig:
     """A small config; `environment` are the kwargs of the parity environment."""
     kwargs = fields.pop("environment", {})
@@ -79,7 +88,7 @@ def config_for(tokenizer: Path, **fields: Any) -> TelescopeConfig:
 
 @asynccontextmanager
 async def harness(
-    tokenizer: Path,
+    ground: Ground,
     run_dir: Path,
     *,
     engine: FakeEngineSettings | None = None,
@@ -87,7 +96,7 @@ async def harness(
     **fields: Any,
 ) -> AsyncIterator[Harness]:
     """Start the parts, hand them over, end them."""
-    config = config_for(tokenizer, **fields)
+    config = config_for(ground.tokenizer, **fields)
     settings = engine or FakeEngineSettings(mean_tokens=6, length_sigma=0.4, vocabulary=300, end_token=None)
     async with AsyncExitStack() as stack:
         fakes = [
@@ -98,6 +107,6 @@ async def harness(
             stack.push_async_callback(client.close)
         handles = [FakeHandle(fake) for fake in fakes]
         run = await stack.enter_async_context(
-            fake_run(config, run_dir, handles, clients, trainer=trainer, flush_seconds=0.2)
+            fake_run(config, run_dir, handles, clients, trainer=trainer, flush_seconds=0.2, launcher=ground.launcher)
         )
         yield Harness(**vars(run), fakes=fakes, handles=handles)

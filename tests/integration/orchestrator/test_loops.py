@@ -6,11 +6,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.integration.orchestrator.harness import Harness, harness
+from tests.integration.orchestrator.harness import Ground, Harness, harness
 
 from telescope.inference.fake_engine import FakeEngineSettings
 from telescope.orchestrator.fake_run import FakeTrainer
 from telescope.record.reader import Run
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # the fork server of the environments belongs to one loop
 
 SLOW = FakeEngineSettings(mean_tokens=12, length_sigma=0.6, tokens_per_second=400, vocabulary=300, end_token=None)
 
@@ -21,8 +23,8 @@ async def step_reached(run: Harness, step: int) -> None:
         await asyncio.sleep(0.005)
 
 
-async def test_a_run_trains_every_step_and_accounts_for_every_draw(tokenizer: Path, tmp_path: Path) -> None:
-    async with harness(tokenizer, tmp_path) as run:
+async def test_a_run_trains_every_step_and_accounts_for_every_draw(ground: Ground, tmp_path: Path) -> None:
+    async with harness(ground, tmp_path) as run:
         await run.run()
         ledger = run.orchestrator.ledger
         assert len(run.trainer.steps) == 5
@@ -38,17 +40,17 @@ async def test_a_run_trains_every_step_and_accounts_for_every_draw(tokenizer: Pa
     assert {row["step"] for row in kept} == {0, 1, 2, 3, 4}
 
 
-async def test_synchronous_mode_trains_only_on_samples_of_the_newest_weights(tokenizer: Path, tmp_path: Path) -> None:
-    async with harness(tokenizer, tmp_path, engine=SLOW, max_async_rollout=0) as run:
+async def test_synchronous_mode_trains_only_on_samples_of_the_newest_weights(ground: Ground, tmp_path: Path) -> None:
+    async with harness(ground, tmp_path, engine=SLOW, max_async_rollout=0) as run:
         await run.run()
         assert [run.trainer.oldest_version(step) for step in range(5)] == [0, 1, 2, 3, 4]
         assert all(m["staleness/steps/max"] == 0 for m in run.step_log.metrics)
 
 
-async def test_two_synchronous_runs_with_one_seed_train_the_same_samples(tokenizer: Path, tmp_path: Path) -> None:
+async def test_two_synchronous_runs_with_one_seed_train_the_same_samples(ground: Ground, tmp_path: Path) -> None:
     seen = []
     for name in ("one", "two"):
-        async with harness(tokenizer, tmp_path / name, engine=SLOW, max_async_rollout=0, seed=7) as run:
+        async with harness(ground, tmp_path / name, engine=SLOW, max_async_rollout=0, seed=7) as run:
             await run.run()
             batches = [
                 b for step in run.trainer.steps for rank in step for m in rank.minibatches for b in m.micro_batches
@@ -57,18 +59,18 @@ async def test_two_synchronous_runs_with_one_seed_train_the_same_samples(tokeniz
     assert seen[0] == seen[1]
 
 
-async def test_generation_goes_on_while_the_trainer_works(tokenizer: Path, tmp_path: Path) -> None:
+async def test_generation_goes_on_while_the_trainer_works(ground: Ground, tmp_path: Path) -> None:
     async with harness(
-        tokenizer, tmp_path, engine=SLOW, trainer=FakeTrainer(seconds=0.3), max_async_rollout=2, number_of_steps=6
+        ground, tmp_path, engine=SLOW, trainer=FakeTrainer(seconds=0.3), max_async_rollout=2, number_of_steps=6
     ) as run:
         await run.run()
         assert max(m["staleness/steps/max"] for m in run.step_log.metrics) >= 1
         assert all(m["staleness/steps/max"] <= 2 + 1 for m in run.step_log.metrics)
 
 
-async def test_no_group_opens_while_the_window_is_shut(tokenizer: Path, tmp_path: Path) -> None:
+async def test_no_group_opens_while_the_window_is_shut(ground: Ground, tmp_path: Path) -> None:
     async with harness(
-        tokenizer, tmp_path, trainer=FakeTrainer(seconds=0.5), max_async_rollout=1, number_of_steps=2
+        ground, tmp_path, trainer=FakeTrainer(seconds=0.5), max_async_rollout=1, number_of_steps=2
     ) as run:
         worst = 0
 
@@ -86,9 +88,9 @@ async def test_no_group_opens_while_the_window_is_shut(tokenizer: Path, tmp_path
 
 
 async def test_groups_with_equal_rewards_are_replaced_and_a_run_of_nothing_else_stops(
-    tokenizer: Path, tmp_path: Path
+    ground: Ground, tmp_path: Path
 ) -> None:
-    async with harness(tokenizer, tmp_path, environment={"always": 1.0}) as run:
+    async with harness(ground, tmp_path, environment={"always": 1.0}) as run:
         with pytest.raises(RuntimeError, match=r"40 groups in a row .*40 all positive"):
             await run.run()
         # Groups that finish in the same moment as the fortieth are still counted.
@@ -98,18 +100,18 @@ async def test_groups_with_equal_rewards_are_replaced_and_a_run_of_nothing_else_
         assert not run.trainer.steps
 
 
-async def test_equal_rewards_are_trained_when_asked_for(tokenizer: Path, tmp_path: Path) -> None:
-    async with harness(tokenizer, tmp_path, environment={"always": 1.0}, discard_group_zero_advantage=False) as run:
+async def test_equal_rewards_are_trained_when_asked_for(ground: Ground, tmp_path: Path) -> None:
+    async with harness(ground, tmp_path, environment={"always": 1.0}, discard_group_zero_advantage=False) as run:
         await run.run()
         assert run.orchestrator.ledger.num_trained == 20
 
 
 @pytest.mark.parametrize("fault", ["raise", "exit"])
 async def test_an_environment_failure_masks_its_sample_and_nothing_else(
-    fault: str, tokenizer: Path, tmp_path: Path
+    fault: str, ground: Ground, tmp_path: Path
 ) -> None:
     environment = {"fault": fault, "fault_every": 16, "num_samples": 16}
-    async with harness(tokenizer, tmp_path, environment=environment, environment_error_budget=0.9) as run:
+    async with harness(ground, tmp_path, environment=environment, environment_error_budget=0.9) as run:
         await run.run()
         assert run.status.num_masked_samples > 0
         trained = [sample for step in range(5) for sample in run.trainer.sample_ids(step)]
@@ -120,23 +122,23 @@ async def test_an_environment_failure_masks_its_sample_and_nothing_else(
     assert all(row["failure_kind"] == "environment" and row["reward"] is None for row in masked)
 
 
-async def test_an_environment_that_mostly_fails_ends_the_run_and_says_why(tokenizer: Path, tmp_path: Path) -> None:
-    async with harness(tokenizer, tmp_path, environment={"fault": "raise", "fault_every": 1}) as run:
+async def test_an_environment_that_mostly_fails_ends_the_run_and_says_why(ground: Ground, tmp_path: Path) -> None:
+    async with harness(ground, tmp_path, environment={"fault": "raise", "fault_every": 1}) as run:
         with pytest.raises(RuntimeError, match=r"'parity' failed .*environment_error_budget"):
             await run.run()
 
 
-async def test_a_reward_that_never_returns_is_masked_while_the_run_goes_on(tokenizer: Path, tmp_path: Path) -> None:
+async def test_a_reward_that_never_returns_is_masked_while_the_run_goes_on(ground: Ground, tmp_path: Path) -> None:
     async with harness(
-        tokenizer, tmp_path, environment={"fault": "hang", "fault_every": 16, "num_samples": 16},
+        ground, tmp_path, environment={"fault": "hang", "fault_every": 16, "num_samples": 16},
         environment_timeout_seconds=0.5, number_of_steps=4, environment_error_budget=0.9,
     ) as run:  # fmt: skip
         await run.run()
         assert len(run.trainer.steps) == 4
 
 
-async def test_a_dead_engine_is_restarted_and_its_samples_are_asked_again(tokenizer: Path, tmp_path: Path) -> None:
-    async with harness(tokenizer, tmp_path, engine=SLOW, number_of_steps=8) as run:
+async def test_a_dead_engine_is_restarted_and_its_samples_are_asked_again(ground: Ground, tmp_path: Path) -> None:
+    async with harness(ground, tmp_path, engine=SLOW, number_of_steps=8) as run:
 
         async def kill_twice() -> None:
             for step in (1, 4):
@@ -151,8 +153,8 @@ async def test_a_dead_engine_is_restarted_and_its_samples_are_asked_again(tokeni
         assert run.handles[0].restarts == 2
 
 
-async def test_a_run_goes_on_with_the_other_server_while_one_is_down(tokenizer: Path, tmp_path: Path) -> None:
-    async with harness(tokenizer, tmp_path, engine=SLOW, inference_num_workers=2, number_of_steps=6) as run:
+async def test_a_run_goes_on_with_the_other_server_while_one_is_down(ground: Ground, tmp_path: Path) -> None:
+    async with harness(ground, tmp_path, engine=SLOW, inference_num_workers=2, number_of_steps=6) as run:
         run.handles[1].delay = 1.0
 
         async def kill() -> None:
@@ -166,9 +168,9 @@ async def test_a_run_goes_on_with_the_other_server_while_one_is_down(tokenizer: 
         assert run.status.num_masked_samples == 0
 
 
-async def test_engine_errors_are_retried_and_never_scored(tokenizer: Path, tmp_path: Path) -> None:
+async def test_engine_errors_are_retried_and_never_scored(ground: Ground, tmp_path: Path) -> None:
     engine = FakeEngineSettings(mean_tokens=6, length_sigma=0.4, vocabulary=300, end_token=None, error_every=13)
-    async with harness(tokenizer, tmp_path, engine=engine) as run:
+    async with harness(ground, tmp_path, engine=engine) as run:
         await run.run()
         assert run.orchestrator.ledger.num_trained == 20
         assert run.status.num_masked_samples == 0
@@ -176,9 +178,9 @@ async def test_engine_errors_are_retried_and_never_scored(tokenizer: Path, tmp_p
 
 @pytest.mark.parametrize("loop", ["_prompt_loop", "_dispatch_loop", "_sample", "_batch_loop", "_train_loop"])
 async def test_an_exception_in_any_loop_ends_the_run_with_that_exception(
-    loop: str, tokenizer: Path, tmp_path: Path
+    loop: str, ground: Ground, tmp_path: Path
 ) -> None:
-    async with harness(tokenizer, tmp_path) as run:
+    async with harness(ground, tmp_path) as run:
         target = {
             "_prompt_loop": (run.environments, "prepare"),
             "_dispatch_loop": (run.orchestrator, "_open_group"),
@@ -195,15 +197,15 @@ async def test_an_exception_in_any_loop_ends_the_run_with_that_exception(
             await run.run(timeout=20)
 
 
-async def test_a_failure_of_the_weight_sync_ends_the_run(tokenizer: Path, tmp_path: Path) -> None:
-    async with harness(tokenizer, tmp_path) as run:
+async def test_a_failure_of_the_weight_sync_ends_the_run(ground: Ground, tmp_path: Path) -> None:
+    async with harness(ground, tmp_path) as run:
         run.weights.fail_at = 2
         with pytest.raises(RuntimeError, match="the sync broke"):
             await run.run()
 
 
-async def test_a_stop_request_ends_the_run_after_the_step_under_way(tokenizer: Path, tmp_path: Path) -> None:
-    async with harness(tokenizer, tmp_path, number_of_steps=1000, trainer=FakeTrainer(seconds=0.05)) as run:
+async def test_a_stop_request_ends_the_run_after_the_step_under_way(ground: Ground, tmp_path: Path) -> None:
+    async with harness(ground, tmp_path, number_of_steps=1000, trainer=FakeTrainer(seconds=0.05)) as run:
 
         async def stop() -> None:
             await step_reached(run, 2)
@@ -216,18 +218,18 @@ async def test_a_stop_request_ends_the_run_after_the_step_under_way(tokenizer: P
         assert run.orchestrator.ledger.is_balanced()
 
 
-async def test_a_lane_per_group_trains_the_same_number_of_samples(tokenizer: Path, tmp_path: Path) -> None:
+async def test_a_lane_per_group_trains_the_same_number_of_samples(ground: Ground, tmp_path: Path) -> None:
     async with harness(
-        tokenizer, tmp_path, enable_individual_sample_lanes=False, free_lane_after_generation=False
+        ground, tmp_path, enable_individual_sample_lanes=False, free_lane_after_generation=False
     ) as run:  # fmt: skip
         await run.run()
         assert run.orchestrator.ledger.num_trained == 20
         assert run.lanes.num_used <= 8
 
 
-async def test_samples_under_way_can_be_seen_while_the_run_is_live(tokenizer: Path, tmp_path: Path) -> None:
+async def test_samples_under_way_can_be_seen_while_the_run_is_live(ground: Ground, tmp_path: Path) -> None:
     very_slow = FakeEngineSettings(mean_tokens=12, tokens_per_second=8, vocabulary=300, end_token=None)
-    async with harness(tokenizer, tmp_path, engine=very_slow, number_of_steps=2) as run:
+    async with harness(ground, tmp_path, engine=very_slow, number_of_steps=2) as run:
         seen: set[str] = set()
 
         async def look() -> None:
