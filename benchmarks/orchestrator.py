@@ -258,6 +258,12 @@ def show(results: Sequence[dict[str, Any]]) -> None:
     Console(width=None if sys.stdout.isatty() else 150).print(table)
 
 
+def _command(argv: Sequence[str]) -> str:
+    """What to type for these numbers; where they were written to is of no interest."""
+    at = argv.index("--json") if "--json" in argv else len(argv)
+    return " ".join(["python benchmarks/orchestrator.py", *argv[:at], *argv[at + 2 :]])
+
+
 def markdown(report: dict[str, Any]) -> str:
     """The report for people: the table, and where it was measured."""
     made = report["provenance"]
@@ -268,7 +274,8 @@ def markdown(report: dict[str, Any]) -> str:
         f"`{report['command']}`, {made['date']}, commit {made['commit']}"
         f"{' with uncommitted changes' if made['uncommitted_changes'] else ''}, {made['cpu']}, {made['cores']} cores "
         "(shared by the driver, the fake engines and the environment worker), "
-        f"Python {made['python']}. Medians of {report['repeats']}. {settings[0].upper()}{settings[1:]}.",
+        f"Python {made['python']}, load average {made['load_before']} at the start. "
+        f"Medians of {report['repeats']}. {settings[0].upper()}{settings[1:]}.",
         "",
         "| " + " | ".join(title for title, _, _ in COLUMNS) + " |",
         "|" + "---:|" * len(COLUMNS),
@@ -329,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         report = {
             "benchmark": "orchestrator",
-            "command": " ".join(["python benchmarks/orchestrator.py", *(sys.argv[1:] if argv is None else argv)]),
+            "command": _command(sys.argv[1:] if argv is None else argv),
             "provenance": made,
             "settings": {
                 "group_size": GROUP_SIZE, "servers": NUM_SERVERS, "mean_tokens": MEAN_TOKENS,
