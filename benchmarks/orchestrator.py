@@ -58,6 +58,8 @@ a weight sync after each."""
 
 EPILOG = f"""\
 columns
+  held        samples in flight on average over the measured time; far below the first column, the
+              machine could not carry the load and the row says little
   driver      CPU of the driver process, all threads, per finished sample and per 1,000 tokens
               (aim: {AIM_CPU_MS:g} ms with 4,096 in flight)
   loop        the part of it that ran on the event loop's thread
@@ -222,6 +224,7 @@ def run_case(case: Case, profile: str | None) -> dict[str, Any]:
 
 COLUMNS = (
     ("in flight", "in_flight", "{:,.0f}"),
+    ("held", "in_flight_mean", "{:,.0f}"),
     ("driver ms", "driver_ms", "{:.2f}"),
     ("per 1,000 tokens", "driver_ms_per_1000_tokens", "{:.2f}"),
     ("loop ms", "loop_ms", "{:.2f}"),
