@@ -1,16 +1,18 @@
 """Ctrl-C: once ends the run cleanly after the step under way, twice ends it at once.
 
-Either way no process is left behind: the actors and environment workers watch for the end of this process themselves,
-so even the second Ctrl-C, which waits for nothing, takes them along.
+Either way no process is left behind on this machine: the second Ctrl-C waits for nothing, and kills what this process
+started. Actors on other machines, vLLM and the environment workers watch for the end of their parents by themselves.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from telescope.orchestrator.status import RunStatus
@@ -73,4 +75,40 @@ class Interrupt:
             return
         sys.stderr.write("\nended at once by a second interrupt; the record holds what was flushed\n")
         sys.stderr.flush()
+        kill_descendants()
         os._exit(EXIT_CODE)
+
+
+def kill_descendants() -> None:
+    """SIGKILL everything that this process started, and what that started: Ray's daemons, actors, vLLM, environments.
+
+    Most of them would end by themselves once this process is gone, but Ray's agents take half a minute to notice.
+    """
+    for _ in range(3):  # a process may be forking while it is looked for
+        found = descendants(os.getpid())
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            return
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of all living children of `pid`, and of theirs, on this machine."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # The command name, in parentheses, may hold spaces; state and parent follow the last one.
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue  # it has just ended
+        if state != "Z":
+            children.setdefault(int(parent), []).append(int(entry.name))
+    found, todo = [], [pid]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
