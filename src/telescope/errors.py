@@ -14,6 +14,10 @@ class ConfigError(UserError):
     """A configuration that cannot be run as written."""
 
 
+class RunError(RuntimeError):
+    """A run that cannot go on, for a reason that a person can mend. The message is the whole explanation."""
+
+
 class DeadlineExceeded(RuntimeError):
     """A named wait ran out. The message says which wait, how long it lasted, and what the other side last said."""
 

@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
     explain.set_defaults(func=_explain)
 
     show = actions.add_parser("show", help="the whole configuration that a file resolves to, as YAML")
-    show.add_argument("--config", type=Path, required=True, help="YAML file of the run")
+    show.add_argument("config", type=Path, help="YAML file of the run")
     show.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="override a field; repeatable")
     show.set_defaults(func=_show)
 

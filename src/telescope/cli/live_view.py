@@ -73,6 +73,8 @@ def render(status: RunStatus, width: int = 100) -> RenderableType:
         Group(_progress(status, inside), Text(), _numbers(status, inside), Text(), _parts(status), *_messages(status)),
         title=Text.assemble(("telescope", "bold"), f" · {status.run_name}"),
         title_align="left",
+        subtitle=Text(f"{status.run_dir} · Ctrl-C ends it cleanly" if status.run_dir else ""),
+        subtitle_align="left",
         border_style="dim",
         width=width,
         padding=(1, 2),

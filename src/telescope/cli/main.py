@@ -13,10 +13,11 @@ import sys
 from collections.abc import Sequence
 
 from telescope import __version__
-from telescope.errors import UserError
+from telescope.errors import RunError, UserError
 
 # In the order in which the help lists them: what one does first comes first.
 COMMANDS = ("train", "config", "doctor", "tiny_model", "runs", "query")
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
@@ -29,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         _print_error(str(error))
         return EXIT_BAD_INPUT
+    except RunError as error:
+        _print_error(str(error))
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("Interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

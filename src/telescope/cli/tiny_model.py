@@ -104,10 +104,10 @@ def _bar() -> Iterator[Callable[[WarmStartProgress], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("warm start", total=None, loss=float("nan"))
+        task = progress.add_task("warm start", total=None, loss=float("nan"), visible=False)
 
         def report(state: WarmStartProgress) -> None:
-            progress.update(task, completed=state.step, total=state.num_steps, loss=state.loss)
+            progress.update(task, completed=state.step, total=state.num_steps, loss=state.loss, visible=True)
 
         yield report
 

@@ -6,6 +6,7 @@ Arguments and printing only. Every field of the schema is a flag, so the argumen
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,18 +126,33 @@ def print_summary(summary: RunSummary, console: Console) -> None:
             f"{summary.heldout_items} items, temperature {summary.heldout_temperature:g})",
             highlight=False,
         )
+    elif summary.heldout_before is not None:
+        console.print(f"  held-out accuracy  {summary.heldout_before:.3f} before training", highlight=False)
     if summary.reward_first is not None and summary.reward_last is not None:
-        console.print(f"  training reward    {summary.reward_first:.3f} → {summary.reward_last:.3f}", highlight=False)
+        console.print(
+            f"  training reward    {summary.reward_first:.3f} → {summary.reward_last:.3f} (groups that were trained)",
+            highlight=False,
+        )
     console.print(f"  run directory      {run_dir}", highlight=False, soft_wrap=True)
+    if summary.model_dir is not None:
+        console.print(f"  trained model      {_short(summary.model_dir)}", highlight=False, soft_wrap=True)
+    command = _own_command()
     console.print("\nNext:", highlight=False)
-    console.print("  telescope runs", highlight=False)
+    console.print(f"  {command} runs", highlight=False)
     console.print(
-        f'  telescope query --run {run_dir} "select step, reward_mean from steps order by step"',
+        f'  {command} query --run latest "select step, reward_mean from steps order by step"',
         highlight=False,
         soft_wrap=True,
         markup=False,
     )
     sys.stdout.flush()
+
+
+def _own_command() -> str:
+    """How to call `telescope` from here: by its name, or by its place when it is not on the PATH."""
+    if shutil.which("telescope") is not None:
+        return "telescope"
+    return _short(str(Path(sys.executable).with_name("telescope")))
 
 
 def _console() -> Console:

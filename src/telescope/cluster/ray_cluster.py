@@ -23,6 +23,9 @@ from telescope.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
+"""A cluster that is started here is of this machine alone; on this address Ray listens to nobody else."""
+
 LOCAL_OBJECT_STORE_BYTES = 1 << 30
 """Batches pass through the object store and are a few MB; Ray's default, 30 % of the memory, is for data work."""
 
@@ -97,6 +100,7 @@ def connect(config: TelescopeConfig, run_dir: Path, *, local_cpus: float, local_
         num_cpus=math.ceil(local_cpus),
         num_gpus=int(local_gpus),
         include_dashboard=False,
+        _node_ip_address=LOOPBACK,
         object_store_memory=LOCAL_OBJECT_STORE_BYTES,
         **common,
     )

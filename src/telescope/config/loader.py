@@ -71,6 +71,8 @@ def load_config(
     config = build_config(values, sources)
     refuse_unavailable_choices(config)
     notes = list(config.notes)
+    if config.group_size == 1:
+        notes.append("group_size is 1: a sample has nothing to be compared with, so its advantage is its reward.")
     if (note := no_effect_note(config)) is not None:
         notes.append(note)
     return LoadedConfig(config, notes, sources)

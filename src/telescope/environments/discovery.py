@@ -153,8 +153,12 @@ class Discovery:
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            fix = (
+                f" Install the missing package (perhaps with: pip install {missing.split('.')[0]})." if missing else ""
+            )
             raise UserError(
-                f"The {self.kind} {source.name!r} cannot be imported: {type(error).__name__}: {error}{where}."
+                f"The {self.kind} {source.name!r} cannot be imported: {type(error).__name__}: {error}{where}.{fix}"
             ) from error
 
     def _only_class(self, module: ModuleType, source: Source) -> type:

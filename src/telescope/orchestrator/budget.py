@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+from telescope.errors import RunError
+
 MIN_FAILURES = 16
 """Failures before the share counts, so that a bad first minute does not end a run."""
 
@@ -28,7 +30,7 @@ class ErrorBudget:
         self._outcomes.setdefault(environment, deque(maxlen=WINDOW)).append(False)
 
     def failed(self, environment: str, message: str) -> None:
-        """Count a failure. Raises RuntimeError with the commonest messages when the budget is used up."""
+        """Count a failure. Raises RunError with the commonest messages when the budget is used up."""
         outcomes = self._outcomes.setdefault(environment, deque(maxlen=WINDOW))
         outcomes.append(True)
         messages = self._messages.setdefault(environment, Counter())
@@ -36,7 +38,7 @@ class ErrorBudget:
         failures = sum(outcomes)
         if failures >= MIN_FAILURES and failures > self._max_share * len(outcomes):
             commonest = "; ".join(f"{count} x {text}" for text, count in messages.most_common(3))
-            raise RuntimeError(
+            raise RunError(
                 f"environment {environment!r} failed {failures} of its last {len(outcomes)} samples, more than "
                 f"environment_error_budget = {self._max_share:g}. Commonest: {commonest}. "
                 "Mend the environment, or raise environment_error_budget or environment_timeout_seconds."

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ class Interrupt:
         self._status = status
         self._count = 0
         self._on_first: list[Callable[[], None]] = []
+        self._on_second: list[Callable[[], None]] = []
 
     @property
     def requested(self) -> bool:
@@ -45,6 +45,10 @@ class Interrupt:
             action()
         else:
             self._on_first.append(action)
+
+    def on_second(self, action: Callable[[], None]) -> None:
+        """Call `action`, which must be quick, when a second signal ends the process at once."""
+        self._on_second.append(action)
 
     async def run_until_first(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run something that the first signal cancels: starting up, or an eval. Raises Interrupted then."""
@@ -73,8 +77,11 @@ class Interrupt:
             for action in actions:
                 action()
             return
-        sys.stderr.write("\nended at once by a second interrupt; the record holds what was flushed\n")
-        sys.stderr.flush()
+        # Past any live view, which draws from a thread that is about to be gone.
+        os.write(2, b"\nended at once by a second interrupt; the record holds what was flushed\n")
+        for action in self._on_second:
+            with contextlib.suppress(OSError):  # a full disk must not keep the process alive
+                action()
         kill_descendants()
         os._exit(EXIT_CODE)
 

@@ -54,6 +54,7 @@ class Journal:
         self._status = status
         self._discards = DiscardCounts()
         self._num_tokens_at_last_step = 0
+        self._discarded_rewards: list[np.ndarray] = []
 
     def masked(self, sample: Trajectory) -> None:
         """Count a sample that failed. Its row is written with its group."""
@@ -63,6 +64,7 @@ class Journal:
     def discarded(self, group: Group, reason: str, kind: str | None, version: int) -> None:
         """Count and write a group that will not be trained; `kind` refines the reason."""
         self._discards.discarded(reason, kind, group.samples)
+        self._discarded_rewards.append(group.rewards_n)
         self._status.num_discarded_groups += 1
         self._write_group(group, status="discarded", reason=reason, step=version, version=version, advantages=[])
 
@@ -74,6 +76,7 @@ class Journal:
         metrics = {
             **batch_metrics(trained.groups, trained.advantages.tolist(), version=trained.step),
             **self._discards.take(len(trained.groups)),
+            "reward/all_groups/mean": self._take_reward_mean(trained.groups),
             **trained.packing,
             **trained.result.metrics,
             **trained.sync_metrics,
@@ -121,6 +124,15 @@ class Journal:
         self._status.step = trained.step + 1
         self._status.version = trained.step + 1
         self._status.progressed()
+
+    def _take_reward_mean(self, trained: list[Group]) -> float:
+        """Mean reward of all samples since the last step, those of discarded groups too.
+
+        The mean of the trained groups alone leaves out every prompt that is always solved or never.
+        """
+        rewards = np.concatenate([*(group.rewards_n for group in trained), *self._discarded_rewards])
+        self._discarded_rewards = []
+        return float(rewards.mean())
 
     async def _write_trained_groups(self, trained: TrainedStep) -> None:
         position = 0

@@ -28,7 +28,7 @@ from telescope.algorithms import compute_advantages
 from telescope.config import TelescopeConfig
 from telescope.environments.pool import EnvironmentPool
 from telescope.environments.records import PreparedPrompt
-from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.errors import EnvironmentFailure, InfrastructureError, RunError
 from telescope.orchestrator import rows
 from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.changes import Changes
@@ -176,7 +176,7 @@ class Orchestrator:
             self._next_draw += num_wanted
             num_fruitless = 0 if any(prepared) else num_fruitless + num_wanted
             if num_fruitless >= MAX_FRUITLESS_DRAWS:
-                raise RuntimeError(
+                raise RunError(
                     f"{num_fruitless} draws in a row gave no prompt to train on: every item is held out for an eval "
                     "(evals: separate_eval_samples, num_samples) or too long (max_model_len, seq_len). The run's log "
                     "names those that are too long."
@@ -306,7 +306,7 @@ class Orchestrator:
         self._streak.discarded(kind or reason, rewards_n)
         self._journal.discarded(group, reason, kind, self.window.version)
         if self._streak.is_over:
-            raise RuntimeError(self._streak.diagnosis())
+            raise RunError(self._streak.diagnosis())
 
     async def _in_flight_loop(self) -> None:
         """Keep the record's list of samples under way up to date: one small file, replaced."""
@@ -327,7 +327,7 @@ class Orchestrator:
             self._finished.sort(key=lambda group: (group.start_version, group.group_id))
             groups, self._finished = self._finished[:size], self._finished[size:]
             self.status.num_finished_groups = len(self._finished)
-            self.status.set_part("batches", f"packing batch {step}")
+            self.status.set_part("batches", f"packing batch {step + 1}")
             batch = await asyncio.to_thread(self._pack, groups, step)
             await self._batches.put(batch)
             self._changes.notify()
@@ -373,7 +373,7 @@ class Orchestrator:
             if batch is None:
                 return
             waited = time.time() - started_at
-            self.status.set_part("trainer", f"training step {step}")
+            self.status.set_part("trainer", f"training step {step + 1}")
             result = await self.services.trainer.train_step(batch.inputs)
             self.status.set_part("trainer", "sending weights")
             sync_metrics = await self.services.weights.sync()

@@ -11,6 +11,9 @@ from typing import Any
 from telescope.orchestrator.groups import Group
 from telescope.rollout.trajectory import Trajectory
 
+MAX_FAILURE_MESSAGE = 4000
+"""Characters kept of why a sample failed: user code may raise with a message of any length."""
+
 
 def group_row(group: Group, *, status: str, reason: str | None, step: int | None) -> dict[str, Any]:
     """One row of `groups`."""
@@ -73,7 +76,7 @@ def sample_row(
         "generated_at": sample.generated_at or None,
         "finished_at": sample.finished_at,
         "failure_kind": sample.failure_kind,
-        "failure_message": sample.failure_message,
+        "failure_message": sample.failure_message and sample.failure_message[:MAX_FAILURE_MESSAGE],
         "eval_name": eval_name,
     }
 

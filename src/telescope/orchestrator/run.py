@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Protocol
 
 from telescope.config import TelescopeConfig
@@ -21,6 +22,7 @@ from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.summary import Interrupted, RunSummary, summarise
 from telescope.orchestrator.supervise import Supervisor, watchdog
+from telescope.record.files import RunFiles
 
 GAUGE_SECONDS = 0.5
 """How often the numbers of the live view and the gauges of the record are taken."""
@@ -50,11 +52,14 @@ class _TrainingRun:
         self._view = view
         self._directory = RunDirectory.create(config, notes)
         self._status = RunStatus(config.wandb_run_name, config.number_of_steps)
+        self._status.run_dir = str(self._directory.path)
         self._status.messages.extend(notes)
         self._interrupt = Interrupt(self._status)
+        self._interrupt.on_second(self._directory.ended_at_once)
         self._evaluation: Evaluation | None = None
         self._started_at = time.time()
         self._training_seconds: float | None = None
+        self._model_dir: Path | None = None
 
     async def run(self) -> RunSummary:
         """Run to the end. Raises what ended it, unless a person did."""
@@ -105,6 +110,11 @@ class _TrainingRun:
         started_at = time.time()
         await orchestrator.run(supervisor)
         self._training_seconds = time.time() - started_at
+        if config.save_final_model and status.version > 0:
+            status.phase = "saving the trained model"
+            async with parts.trainer.queue:
+                await parts.trainer.save_hf(RunFiles(self._directory.path).model)
+            self._model_dir = RunFiles(self._directory.path).model
         if evaluation.plans and config.eval_after_training and not self._interrupt.requested:
             await self._interrupt.run_until_first(evaluation.run_all(status.version, parts.settings, parts.servers))
 
@@ -136,6 +146,7 @@ class _TrainingRun:
             self._evaluation.results if self._evaluation is not None else [],
             seconds=time.time() - self._started_at,
             training_seconds=self._training_seconds,
+            model_dir=self._model_dir,
             error=error,
             interrupted=self._interrupt.requested,
         )

@@ -6,8 +6,10 @@ Owns the order in which the record is opened and ended. What lies in the directo
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -20,7 +22,7 @@ from telescope.record.attempt import begin_run, end_run
 from telescope.record.files import RunFiles, replace_file, replace_json
 from telescope.record.logging import setup_logging
 from telescope.record.recorder import Recorder
-from telescope.record.run_info import RunInfo, next_attempt
+from telescope.record.run_info import RunInfo, next_attempt, write_run_json
 from telescope.record.wandb_sink import WandbSink
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,12 @@ class RunDirectory:
                 self.step_log.close()
         finally:
             self.recorder.close()
+
+    def ended_at_once(self) -> None:
+        """Say in `run.json` that a person ended the run; for an end that waits for nothing else."""
+        if self._info is not None:
+            error = "ended at once by a second interrupt"
+            write_run_json(self.path, replace(self._info, status="stopped", ended_at=time.time(), error=error))
 
     def ended(self, summary: RunSummary) -> None:
         """Write `summary.json` and the end of the attempt."""

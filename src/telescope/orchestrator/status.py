@@ -33,6 +33,7 @@ class RunStatus:
     run_name: str
     num_steps: int
     phase: str = "starting"
+    run_dir: str = ""
     started_at: float = field(default_factory=time.time)
     training_started_at: float | None = None
     step: int = 0

@@ -40,6 +40,8 @@ class RunSummary:
     reward_last: float | None = None
     tokens_generated: int = 0
     error: str | None = None
+    model_dir: str | None = None
+    """The trained model in Hugging Face form, None when none was written."""
     evals: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -64,6 +66,7 @@ def summarise(
     *,
     seconds: float,
     training_seconds: float | None,
+    model_dir: Path | None = None,
     error: BaseException | None,
     interrupted: bool,
 ) -> RunSummary:
@@ -95,6 +98,7 @@ def summarise(
         reward_last=rewards[-1] if rewards else None,
         tokens_generated=status.num_tokens_generated,
         error=message,
+        model_dir=None if model_dir is None else str(model_dir),
         evals=[
             {
                 "name": r.name, "version": r.version, "accuracy": r.accuracy, "items": r.num_items,

@@ -54,6 +54,11 @@ class RunFiles:
         return self.run_dir / "logs"
 
     @property
+    def model(self) -> Path:
+        """The trained model, in Hugging Face form."""
+        return self.run_dir / "model"
+
+    @property
     def checkpoints(self) -> Path:
         """One folder per checkpoint."""
         return self.run_dir / "checkpoints"

@@ -100,7 +100,7 @@ def test_a_section_and_a_list_of_entries_are_explained(capsys):
 def test_show_prints_the_resolved_configuration(capsys, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("environments: [{name: countdown}]\nenable_individual_sample_lanes: false\n")
-    code, out, err = run(capsys, "config", "show", "--config", str(path), "--set", "seed=7")
+    code, out, err = run(capsys, "config", "show", str(path), "--set", "seed=7")
     assert code == 0
     values = yaml.safe_load(out)
     assert (values["seed"], values["free_lane_after_generation"]) == (7, False)
@@ -124,13 +124,20 @@ class Summary:
     heldout_temperature: float | None = 1.0
     reward_first: float | None = None
     reward_last: float | None = None
+    model_dir: str | None = "/somewhere/else/runs/demo/model"
 
 
 def test_the_closing_lines_say_what_came_out_and_what_to_type_next():
     console = Console(file=io.StringIO(), width=120)
     print_summary(Summary(), console)
     text = console.file.getvalue()
-    for word in ("0.220 → 0.530", "+0.310", "500 items, temperature 1", "/somewhere/else/runs/demo", "telescope query"):
+    for word in (
+        "0.220 → 0.530",
+        "+0.310",
+        "500 items, temperature 1",
+        "/somewhere/else/runs/demo/model",
+        "telescope query",
+    ):
         assert word in text
 
 

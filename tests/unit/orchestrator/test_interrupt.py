@@ -51,13 +51,17 @@ async def test_the_first_signal_asks_for_a_stop(interrupt: Interrupt, number: in
 
 
 def test_the_second_signal_ends_the_process_with_the_code_of_ctrl_c(
-    interrupt: Interrupt, capsys: pytest.CaptureFixture[str]
+    interrupt: Interrupt, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    told: list[str] = []
+    interrupt.on_second(lambda: told.append("second"))
     interrupt._signalled()
+    assert not told
     with pytest.raises(Exited) as ended:
         interrupt._signalled()
     assert ended.value.args == (EXIT_CODE,) == (130,)
-    assert "at once" in capsys.readouterr().err
+    assert told == ["second"]
+    assert "at once" in capfd.readouterr().err
 
 
 def test_actions_run_once_at_the_first_signal_and_later_ones_at_once(interrupt: Interrupt) -> None:

@@ -18,6 +18,9 @@ class GeneralSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the run. Prompt order, sampling and initialisation follow from it; with `max_async_rollout: 0` two
     runs with one seed give the same samples. Change it to measure the spread between runs."""
+    save_final_model: bool = True
+    """Write the trained weights as a Hugging Face folder, `model/` in the run directory, when training ends or is
+    stopped by Ctrl-C."""
     run_dir: str | None = None
     """Directory of the run: tables, logs, checkpoints, summary. Null: `runs/<wandb_run_name>-<UTC time>` under the
     current directory, or what `TELESCOPE_RUN_DIR` says."""
