@@ -60,6 +60,8 @@ def read_yaml_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         node = yaml.compose(text, Loader=_ConfigLoader)
         data = yaml.load(text, Loader=_ConfigLoader)
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply to be a configuration, which is one flat mapping") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {_yaml_problem(error)}") from None
     if data is None:

@@ -76,7 +76,8 @@ class Supervisor:
         if self._failure is not None and not self._failure.done():
             self._failure.set_exception(error)
         else:
-            logger.error("task %s failed after the run had ended: %r", task.get_name(), error)
+            # The first failure ends the run; what fails because of it, or beside it, is not another reason.
+            logger.info("task %s failed too: %r", task.get_name(), error)
 
 
 async def watchdog(

@@ -284,3 +284,10 @@ def test_a_choice_that_would_compute_something_else_is_refused(field, value):
     message = error_of(None, "--environments", "[{name: a}]", f"--{field}", value)
     assert message.startswith(f"{field} is '{value}'")
     assert "not available in this version" in message
+
+
+def test_a_file_that_nests_without_end_is_refused_in_a_sentence(tmp_path):
+    path = tmp_path / "deep.yaml"
+    path.write_text("model: " + "[" * 5000 + "]" * 5000)
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        load_config(path, [], environ={})

@@ -121,3 +121,9 @@ def test_the_run_directory_is_named_after_the_run_and_the_time(tmp_path, monkeyp
     assert choose_run_dir(config(wandb_run_name="a b/c"), now) == tmp_path / "runs" / "a-b-c-20260102-030405"
     assert choose_run_dir(config(run_dir="here"), now) == tmp_path / "here"
     assert choose_run_dir(config(run_dir="~/x"), now) == Path.home() / "x"
+
+
+def test_a_run_directory_that_cannot_be_a_path_is_refused(tmp_path):
+    for run_dir in ("~nobody-of-this-name/run", str(tmp_path / ("a" * 300))):
+        with pytest.raises(ConfigError, match="run_dir is"):
+            choose_run_dir(config(run_dir=run_dir))
