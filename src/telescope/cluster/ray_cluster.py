@@ -19,7 +19,7 @@ import ray
 
 from telescope.config import TelescopeConfig
 from telescope.config.plan import ClusterResources, NodeResources
-from telescope.errors import UserError
+from telescope.errors import RunError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -95,15 +95,21 @@ def connect(config: TelescopeConfig, run_dir: Path, *, local_cpus: float, local_
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     # Ray lowers the priority of its workers, for the sake of a desktop; here they are the run.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(
-        address="local",
-        num_cpus=math.ceil(local_cpus),
-        num_gpus=int(local_gpus),
-        include_dashboard=False,
-        _node_ip_address=LOOPBACK,
-        object_store_memory=LOCAL_OBJECT_STORE_BYTES,
-        **common,
-    )
+    try:
+        ray.init(
+            address="local",
+            num_cpus=math.ceil(local_cpus),
+            num_gpus=int(local_gpus),
+            include_dashboard=False,
+            _node_ip_address=LOOPBACK,
+            object_store_memory=LOCAL_OBJECT_STORE_BYTES,
+            **common,
+        )
+    except Exception as error:  # Ray raises plain exceptions when one of its daemons does not come up
+        raise RunError(
+            f"Ray could not be started on this machine: {error}. Its logs are under /tmp/ray/session_latest/logs; "
+            "`telescope doctor` looks at what it needs (memory, /dev/shm, open files, a writable temporary folder)"
+        ) from error
     return Cluster(started_here=True, resources=_resources())
 
 

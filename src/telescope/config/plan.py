@@ -185,10 +185,15 @@ def _check_totals(
             f"{config.trainer_num_workers}, which with ray_inference_cpus_per_worker "
             f"{_amount(config.ray_inference_cpus_per_worker)} and ray_trainer_cpus_per_worker "
             f"{_amount(config.ray_trainer_cpus_per_worker)} needs {_amount(cpus)} CPU cores, but the cluster has "
-            f"{_amount(resources.cpus)} ({_describe_nodes(resources)}). Lower ray_inference_cpus_per_worker and "
+            f"{_amount(resources.cpus)} ({_describe_nodes(resources)}{_why_cpu(config, device)}). "
+            "Lower ray_inference_cpus_per_worker and "
             f"ray_trainer_cpus_per_worker to {_fitting_share(resources.cpus / workers)}, or lower "
             "inference_num_workers or trainer_num_workers"
         )
+
+
+def _why_cpu(config: TelescopeConfig, device: Literal["cpu", "cuda"]) -> str:
+    return "; no GPU was found, so everything would run on CPUs" if device == "cpu" and config.device == "auto" else ""
 
 
 def _lower_gpu_workers(config: TelescopeConfig, available: int) -> str:
