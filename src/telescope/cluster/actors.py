@@ -46,7 +46,6 @@ class InferenceActor:
         from telescope.inference.server import InferenceServer
 
         config = TelescopeConfig.from_json(config_json)
-        self._config_hash = config.hash
         self._server = InferenceServer(config, index, port, host, secret, model, Path(run_dir))
 
     def start(self) -> Any:
@@ -56,10 +55,6 @@ class InferenceActor:
     @ray.method(concurrency_group="control")
     def status(self) -> Any:
         return self._server.status()
-
-    @ray.method(concurrency_group="control")
-    def config_hash(self) -> str:
-        return self._config_hash
 
     @ray.method(concurrency_group="control")
     def dump_stacks(self) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ class InferenceGroup:
         self.handles = [ActorHandle(actor, index) for index, actor in enumerate(self._actors)]
         self._clients_by_index: dict[int, EngineClient] = {}
 
-    async def start(self, index: int, on_log: Callable[[str], None] | None = None) -> Any:
+    async def start(self, index: int) -> Any:
         """Start server `index`, wait until it answers, and make its client. Returns its `ServerInfo`."""
         timeout = self._config.inference_start_timeout_seconds
         try:

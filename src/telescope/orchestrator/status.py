@@ -42,7 +42,6 @@ class RunStatus:
     history: list[StepSummary] = field(default_factory=list)
     num_generating: int = 0
     num_lanes: int = 0
-    num_scoring: int = 0
     num_open_groups: int = 0
     num_finished_groups: int = 0
     num_discarded_groups: int = 0
