@@ -123,8 +123,12 @@ def test_max_tokens_above_max_model_len(train):
     refused(train("--max_tokens", "5000"), "max_tokens is 5000", "max_model_len is 4096", "Lower max_tokens")
 
 
-def test_an_algorithm_of_a_later_version(train):
-    refused(train("--algorithm", "cispo"), "algorithm is 'cispo'", "not available in this version", "'grpo'")
+def test_an_algorithm_that_does_not_exist(train):
+    refused(train("--algorithm", "ppo"), 'algorithm is "ppo"', '"grpo"', '"sapo"')
+
+
+def test_a_backend_of_a_later_version(train):
+    refused(train("--train_backend", "megatron"), "train_backend is 'megatron'", "not available in this version")
 
 
 def test_an_environment_that_does_not_exist(train):

@@ -2,6 +2,6 @@
 
 from telescope.algorithms.advantages import compute_advantages, is_masked
 from telescope.algorithms.base import Algorithm, TokenBatch
-from telescope.algorithms.registry import ALGORITHMS, get_algorithm
+from telescope.algorithms.registry import get_algorithm
 
-__all__ = ["ALGORITHMS", "Algorithm", "TokenBatch", "compute_advantages", "get_algorithm", "is_masked"]
+__all__ = ["Algorithm", "TokenBatch", "compute_advantages", "get_algorithm", "is_masked"]

@@ -15,9 +15,10 @@ from typing import Protocol
 
 import numpy as np
 
-from telescope.algorithms.base import STD_EPSILON, AdvantageNorm, Algorithm
+from telescope.algorithms.base import STD_EPSILON, Algorithm
 from telescope.algorithms.registry import get_algorithm
 from telescope.algorithms.reinforce_pp import centre
+from telescope.config.algorithms import ALGORITHM_FACTS, AdvantageNorm
 
 
 class ScoredSample(Protocol):
@@ -63,8 +64,9 @@ def compute_advantages(
     Raises `ValueError` for an unknown algorithm or one that does not allow `advantage_norm`.
     """
     chosen = get_algorithm(algorithm)
-    if advantage_norm not in chosen.advantage_norms:
-        allowed = " or ".join(repr(norm) for norm in chosen.advantage_norms)
+    norms = ALGORITHM_FACTS[algorithm].advantage_norms
+    if advantage_norm not in norms:
+        allowed = " or ".join(repr(norm) for norm in norms)
         raise ValueError(f"algorithm {algorithm!r} does not allow advantage_norm {advantage_norm!r}: use {allowed}")
     advantages = np.zeros(len(samples), dtype=np.float64)
     members: dict[int, list[int]] = {}

@@ -17,9 +17,6 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-AdvantageNorm = Literal["group", "batch"]
-"""What advantages are normalised over: each group by itself, or the whole training batch."""
-
 Denominator = Literal["tokens", "samples", "sample_budget"]
 """`tokens`: trained tokens of all ranks. `samples`: samples of all ranks. `sample_budget`: samples x `max_tokens`."""
 
@@ -59,14 +56,12 @@ Baseline = Callable[[np.ndarray], np.ndarray]
 class Algorithm:
     """One line of the table in `docs/algorithms.md`."""
 
-    name: str
     source: str
+    """The paper."""
     baseline: Baseline
     token_loss: TokenLoss
     denominator: Callable[[Any], Denominator]
     """config -> what the summed loss is divided by."""
-    advantage_norms: tuple[AdvantageNorm, ...] = ("group", "batch")
-    """The values of `advantage_norm` that make sense; others are refused."""
 
 
 def clamped_delta(tokens: TokenBatch) -> torch.Tensor:

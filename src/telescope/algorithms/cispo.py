@@ -21,8 +21,7 @@ def clipped_weight_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
     return -weight_N * tokens.advantage_N * tokens.logp_N
 
 
-CISPO = Algorithm(
-    name="cispo",
+ALGORITHM = Algorithm(
     source="MiniMax-M1, arXiv 2506.13585",
     baseline=standardize,
     token_loss=clipped_weight_loss,

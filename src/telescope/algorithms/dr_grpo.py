@@ -19,11 +19,9 @@ def chosen_denominator(config: Any) -> Denominator:
     return "sample_budget" if config.dr_grpo_loss_agg_mode == "token_sum_norm" else "tokens"
 
 
-DR_GRPO = Algorithm(
-    name="dr_grpo",
+ALGORITHM = Algorithm(
     source="Dr. GRPO, arXiv 2503.20783",
     baseline=centre,
     token_loss=policy_gradient_loss,
     denominator=chosen_denominator,
-    advantage_norms=("group",),
 )

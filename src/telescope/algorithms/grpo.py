@@ -28,8 +28,7 @@ def policy_gradient_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
     return -tokens.advantage_N * tokens.logp_N
 
 
-GRPO = Algorithm(
-    name="grpo",
+ALGORITHM = Algorithm(
     source="DeepSeekMath, arXiv 2402.03300",
     baseline=standardize,
     token_loss=policy_gradient_loss,

@@ -36,8 +36,7 @@ def sample_denominator(config: Any) -> Denominator:
     return "samples"
 
 
-GSPO = Algorithm(
-    name="gspo",
+ALGORITHM = Algorithm(
     source="GSPO, arXiv 2507.18071",
     baseline=standardize,
     token_loss=sequence_ratio_loss,

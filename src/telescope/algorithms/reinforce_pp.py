@@ -17,11 +17,9 @@ def centre(rewards_n: np.ndarray) -> np.ndarray:
     return rewards_n - rewards_n.mean()
 
 
-REINFORCE_PP = Algorithm(
-    name="reinforce_pp",
+ALGORITHM = Algorithm(
     source="REINFORCE++, arXiv 2501.03262",
     baseline=centre,
     token_loss=policy_gradient_loss,
     denominator=token_denominator,
-    advantage_norms=("batch",),
 )

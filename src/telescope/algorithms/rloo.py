@@ -18,11 +18,9 @@ def leave_one_out(rewards_n: np.ndarray) -> np.ndarray:
     return (rewards_n - rewards_n.mean()) * (n / (n - 1))
 
 
-RLOO = Algorithm(
-    name="rloo",
+ALGORITHM = Algorithm(
     source="Back to Basics, arXiv 2402.14740",
     baseline=leave_one_out,
     token_loss=policy_gradient_loss,
     denominator=token_denominator,
-    advantage_norms=("group",),
 )

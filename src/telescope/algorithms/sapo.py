@@ -25,8 +25,7 @@ def soft_gate_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
     return -(4.0 / tau_N) * gate_N * advantage_N
 
 
-SAPO = Algorithm(
-    name="sapo",
+ALGORITHM = Algorithm(
     source="SAPO, arXiv 2511.20347",
     baseline=standardize,
     token_loss=soft_gate_loss,

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from telescope.config.base import accepts
 from telescope.config.messages import describe_errors, show, unknown_field
+from telescope.config.remarks import remarks
 from telescope.config.schema import TelescopeConfig
 from telescope.config.status import no_effect_note, refuse_unavailable_choices
 from telescope.config.yaml_file import parse_yaml_value, read_yaml_file
@@ -36,8 +37,8 @@ ENVIRONMENT_VARIABLES = {
 class LoadedConfig:
     """A configuration and what is to be said about it.
 
-    `notes` are sentences for the person who starts the run: defaults that were adjusted, and one line naming the set
-    fields that have no effect in this version. `sources` says where each chosen field comes from.
+    `notes` are sentences for the person who starts the run: adjusted defaults, settings that may surprise, and one line
+    naming the set fields that have no effect in this version. `sources` says where each chosen field comes from.
     """
 
     config: TelescopeConfig
@@ -70,9 +71,7 @@ def load_config(
 
     config = build_config(values, sources)
     refuse_unavailable_choices(config)
-    notes = list(config.notes)
-    if config.group_size == 1:
-        notes.append("group_size is 1: a sample has nothing to be compared with, so its advantage is its reward.")
+    notes = [*config.notes, *remarks(config)]
     if (note := no_effect_note(config)) is not None:
         notes.append(note)
     return LoadedConfig(config, notes, sources)

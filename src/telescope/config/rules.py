@@ -13,15 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from telescope.config.algorithms import ALGORITHM_FACTS, AlgorithmFacts, names_where
 from telescope.config.messages import show
 from telescope.config.status import has_no_effect
 from telescope.errors import ConfigError
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
-
-OWN_RATIO_ALGORITHMS = ("cispo", "gspo", "sapo")
-"""Their losses are built on the importance ratio, so nothing may clip or correct by that ratio again."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +88,10 @@ def megatron_model_parallel_size(config: TelescopeConfig) -> int:
 
 def _megatron(config: TelescopeConfig) -> bool:
     return config.train_backend == "megatron"
+
+
+def _facts(config: TelescopeConfig) -> AlgorithmFacts:
+    return ALGORITHM_FACTS[config.algorithm]
 
 
 def _up_to_multiple(value: int, of: int) -> int:
@@ -183,9 +185,9 @@ RULES: tuple[Rule, ...] = (
     # Algorithms. An importance ratio is applied once, or not at all.
     Rule(
         ("use_ppo_clip", "algorithm"),
-        "is incompatible with cispo, gspo and sapo, whose losses bound the ratio themselves",
-        lambda c: c.use_ppo_clip and c.algorithm in OWN_RATIO_ALGORITHMS,
-        lambda c: "Set use_ppo_clip to false, or choose grpo, rloo, reinforce_pp or dr_grpo",
+        f"is incompatible with {names_where(lambda facts: facts.holds_ratio)}, whose losses bound the ratio themselves",
+        lambda c: c.use_ppo_clip and _facts(c).holds_ratio,
+        lambda c: f"Set use_ppo_clip to false, or choose {names_where(lambda facts: not facts.holds_ratio)}",
     ),
     Rule(
         ("use_tis", "use_ppo_clip", "ppo_clip_ref_logprobs"),
@@ -196,22 +198,22 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("use_tis", "algorithm", "ppo_clip_ref_logprobs"),
-        'cannot be combined with cispo, gspo or sapo while ppo_clip_ref_logprobs is "rollout": their losses already '
-        "hold that importance ratio",
-        lambda c: c.use_tis and c.algorithm in OWN_RATIO_ALGORITHMS and c.ppo_clip_ref_logprobs == "rollout",
+        f"cannot be combined with {names_where(lambda facts: facts.holds_ratio)} while ppo_clip_ref_logprobs is "
+        '"rollout": their losses already hold that importance ratio',
+        lambda c: c.use_tis and _facts(c).holds_ratio and c.ppo_clip_ref_logprobs == "rollout",
         lambda c: 'Set ppo_clip_ref_logprobs to "batch", or use_tis to false',
     ),
     Rule(
         ("advantage_norm", "algorithm"),
-        'must be "batch" for reinforce_pp',
-        lambda c: c.algorithm == "reinforce_pp" and c.advantage_norm != "batch",
+        f'must be "batch" for {names_where(lambda facts: facts.advantage_norms == ("batch",))}',
+        lambda c: _facts(c).advantage_norms == ("batch",) and c.advantage_norm != "batch",
         lambda c: 'Set advantage_norm to "batch", or choose another algorithm',
         lambda c: "batch",
     ),
     Rule(
         ("advantage_norm", "algorithm"),
-        'must be "group" for rloo and dr_grpo',
-        lambda c: c.algorithm in ("rloo", "dr_grpo") and c.advantage_norm == "batch",
+        f'must be "group" for {names_where(lambda facts: facts.advantage_norms == ("group",))}',
+        lambda c: _facts(c).advantage_norms == ("group",) and c.advantage_norm != "group",
         lambda c: 'Set advantage_norm to "group", or choose another algorithm',
     ),
     Rule(

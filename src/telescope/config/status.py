@@ -2,8 +2,8 @@
 
 Every field is accepted and validated from the start, so that a file keeps working as features arrive. A field whose
 feature is not there yet stands in `FIELD_STATUS`; a run that sets one says so in one line. A choice that would change
-what is computed, rather than leave something out, is refused instead (`unavailable_choices`): training another
-algorithm than the one asked for must not be a matter of reading a note.
+what is computed, rather than leave something out, is refused instead (`unavailable_choices`): running another
+backend than the one asked for must not be a matter of reading a note.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
 
 CHECKPOINTS = "checkpoints and resuming"
-MODIFIERS = "further algorithms and loss modifiers"
+MODIFIERS = "loss modifiers"
 FILTERS = "sample filters"
 STALENESS = "staleness cancellation"
 MULTI_TURN = "multi-turn rollouts"
@@ -36,12 +36,7 @@ FIELD_STATUS: dict[str, str] = {
     "checkpoint_keep_every": CHECKPOINTS,
     "use_ppo_clip": MODIFIERS,
     "ppo_clip_ref_logprobs": MODIFIERS,
-    "clip_low": MODIFIERS,
-    "clip_high": MODIFIERS,
     "clip_ratio_c": MODIFIERS,
-    "sapo_tau_pos": MODIFIERS,
-    "sapo_tau_neg": MODIFIERS,
-    "dr_grpo_loss_agg_mode": MODIFIERS,
     "use_tis": MODIFIERS,
     "tis_mode": MODIFIERS,
     "tis_cap": MODIFIERS,
@@ -110,7 +105,7 @@ FIELD_STATUS: dict[str, str] = {
 }
 """Field (or `evals.<field>`) to the feature it waits for. Absent: the field works."""
 
-AVAILABLE_CHOICES: dict[str, tuple[str, ...]] = {"algorithm": ("grpo",), "train_backend": ("fsdp",)}
+AVAILABLE_CHOICES: dict[str, tuple[str, ...]] = {"train_backend": ("fsdp",)}
 """Fields of which only these values can be run in this version."""
 
 

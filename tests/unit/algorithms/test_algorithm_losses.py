@@ -11,9 +11,10 @@ import torch
 from tests.unit.algorithms.test_advantages import Scored
 from torch.autograd import grad
 
-from telescope.algorithms import ALGORITHMS, TokenBatch, compute_advantages, get_algorithm
+from telescope.algorithms import TokenBatch, compute_advantages, get_algorithm
+from telescope.config.algorithms import ALGORITHM_FACTS
 
-NAMES = [algorithm.name for algorithm in ALGORITHMS]
+NAMES = list(ALGORITHM_FACTS)
 
 
 def settings(**changes: float | str) -> SimpleNamespace:

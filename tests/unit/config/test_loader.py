@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from telescope.config import load_config
+from telescope.config.algorithms import ALGORITHM_FACTS
 from telescope.config.loader import parse_overrides
 from telescope.errors import ConfigError
 
@@ -277,13 +278,42 @@ def test_a_run_that_sets_nothing_special_has_no_notes(run_yaml):
     assert load(run_yaml).notes == []
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("algorithm", "cispo"), ("train_backend", "megatron"), ("train_backend", "a.b:C")]
-)
+@pytest.mark.parametrize(("field", "value"), [("train_backend", "megatron"), ("train_backend", "a.b:C")])
 def test_a_choice_that_would_compute_something_else_is_refused(field, value):
     message = error_of(None, "--environments", "[{name: a}]", f"--{field}", value)
     assert message.startswith(f"{field} is '{value}'")
     assert "not available in this version" in message
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHM_FACTS)
+def test_every_algorithm_can_be_chosen_by_its_name_alone(algorithm):
+    loaded = load(None, "--environments", "[{name: a}]", "--algorithm", algorithm)
+    assert loaded.config.algorithm == algorithm
+    assert not any("No effect" in note for note in loaded.notes)
+
+
+def test_reinforce_pp_is_normalised_over_the_batch_and_says_so():
+    loaded = load(None, "--environments", "[{name: a}]", "--algorithm", "reinforce_pp")
+    assert loaded.config.advantage_norm == "batch"
+    (note,) = loaded.notes
+    assert note.startswith('advantage_norm adjusted from "group" to "batch": it must be "batch" for reinforce_pp')
+
+
+def test_gspo_says_that_bounds_of_token_ratios_do_not_bind():
+    gspo = ["--environments", "[{name: a}]", "--algorithm", "gspo"]
+    (note,) = load(None, *gspo).notes
+    assert "clip_low 0.4 and clip_high 0.5 will not bind" in note
+    assert "clip_low 3e-4 and clip_high 4e-4" in note
+    assert load(None, *gspo, "--clip_low", "3e-4", "--clip_high", "4e-4").notes == []
+    (note,) = load(None, *gspo, "--clip_low", "3e-4").notes
+    assert "so clip_high 0.5 will not bind" in note
+
+
+@pytest.mark.parametrize(("algorithm", "ending"), [("rloo", "is its reward."), ("reinforce_pp", "over the batch.")])
+def test_a_group_of_one_is_said_at_start(algorithm, ending):
+    notes = load(None, "--environments", "[{name: a}]", "--algorithm", algorithm, "--group_size", "1").notes
+    assert notes[-1].startswith("group_size is 1: a sample has nothing to be compared with")
+    assert notes[-1].endswith(ending)
 
 
 def test_a_file_that_nests_without_end_is_refused_in_a_sentence(tmp_path):

@@ -6,18 +6,19 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from telescope.config.algorithms import AdvantageNorm, AlgorithmName
 from telescope.config.base import Section
 
 
 class AlgorithmSection(Section):
     TITLE: ClassVar[str] = "Algorithm"
 
-    algorithm: Literal["grpo", "rloo", "reinforce_pp", "dr_grpo", "cispo", "gspo", "sapo"] = "grpo"
-    """RL algorithm."""
+    algorithm: AlgorithmName = "grpo"
+    """RL algorithm. Each is described in docs/algorithms.md."""
     number_of_minibatches: Annotated[int, Field(ge=1)] = 1
     """PPO-style gradient steps per rollout batch. >1 enables multiple update passes. Groups stay whole, so at most
     prompts_batch_size_for_trainer."""
-    advantage_norm: Literal["group", "batch"] = "group"
+    advantage_norm: AdvantageNorm = "group"
     """Normalize advantages within each prompt group or across the training batch. reinforce_pp requires "batch";
     rloo and dr_grpo require "group"."""
     use_ppo_clip: bool = False

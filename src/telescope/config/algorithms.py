@@ -1,0 +1,47 @@
+"""The registry of algorithms: which names `algorithm` takes, and what each allows beside it.
+
+Owns the names and the facts that the rules between fields need. Does not own the formulas: the algorithm called `x` is
+`ALGORITHM` in `telescope.algorithms.x`, which needs numpy, and this package must not. Adding an algorithm is that file
+and one line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+AdvantageNorm = Literal["group", "batch"]
+"""What advantages are normalised over: each group by itself, or the whole training batch."""
+
+
+@dataclass(frozen=True)
+class AlgorithmFacts:
+    """What the configuration must know of an algorithm."""
+
+    advantage_norms: tuple[AdvantageNorm, ...] = ("group", "batch")
+    """The values of `advantage_norm` that make sense; others are refused."""
+    holds_ratio: bool = False
+    """Its loss is built on the importance ratio and bounds it: nothing may clip or correct by that ratio again."""
+
+
+ALGORITHM_FACTS: dict[str, AlgorithmFacts] = {
+    "grpo": AlgorithmFacts(),
+    "rloo": AlgorithmFacts(advantage_norms=("group",)),
+    "reinforce_pp": AlgorithmFacts(advantage_norms=("batch",)),
+    "dr_grpo": AlgorithmFacts(advantage_norms=("group",)),
+    "cispo": AlgorithmFacts(holds_ratio=True),
+    "gspo": AlgorithmFacts(holds_ratio=True),
+    "sapo": AlgorithmFacts(holds_ratio=True),
+}
+
+if TYPE_CHECKING:
+    AlgorithmName = str
+else:
+    AlgorithmName = Literal[tuple(ALGORITHM_FACTS)]
+
+
+def names_where(holds: Callable[[AlgorithmFacts], bool]) -> str:
+    """The algorithms of which `holds` is true, as words: `cispo, gspo or sapo`."""
+    names = [name for name, facts in ALGORITHM_FACTS.items() if holds(facts)]
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
