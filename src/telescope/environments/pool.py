@@ -2,7 +2,8 @@
 
 The pool starts the processes, sends them calls, and keeps its promises whatever user code does: a call that raises,
 hangs, exits or crashes becomes an `EnvironmentFailure` of that call alone; the process is replaced if it has to be, and
-what else was in it runs again. Which call goes where is `schedule`'s matter, what a process is `process`'s.
+what else was in it runs again. Which call goes where is the matter of `call_queue` and `schedule`, what a process is of
+`process`, and what its deadlines are of `pool_worker`.
 
 Everything runs in the driver's event loop without a task per call: a call is a future in a queue, and frames are
 written once per turn of the loop.
@@ -14,7 +15,6 @@ import asyncio
 import logging
 import tempfile
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,8 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from telescope.environments.call_queue import CallQueue
 from telescope.environments.launcher import Launcher
 from telescope.environments.limits import default_memory_limit
+from telescope.environments.pool_worker import TICK_SECONDS, PoolWorker
 from telescope.environments.process import STACK_SECONDS, WorkerProcess
 from telescope.environments.records import (
     Advance,
@@ -33,15 +35,9 @@ from telescope.environments.records import (
     RendererSpec,
     RewardRecord,
 )
-from telescope.environments.schedule import MAX_DEATHS, Call, Costs, Seat
+from telescope.environments.schedule import Call
 from telescope.environments.wire import pack_ids, unpack_ids
 from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError, UserError
-
-TICK_SECONDS = 0.05
-"""How often deadlines are looked at, and the age at which a call counts as slow: those behind it go elsewhere."""
-
-CANCEL_SECONDS = 2.0
-"""Given to a waiting call to end after its cancellation, before its process is killed."""
 
 POLITE_SECONDS = 1.0
 """Given to the processes to end by themselves when the pool is closed."""
@@ -64,19 +60,6 @@ class PoolStatus:
     restarts: int
     deadlines_passed: int
     pids: tuple[int, ...]
-
-
-class _Worker:
-    """A seat and the process that sits in it."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.seat = Seat()
-        self.process: WorkerProcess | None = None
-        self.ready = False
-        self.killed = False
-        """The pool has decided to end the process."""
-        self.failed_starts = 0
 
 
 class EnvironmentPool:
@@ -120,9 +103,8 @@ class EnvironmentPool:
         self._owns_launcher = launcher is None
         self._log_dir = log_dir
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._workers = [_Worker(index) for index in range(num_workers)]
-        self._waiting: deque[Call] = deque()
-        self._costs = Costs()
+        self._workers = [PoolWorker(index) for index in range(num_workers)]
+        self._queue = CallQueue()
         self._infos: list[EnvironmentInfo] | None = None
         self._started: asyncio.Future[None] | None = None
         self._broken: Exception | None = None
@@ -131,9 +113,7 @@ class EnvironmentPool:
         self._pump_scheduled = False
         self._tick_handle: asyncio.TimerHandle | None = None
         self._last_tick = 0.0
-        self._last_id = 0
         self._restarts = 0
-        self._deadlines_passed = 0
 
     async def start(self) -> None:
         """Start all processes and load all environments.
@@ -152,7 +132,6 @@ class EnvironmentPool:
             if self._launcher is None:
                 self._launcher = Launcher(self._renderer, self._log_dir)
                 await self._launcher.start(self._start_timeout_seconds)
-                self._launcher.on_lost = self._break
             for worker in self._workers:
                 self._launch(worker)
             self._last_tick = time.monotonic()
@@ -248,10 +227,10 @@ class EnvironmentPool:
         """State and counts; cheap enough to ask every second."""
         return PoolStatus(
             workers_ready=sum(worker.ready for worker in self._workers),
-            calls_waiting=len(self._waiting),
+            calls_waiting=len(self._queue),
             calls_in_workers=sum(worker.seat.num_held for worker in self._workers),
             restarts=self._restarts,
-            deadlines_passed=self._deadlines_passed,
+            deadlines_passed=sum(worker.deadlines_passed for worker in self._workers),
             pids=tuple(worker.process.pid for worker in self._workers if worker.process and worker.process.pid),
         )
 
@@ -277,7 +256,7 @@ class EnvironmentPool:
         if self._broken is not None or self._closing:
             future.set_exception(self._broken or InfrastructureError("the environment pool was closed"))
             return future
-        self._waiting.append(Call(header, blob, future, label))
+        self._queue.add(Call(header, blob, future, label))
         self._schedule_pump()
         return future
 
@@ -289,63 +268,40 @@ class EnvironmentPool:
     def _pump(self) -> None:
         """Send waiting calls to workers that admit them, the least loaded first, and write it all at once."""
         self._pump_scheduled = False
-        ready = [worker for worker in self._workers if worker.ready and not worker.killed]
         touched: set[WorkerProcess] = set()
-        while self._waiting and ready:
-            call = self._waiting[0]
-            if call.future.done():  # its caller went away
-                self._waiting.popleft()
-                continue
-            call.expected_seconds = self._costs.expected(call.kind)
-            worker = min(ready, key=lambda w: (w.seat.expected_seconds, len(w.seat.queued), w.seat.num_held))
-            if not worker.seat.admits(call.expected_seconds):
-                ready.remove(worker)
-                continue
-            self._waiting.popleft()
-            self._last_id += 1
-            worker.seat.sent(self._last_id, call)
+        for worker, call_id, call in self._queue.dispatch(w for w in self._workers if w.takes_calls):
             assert worker.process is not None
-            worker.process.send({"id": self._last_id, **call.header}, call.blob)
+            worker.process.send({"id": call_id, **call.header}, call.blob)
             touched.add(worker.process)
         for process in touched:
             process.flush()
 
-    def _run_again(self, calls: Sequence[Call]) -> None:
-        """Put calls back to the front of the queue, in order."""
-        for call in reversed(calls):
-            if call.future.done():
-                continue
-            call.used_seconds = 0.0
-            if call.deaths >= MAX_DEATHS:
-                call.future.set_exception(
-                    EnvironmentFailure(f"{call.label} was given up: its process died {call.deaths} times around it")
-                )
-            else:
-                self._waiting.appendleft(call)
-        self._schedule_pump()
-
     # Processes
 
-    def _launch(self, worker: _Worker) -> None:
+    def _launch(self, worker: PoolWorker) -> None:
         assert self._log_dir is not None
-        worker.ready = worker.killed = False
         assert self._launcher is not None
-        worker.process = WorkerProcess(
-            self._launcher,
-            self._log_dir / f"environment-{worker.index}.log",
-            on_frame=lambda header, blob: self._on_frame(worker, header, blob),
-            on_gone=lambda: self._on_gone(worker),
-        )
-        worker.process.send(self._load_header)
-        worker.process.flush()
+        try:
+            process = WorkerProcess(
+                self._launcher,
+                self._log_dir / f"environment-{worker.index}.log",
+                on_frame=lambda header, blob: self._on_frame(worker, header, blob),
+                on_gone=lambda: self._on_gone(worker),
+            )
+        except (UserError, InfrastructureError) as error:
+            self._break(error)  # there is nothing any more that it could be forked from
+            return
+        worker.sits_down(process)
+        process.send(self._load_header)
+        process.flush()
 
-    def _on_frame(self, worker: _Worker, header: dict[str, Any], blob: bytes) -> None:
+    def _on_frame(self, worker: PoolWorker, header: dict[str, Any], blob: bytes) -> None:
         if "id" not in header:
             self._on_notice(worker, header)
             return
         call = worker.seat.answered(header["id"])
         if call is not None:
-            self._costs.measured(call.kind, header["busy"])
+            self._queue.costs.measured(call.kind, header["busy"])
             if call.future.done():
                 pass  # its caller went away, or its deadline has passed
             elif "failed" in header:
@@ -353,15 +309,15 @@ class EnvironmentPool:
             else:
                 header["result"]["seconds"] = header["seconds"]
                 call.future.set_result((header["result"], blob))
-        if self._waiting:
+        if self._queue:
             self._schedule_pump()
 
-    def _on_notice(self, worker: _Worker, header: dict[str, Any]) -> None:
+    def _on_notice(self, worker: PoolWorker, header: dict[str, Any]) -> None:
         if "parked" in header:
             call = worker.seat.begun_waiting(header["parked"])
             if call is not None:
-                self._costs.measured(call.kind, header["busy"])
-            if self._waiting:
+                self._queue.costs.measured(call.kind, header["busy"])
+            if self._queue:
                 self._schedule_pump()
         elif "ready" in header:
             self._on_ready(worker, [EnvironmentInfo(**fields) for fields in header["ready"]])
@@ -375,7 +331,7 @@ class EnvironmentPool:
                 )
             )
 
-    def _on_ready(self, worker: _Worker, infos: list[EnvironmentInfo]) -> None:
+    def _on_ready(self, worker: PoolWorker, infos: list[EnvironmentInfo]) -> None:
         if self._infos is None:
             self._infos = infos
         for spec, mine, theirs in zip(self._specs, self._infos, infos, strict=True):
@@ -394,34 +350,28 @@ class EnvironmentPool:
             self._started.set_result(None)
         self._schedule_pump()
 
-    def _on_gone(self, worker: _Worker) -> None:
-        process, was_ready = worker.process, worker.ready
+    def _on_gone(self, worker: PoolWorker) -> None:
+        process = worker.process
         assert process is not None
-        culprit, others = worker.seat.died(process.slot.read(), killed=worker.killed)
-        worker.process, worker.ready = None, False
+        others = worker.gone()
         if self._closing or self._broken is not None:
             if self._gone is not None:
                 self._gone.set()
             return
-        if not worker.killed:
+        if not (worker.killed or process.is_lost):
             logger.warning("Environment worker %d %s", worker.index, process.epitaph())
-        if culprit is not None and not culprit.future.done():
-            culprit.future.set_exception(
-                EnvironmentFailure(f"{culprit.label} ended its process, which {process.epitaph()}")
-            )
-        if not was_ready:
-            worker.failed_starts += 1
-            if worker.failed_starts >= MAX_FAILED_STARTS:
-                self._break(
-                    InfrastructureError(
-                        f"An environment worker died {worker.failed_starts} times while it was loading; the last one "
-                        f"{process.epitaph()}"
-                    )
+        if worker.failed_starts >= MAX_FAILED_STARTS:
+            self._break(
+                InfrastructureError(
+                    f"An environment worker died {worker.failed_starts} times while it was loading; the last one "
+                    f"{process.epitaph()}"
                 )
-                return
+            )
+            return
         self._restarts += 1
+        self._queue.run_again(others)
         self._launch(worker)
-        self._run_again(others)
+        self._schedule_pump()
 
     def _break(self, error: Exception) -> None:
         """Nothing more can be done: every call, present and future, gets the error."""
@@ -433,10 +383,10 @@ class EnvironmentPool:
         if self._started is not None and not self._started.done():
             self._started.set_exception(error)
         held = [call for w in self._workers for call in (*w.seat.queued.values(), *w.seat.parked.values())]
-        for call in (*self._waiting, *held):
+        for call in held:
             if not call.future.done():
                 call.future.set_exception(error)
-        self._waiting.clear()
+        self._queue.fail(error)
 
     # Deadlines
 
@@ -450,50 +400,14 @@ class EnvironmentPool:
             if worker.process is None or worker.killed:
                 continue
             if worker.ready:
-                self._watch_calls(worker, worker.process, elapsed)
+                taken = worker.watch(elapsed, self._timeout_seconds)
+                if taken:
+                    self._queue.run_again(taken)
+                    self._schedule_pump()
             elif now - worker.process.started > self._start_timeout_seconds:
-                self._give_up_loading(worker, worker.process)
+                self._give_up_loading(worker.process)
 
-    def _watch_calls(self, worker: _Worker, process: WorkerProcess, elapsed: float) -> None:
-        seat = worker.seat
-        if not seat.num_held and not process.slot.read()[0]:
-            return
-        seat.charge(process.slot.read(), elapsed)
-        for call_id, call in seat.overdue(self._timeout_seconds):
-            if not call.future.done():
-                self._deadlines_passed += 1
-                call.future.set_exception(
-                    EnvironmentFailure(
-                        f"{call.label} did not end within {self._timeout_seconds:g} seconds "
-                        f"(environment_timeout_seconds); where it was is in {process.log_path}"
-                    )
-                )
-                if seat.only_waits(call_id):
-                    process.send({"op": "cancel", "id": call_id})
-                    process.flush()
-            if seat.only_waits(call_id) and call.used_seconds < self._timeout_seconds + CANCEL_SECONDS:
-                continue
-            self._kill(worker, process)
-            return
-        if seat.stray_seconds >= self._timeout_seconds:
-            self._kill(worker, process)
-        elif seat.held_seconds >= TICK_SECONDS and len(seat.queued) > 1:
-            self._take_back(worker, process)
-
-    def _take_back(self, worker: _Worker, process: WorkerProcess) -> None:
-        """A slow call holds the worker: those behind it go elsewhere."""
-        taken = worker.seat.withdraw_unbegun()
-        if taken:
-            process.send({"op": "withdraw", "ids": list(taken)})
-            process.flush()
-            self._run_again(list(taken.values()))
-
-    def _kill(self, worker: _Worker, process: WorkerProcess) -> None:
-        logger.warning("Environment worker %d exceeded a deadline and is replaced", worker.index)
-        worker.killed = True
-        process.kill_with_stacks()
-
-    def _give_up_loading(self, worker: _Worker, process: WorkerProcess) -> None:
+    def _give_up_loading(self, process: WorkerProcess) -> None:
         process.dump_stacks()
         self._loop.call_later(STACK_SECONDS, self._break_loading, process)
 

@@ -50,6 +50,8 @@ class WorkerProcess:
         self._code: int | None = None
         self._killed = False
         self._buried = False
+        self.is_lost = False
+        """It went with the server that it was forked from."""
         self._hung_up = False
         self._log_start = log_path.stat().st_size if log_path.exists() else 0
 
@@ -60,6 +62,10 @@ class WorkerProcess:
         try:
             with theirs, log_path.open("ab") as log:
                 launcher.fork(self, (theirs.fileno(), slot_descriptor, log.fileno()))
+        except BaseException:
+            self._socket.close()
+            self.slot.close()
+            raise
         finally:
             os.close(slot_descriptor)
         self._loop.add_reader(self._socket.fileno(), self._readable)
@@ -81,8 +87,11 @@ class WorkerProcess:
         self._gone()
 
     def lost(self) -> None:
-        """The launcher's word: its server has ended, and the kernel ends this process with it."""
+        """The launcher's word: its server has ended, and the kernel ends this process with it, if it was forked."""
+        self.is_lost = True
         self._code = -signal.SIGKILL
+        self._signal_group(signal.SIGKILL)  # what it started; no other group has had time to get this number
+        self._read_last_words()
         self._stop_listening()
         self._gone()
 

@@ -8,6 +8,7 @@ Pure bookkeeping without processes, clocks or tasks: the pool drives it. The rul
 - A call's deadline counts the time in which it could have made progress: not while it is queued, and not while another
   call holds the worker's main thread.
 - When a worker dies, the call that held its main thread is to blame. All others run again elsewhere.
+- When all workers die with the process that they were forked from, everything runs again.
 """
 
 from __future__ import annotations
@@ -152,17 +153,22 @@ class Seat:
             self._unqueue(call_id)
         return taken
 
-    def died(self, reading: tuple[int, int], *, killed: bool) -> tuple[Call | None, list[Call]]:
+    def died(
+        self, reading: tuple[int, int], *, killed: bool = False, lost: bool = False
+    ) -> tuple[Call | None, list[Call]]:
         """Empty the seat: the call to blame, if any, and the others in order.
 
         `killed` says that the pool ended the worker, and so has settled the blame already. Otherwise it is on the call
         that held the main thread. If none did, a call that waited in the event loop may have caused the death (through
-        a thread or a subprocess), so the death is counted on each of those.
+        a thread or a subprocess), so the death is counted on each of those. `lost` says that the worker went with the
+        process that it was forked from: a call of any worker may have done that, so no call is to blame, and the death
+        is counted on all that had begun.
         """
         current, _ = reading
-        culprit = None if killed else self.queued.pop(current, None) or self.parked.pop(current, None)
+        culprit = None if killed or lost else self.queued.pop(current, None) or self.parked.pop(current, None)
         if culprit is None and not killed:
-            for call in self.parked.values():
+            begun = [*self.parked.values(), *([self.queued[current]] if current in self.queued else [])]
+            for call in begun:
                 call.deaths += 1
         others = [call for _, call in sorted({**self.queued, **self.parked}.items(), key=lambda item: item[0])]
         self.queued.clear()

@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from telescope.environments.pool import EnvironmentPool
-from telescope.environments.records import EnvironmentSpec
+from telescope.environments.records import EnvironmentSpec, RendererSpec
 from telescope.errors import EnvironmentFailure, InfrastructureError
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -186,7 +187,7 @@ async def test_close_ends_processes_that_are_busy_and_fails_their_calls(make_poo
 PARENT = """
 import asyncio, sys
 from telescope.environments.pool import EnvironmentPool
-from telescope.environments.records import EnvironmentSpec
+from telescope.environments.records import EnvironmentSpec, RendererSpec
 
 async def main():
     spec = EnvironmentSpec("echo", {"hold_at": 900})
@@ -228,22 +229,63 @@ async def test_a_worker_that_is_killed_from_outside_is_replaced(make_pool, encod
     assert pool.status().restarts == 1
 
 
-async def test_calls_fail_with_the_reason_when_the_fork_server_is_gone(tokenizer_path, tmp_path):
-    pool = EnvironmentPool(
-        [EnvironmentSpec("echo")],
-        renderer=None,
-        num_workers=1,
-        environments_path=[Path(__file__).parent / "environments_for_tests"],
-        log_dir=tmp_path,
-    )
-    await pool.start()
-    (pid,) = pool.status().pids
-    os.kill(parent_of(pid), 9)
+@pytest_asyncio.fixture(loop_scope="session")
+async def make_own_pool(tmp_path):
+    """Start pools with a fork server of their own, which a test may kill."""
+    pools = []
+
+    async def make(spec, **options):
+        folder = Path(__file__).parent / "environments_for_tests"
+        pools.append(
+            EnvironmentPool([spec], num_workers=2, environments_path=[folder], log_dir=tmp_path / "logs", **options)
+        )
+        await pools[-1].start()
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        await pool.close()
+
+
+def fork_server_of(pool) -> int:
+    return parent_of(pool.status().pids[0])
+
+
+async def test_a_fork_server_that_is_killed_is_replaced_and_every_call_runs_again(
+    make_own_pool, tokenizer_path, encode, caplog
+):
+    pool = await make_own_pool(EnvironmentSpec("hostile"), renderer=RendererSpec(tokenizer_path))
+    child = int((await do(pool, encode, "start_a_child 3600")).sample_metrics["child"])
+    calls = [asyncio.ensure_future(do(pool, encode, deed)) for deed in ("wait 1", "sleep 1", "sleep 1", *[FINE] * 20)]
+    await eventually(lambda: pool.status().calls_in_workers >= 3)
+    first, pids = fork_server_of(pool), pool.status().pids
+    os.kill(first, 9)
+    rewards = await asyncio.gather(*calls)
+    assert [reward.total_reward for reward in rewards] == [1.0] * 23
+    assert not {int(reward.sample_metrics["pid"]) for reward in rewards[:3]} & set(pids)
+    assert not any(is_running(pid) for pid in (first, child, *pids))
+    assert "killed by SIGKILL; it is started again" in caplog.text
+    assert pool.status().restarts == 2
+
+
+async def test_a_call_that_kills_the_fork_server_is_given_up(make_own_pool):
+    pool = await make_own_pool(EnvironmentSpec("echo", {"kill_parent_at": 900}), renderer=None)
+    with pytest.raises(EnvironmentFailure, match="its process died 3 times around it"):
+        await pool.identities("echo", 900, 901)
+    assert len(await pool.identities("echo", 0, 10)) == 10
+
+
+async def test_calls_fail_with_the_reason_when_the_fork_server_dies_again_and_again(make_own_pool, monkeypatch):
+    pool = await make_own_pool(EnvironmentSpec("echo"), renderer=None)
+    monkeypatch.setattr("telescope.environments.launcher.MAX_RESTARTS", 1)
+    os.kill(fork_server_of(pool), 9)
+    await eventually(lambda: pool.status().restarts == 2 and pool.status().workers_ready == 2, seconds=60)
+    pids = pool.status().pids
+    os.kill(fork_server_of(pool), 9)
     await eventually(lambda: pool.status().workers_ready == 0)
-    with pytest.raises(InfrastructureError, match="forked from"):
+    with pytest.raises(InfrastructureError, match="forked from was killed by SIGKILL after 1 restarts"):
         await pool.identities("echo")
-    await pool.close()
-    await eventually(lambda: not is_running(pid))
+    await eventually(lambda: not any(is_running(pid) for pid in pids))
 
 
 async def test_the_driver_never_imports_user_code(make_pool, encode):

@@ -117,6 +117,14 @@ def test_a_kill_by_the_pool_blames_nobody_again(make_call):
     assert waiting.deaths == 0
 
 
+def test_the_loss_of_all_workers_blames_nobody_and_counts_on_what_had_begun(make_call):
+    waiting, running, queued = make_call(), make_call(), make_call()
+    seat = seat_with([waiting, running, queued])
+    seat.begun_waiting(1)
+    assert seat.died((2, 2), lost=True) == (None, [waiting, running, queued])
+    assert [call.deaths for call in (waiting, running, queued)] == [1, 1, 0]
+
+
 def test_expected_costs_rise_at_once_and_fall_slowly():
     costs = Costs()
     costs.measured((0, "advance"), 0.001)

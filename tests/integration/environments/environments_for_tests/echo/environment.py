@@ -1,6 +1,7 @@
 """An environment that answers with what it was given, and says in which process."""
 
 import os
+import signal
 
 from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
 
@@ -8,14 +9,18 @@ from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironm
 class Echo(SingleTurnEnvironment):
     reward_min, reward_max = 0.0, 1.0
 
-    def __init__(self, asynchronous=False, hold_at=-1, **kwargs):
+    def __init__(self, asynchronous=False, hold_at=-1, kill_parent_at=-1, **kwargs):
         super().__init__(**kwargs)
         self.asynchronous = asynchronous
         self.hold_at = hold_at
+        self.kill_parent_at = kill_parent_at
 
     def get_sample(self, index):
         if index == self.hold_at:
             return 95**97**99  # holds the interpreter for ever
+        if index == self.kill_parent_at:
+            os.kill(os.getppid(), signal.SIGKILL)
+            signal.pause()
         return super().get_sample(index)
 
     def load_dataset(self, num_samples=-1, random_order=False):

@@ -81,6 +81,10 @@ class Hostile(SingleTurnEnvironment):
         subprocess.Popen(["sleep", argument])
         os._exit(0)
 
+    def start_a_child(self, argument):
+        child = subprocess.Popen(["sleep", argument])
+        return RewardResult(1.0, sample_metrics={"child": child.pid})
+
     def number(self, argument):
         return RewardResult(float(argument))
 
