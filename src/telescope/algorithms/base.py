@@ -48,6 +48,9 @@ class TokenBatch:
 TokenLoss = Callable[[TokenBatch, Any], "torch.Tensor"]
 """(tokens, config) -> loss of each token, float [N]. A sequence-level loss shares itself out over its tokens."""
 
+ClipSides = tuple["torch.Tensor", "torch.Tensor"]
+"""Whether each token is held back by the lower, and by the upper bound of its ratio; bool [N] each."""
+
 Baseline = Callable[[np.ndarray], np.ndarray]
 """Rewards of the n unmasked samples of one group, float64 [n], n >= 2 and not all equal -> advantages, float64 [n]."""
 
@@ -62,6 +65,8 @@ class Algorithm:
     token_loss: TokenLoss
     denominator: Callable[[Any], Denominator]
     """config -> what the summed loss is divided by."""
+    clipped: Callable[[TokenBatch, Any], ClipSides] | None = None
+    """(tokens without gradient, config) -> where the loss's own bounds bind, for the metrics; None without bounds."""
 
 
 def clamped_delta(tokens: TokenBatch) -> torch.Tensor:
@@ -72,3 +77,19 @@ def clamped_delta(tokens: TokenBatch) -> torch.Tensor:
 def token_denominator(config: Any) -> Denominator:
     """The denominator of every token-mean loss."""
     return "tokens"
+
+
+def mean_over_sample(values_N: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
+    """The mean of a value over the trained tokens of its sample, given back to each of them: [N] -> [N].
+
+    A sample lies whole in one micro-batch, so its mean is complete there.
+    """
+    zeros_S = values_N.new_zeros(tokens.num_samples)
+    total_S = zeros_S.index_add(0, tokens.sample_N, values_N)
+    return (total_S / sample_sizes(tokens)).index_select(0, tokens.sample_N)
+
+
+def sample_sizes(tokens: TokenBatch) -> torch.Tensor:
+    """Trained tokens of each sample of the micro-batch, at least 1; float [`num_samples`]."""
+    ones_N = tokens.advantage_N.new_ones(tokens.advantage_N.shape)
+    return ones_N.new_zeros(tokens.num_samples).index_add(0, tokens.sample_N, ones_N).clamp(min=1.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from telescope.algorithms.base import Algorithm, TokenBatch, clamped_delta, token_denominator
+from telescope.algorithms.base import Algorithm, ClipSides, TokenBatch, clamped_delta, token_denominator
 from telescope.algorithms.grpo import standardize
 
 if TYPE_CHECKING:
@@ -21,9 +21,16 @@ def clipped_weight_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
     return -weight_N * tokens.advantage_N * tokens.logp_N
 
 
+def clipped_weights(tokens: TokenBatch, config: Any) -> ClipSides:
+    """Where the weight is held at a bound. The token still teaches."""
+    ratio_N = clamped_delta(tokens).exp()
+    return ratio_N < 1.0 - config.clip_low, ratio_N > 1.0 + config.clip_high
+
+
 ALGORITHM = Algorithm(
     source="MiniMax-M1, arXiv 2506.13585",
     baseline=standardize,
     token_loss=clipped_weight_loss,
     denominator=token_denominator,
+    clipped=clipped_weights,
 )

@@ -9,26 +9,39 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from telescope.algorithms.base import Algorithm, Denominator, TokenBatch, clamped_delta
+from telescope.algorithms.base import (
+    Algorithm,
+    ClipSides,
+    Denominator,
+    TokenBatch,
+    clamped_delta,
+    mean_over_sample,
+    sample_sizes,
+)
 from telescope.algorithms.grpo import standardize
 
 if TYPE_CHECKING:
     import torch
 
 
-def sequence_ratio_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
-    """The loss of each sample, in equal parts on its tokens.
+def sequence_ratio(tokens: TokenBatch) -> torch.Tensor:
+    """s of each token's sample, [N]."""
+    return mean_over_sample(clamped_delta(tokens), tokens).exp()
 
-    A sample lies whole in one micro-batch, so its mean is complete there. All of its tokens have its advantage.
-    """
-    delta_N = clamped_delta(tokens)
-    zeros_S = delta_N.new_zeros(tokens.num_samples)
-    count_S = zeros_S.index_add(0, tokens.sample_N, delta_N.new_ones(delta_N.shape))
-    mean_S = zeros_S.index_add(0, tokens.sample_N, delta_N) / count_S.clamp(min=1.0)
-    ratio_N = mean_S.exp().index_select(0, tokens.sample_N)
+
+def sequence_ratio_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
+    """The loss of each sample, in equal parts on its tokens. All of them have its advantage."""
+    ratio_N = sequence_ratio(tokens)
     clipped_N = ratio_N.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
     loss_N = -(ratio_N * tokens.advantage_N).minimum(clipped_N * tokens.advantage_N)
-    return loss_N / count_S.index_select(0, tokens.sample_N)
+    return loss_N / sample_sizes(tokens).index_select(0, tokens.sample_N)
+
+
+def clipped_samples(tokens: TokenBatch, config: Any) -> ClipSides:
+    """Where a bound holds the whole sample back: below for A < 0, above for A > 0."""
+    ratio_N = sequence_ratio(tokens)
+    low_N = (ratio_N < 1.0 - config.clip_low) & (tokens.advantage_N < 0)
+    return low_N, (ratio_N > 1.0 + config.clip_high) & (tokens.advantage_N > 0)
 
 
 def sample_denominator(config: Any) -> Denominator:
@@ -41,4 +54,5 @@ ALGORITHM = Algorithm(
     baseline=standardize,
     token_loss=sequence_ratio_loss,
     denominator=sample_denominator,
+    clipped=clipped_samples,
 )

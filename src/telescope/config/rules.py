@@ -223,6 +223,18 @@ RULES: tuple[Rule, ...] = (
         lambda c: "Set use_ppo_clip to true, or leave clip_ratio_c null",
     ),
     Rule(
+        ("tis_mode", "use_tis"),
+        'requires use_tis for "icepop"',
+        lambda c: c.tis_mode == "icepop" and not c.use_tis,
+        lambda c: 'Set use_tis to true, or tis_mode to "truncate"',
+    ),
+    Rule(
+        ("tis_floor", "use_tis"),
+        "requires use_tis",
+        lambda c: c.tis_floor is not None and not c.use_tis,
+        lambda c: "Set use_tis to true, or leave tis_floor null",
+    ),
+    Rule(
         ("tis_floor", "tis_cap"),
         "must be below tis_cap",
         lambda c: c.tis_floor is not None and c.tis_floor >= c.tis_cap,

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
 
 CHECKPOINTS = "checkpoints and resuming"
-MODIFIERS = "loss modifiers"
 FILTERS = "sample filters"
 STALENESS = "staleness cancellation"
 MULTI_TURN = "multi-turn rollouts"
@@ -34,20 +33,6 @@ FIELD_STATUS: dict[str, str] = {
     "checkpoint_dir": CHECKPOINTS,
     "checkpoint_keep_last": CHECKPOINTS,
     "checkpoint_keep_every": CHECKPOINTS,
-    "use_ppo_clip": MODIFIERS,
-    "ppo_clip_ref_logprobs": MODIFIERS,
-    "clip_ratio_c": MODIFIERS,
-    "use_tis": MODIFIERS,
-    "tis_mode": MODIFIERS,
-    "tis_cap": MODIFIERS,
-    "tis_floor": MODIFIERS,
-    "tis_logprob_clamp": MODIFIERS,
-    "kl_penalty_tau": MODIFIERS,
-    "kl_estimator": MODIFIERS,
-    "entropy_coef": MODIFIERS,
-    "seq_is_masking": MODIFIERS,
-    "seq_is_mask_low": MODIFIERS,
-    "seq_is_mask_high": MODIFIERS,
     "filter_overlong": FILTERS,
     "overlong_penalty_factor": FILTERS,
     "overlong_buffer_tokens": FILTERS,

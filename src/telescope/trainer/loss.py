@@ -7,6 +7,7 @@ mean, so that how samples are packed, split and spread over ranks cannot weigh t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from telescope.algorithms import Algorithm, TokenBatch
+from telescope.algorithms.loss import LossTerms, loss_terms, needs_batch_reference
 from telescope.trainer.attention import Kernel, PackedLayout, make_layout
 from telescope.trainer.batch import MicroBatch, OptimizerStepBatch
 
@@ -33,6 +35,8 @@ class DeviceMicroBatch:
     """Policy version of the step less the version that sampled the token."""
     on_policy_N: torch.Tensor
     """1 for tokens of samples that the step's own policy version produced entirely, else 0."""
+    environment_N: torch.Tensor
+    """Position of the token's environment in the list that `prepare` was given; its length for any other."""
     num_samples: int
 
 
@@ -44,16 +48,19 @@ class HostMicroBatch:
     predicted_N: np.ndarray
     age_N: np.ndarray
     on_policy_N: np.ndarray
+    environment_N: np.ndarray
 
 
-def prepare(micro_batch: MicroBatch, version: int) -> HostMicroBatch:
-    """Pick the trained tokens and how stale each is."""
+def prepare(micro_batch: MicroBatch, version: int, environments: Sequence[str] = ()) -> HostMicroBatch:
+    """Pick the trained tokens, how stale each is and which of `environments` it comes from."""
     predicted_N = np.flatnonzero(micro_batch.trained_T)
     age_N = version - micro_batch.version_T[predicted_N]
     sample_N = micro_batch.sample_index_T[predicted_N]
     is_stale = np.zeros(len(micro_batch.sample_ids), dtype=bool)
     is_stale[sample_N[age_N != 0]] = True
-    return HostMicroBatch(micro_batch, predicted_N, age_N, ~is_stale[sample_N])
+    place = {name: index for index, name in enumerate(environments)}
+    environment_S = np.array([place.get(name, len(place)) for name in micro_batch.environments], dtype=np.int64)
+    return HostMicroBatch(micro_batch, predicted_N, age_N, ~is_stale[sample_N], environment_S[sample_N])
 
 
 def to_device(host: HostMicroBatch, device: torch.device, kernel: Kernel, float_dtype: torch.dtype) -> DeviceMicroBatch:
@@ -77,6 +84,7 @@ def to_device(host: HostMicroBatch, device: torch.device, kernel: Kernel, float_
         sample_N=move(source.sample_index_T[predicted_N], torch.int64),
         age_N=move(host.age_N, float_dtype),
         on_policy_N=move(host.on_policy_N, float_dtype),
+        environment_N=move(host.environment_N, torch.int64),
         num_samples=len(source.sample_ids),
     )
 
@@ -91,17 +99,37 @@ def denominator(algorithm: Algorithm, batch: OptimizerStepBatch, config: Any) ->
     return float(batch.num_samples * config.max_tokens)
 
 
-def loss_sum(
-    algorithm: Algorithm, batch: DeviceMicroBatch, logp_N: torch.Tensor, entropy_N: torch.Tensor, config: Any
-) -> torch.Tensor:
-    """Sum of the token losses of one micro-batch, a scalar with gradient (zero, but connected, without tokens)."""
+def micro_batch_loss(
+    algorithm: Algorithm,
+    batch: DeviceMicroBatch,
+    logp_N: torch.Tensor,
+    entropy_N: torch.Tensor,
+    config: Any,
+    *,
+    reference_N: torch.Tensor | None = None,
+    penalty_share: float = 1.0,
+) -> tuple[torch.Tensor, LossTerms]:
+    """Sum of the token losses of one micro-batch, a scalar with gradient (zero, but connected, without tokens).
+
+    `reference_N` holds the trainer's logprobs from before the first update of the batch, where the configuration asks
+    for them; None says that the weights are still those. `penalty_share` is the step's denominator over its trained
+    tokens, so that penalties are means over tokens once the sum is divided.
+    """
+    if not needs_batch_reference(config):
+        reference_N = batch.engine_logprob_N
+    elif reference_N is None:
+        reference_N = logp_N.detach()
     tokens = TokenBatch(
         logp_N=logp_N,
         entropy_N=entropy_N,
         engine_logp_N=batch.engine_logprob_N,
-        ref_logp_N=batch.engine_logprob_N,
+        ref_logp_N=reference_N,
         advantage_N=batch.advantage_N,
         sample_N=batch.sample_N,
         num_samples=batch.num_samples,
     )
-    return algorithm.token_loss(tokens, config).sum()
+    terms = loss_terms(algorithm, tokens, config)
+    total = terms.policy_N.sum()
+    if terms.penalty_N is not None:
+        total = total + penalty_share * terms.penalty_N.sum()
+    return total, terms

@@ -2,18 +2,23 @@
 
 Owns the sums and the names. Invariants: adding to them never waits for the device; a mean is a sum over all ranks
 divided by a count over all ranks, never a mean of means; padding and dummy micro-batches add nothing; what cannot be
-measured in a step (mismatch without an on-policy token) is absent rather than 0.
+measured in a step (mismatch without an on-policy token, clipping without bounds) is absent rather than 0.
 
-Mismatch compares the trainer's logprob of a token with the engine's. It is measured on samples that one policy version
-produced and that still is the trainer's: anything else would report staleness as numerical error.
+Mismatch compares the trainer's logprob of a token with the engine's. Over the whole step and by environment it is
+measured on samples that one policy version produced and that still is the trainer's: anything else would report
+staleness as numerical error. By age it is measured on all tokens of that age, so that staleness can be seen.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from telescope.algorithms.base import DELTA_CLAMP
+from telescope.algorithms.loss import LossTerms
 from telescope.trainer.loss import DeviceMicroBatch
 
 HISTOGRAM_DECADES = (-8.0, 2.0)
@@ -23,20 +28,38 @@ HISTOGRAM_BINS = 1000
 NEAR_ONE = (0.9, 1.1)
 """Ratios outside are reported as a share."""
 
+MAX_ENVIRONMENTS = 32
+"""Environments with metrics of their own; the others share one name, so that the number of keys stays bounded."""
+
+OTHER = "other"
+
+AGES = (1, 2, 3, 5, 9)
+AGE_NAMES = ("age_0", "age_1", "age_2", "age_3_4", "age_5_8", "age_9_up")
+"""Ages, in policy versions, with metrics of their own; a bucket starts at each of `AGES`."""
+
 _SUMS = (
-    "tokens", "loss", "entropy", "kl", "age", "advantage_abs",
-    "on_policy_tokens", "difference", "outside",
+    "tokens", "samples", "policy_loss", "penalty", "entropy", "kl", "age", "advantage_abs",
+    "difference", "outside", "on_policy_tokens", "on_policy_difference", "on_policy_outside",
+    "clip_low", "clip_high", "tis_weight", "tis_outside", "masked_tokens", "masked_samples",
 )  # fmt: skip
-_MAXIMA = ("age_max", "difference_max")
+
+
+def environment_names(config: Any) -> tuple[str, ...]:
+    """The environments that are told apart, equal on all ranks."""
+    return tuple(sorted({entry.name for entry in config.environments})[:MAX_ENVIRONMENTS])
 
 
 class StepMetrics:
-    """Sums of one step on one rank."""
+    """Sums of one step on one rank, a row for each environment and for each age."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, environments: Sequence[str] = ()) -> None:
+        self._environments = (*environments, OTHER)
+        num_rows = len(self._environments) + len(AGE_NAMES)
         # float64 so that a sum over 10^7 tokens does not depend on the order of micro-batches.
-        self._sums = torch.zeros(len(_SUMS) + HISTOGRAM_BINS, dtype=torch.float64, device=device)
-        self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
+        self._sums = torch.zeros(num_rows, len(_SUMS) + HISTOGRAM_BINS, dtype=torch.float64, device=device)
+        self._maxima = torch.zeros(num_rows, 2, dtype=torch.float64, device=device)  # difference, age
+        self._ages = torch.tensor(AGES, dtype=torch.float64, device=device)
+        self._has_clip = self._has_weight = self._has_mask = self._has_penalty = False
 
     @torch.no_grad()
     def add(
@@ -44,69 +67,145 @@ class StepMetrics:
         batch: DeviceMicroBatch,
         logp_N: torch.Tensor,
         entropy_N: torch.Tensor,
-        loss: torch.Tensor,
+        terms: LossTerms,
         *,
+        scale: float,
+        penalty_scale: float,
         weights_moved: bool,
     ) -> None:
-        """Count one micro-batch. `loss` is its share of the step's loss, denominator included.
+        """Count one micro-batch. `scale` and `penalty_scale` turn sums of losses into shares of the step's.
 
         `weights_moved` says that an earlier optimiser step of this batch has already changed the weights: no token is
         then on-policy.
         """
+        self._has_clip |= terms.clipped is not None
+        self._has_weight |= terms.weight_N is not None
+        self._has_mask |= terms.masked_N is not None
+        self._has_penalty |= terms.penalty_N is not None
         if logp_N.numel() == 0:
             return
         delta_N = (logp_N.detach() - batch.engine_logprob_N).double().clamp_(-DELTA_CLAMP, DELTA_CLAMP)
         ratio_N = delta_N.exp()
-        on_policy_N = batch.on_policy_N.double() * (0.0 if weights_moved else 1.0)
-        difference_N = delta_N.abs() * on_policy_N
-        outside_N = ((ratio_N < NEAR_ONE[0]) | (ratio_N > NEAR_ONE[1])).double() * on_policy_N
+        difference_N = delta_N.abs()
+        ones_N, zeros_N = torch.ones_like(delta_N), torch.zeros_like(delta_N)
+        on_policy_N = zeros_N if weights_moved else batch.on_policy_N.double()
+        outside_N = ((ratio_N < NEAR_ONE[0]) | (ratio_N > NEAR_ONE[1])).double()
         age_N = batch.age_N.double()
-        self._sums[: len(_SUMS)] += torch.stack(
-            [
-                torch.ones_like(delta_N).sum(),
-                loss.detach().double(),
-                entropy_N.detach().double().sum(),
-                (ratio_N - 1.0 - delta_N).sum(),
-                age_N.sum(),
-                batch.advantage_N.double().abs().sum(),
-                on_policy_N.sum(),
-                difference_N.sum(),
-                outside_N.sum(),
-            ]
-        )
+        sizes_S = zeros_N.new_zeros(batch.num_samples).index_add_(0, batch.sample_N, ones_N)
+        share_of_sample_N = 1.0 / sizes_S.index_select(0, batch.sample_N)
+        masked_N = zeros_N if terms.masked_N is None else terms.masked_N.double()
+        low_N, high_N = (zeros_N, zeros_N) if terms.clipped is None else terms.clipped
+        columns = {
+            "tokens": ones_N,
+            "samples": share_of_sample_N,
+            "policy_loss": terms.policy_N.detach() * scale,
+            "penalty": zeros_N if terms.penalty_N is None else terms.penalty_N.detach() * penalty_scale,
+            "entropy": entropy_N.detach(),
+            "kl": ratio_N - 1.0 - delta_N,
+            "age": age_N,
+            "advantage_abs": batch.advantage_N.abs(),
+            "difference": difference_N,
+            "outside": outside_N,
+            "on_policy_tokens": on_policy_N,
+            "on_policy_difference": difference_N * on_policy_N,
+            "on_policy_outside": outside_N * on_policy_N,
+            "clip_low": low_N,
+            "clip_high": high_N,
+            "tis_weight": zeros_N if terms.weight_N is None else terms.weight_N,
+            "tis_outside": zeros_N if terms.outside_N is None else terms.outside_N,
+            "masked_tokens": masked_N,
+            "masked_samples": masked_N * share_of_sample_N,
+        }
+        values_NK = torch.stack([columns[name].double() for name in _SUMS], dim=1)
         low, high = HISTOGRAM_DECADES
-        # Tokens that are not on-policy go below the histogram, where histc does not count them.
-        decade_N = difference_N.log10().clamp(low, high).where(on_policy_N > 0, low - 1.0)
-        self._sums[len(_SUMS) :] += torch.histc(decade_N, HISTOGRAM_BINS, low, high)
-        self._maxima.copy_(torch.maximum(self._maxima, torch.stack([age_N.max(), difference_N.max()])))
+        bin_N = ((difference_N.log10().clamp(low, high) - low) * (HISTOGRAM_BINS / (high - low))).long()
+        bin_N.clamp_(max=HISTOGRAM_BINS - 1)
+        age_row_N = len(self._environments) + torch.bucketize(age_N, self._ages, right=True)
+        for row_N, counted_N in ((batch.environment_N, on_policy_N), (age_row_N, ones_N)):
+            self._sums[:, : len(_SUMS)].index_add_(0, row_N, values_NK)
+            width = self._sums.shape[1]
+            self._sums.view(-1).index_add_(0, row_N * width + len(_SUMS) + bin_N, counted_N)
+            top_N2 = torch.stack([difference_N * counted_N, age_N], dim=1)
+            self._maxima.scatter_reduce_(0, row_N[:, None].expand(-1, 2), top_N2, "amax")
 
     def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
         """The metrics of all ranks, equal on each. Collective; waits for the device."""
         dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=group)
         dist.all_reduce(self._maxima, op=dist.ReduceOp.MAX, group=group)
-        values = self._sums.tolist()
-        total = dict(zip(_SUMS, values[: len(_SUMS)], strict=True))
-        top = dict(zip(_MAXIMA, self._maxima.tolist(), strict=True))
-        metrics = {"tokens/trained": total["tokens"], "loss/policy": total["loss"]}
-        if total["tokens"]:
-            tokens = total["tokens"]
-            metrics |= {
-                "entropy": total["entropy"] / tokens,
-                "kl_divergence_inference": total["kl"] / tokens,
-                "staleness/token_age_mean": total["age"] / tokens,
-                "staleness/token_age_max": top["age_max"],
-                "advantage/token_abs_mean": total["advantage_abs"] / tokens,
-                "mismatch/on_policy_share": total["on_policy_tokens"] / tokens,
-            }
-        if total["on_policy_tokens"]:
-            counted = total["on_policy_tokens"]
-            metrics |= {
-                "mismatch/logprob_difference_mean": total["difference"] / counted,
-                "mismatch/logprob_difference_p95": percentile(values[len(_SUMS) :], 0.95),
-                "mismatch/logprob_difference_max": top["difference_max"],
-                "mismatch/ratio_outside_share": total["outside"] / counted,
-            }
+        sums, maxima = self._sums.cpu(), self._maxima.cpu()
+        by_environment = slice(0, len(self._environments))
+        metrics = self._of_step(_Row(sums[by_environment].sum(dim=0), maxima[by_environment].amax(dim=0)))
+        for position, name in enumerate((*self._environments, *AGE_NAMES)):
+            row = _Row(sums[position], maxima[position])
+            if position >= len(self._environments):
+                metrics |= {f"staleness/{name}/{key}": value for key, value in self._of_row(row, on_policy=False)}
+            elif len(self._environments) > 2:
+                metrics |= {f"environment/{name}/{key}": value for key, value in self._of_row(row, on_policy=True)}
         return metrics
+
+    def _of_step(self, row: _Row) -> dict[str, float]:
+        metrics = {"tokens/trained": row.total["tokens"], "loss/policy": row.total["policy_loss"]}
+        if self._has_penalty:
+            metrics["loss/penalty"] = row.total["penalty"]
+        if not row.total["tokens"]:
+            return metrics
+        metrics |= {
+            "entropy": row.mean("entropy"),
+            "kl_divergence_inference": row.mean("kl"),
+            "staleness/token_age_mean": row.mean("age"),
+            "staleness/token_age_max": row.age_max,
+            "advantage/token_abs_mean": row.mean("advantage_abs"),
+            "mismatch/on_policy_share": row.mean("on_policy_tokens"),
+        }
+        metrics |= {f"mismatch/{name}": value for name, value in row.mismatch(on_policy=True)}
+        if self._has_clip:
+            metrics |= {"clip/low_share": row.mean("clip_low"), "clip/high_share": row.mean("clip_high")}
+        if self._has_weight:
+            metrics |= {"tis/weight_mean": row.mean("tis_weight"), "tis/truncated_share": row.mean("tis_outside")}
+        if self._has_mask:
+            metrics["masked/sequence_ratio/token_share"] = row.mean("masked_tokens")
+            metrics["masked/sequence_ratio/sample_share"] = row.mean("masked_samples", of="samples")
+        return metrics
+
+    def _of_row(self, row: _Row, *, on_policy: bool) -> Iterator[tuple[str, float]]:
+        """Metrics of one environment or age; nothing where it has no token."""
+        if not row.total["tokens"]:
+            return
+        yield "tokens", row.total["tokens"]
+        yield "entropy", row.mean("entropy")
+        yield "kl_divergence_inference", row.mean("kl")
+        yield from row.mismatch(on_policy=on_policy)
+        if self._has_clip:
+            yield "clip_low_share", row.mean("clip_low")
+            yield "clip_high_share", row.mean("clip_high")
+        if self._has_weight:
+            yield "tis_weight_mean", row.mean("tis_weight")
+            yield "tis_truncated_share", row.mean("tis_outside")
+        if self._has_mask:
+            yield "masked_token_share", row.mean("masked_tokens")
+
+
+class _Row:
+    """The reduced sums of one slice of the step."""
+
+    def __init__(self, sums: torch.Tensor, maxima: torch.Tensor) -> None:
+        values = sums.tolist()
+        self.total = dict(zip(_SUMS, values, strict=False))
+        self._histogram = values[len(_SUMS) :]
+        self.difference_max, self.age_max = maxima.tolist()
+
+    def mean(self, name: str, of: str = "tokens") -> float:
+        return self.total[name] / self.total[of]
+
+    def mismatch(self, *, on_policy: bool) -> Iterator[tuple[str, float]]:
+        """Difference between trainer and engine; nothing without a token that counts."""
+        prefix, count = ("on_policy_", self.total["on_policy_tokens"]) if on_policy else ("", self.total["tokens"])
+        if not count:
+            return
+        yield "logprob_difference_mean", self.total[f"{prefix}difference"] / count
+        yield "logprob_difference_p95", percentile(self._histogram, 0.95)
+        yield "logprob_difference_max", self.difference_max
+        yield "ratio_outside_share", self.total[f"{prefix}outside"] / count
 
 
 def percentile(histogram: list[float], share: float) -> float:

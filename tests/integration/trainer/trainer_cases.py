@@ -16,6 +16,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
 
 from telescope.algorithms import compute_advantages
+from telescope.config.sections import AlgorithmSection
 from telescope.trainer.batch import TrainSample
 from telescope.trainer.worker import Trainer
 
@@ -50,9 +51,9 @@ def make_config(model: str, **changes: Any) -> Any:
         "trainer_threads": 1, "gradient_checkpointing": False, "trust_remote_code": False, "learning_rate": 1e-2,
         "weight_decay": 0.0, "grad_clip": 1.0, "lr_scheduler": "constant", "warmup_steps": 0, "min_lr_ratio": 0.0,
         "train_backend": "fsdp", "algorithm": "grpo", "entropy_chunk_size": 7, "temperature": 1.0, "max_tokens": 32,
-        "number_of_steps": 10, "hash": "0123456789ab",
+        "number_of_steps": 10, "hash": "0123456789ab", "environments": [SimpleNamespace(name="countdown")],
     }  # fmt: skip
-    return SimpleNamespace(**(fields | changes))
+    return SimpleNamespace(**(AlgorithmSection().model_dump() | fields | changes))
 
 
 def make_samples(lengths: list[int], *, group_size: int = 4, seed: int = 0, version: int = 0) -> list[TrainSample]:

@@ -13,13 +13,13 @@ from torch.autograd import grad
 
 from telescope.algorithms import TokenBatch, compute_advantages, get_algorithm
 from telescope.config.algorithms import ALGORITHM_FACTS
+from telescope.config.sections import AlgorithmSection
 
 NAMES = list(ALGORITHM_FACTS)
 
 
 def settings(**changes: float | str) -> SimpleNamespace:
-    fields = {"clip_low": 0.4, "clip_high": 0.5, "sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05}
-    return SimpleNamespace(**(fields | {"dr_grpo_loss_agg_mode": "token_mean", "max_tokens": 32} | changes))
+    return SimpleNamespace(**(AlgorithmSection().model_dump() | {"max_tokens": 32} | changes))
 
 
 def make_tokens(seed: int = 0, *, on_policy: bool = False) -> TokenBatch:

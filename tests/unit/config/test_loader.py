@@ -268,10 +268,10 @@ def test_yaml_anchors_and_merges_work(tmp_path):
 
 def test_fields_without_effect_are_named_in_one_line():
     loaded = load(
-        None, "--environments", "[{name: a}]", "--use_tis", "--checkpoint_every", "50",
+        None, "--environments", "[{name: a}]", "--weight_broadcast_free_grad_buffers", "--checkpoint_every", "50",
         "--evals", "[{name: a, pass_k: {}}]", "--seed", "1",
     )  # fmt: skip
-    assert loaded.notes == ["No effect in this version: checkpoint_every, use_tis, evals.pass_k."]
+    assert loaded.notes == ["No effect in this version: checkpoint_every, weight_broadcast_free_grad_buffers, evals.pass_k."]
 
 
 def test_a_run_that_sets_nothing_special_has_no_notes(run_yaml):

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 
 from telescope.algorithms import get_algorithm
+from telescope.algorithms.loss import needs_batch_reference
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends.base import TensorMeta, TrainingBackend
 from telescope.trainer.backends.fsdp.sharding import (
@@ -33,8 +34,8 @@ from telescope.trainer.backends.fsdp.sharding import (
     reshard_all,
 )
 from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, Span
-from telescope.trainer.loss import denominator, loss_sum, prepare, to_device
-from telescope.trainer.metrics import StepMetrics, reduce_max
+from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device
+from telescope.trainer.metrics import StepMetrics, environment_names, reduce_max
 from telescope.trainer.model import DTYPES, PREFIX
 from telescope.trainer.schedule import learning_rate
 from telescope.trainer.timeline import Timeline, timing_metrics
@@ -51,6 +52,7 @@ class FSDPBackend(TrainingBackend):
     def init(self) -> None:
         config = self.config
         self.algorithm = get_algorithm(config.algorithm)
+        self.environments = environment_names(config)
         self.mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("data",))
         self.policy = build_sharded_policy(config, self.mesh, self.device)
         self.parameters = list(self.policy.parameters())
@@ -73,10 +75,11 @@ class FSDPBackend(TrainingBackend):
         minibatches: list[OptimizerStepBatch] = trainer_data["minibatches"]
         rate = self.learning_rate(step)
         timeline = Timeline(self.device, self.rank)
-        sums = StepMetrics(self.device)
+        sums = StepMetrics(self.device, self.environments)
         norms = []
+        references = self.reference_logprobs(minibatches, version, timeline)
         for index, batch in enumerate(minibatches):
-            self.accumulate(batch, version, timeline, sums, weights_moved=index > 0)
+            self.accumulate(batch, version, timeline, sums, weights_moved=index > 0, references=references[index])
             norms.append(self.update(rate, denominator(self.algorithm, batch, self.config), step, timeline))
         metrics = sums.reduce()
         spans = timeline.finish()
@@ -111,12 +114,18 @@ class FSDPBackend(TrainingBackend):
         sums: StepMetrics,
         *,
         weights_moved: bool = False,
+        references: list[torch.Tensor] | None = None,
     ) -> None:
-        """Add to `grad` the gradient of the *sum* of this rank's token losses. Collective."""
-        scale = 1.0 / denominator(self.algorithm, batch, self.config)
+        """Add to `grad` the gradient of the *sum* of this rank's token losses. Collective.
+
+        `references` holds the logprobs of each micro-batch from before the first update of the batch, where the loss
+        takes a ratio to them and the weights have moved since.
+        """
+        divisor = denominator(self.algorithm, batch, self.config)
+        penalty_share = divisor / max(batch.num_trained_tokens, 1)
         for index, micro_batch in enumerate(batch.micro_batches):
             with timeline.span("prepare_tensors", index):
-                host = prepare(micro_batch, version)
+                host = prepare(micro_batch, version, self.environments)
             with timeline.span("data_to_device", index):
                 rows = to_device(host, self.device, self.kernel, self.loss_dtype)
             logp_N, entropy_N = self.policy(
@@ -124,11 +133,45 @@ class FSDPBackend(TrainingBackend):
                 self.config.temperature, timeline, index,
             )  # fmt: skip
             with timeline.span("loss_computation", index):
-                loss = loss_sum(self.algorithm, rows, logp_N, entropy_N, self.config)
+                loss, terms = micro_batch_loss(
+                    self.algorithm, rows, logp_N, entropy_N, self.config,
+                    reference_N=references[index] if references is not None else None, penalty_share=penalty_share,
+                )  # fmt: skip
             with timeline.span("backward", index):
                 loss.backward()
             with timeline.span("compute_kl", index):
-                sums.add(rows, logp_N, entropy_N, loss * scale, weights_moved=weights_moved)
+                sums.add(
+                    rows, logp_N, entropy_N, terms,
+                    scale=1.0 / divisor, penalty_scale=penalty_share / divisor, weights_moved=weights_moved,
+                )  # fmt: skip
+
+    @torch.no_grad()
+    def reference_logprobs(
+        self, minibatches: list[OptimizerStepBatch], version: int, timeline: Timeline
+    ) -> list[list[torch.Tensor] | None]:
+        """This rank's logprobs under the weights that the batch starts from, by optimiser step and micro-batch.
+
+        None where the loss takes no ratio to them, and for the first optimiser step, whose own forward pass computes
+        the same numbers. Collective.
+        """
+        if len(minibatches) < 2 or not needs_batch_reference(self.config):
+            return [None] * len(minibatches)
+        references: list[list[torch.Tensor] | None] = [None]
+        with timeline.span("reference_logprobs"):
+            for batch in minibatches[1:]:
+                references.append([self.forward_logprobs(row, version) for row in batch.micro_batches])
+            reshard_all(self.policy)
+        return references
+
+    def forward_logprobs(self, micro_batch: MicroBatch, version: int, temperature: float | None = None) -> torch.Tensor:
+        """Logprobs of the trained tokens of a row at `temperature`, by default the run's. Collective."""
+        rows = to_device(prepare(micro_batch, version), self.device, self.kernel, self.loss_dtype)
+        logp_N, _ = self.policy(
+            rows.token_ids_T, rows.position_ids_T, rows.layout, rows.predicted_N,
+            self.config.temperature if temperature is None else temperature, Timeline(self.device, self.rank),
+        )  # fmt: skip
+        assert isinstance(logp_N, torch.Tensor)
+        return logp_N
 
     @torch.no_grad()
     def update(self, rate: float, divisor: float, step: int, timeline: Timeline) -> float:
@@ -164,12 +207,7 @@ class FSDPBackend(TrainingBackend):
 
     @torch.no_grad()
     def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-        row = _single_row(token_ids)
-        rows = to_device(prepare(row, version=0), self.device, self.kernel, self.loss_dtype)
-        logp_N, _ = self.policy(
-            rows.token_ids_T, rows.position_ids_T, rows.layout, rows.predicted_N, temperature,
-            Timeline(self.device, self.rank),
-        )  # fmt: skip
+        logp_N = self.forward_logprobs(_single_row(token_ids), 0, temperature)
         reshard_all(self.policy)
         return logp_N.tolist()
 

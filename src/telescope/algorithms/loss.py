@@ -1,0 +1,79 @@
+"""One loss path for every algorithm and backend: the algorithm's loss with what the configuration puts on top of it.
+
+    policy    the algorithm's loss, or PPO's clipped ratio in its place
+    x weight  truncated importance sampling
+    + penalty KL to the rollout policy, entropy bonus
+    x mask    answers whose mean ratio is out of bounds drop out as a whole
+
+Invariants: an importance ratio is applied once. Where the loss holds a ratio to the trainer's logprobs at the start of
+the batch, the weight covers what is left, from there to the engine; where it holds none, the weight covers all. Which
+combinations are refused is the configuration's business (`telescope.config.rules`). Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from telescope.algorithms.base import Algorithm, ClipSides, TokenBatch
+from telescope.algorithms.modifiers.importance_weight import importance_weight
+from telescope.algorithms.modifiers.penalties import penalty
+from telescope.algorithms.modifiers.ppo_clip import clipped_ratio_loss, clipped_sides
+from telescope.algorithms.modifiers.sequence_mask import masked_answers
+from telescope.config.algorithms import ALGORITHM_FACTS
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True, frozen=True)
+class LossTerms:
+    """What became of the N trained tokens of a micro-batch. Only `policy_N` and `penalty_N` carry gradients.
+
+    What the configuration leaves off is None.
+    """
+
+    policy_N: torch.Tensor
+    """Policy loss of each token, weighted and masked."""
+    penalty_N: torch.Tensor | None = None
+    """Penalties of each token, masked."""
+    weight_N: torch.Tensor | None = None
+    """Importance weight of each token."""
+    outside_N: torch.Tensor | None = None
+    """Whether its ratio was truncated, or masked by `tis_mode: icepop`."""
+    masked_N: torch.Tensor | None = None
+    """Whether its whole answer is masked."""
+    clipped: ClipSides | None = None
+    """Whether the lower and the upper bound of the loss hold it back."""
+
+
+def needs_batch_reference(config: Any) -> bool:
+    """Whether the loss holds a ratio to the trainer's own logprobs, from before the first update of the batch."""
+    holds_ratio = ALGORITHM_FACTS[config.algorithm].holds_ratio or config.use_ppo_clip
+    return bool(holds_ratio and config.ppo_clip_ref_logprobs == "batch")
+
+
+def loss_terms(algorithm: Algorithm, tokens: TokenBatch, config: Any) -> LossTerms:
+    """The loss of each token and what was done to it."""
+    clipped: ClipSides | None
+    if config.use_ppo_clip:
+        policy_N, clipped = clipped_ratio_loss(tokens, config), clipped_sides(_constant(tokens), config)
+    else:
+        policy_N = algorithm.token_loss(tokens, config)
+        clipped = algorithm.clipped(_constant(tokens), config) if algorithm.clipped is not None else None
+    trainer_logp_N = tokens.ref_logp_N if needs_batch_reference(config) else tokens.logp_N.detach()
+    weight_N = outside_N = masked_N = None
+    if config.use_tis:
+        weight_N, outside_N = importance_weight(trainer_logp_N, tokens.engine_logp_N, config)
+        policy_N = policy_N * weight_N
+    penalty_N = penalty(tokens, config)
+    if config.seq_is_masking:
+        masked_N = masked_answers(trainer_logp_N, tokens, config)
+        policy_N = policy_N.masked_fill(masked_N, 0.0)
+        penalty_N = None if penalty_N is None else penalty_N.masked_fill(masked_N, 0.0)
+    return LossTerms(policy_N, penalty_N, weight_N, outside_N, masked_N, clipped)
+
+
+def _constant(tokens: TokenBatch) -> TokenBatch:
+    """The same tokens without gradients."""
+    return replace(tokens, logp_N=tokens.logp_N.detach(), entropy_N=tokens.entropy_N.detach())
