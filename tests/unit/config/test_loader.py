@@ -271,7 +271,8 @@ def test_fields_without_effect_are_named_in_one_line():
         None, "--environments", "[{name: a}]", "--weight_broadcast_free_grad_buffers", "--checkpoint_every", "50",
         "--evals", "[{name: a, pass_k: {}}]", "--seed", "1",
     )  # fmt: skip
-    assert loaded.notes == ["No effect in this version: checkpoint_every, weight_broadcast_free_grad_buffers, evals.pass_k."]
+    (note,) = loaded.notes
+    assert note == "No effect in this version: checkpoint_every, weight_broadcast_free_grad_buffers, evals.pass_k."
 
 
 def test_a_run_that_sets_nothing_special_has_no_notes(run_yaml):
