@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 CHECKPOINTS = "checkpoints and resuming"
 FILTERS = "sample filters"
-STALENESS = "staleness cancellation"
 MULTI_TURN = "multi-turn rollouts"
 PERIODIC_EVALS = "evals during training"
 UPLOADS = "upload of code and logs"
@@ -41,7 +40,6 @@ FIELD_STATUS: dict[str, str] = {
     "filter_gibberish": FILTERS,
     "gibberish_token_threshold": FILTERS,
     "gibberish_logprob_offset": FILTERS,
-    "max_off_policy_steps": STALENESS,
     "interleaved_rollouts": MULTI_TURN,
     "eager_prepare_resources": MULTI_TURN,
     "eval_num_servers": PERIODIC_EVALS,

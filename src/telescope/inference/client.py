@@ -65,6 +65,8 @@ class EngineClient:
         self.base_url = base_url.rstrip("/")
         self.server_index = server_index
         self.initial_version = initial_version
+        self.held_version = initial_version
+        """Version of the newest update that has ended; a request sent now is sampled by it or a newer one."""
         self._headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
         self._request_timeout = request_timeout
         self._control_timeout = control_timeout
@@ -178,6 +180,7 @@ class EngineClient:
         """End the update; tokens from the next step on are of policy `version`, and the cache salt changes with it."""
         body = {"weight_version": str(version)}
         await self._control("POST", wire.FINISH_UPDATE_ROUTE, body, within=self._update_timeout)
+        self.held_version = version
 
     async def call_worker(
         self, method: str, args: list[str] | None = None, *, within: float | None = None

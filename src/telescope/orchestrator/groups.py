@@ -12,6 +12,7 @@ import numpy as np
 
 from telescope.environments.records import PreparedPrompt
 from telescope.orchestrator.draws import Draw
+from telescope.rollout.sample import Rollout
 from telescope.rollout.trajectory import Trajectory
 
 
@@ -35,10 +36,34 @@ class Group:
     opened_at: float
     finished_at: float | None = None
     samples: list[Trajectory] = field(default_factory=list)
+    """Samples that ended: scored, masked or cancelled."""
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+    """Samples under way, by their index."""
+    opening: int = 0
+    """Number of this opening among all of the run; a draw that is asked again is opened again."""
+    num_returns: int = 0
+    """Times that the draw was asked before and given back because its group became too old."""
+    withdrawn: bool = False
+    """Given up because it became too old. Its samples under way still end, cancelled."""
 
     @property
     def group_id(self) -> int:
         return self.draw.n
+
+    def sample_id(self, index: int) -> str:
+        """Identity of sample `index`, which no earlier asking of the same draw has had."""
+        suffix = f"-r{self.num_returns}" if self.num_returns else ""
+        return f"{self.group_id}-{index}{suffix}"
+
+    def oldest_version(self) -> int | None:
+        """Policy version of the oldest token that training on this group would train; None while it has none.
+
+        Masked samples are not trained; a sample under way counts as `Rollout.oldest_version` says.
+        """
+        ended = [s.version_range[0] for s in self.samples if s.reward is not None]
+        versions = [version for version in ended if version >= 0]
+        under_way = (rollout.oldest_version() for rollout in self.rollouts.values())
+        return min((*versions, *(version for version in under_way if version is not None)), default=None)
 
     @property
     def is_finished(self) -> bool:
@@ -102,6 +127,12 @@ class DiscardStreak:
     def diagnosis(self) -> str:
         """Why nothing can be trained, with the rewards that were seen."""
         kinds = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in sorted(self.kinds.items()))
+        if self.kinds.get("too_slow", 0) > self.count / 2:
+            return (
+                f"{self.count} groups in a row gave nothing to train on ({kinds}). Most were asked three times and "
+                "became older than max_off_policy_steps each time: answers take longer than so many training steps. "
+                "Raise max_off_policy_steps, lower max_tokens, or give inference more servers."
+            )
         return (
             f"{self.count} groups in a row carried no learning signal ({kinds}; last rewards {self.last_rewards}). "
             "Every answer to a prompt got the same reward: the task is too hard or too easy for this model, the reward "

@@ -68,6 +68,23 @@ class Journal:
         self._status.num_discarded_groups += 1
         self._write_group(group, status="discarded", reason=reason, step=version, version=version, advantages=[])
 
+    def withdrawn(self, group: Group, reason: str, version: int) -> None:
+        """Count and write the samples that a group had which became too old, and whose draw is asked again.
+
+        The group itself is written when its fate is final. Samples still under way follow as `cancelled`.
+        """
+        self._discards.returned()
+        self._discards.discarded(reason, None, group.samples)
+        self._discarded_rewards.append(group.rewards_n)
+        self._status.num_returned_groups += 1
+        self._write_samples(group, status="discarded", reason=reason, step=version, version=version, advantages=[])
+
+    def cancelled(self, group: Group, sample: Trajectory, reason: str, version: int) -> None:
+        """Count and write a sample of a withdrawn group that was aborted on its way."""
+        self._discards.cancelled(sample)
+        self._status.num_cancelled_samples += 1
+        self._write_sample(group, sample, status="cancelled", reason=reason, step=version, version=version)
+
     async def trained(self, trained: TrainedStep) -> None:
         """Count, write and show a finished step with its groups, a group at a time so that nobody else waits long."""
         ended_at = time.time()
@@ -84,13 +101,13 @@ class Journal:
             "timing_step_total": seconds,
             "timing_step_active": seconds - trained.waited,
         }
-        await self._write_trained_groups(trained)
-        samples = [sample for group in trained.groups for sample in group.usable_samples]
-        num_tokens = sum(sample.num_completion_tokens for sample in samples)
         generated, self._num_tokens_at_last_step = (
             self._status.num_tokens_generated - self._num_tokens_at_last_step,
             self._status.num_tokens_generated,
         )
+        await self._write_trained_groups(trained)
+        samples = [sample for group in trained.groups for sample in group.usable_samples]
+        num_tokens = sum(sample.num_completion_tokens for sample in samples)
         self._recorder.write(
             "steps",
             {
@@ -163,26 +180,47 @@ class Journal:
         self, group: Group, *, status: str, reason: str | None, step: int, version: int, advantages: list[float]
     ) -> None:
         """A group with its samples, turns and spans; ages are counted from `version`."""
-        write = self._recorder.write
-        write("groups", rows.group_row(group, status=status, reason=reason, step=step))
+        self._recorder.write("groups", rows.group_row(group, status=status, reason=reason, step=step))
+        self._write_samples(group, status=status, reason=reason, step=step, version=version, advantages=advantages)
+
+    def _write_samples(
+        self, group: Group, *, status: str, reason: str | None, step: int, version: int, advantages: list[float]
+    ) -> None:
         advantage_of: dict[str, float] = {}
         if advantages:
             advantage_of = {s.sample_id: a for s, a in zip(group.usable_samples, advantages, strict=True)}
         for sample in group.samples:
-            oldest = sample.version_range[0]
-            write(
-                "samples",
-                rows.sample_row(
-                    sample,
-                    group.prompt.text,
-                    status=status,
-                    reason=reason,
-                    step=step,
-                    advantage=advantage_of.get(sample.sample_id),
-                    age=version - oldest if oldest >= 0 else None,
-                ),
+            advantage = advantage_of.get(sample.sample_id)
+            self._write_sample(
+                group, sample, status=status, reason=reason, step=step, version=version, advantage=advantage
             )
-            for row in rows.turn_rows(sample):
-                write("turns", row)
-            for row in rows.request_span_rows(sample):
-                write("spans", row)
+
+    def _write_sample(
+        self,
+        group: Group,
+        sample: Trajectory,
+        *,
+        status: str,
+        reason: str | None,
+        step: int,
+        version: int,
+        advantage: float | None = None,
+    ) -> None:
+        write = self._recorder.write
+        oldest = sample.version_range[0]
+        write(
+            "samples",
+            rows.sample_row(
+                sample,
+                group.prompt.text,
+                status=status,
+                reason=reason,
+                step=step,
+                advantage=advantage,
+                age=version - oldest if oldest >= 0 else None,
+            ),
+        )
+        for row in rows.turn_rows(sample):
+            write("turns", row)
+        for row in rows.request_span_rows(sample):
+            write("spans", row)

@@ -15,9 +15,10 @@ trainer, and what is written down to `journal`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,11 +38,12 @@ from telescope.orchestrator.garbage import rare_full_collections
 from telescope.orchestrator.groups import DiscardStreak, Group, Signal, zero_advantage_kind
 from telescope.orchestrator.journal import Journal, StepLogPort, TrainedStep
 from telescope.orchestrator.lanes import LanePool
+from telescope.orchestrator.staleness import MAX_ASYNC, MAX_RETURNS, TOO_SLOW, Staleness
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervise import Supervisor
 from telescope.orchestrator.window import AsyncWindow, Ledger
 from telescope.record.recorder import Recorder
-from telescope.rollout.sample import RolloutSettings, RolloutTask, run_rollout
+from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask
 from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.types import Engine
 from telescope.trainer.batch import StepInput, StepResult
@@ -137,7 +139,12 @@ class Orchestrator:
         self._next_draw = 0
         self._open: dict[int, Group] = {}
         self._finished: list[Group] = []
-        self._batches: asyncio.Queue[Batch] = asyncio.Queue(maxsize=1)
+        self._batch: Batch | None = None
+        """Formed and packed, and waiting for the trainer."""
+        self._num_taken = 0
+        """Batches that the trainer has taken; also the version that the next batch is trained from."""
+        self._staleness = Staleness(config.max_off_policy_steps)
+        self._openings = itertools.count()
         self._journal = Journal(services.recorder, services.step_log, status)
         self._streak = DiscardStreak(DISCARD_LIMIT_BATCHES * config.prompts_batch_size_for_trainer)
         self._budget = ErrorBudget(config.environment_error_budget)
@@ -223,7 +230,8 @@ class Orchestrator:
             group = self._open_group(draw, prompt)
             self.status.set_part("dispatch", f"opened group {group.group_id}")
             for index in range(group.size):
-                self._supervisor.spawn(self._sample(group, index), f"sample {group.group_id}.{index}")
+                rollout = group.rollouts[index] = self._rollout(group, index)
+                self._supervisor.spawn(self._sample(group, index, rollout), f"sample {rollout.task.sample_id}")
             self._changes.notify()
             # Let the new tasks take their lanes before the next group looks for one.
             await asyncio.sleep(0)
@@ -236,16 +244,23 @@ class Orchestrator:
     def _open_group(self, draw: Draw, prompt: PreparedPrompt) -> Group:
         self.window.opened()
         self.ledger.opened(draw.n)
-        name = self.config.environments[draw.environment].name
-        group = Group(draw, name, prompt, self.config.group_size, self.window.version, time.time())
+        group = Group(
+            draw,
+            self.config.environments[draw.environment].name,
+            prompt,
+            self.config.group_size,
+            self.window.version,
+            time.time(),
+            opening=next(self._openings),
+            num_returns=self.ledger.returns(draw.n),
+        )
         self._open[draw.n] = group
         self.status.num_open_groups = len(self._open)
         return group
 
-    async def _sample(self, group: Group, index: int) -> None:
-        """One sample of a group, to its end; the last one finishes the group."""
+    def _rollout(self, group: Group, index: int) -> Rollout:
         task = RolloutTask(
-            sample_id=f"{group.group_id}-{index}",
+            sample_id=group.sample_id(index),
             group_id=group.group_id,
             sample_index=index,
             environment=group.environment,
@@ -253,8 +268,9 @@ class Orchestrator:
             item_index=group.draw.index,
             prompt_token_ids=group.prompt.token_ids,
             seed_of_turn=lambda turn: request_seed(self.config.seed, group.group_id, index, turn),
+            lane_key=group.opening,
         )
-        trajectory = await run_rollout(
+        return Rollout(
             task,
             lanes=self.services.lanes,
             engine_of=lambda server: self.services.engines[server],
@@ -262,6 +278,18 @@ class Orchestrator:
             settings=self._settings,
             on_engine_failure=self.services.report_engine_failure,
         )
+
+    async def _sample(self, group: Group, index: int, rollout: Rollout) -> None:
+        """One sample of a group, to its end; the last one finishes the group."""
+        trajectory = await rollout.run()
+        del group.rollouts[index]
+        group.samples.append(trajectory)
+        if group.is_finished:
+            self.services.lanes.forget_group(group.opening)
+        if group.withdrawn:
+            self.status.aborted(trajectory.num_completion_tokens)
+            self._journal.cancelled(group, trajectory, MAX_ASYNC, self.window.version)
+            return
         if trajectory.reward is None:
             assert trajectory.failure_kind is not None
             self._masked(group, trajectory)
@@ -269,7 +297,6 @@ class Orchestrator:
             self._budget.succeeded(group.environment)
         self.status.generated(trajectory.num_completion_tokens)
         self.status.progressed()
-        group.samples.append(trajectory)
         if group.is_finished:
             self._finish_group(group)
         self._changes.notify()
@@ -287,7 +314,6 @@ class Orchestrator:
         """Keep a finished group for a batch, or give it up and say why."""
         group.finished_at = time.time()
         del self._open[group.group_id]
-        self.services.lanes.forget_group(group.group_id)
         signal = group.signal()
         rewards_n = group.rewards_n
         if signal is Signal.ALL_MASKED:
@@ -308,6 +334,55 @@ class Orchestrator:
         if self._streak.is_over:
             raise RunError(self._streak.diagnosis())
 
+    # Groups that became too old
+
+    def _withdraw_stale_groups(self) -> None:
+        """Give up every group that is too old for the weights as they are now, and ask its draw again.
+
+        Called at every sync and when a batch is formed.
+        """
+        if self._batch is not None and self._staleness.stale(self._batch.groups, self.window.version):
+            # A batch that waited too long is taken apart: what is still good goes into the next one.
+            self._finished += self._batch.groups
+            self._batch = None
+        requests: dict[int, list[str]] = defaultdict(list)
+        for group in self._staleness.stale((*self._finished, *self._open.values()), self.window.version):
+            self._withdraw(group, requests)
+        self._finished = [group for group in self._finished if not group.withdrawn]
+        self.status.num_open_groups = len(self._open)
+        self.status.num_finished_groups = len(self._finished)
+        assert self._supervisor is not None
+        for server, ids in requests.items():
+            self._supervisor.spawn(self._abort(server, ids), f"abort of {len(ids)} requests on server {server}")
+        self._changes.notify()
+
+    def _withdraw(self, group: Group, requests: dict[int, list[str]]) -> None:
+        """One group: its draw goes to the front of the queue, or is dropped when that was so twice already.
+
+        `requests` collects by server what has to be aborted there.
+        """
+        version = self.window.version
+        group.withdrawn = True
+        group.finished_at = time.time()
+        self._open.pop(group.group_id, None)
+        if group.num_returns < MAX_RETURNS:
+            self.window.given_up()
+            self.ledger.returned(group.group_id)
+            self._prompts.appendleft((group.draw, group.prompt))
+            self._journal.withdrawn(group, MAX_ASYNC, version)
+        else:
+            self._discard(group, TOO_SLOW, None, group.rewards_n)
+        for rollout in group.rollouts.values():
+            request = rollout.cancel()
+            if request is not None:
+                requests[request[0]].append(request[1])
+
+    async def _abort(self, server: int, request_ids: list[str]) -> None:
+        try:
+            await self.services.engines[server].abort(request_ids)
+        except InfrastructureError as error:
+            self.services.report_engine_failure(server, error)
+
     async def _in_flight_loop(self) -> None:
         """Keep the record's list of samples under way up to date: one small file, replaced."""
         while True:
@@ -319,19 +394,20 @@ class Orchestrator:
     async def _batch_loop(self) -> None:
         """Take B finished groups, oldest start version first, and pack them for the trainer's ranks."""
         size = self.config.prompts_batch_size_for_trainer
-        step = 0
         while True:
             await self._changes.wait_until(lambda: len(self._finished) >= size, "batches", f"{size} usable groups")
             # The trainer takes one batch at a time; forming it only then keeps the choice fresh.
-            await self._changes.wait_until(self._batches.empty, "batches", "the trainer")
+            await self._changes.wait_until(lambda: self._batch is None, "batches", "the trainer")
+            self._withdraw_stale_groups()
+            if len(self._finished) < size:
+                continue
             self._finished.sort(key=lambda group: (group.start_version, group.group_id))
             groups, self._finished = self._finished[:size], self._finished[size:]
             self.status.num_finished_groups = len(self._finished)
+            step = self._num_taken
             self.status.set_part("batches", f"packing batch {step + 1}")
-            batch = await asyncio.to_thread(self._pack, groups, step)
-            await self._batches.put(batch)
-            self._changes.notify()
-            step += 1
+            self._batch = await asyncio.to_thread(self._pack, groups, step)
+            self._withdraw_stale_groups()  # a sync may have ended meanwhile
 
     def _pack(self, groups: list[Group], step: int) -> Batch:
         """Advantages and micro-batches; numpy only, on a thread of its own."""
@@ -378,7 +454,7 @@ class Orchestrator:
             self.status.set_part("trainer", "sending weights")
             sync_metrics = await self.services.weights.sync()
             self.window.synced()
-            self._changes.notify()
+            self._withdraw_stale_groups()
             for group in batch.groups:
                 self.ledger.trained(group.group_id)
             await self._journal.trained(
@@ -390,10 +466,11 @@ class Orchestrator:
     async def _next_batch(self) -> Batch | None:
         """The next batch, or None when a stop is asked for first."""
         await self._changes.wait_until(
-            lambda: self._stop_requested or not self._batches.empty(), "trainer", "a batch of usable groups"
+            lambda: self._stop_requested or self._batch is not None, "trainer", "a batch of usable groups"
         )
         if self._stop_requested:
             return None
-        batch = self._batches.get_nowait()
+        batch, self._batch = self._batch, None
+        self._num_taken += 1
         self._changes.notify()
         return batch

@@ -31,6 +31,7 @@ def group_row(group: Group, *, status: str, reason: str | None, step: int | None
         "reward_std": float(rewards_n.std(ddof=1)) if len(rewards_n) > 1 else None,
         "opened_at": group.opened_at,
         "finished_at": group.finished_at,
+        "num_returns": group.num_returns,
     }
 
 
@@ -45,16 +46,17 @@ def sample_row(
     age: int | None = None,
     eval_name: str | None = None,
 ) -> dict[str, Any]:
-    """One row of `samples`. A masked sample keeps its own status whatever became of its group."""
+    """One row of `samples`. A masked or cancelled sample keeps its own status whatever became of its group."""
     start_version, end_version = sample.version_range
     reward = sample.reward
+    own_status = "cancelled" if sample.cancelled else "masked" if reward is None else None
     return {
         "sample_id": sample.sample_id,
         "group_id": sample.group_id,
         "sample_index": sample.sample_index,
         "environment": sample.environment,
-        "status": status if reward is not None else "masked",
-        "reason": reason if reward is not None else sample.failure_kind,
+        "status": own_status or status,
+        "reason": sample.failure_kind if own_status == "masked" else reason,
         "step": step,
         "reward": reward.total_reward if reward is not None else None,
         "advantage": advantage,
@@ -90,7 +92,7 @@ def in_flight_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
             if index not in done:
                 rows.append(
                     {
-                        "sample_id": f"{group.group_id}-{index}",
+                        "sample_id": group.sample_id(index),
                         "group_id": group.group_id,
                         "sample_index": index,
                         "environment": group.environment,

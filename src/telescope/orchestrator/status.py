@@ -45,7 +45,9 @@ class RunStatus:
     num_open_groups: int = 0
     num_finished_groups: int = 0
     num_discarded_groups: int = 0
+    num_returned_groups: int = 0
     num_masked_samples: int = 0
+    num_cancelled_samples: int = 0
     num_samples_finished: int = 0
     num_tokens_generated: int = 0
     eval_done: int = 0
@@ -67,6 +69,10 @@ class RunStatus:
         self.num_samples_finished += 1
         self.num_tokens_generated += num_tokens
         self.token_times.append((time.monotonic(), num_tokens))
+
+    def aborted(self, num_tokens: int) -> None:
+        """Count the tokens of a sample that was cancelled on its way."""
+        self.num_tokens_generated += num_tokens
 
     def tokens_per_second(self, window_seconds: float = 10.0) -> float:
         """Tokens sampled per second over the last `window_seconds`."""

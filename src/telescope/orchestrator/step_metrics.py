@@ -61,6 +61,9 @@ def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version:
         **_spread("rollouts/tokens_completion", (s.num_completion_tokens for s in samples)),
         **_spread("rollouts/tokens_total", (s.num_prompt_tokens + s.num_completion_tokens for s in samples)),
         **_spread("staleness/steps", (version - s.version_range[0] for s in samples if s.version_range[0] >= 0)),
+        "kept/groups": float(len(groups)),
+        "kept/samples": float(len(samples)),
+        "kept/tokens": float(sum(map(sum, lengths))),
         "reward/gini_mean": float(np.mean([gini(group.rewards_n.tolist()) for group in groups])),
         "stop_reason_length_pct": 100.0 * float(np.mean([s.stop_reason == "length" for s in samples])),
         "group_length_gini_mean": float(np.mean([gini(row) for row in lengths])),
@@ -82,7 +85,12 @@ def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version:
 
 
 class DiscardCounts:
-    """Discards and masks since the last step: groups, samples and tokens, with their lengths (dropping is biased)."""
+    """What was sampled since the last step and not trained: groups, samples and tokens, with their lengths.
+
+    Dropping is biased, so lengths are counted for all that is dropped. Every sample is in exactly one of: kept (with
+    its step), discarded with its group, masked by itself, cancelled on its way. `returned` counts groups whose draw was
+    asked again; their samples are among the discarded (`max_async`), masked and cancelled.
+    """
 
     def __init__(self) -> None:
         self._groups: Counter[str] = Counter()
@@ -90,37 +98,59 @@ class DiscardCounts:
         self._lengths: dict[str, list[int]] = defaultdict(list)
         self._rewards: dict[str, list[float]] = defaultdict(list)
         self._masked: dict[str, list[int]] = defaultdict(list)
+        self._cancelled: list[int] = []
+        self._num_returned = 0
 
     def discarded(self, reason: str, kind: str | None, samples: Sequence[Trajectory]) -> None:
-        """Count one discarded group; `kind` refines the reason (all_zero, all_positive, all_negative)."""
+        """Count one discarded group; `kind` refines the reason (all_zero, all_positive, all_negative).
+
+        Of its samples only the scored ones count here: what was masked or cancelled is counted as that.
+        """
+        scored = [sample for sample in samples if sample.reward is not None]
         self._reasons[reason] += 1
         for key in (reason, f"{reason}_{kind}") if kind else (reason,):
             self._groups[key] += 1
-            self._lengths[key].extend(sample.num_completion_tokens for sample in samples)
-            self._rewards[key].extend(s.total_reward for s in samples if s.reward is not None)
+            self._lengths[key].extend(sample.num_completion_tokens for sample in scored)
+            self._rewards[key].extend(sample.total_reward for sample in scored)
 
     def masked(self, sample: Trajectory) -> None:
         """Count one masked sample by the kind of its failure."""
         assert sample.failure_kind is not None
         self._masked[sample.failure_kind].append(sample.num_completion_tokens)
 
+    def cancelled(self, sample: Trajectory) -> None:
+        """Count one sample that was aborted on its way, with the tokens that it had."""
+        self._cancelled.append(sample.num_completion_tokens)
+
+    def returned(self) -> None:
+        """Count one group whose draw is asked again."""
+        self._num_returned += 1
+
     def take(self, num_kept_groups: int) -> dict[str, float]:
         """The counts as metrics, percentages of all groups that were kept or discarded; counting starts anew."""
-        metrics: dict[str, float] = {}
+        metrics: dict[str, float] = {"returned/groups": float(self._num_returned)}
         total = num_kept_groups + self._reasons.total()
         for reason in sorted({"max_async", "zero_advantage", *self._groups}):
             section = f"discarded/{reason}"
-            lengths, rewards = self._lengths[reason], self._rewards[reason]
+            rewards = self._rewards[reason]
             metrics[f"{section}/groups"] = float(self._groups[reason])
-            metrics[f"{section}/samples"] = float(len(lengths))
-            metrics[f"{section}/tokens"] = float(sum(lengths))
             metrics[f"{section}/pct"] = 100.0 * self._groups[reason] / total if total else 0.0
-            metrics.update({f"{section}/tokens_{name}": value for name, value in _moments(lengths).items()})
+            metrics.update(_counted(section, self._lengths[reason]))
             if rewards:
                 metrics[f"{section}/reward_mean"] = float(np.mean(rewards))
         for kind, lengths in sorted(self._masked.items()):
-            metrics[f"masked/{kind}/samples"] = float(len(lengths))
-            metrics[f"masked/{kind}/tokens"] = float(sum(lengths))
-        for counts in (self._groups, self._reasons, self._lengths, self._rewards, self._masked):
+            metrics.update(_counted(f"masked/{kind}", lengths))
+        metrics.update(_counted("cancelled", self._cancelled))
+        for counts in (self._groups, self._reasons, self._lengths, self._rewards, self._masked, self._cancelled):
             counts.clear()
+        self._num_returned = 0
         return metrics
+
+
+def _counted(section: str, lengths: Sequence[int]) -> dict[str, float]:
+    """Samples, tokens, and the distribution of their lengths."""
+    return {
+        f"{section}/samples": float(len(lengths)),
+        f"{section}/tokens": float(sum(lengths)),
+        **{f"{section}/tokens_{name}": value for name, value in _moments(lengths).items()},
+    }

@@ -4,7 +4,8 @@ Pure state, driven from outside. With B = `prompts_batch_size_for_trainer`, v = 
 k = `max_async_rollout` and A = groups opened less groups given up, a group may be opened if and only if
 A < (v + 1 + k) * B. So k = 0 is strictly synchronous, a discarded group is replaced at once, and nothing is surplus.
 
-The ledger's invariant: draws opened = trained + dropped (each with a reason) + still open.
+The ledger's invariant: draws opened = trained + dropped (each with a reason) + still open. A draw whose group became
+too old goes back to the queue and stays open: its fate is not final.
 """
 
 from __future__ import annotations
@@ -58,19 +59,48 @@ class Ledger:
     num_opened: int = 0
     num_trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    num_returned: int = 0
+    """Times that a draw went back to the queue, over all draws."""
+    _waiting: set[int] = field(default_factory=set)
+    _returns: Counter[int] = field(default_factory=Counter)
 
     def opened(self, n: int) -> None:
+        """A group was opened for draw n, for the first time or after a return."""
+        if n in self._waiting:
+            self._waiting.remove(n)
+            return
         assert n not in self.open, f"draw {n} was opened twice"
         self.open.add(n)
         self.num_opened += 1
 
+    def returned(self, n: int) -> None:
+        """The group of draw n became too old; the draw waits to be opened again."""
+        assert n in self.open, f"draw {n} is not open"
+        assert n not in self._waiting, f"draw {n} was returned twice"
+        self._waiting.add(n)
+        self._returns[n] += 1
+        self.num_returned += 1
+
+    def returns(self, n: int) -> int:
+        """How often draw n, which is open, was returned."""
+        return self._returns[n]
+
     def trained(self, n: int) -> None:
+        assert n not in self._waiting, f"draw {n} has no group"
         self.open.remove(n)
+        self._returns.pop(n, None)
         self.num_trained += 1
 
     def drop(self, n: int, reason: str) -> None:
+        assert n not in self._waiting, f"draw {n} has no group"
         self.open.remove(n)
+        self._returns.pop(n, None)
         self.dropped[reason] += 1
+
+    @property
+    def waiting(self) -> frozenset[int]:
+        """Draws that were returned and are not open as groups now."""
+        return frozenset(self._waiting)
 
     def is_balanced(self) -> bool:
         """The invariant of the module docstring."""

@@ -168,6 +168,7 @@ GROUPS = Table(
         Column("reward_std", NUMBER, "Standard deviation of the rewards (ddof 1), masked samples left out."),
         Column("opened_at", TIME, "When its first request was sent."),
         Column("finished_at", TIME, "When its last sample was scored or given up."),
+        Column("num_returns", INTEGER, "Times that its prompt was asked before and given back, having become too old."),
     ),
     key=("attempt", "group_id"),
     keep=Keep.RESULT,

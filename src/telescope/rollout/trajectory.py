@@ -42,6 +42,8 @@ class Trajectory:
     reward: RewardRecord | None = None
     failure_kind: str | None = None
     failure_message: str | None = None
+    cancelled: bool = False
+    """Given up because its group became too old; then neither scored nor masked."""
     num_infrastructure_retries: int = 0
     server_index: int = -1
     lane: int = -1

@@ -54,6 +54,11 @@ class Generation:
 class Engine(Protocol):
     """One inference server, as a rollout sees it."""
 
+    @property
+    def held_version(self) -> int:
+        """Newest policy version that the server is known to hold; a request sent now is sampled by it or a newer."""
+        ...
+
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one turn. Raises `InfrastructureError` when the server fails, dies or exceeds the deadline."""
         ...

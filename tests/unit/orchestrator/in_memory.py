@@ -57,6 +57,10 @@ class CountingEngine:
     trainer: CountingTrainer
     requests: list[GenerateRequest] = field(default_factory=list)
 
+    @property
+    def held_version(self) -> int:
+        return self.trainer.version
+
     async def generate(self, request: GenerateRequest) -> Generation:
         self.requests.append(request)
         version = self.trainer.version

@@ -1,0 +1,257 @@
+"""A run on a simulated clock: the real loops and lanes over engines, environment and trainer that take time and fail.
+
+Real here: orchestrator, rollouts, lanes, the fake engine's model of running, pausing, aborting and updating. Made up:
+how long each thing takes, and when servers die. `Simulation.check` holds a run to its books.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+from tests.unit.orchestrator.fakes import StepLog, StrictRecorder
+
+from telescope.config import TelescopeConfig
+from telescope.environments.records import Advance, EnvironmentInfo, PreparedPrompt, RewardRecord
+from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.inference.fake_engine import FakeEngine, FakeEngineSettings, FakeRequest
+from telescope.orchestrator.draws import DrawSequence
+from telescope.orchestrator.lanes import make_lanes
+from telescope.orchestrator.orchestrator import Orchestrator, Services
+from telescope.orchestrator.status import RunStatus
+from telescope.orchestrator.supervise import Supervisor
+from telescope.rollout.sample import RolloutSettings
+from telescope.rollout.trajectory import Trajectory
+from telescope.rollout.types import GenerateRequest, Generation
+from telescope.trainer.batch import StepInput, StepResult
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long things take, in seconds, and how often they fail (a share)."""
+
+    train: tuple[float, float] = (1.0, 1.0)
+    sync: float = 0.1
+    score: tuple[float, float] = (0.0, 0.5)
+    tokens: tuple[int, int] = (1, 20)
+    tokens_per_second: float = 10.0
+    turns: tuple[int, int] = (1, 1)
+    environment_failures: float = 0.0
+    engine_failures: float = 0.0
+    deaths: tuple[tuple[float, int, float], ...] = ()
+    """(when, server, seconds that it is away)."""
+
+
+class SimulatedServer:
+    """One server: a fake engine, and its death and return."""
+
+    def __init__(self, index: int, pace: Pace, rng: random.Random) -> None:
+        self.index = index
+        self.held_version = 0
+        self.alive = True
+        self.aborted: set[str] = set()
+        self._pace = pace
+        self._rng = rng
+        self._settings = FakeEngineSettings(tokens_per_second=pace.tokens_per_second)
+        self._fresh()
+
+    def _fresh(self) -> None:
+        self.engine = FakeEngine(self._settings, lambda request: self._answer(request))
+        self.engine.label = str(self.held_version)
+
+    def _answer(self, request: FakeRequest) -> list[int]:
+        return [self._rng.randrange(2, 100) for _ in range(self._rng.randint(*self._pace.tokens))]
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        if not self.alive or self._rng.random() < self._pace.engine_failures:
+            await asyncio.sleep(0.01)
+            raise InfrastructureError(f"server {self.index} is gone")
+        engine, ids = self.engine, request.request_id
+        assert ids not in engine.salts, "a request id is never used twice"
+        asked = engine.submit(ids, request.prompt_token_ids, request.max_tokens, request.seed, request.priority, None)
+        try:
+            reason = await asked.done
+        finally:
+            engine.abort([ids])
+        if reason == "died":
+            raise InfrastructureError(f"server {self.index} died")
+        count = asked.num_tokens
+        tokens = (asked.answer or [])[:count]
+        starts = [*asked.versions, ("", count)]
+        spans = [
+            (int(label), min(start, count), min(end, count))
+            for (label, start), (_, end) in itertools.pairwise(starts)
+            if min(start, count) < min(end, count)
+        ]
+        return Generation(
+            np.array(tokens, dtype=np.int32), np.full(count, -0.5, np.float32), reason, spans, self.index
+        )  # fmt: skip
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await asyncio.sleep(0.01)
+        self.aborted.update(request_ids)
+        self.engine.abort(request_ids)
+
+    def die(self) -> None:
+        self.alive = False
+        for request in list(self.engine.requests.values()):
+            if request.timer is not None:
+                request.timer.cancel()
+            if not request.done.done():
+                request.done.set_result("died")
+        self._fresh()
+
+    def update(self, version: int) -> None:
+        self.engine.finish_update(str(version))
+        self.held_version = version
+
+
+class SimulatedEnvironment:
+    """Takes its time; the reward of a sample follows from its last token, and some items always get the same."""
+
+    def __init__(self, pace: Pace, rng: random.Random, num_items: int = 64) -> None:
+        self.pace, self.rng, self.num_items = pace, rng, num_items
+
+    async def describe(self, key: str) -> EnvironmentInfo:
+        return EnvironmentInfo(key, self.num_items)
+
+    async def prepare(self, key: str, index: int) -> PreparedPrompt:
+        await asyncio.sleep(0.01)
+        return PreparedPrompt([index + 1], f"item {index}", [], f"uid {index}")
+
+    async def advance(
+        self, key: str, index: int, token_ids: np.ndarray, stop_reason: str, *, for_eval: bool = False
+    ) -> Advance:
+        await asyncio.sleep(self.rng.uniform(*self.pace.score))
+        if self.rng.random() < self.pace.environment_failures:
+            raise EnvironmentFailure("the environment failed")
+        if self.rng.randint(*self.pace.turns) > 1:
+            return Advance(False, [1], "turn", None)
+        reward = 1.0 if index % 8 == 0 else float(token_ids[-1] % 2)
+        return Advance(True, [], "text", RewardRecord(reward, {}, {}, [], {}))
+
+
+@dataclass
+class SimulatedTrainer:
+    """Trains nothing, for a while; a sync takes every server that lives through an update."""
+
+    pace: Pace
+    rng: random.Random
+    servers: list[SimulatedServer]
+    version: int = 0
+    ages: list[list[int]] = field(default_factory=list)
+    """For each step, the age of each token that was trained."""
+    sample_ids: list[str] = field(default_factory=list)
+
+    async def train_step(self, inputs: list[StepInput]) -> StepResult:
+        batches = [b for rank in inputs for m in rank.minibatches for b in m.micro_batches]
+        self.sample_ids += [sample for batch in batches for sample in batch.sample_ids]
+        versions = np.concatenate([batch.version_T[batch.trained_T] for batch in batches])
+        self.ages.append((self.version - versions).tolist())
+        await asyncio.sleep(self.rng.uniform(*self.pace.train))
+        return StepResult({"grad_norm": 1.0, "learning_rate": 1e-6}, [])
+
+    async def sync(self) -> dict[str, float]:
+        for server in self.servers:
+            server.engine.pause("keep")
+        await asyncio.sleep(self.pace.sync)
+        self.version += 1
+        for server in self.servers:
+            server.update(self.version)
+            server.engine.resume()
+        return {}
+
+
+class Simulation:
+    """One run, wired. `run` ends with its books checked."""
+
+    def __init__(self, config: TelescopeConfig, pace: Pace, *, seed: int = 0, num_servers: int = 1) -> None:
+        rng = random.Random(seed)
+        self.config, self.pace = config, pace
+        self.servers = [SimulatedServer(index, pace, rng) for index in range(num_servers)]
+        self.environment = SimulatedEnvironment(pace, rng)
+        self.trainer = SimulatedTrainer(pace, rng, self.servers)
+        self.recorder = StrictRecorder()
+        self.step_log = StepLog()
+        self.status = RunStatus("simulation", config.number_of_steps)
+        self.lanes = make_lanes(
+            individual=config.enable_individual_sample_lanes,
+            num_servers=num_servers,
+            groups_per_server=config.max_concurrent_prompts_per_server,
+            group_size=config.group_size,
+        )
+        for index in range(num_servers):
+            self.lanes.set_up(index, True)
+        self.orchestrator = Orchestrator(
+            config,
+            Services(
+                environments=cast(Any, self.environment),
+                environment_keys=[entry.name for entry in config.environments],
+                lanes=self.lanes,
+                engines=self.servers,
+                trainer=self.trainer,
+                weights=self.trainer,
+                recorder=cast(Any, self.recorder),
+                step_log=self.step_log,
+                reward_ranges=[(None, None)] * len(config.environments),
+                report_engine_failure=self._report,
+            ),
+            DrawSequence(config.seed, [self.environment.num_items], [1.0], [0]),
+            frozenset(),
+            RolloutSettings.from_config(config),
+            self.status,
+        )
+
+    def _report(self, server: int, error: InfrastructureError) -> None:
+        if not self.servers[server].alive:
+            self.lanes.set_up(server, False)
+
+    async def _kill_and_revive(self, when: float, index: int, away: float) -> None:
+        await asyncio.sleep(when)
+        server = self.servers[index]
+        if not server.alive:
+            return
+        server.die()
+        await asyncio.sleep(away)
+        server.alive = True
+        server.update(self.trainer.version)
+        self.lanes.set_up(index, True)
+
+    async def run(self) -> None:
+        """Train to the end and check the books."""
+        supervisor = Supervisor()
+        for death in self.pace.deaths:
+            supervisor.spawn(self._kill_and_revive(*death), "death")
+        await supervisor.run_until(self.orchestrator.run(supervisor))
+        self.check()
+
+    def open_samples(self) -> list[Trajectory]:
+        """Samples that ended and whose group has no fate yet."""
+        orchestrator = self.orchestrator
+        ready = orchestrator._batch.groups if orchestrator._batch is not None else []
+        groups = (*orchestrator._open.values(), *orchestrator._finished, *ready)
+        return [sample for group in groups for sample in group.samples if sample.reward is not None]
+
+    def check(self) -> None:
+        """Every prompt accounted for, no token trained too old, none twice, no lane leaked."""
+        ledger, config = self.orchestrator.ledger, self.config
+        assert len(self.trainer.ages) == config.number_of_steps
+        assert ledger.is_balanced()
+        assert ledger.num_trained == config.number_of_steps * config.prompts_batch_size_for_trainer
+        assert len(set(self.trainer.sample_ids)) == len(self.trainer.sample_ids), "a sample was trained twice"
+        trained_groups = Counter(row["group_id"] for row in self.recorder.of("groups"))
+        assert set(trained_groups.values()) <= {1}, "the fate of a group is written once"
+        assert len(trained_groups) == ledger.num_opened - len(ledger.open)
+        if config.max_off_policy_steps >= 0:
+            assert max(age for step in self.trainer.ages for age in step) <= config.max_off_policy_steps
+        assert self.lanes.num_used == 0, self.lanes.describe()
+        assert self.lanes.num_waiting == 0
+        for server in self.servers:
+            assert not server.engine.requests, "the engine works for nobody"
+        ids = [row["sample_id"] for row in self.recorder.of("samples")]
+        assert len(set(ids)) == len(ids), "a sample is written once"

@@ -1,0 +1,171 @@
+"""Samples that became too old: when they are, what happens to them in the engine, and that nothing goes missing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from tests.unit.orchestrator.fakes import config_of, group, sample
+from tests.unit.orchestrator.simulated_clock import run_simulated
+from tests.unit.orchestrator.simulation import Pace, Simulation
+
+from telescope.errors import RunError
+from telescope.orchestrator.staleness import Staleness
+from telescope.orchestrator.supervise import Supervisor
+
+# Answers of 1 to 40 seconds beside training steps of one: a good part of them is too old after three.
+SLOW_ANSWERS = Pace(tokens=(1, 400), score=(0.0, 0.2))
+
+
+def simulated(pace: Pace, *, seed: int = 0, num_servers: int = 1, **fields: Any) -> Simulation:
+    """A run that has ended, with its books checked."""
+    defaults: dict[str, Any] = {
+        "max_tokens": 1000, "max_model_len": 4096, "seq_len": 4096, "number_of_steps": 12,
+        "environment_error_budget": 1.0, "group_size": 3, "max_concurrent_prompts_per_server": 8,
+    }  # fmt: skip
+    simulation = Simulation(config_of(**{**defaults, **fields}), pace, seed=seed, num_servers=num_servers)
+    run_simulated(simulation.run())
+    return simulation
+
+
+def total(simulation: Simulation, *names: str) -> float:
+    return sum(metrics.get(name, 0.0) for metrics in simulation.step_log.metrics for name in names)
+
+
+def test_a_group_is_as_old_as_its_oldest_trained_token() -> None:
+    made = group([1.0, 0.0], version=4)
+    made.samples[1] = sample(1, 0.0, lengths=(2, 2), version=3)
+    assert made.oldest_version() == 3
+    assert not Staleness(2).is_stale(made, 5)
+    assert Staleness(2).is_stale(made, 6)
+
+
+def test_masked_samples_and_groups_without_tokens_have_no_age() -> None:
+    made = group([1.0, None], version=4)
+    made.samples[1].turns[0].generation.version_spans = [(0, 0, 3)]
+    assert made.oldest_version() == 4, "what is masked is not trained"
+    assert group([1.0], lengths=(0,)).oldest_version() is None
+    assert not Staleness(0).is_stale(group([1.0], lengths=(0,)), 100)
+
+
+def test_minus_one_switches_staleness_off() -> None:
+    assert not Staleness(-1).is_stale(group([1.0]), 10_000)
+    run = simulated(SLOW_ANSWERS, max_off_policy_steps=-1, max_async_rollout=6)
+    assert run.orchestrator.ledger.num_returned == 0
+    assert max(age for step in run.trainer.ages for age in step) > 3
+
+
+def test_no_token_is_trained_that_is_older_than_the_bound() -> None:
+    for bound in (0, 1, 3):
+        run = simulated(SLOW_ANSWERS, max_off_policy_steps=bound, max_async_rollout=6)
+        assert run.orchestrator.ledger.num_returned > 0, "the bound was felt"  # and `check` holds it
+
+
+# Defect 11: a cancelled sample goes on generating in the engine.
+def test_a_cancelled_sample_is_aborted_in_the_engine_itself() -> None:
+    run = simulated(SLOW_ANSWERS, max_off_policy_steps=1, max_async_rollout=4)
+    cancelled = run.recorder.of("samples", status="cancelled")
+    assert cancelled
+    aborted = {request.rsplit(".", 2)[0] for request in run.servers[0].aborted}
+    assert {row["sample_id"] for row in cancelled if row["completion_tokens"]} <= aborted
+    assert run.servers[0].engine.num_aborted >= len(aborted)
+
+
+# Defect 12: multi-turn samples stop ageing after the first turn.
+def test_a_sample_of_several_turns_ages_from_its_first_token() -> None:
+    pace = Pace(tokens=(1, 30), turns=(1, 6), score=(0.0, 1.0))
+    run = simulated(pace, max_off_policy_steps=2, max_async_rollout=6, number_of_steps=20)
+    cancelled = run.recorder.of("samples", status="cancelled")
+    assert any(row["num_turns"] > 1 and row["end_version"] > row["start_version"] for row in cancelled)
+    kept = run.recorder.of("samples", status="kept")
+    assert any(row["num_turns"] > 1 and row["end_version"] > row["start_version"] for row in kept)
+    assert max(row["step"] - row["start_version"] for row in kept) <= 2
+
+
+# Defect 13: cancelled prompts vanish; dropping favours short answers.
+def test_every_prompt_is_trained_or_dropped_with_a_reason_or_still_open() -> None:
+    run = simulated(SLOW_ANSWERS, max_off_policy_steps=1, max_async_rollout=4)
+    ledger = run.orchestrator.ledger
+    assert ledger.num_returned > 0
+    fates = {row["group_id"]: (row["status"], row["reason"]) for row in run.recorder.of("groups")}
+    assert set(fates) | ledger.open == set(range(ledger.num_opened)), "no draw is missing, however often it was asked"
+    assert not set(fates) & ledger.open
+    assert set(fates.values()) <= {("kept", None), ("discarded", "zero_advantage"), ("discarded", "too_slow")}
+    returned = [row for row in run.recorder.of("groups", status="kept") if row["num_returns"]]
+    assert returned, "a draw that came back is trained in the end"
+
+
+def test_a_draw_is_dropped_as_too_slow_after_two_returns() -> None:
+    run = simulated(SLOW_ANSWERS, max_off_policy_steps=1, max_async_rollout=4, number_of_steps=30)
+    dropped = run.recorder.of("groups", reason="too_slow")
+    assert dropped
+    assert {row["num_returns"] for row in dropped} == {2}
+    assert max(row["num_returns"] for row in run.recorder.of("groups")) == 2
+
+
+def test_every_sampled_token_is_counted_once_with_what_became_of_it() -> None:
+    pace = Pace(tokens=(1, 400), score=(0.0, 0.2), environment_failures=0.1)
+    run = simulated(pace, max_off_policy_steps=1, max_async_rollout=4)
+    fates = ("kept", "discarded/max_async", "discarded/zero_advantage", "discarded/too_slow", "discarded/all_masked",
+             "masked/environment", "cancelled")  # fmt: skip
+    counted = {fate: total(run, f"{fate}/tokens") for fate in fates}
+    assert min(counted[fate] for fate in ("kept", "discarded/max_async", "masked/environment", "cancelled")) > 0
+    still_open = sum(sample.num_completion_tokens for sample in run.open_samples())
+    generated = sum(row["num_tokens_generated"] for row in run.recorder.of("steps"))
+    assert sum(counted.values()) + still_open == generated
+    written = run.recorder.of("samples")
+    assert len(written) == total(run, *(f"{fate}/samples" for fate in fates))
+    assert sum(row["completion_tokens"] for row in written) == sum(counted.values())
+
+
+def test_the_lengths_of_what_is_kept_and_of_what_is_dropped_are_there_to_compare() -> None:
+    run = simulated(SLOW_ANSWERS, max_off_policy_steps=1, max_async_rollout=4)
+    for name in ("mean", "std", "min", "max"):
+        assert any(f"cancelled/tokens_{name}" in metrics for metrics in run.step_log.metrics)
+        assert any(f"discarded/max_async/tokens_{name}" in metrics for metrics in run.step_log.metrics)
+    lengths = {
+        status: [row["completion_tokens"] for row in run.recorder.of("samples", status=status)]
+        for status in ("kept", "cancelled")
+    }
+    mean = {status: sum(values) / len(values) for status, values in lengths.items()}
+    assert mean["kept"] < 200, "dropping favours short answers (all: 200), and the record shows by how much"
+
+
+# Defect 14: fresh finished groups are thrown away because a batch was full.
+def test_no_finished_group_is_thrown_away_while_it_is_young_enough() -> None:
+    run = simulated(Pace(), max_off_policy_steps=8, max_async_rollout=3)
+    assert {row["reason"] for row in run.recorder.of("groups")} == {None, "zero_advantage"}
+    assert run.orchestrator.ledger.num_returned == 0
+    late = simulated(SLOW_ANSWERS, max_off_policy_steps=2, max_async_rollout=4)
+    for row in late.recorder.of("samples", reason="max_async", status="discarded"):
+        others = [r for r in late.recorder.of("samples", reason="max_async") if r["group_id"] == row["group_id"]]
+        assert max(other["age"] or 0 for other in others) > 2 or any(o["status"] == "cancelled" for o in others)
+
+
+def test_a_batch_that_waits_for_the_trainer_is_taken_apart_when_it_becomes_too_old() -> None:
+    run = simulated(Pace(train=(5.0, 5.0)), max_off_policy_steps=0, max_async_rollout=1)
+    assert all(age == 0 for step in run.trainer.ages for age in step)
+    assert run.orchestrator.ledger.num_returned > 0
+
+
+def test_a_run_whose_answers_are_all_too_slow_stops_and_says_so() -> None:
+    pace = Pace(tokens=(300, 300), tokens_per_second=1.0, train=(0.1, 0.1))
+    quick = config_of(max_off_policy_steps=0, max_async_rollout=8, max_tokens=1000, max_model_len=4096, seq_len=4096)
+    simulation = Simulation(quick, pace)
+
+    async def versions_move_on_without_a_batch() -> None:
+        supervisor = Supervisor()
+
+        async def sync() -> None:
+            while True:
+                await asyncio.sleep(1.0)
+                await simulation.trainer.sync()
+                simulation.orchestrator.window.synced()
+                simulation.orchestrator._withdraw_stale_groups()
+
+        supervisor.spawn(sync(), "sync")
+        await supervisor.run_until(simulation.orchestrator.run(supervisor))
+
+    with pytest.raises(RunError, match=r"20 groups in a row .*20 too slow.* Raise max_off_policy_steps"):
+        run_simulated(versions_move_on_without_a_batch())
