@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from telescope.config import LoadedConfig, load_config
+from telescope.config import LoadedConfig, TelescopeConfig, load_config
 from telescope.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def _train(loaded: LoadedConfig) -> int:
 
     _require_training_packages()
     preflight.check(loaded.config)
+    _try_environments(loaded.config)
 
     from telescope.cli.live_view import LiveView
     from telescope.orchestrator.run import run_training
@@ -102,6 +103,19 @@ def _train(loaded: LoadedConfig) -> int:
     summary = run_training(loaded.config, loaded.notes, LiveView())
     print_summary(summary, _console())
     return 0 if summary.status == "finished" else EXIT_STOPPED
+
+
+def _try_environments(config: TelescopeConfig) -> None:
+    """Load the environments once, before anything is made or started that would have to be taken back."""
+    from telescope.environments.trial import try_environments
+    from telescope.orchestrator.environment_keys import environment_keys
+
+    try_environments(
+        environment_keys(config).specs,
+        environments_path=list(config.environments_path),
+        making_seconds=config.environment_timeout_seconds,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
 
 
 def _require_training_packages() -> None:

@@ -20,12 +20,12 @@ import inspect
 import re
 import shlex
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
+from telescope.environments.blame import describe
 from telescope.errors import UserError
 
 
@@ -150,15 +150,14 @@ class Discovery:
             return importlib.import_module(source.module)
         except UserError:
             raise
-        except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        except (Exception, SystemExit) as error:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             fix = (
                 f" Install the missing package (perhaps with: pip install {missing.split('.')[0]})." if missing else ""
             )
             raise UserError(
-                f"The {self.kind} {source.name!r} cannot be imported: {type(error).__name__}: {error}{where}.{fix}"
+                f"The {self.kind} {source.name!r} cannot be imported: "
+                f"{describe(error, source.file.parent if source.file else None)}.{fix}"
             ) from error
 
     def _only_class(self, module: ModuleType, source: Source) -> type:

@@ -6,16 +6,19 @@ a user's object is not what it should be. Does not own processes, deadlines or m
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import inspect
 import json
 import math
-from collections.abc import Awaitable, Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from telescope.environments.base import EvalMetricsResult, RewardResult, Sample, sample_uid
+from telescope.environments.blame import describe
 from telescope.environments.records import EnvironmentInfo, EnvironmentSpec
 from telescope.environments.rendering import Renderer
 from telescope.errors import UserError
@@ -40,24 +43,52 @@ class Pending:
 class Player:
     """The environments of one process, by position."""
 
-    def __init__(self, specs: Sequence[EnvironmentSpec], renderer: Renderer | None, path: Sequence[str]) -> None:
+    def __init__(
+        self,
+        specs: Sequence[EnvironmentSpec],
+        renderer: Renderer | None,
+        path: Sequence[str],
+        *,
+        on_stage: Callable[[str, str], None] = lambda stage, doing: None,
+    ) -> None:
+        """Imports and makes the environments. `on_stage` is told before user code is entered to load something: the
+        stage (`making`, `dataset` or `resources`) and the same in words.
+
+        Raises `UserError` that names the environment and the place when its code raises or exits.
+        """
         self.renderer = renderer
         self.specs = list(specs)
+        self.on_stage = on_stage
         self.environments = [self._make(spec, path) for spec in specs]
+
+    @contextlib.contextmanager
+    def _loading(self, spec: EnvironmentSpec, stage: str, doing: str) -> Iterator[None]:
+        """Around user code that loads something: whatever it raises is for its author to mend."""
+        kind = "eval" if spec.factory.startswith("telescope.evals.") else "environment"
+        self.on_stage(stage, f"{doing} the {kind} {spec.name!r}")
+        try:
+            yield
+        except UserError:
+            raise
+        except BaseException as error:
+            traceback.print_exc()
+            raise UserError(f"{doing.capitalize()} the {kind} {spec.name!r} failed: {describe(error)}") from error
 
     def _make(self, spec: EnvironmentSpec, path: Sequence[str]) -> Any:
         module, _, function = spec.factory.partition(":")
-        environment = getattr(importlib.import_module(module), function)(
-            spec.name, environments_path=path, **spec.kwargs
-        )
+        with self._loading(spec, "making", "importing and making"):
+            environment = getattr(importlib.import_module(module), function)(
+                spec.name, environments_path=path, **spec.kwargs
+            )
         if environment.is_multi_turn:
             raise UserError(f"The environment {spec.name!r} has several turns; this version plays single turns only.")
         environment.eos_token = self.renderer.eos_token if self.renderer else ""
         return environment
 
     async def prepare_resources(self) -> None:
-        for environment in self.environments:
-            await environment.prepare_resources()
+        for spec, environment in zip(self.specs, self.environments, strict=True):
+            with self._loading(spec, "resources", "preparing the resources of"):
+                await environment.prepare_resources()
 
     def describe(self, position: int) -> EnvironmentInfo:
         """Load the dataset, try the first prompt, and say what is there.
@@ -65,7 +96,10 @@ class Player:
         Raises `UserError` when the dataset is empty or its first prompt cannot be rendered.
         """
         spec, environment = self.specs[position], self.environments[position]
-        count = len(environment)
+        with self._loading(spec, "dataset", "loading the dataset of"):
+            count = len(environment)
+            shown = sorted({round(i * (count - 1) / max(DIGEST_ITEMS - 1, 1)) for i in range(DIGEST_ITEMS)})
+            identities = ",".join(sample_uid(environment.get_sample(i)) for i in shown) if count else ""
         if count == 0:
             raise UserError(
                 f"The dataset of environment {spec.name!r} is empty (kwargs: {spec.kwargs or 'none'}). Check its "
@@ -80,8 +114,6 @@ class Player:
                 raise UserError(
                     f"The first prompt of environment {spec.name!r} cannot be rendered: {type(error).__name__}: {error}"
                 ) from error
-        shown = sorted({round(i * (count - 1) / max(DIGEST_ITEMS - 1, 1)) for i in range(DIGEST_ITEMS)})
-        identities = ",".join(sample_uid(environment.get_sample(i)) for i in shown)
         return EnvironmentInfo(
             name=str(environment.name),
             num_samples=count,

@@ -16,7 +16,6 @@ import logging
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,17 @@ import numpy as np
 
 from telescope.environments.call_queue import CallQueue
 from telescope.environments.launcher import Launcher
-from telescope.environments.limits import default_memory_limit
 from telescope.environments.pool_worker import TICK_SECONDS, PoolWorker
 from telescope.environments.process import STACK_SECONDS, WorkerProcess
 from telescope.environments.records import (
     Advance,
     EnvironmentInfo,
     EnvironmentSpec,
+    PoolStatus,
     PreparedPrompt,
     RendererSpec,
     RewardRecord,
+    load_header,
 )
 from telescope.environments.schedule import Call
 from telescope.environments.wire import pack_ids, unpack_ids
@@ -48,18 +48,6 @@ MAX_FAILED_STARTS = 3
 IDENTITIES_PER_CALL = 2_000
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, frozen=True)
-class PoolStatus:
-    """State and counts since the start, for the record and for messages."""
-
-    workers_ready: int
-    calls_waiting: int
-    calls_in_workers: int
-    restarts: int
-    deadlines_passed: int
-    pids: tuple[int, ...]
 
 
 class EnvironmentPool:
@@ -90,12 +78,7 @@ class EnvironmentPool:
         if num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}; use 1 or more")
         self._specs = list(specs)
-        self._load_header = {
-            "op": "load",
-            "specs": [asdict(spec) for spec in specs],
-            "environments_path": [str(Path(place).expanduser().resolve()) for place in environments_path],
-            "memory_limit_bytes": memory_limit_bytes or default_memory_limit(),
-        }
+        self._load_header = load_header(specs, environments_path, memory_limit_bytes)
         self._timeout_seconds = timeout_seconds
         self._start_timeout_seconds = start_timeout_seconds
         self._renderer = renderer
@@ -319,6 +302,8 @@ class EnvironmentPool:
                 self._queue.costs.measured(call.kind, header["busy"])
             if self._queue:
                 self._schedule_pump()
+        elif "loading" in header:
+            worker.loading = header["loading"]
         elif "ready" in header:
             self._on_ready(worker, [EnvironmentInfo(**fields) for fields in header["ready"]])
         elif header["user_error"]:
@@ -363,8 +348,8 @@ class EnvironmentPool:
         if worker.failed_starts >= MAX_FAILED_STARTS:
             self._break(
                 InfrastructureError(
-                    f"An environment worker died {worker.failed_starts} times while it was loading; the last one "
-                    f"{process.epitaph()}"
+                    f"An environment worker died {worker.failed_starts} times while it was {worker.loading}; the last "
+                    f"one {process.epitaph()}"
                 )
             )
             return
@@ -405,16 +390,16 @@ class EnvironmentPool:
                     self._queue.run_again(taken)
                     self._schedule_pump()
             elif now - worker.process.started > self._start_timeout_seconds:
-                self._give_up_loading(worker.process)
+                self._give_up_loading(worker, worker.process)
 
-    def _give_up_loading(self, process: WorkerProcess) -> None:
+    def _give_up_loading(self, worker: PoolWorker, process: WorkerProcess) -> None:
         process.dump_stacks()
-        self._loop.call_later(STACK_SECONDS, self._break_loading, process)
+        self._loop.call_later(STACK_SECONDS, self._break_loading, worker, process)
 
-    def _break_loading(self, process: WorkerProcess) -> None:
+    def _break_loading(self, worker: PoolWorker, process: WorkerProcess) -> None:
         self._break(
             DeadlineExceeded(
-                f"Loading the environments took longer than {self._start_timeout_seconds:g} seconds. The log of one "
-                f"worker ({process.log_path}) ends:\n{process.log_tail()}"
+                f"An environment worker was still {worker.loading} after {self._start_timeout_seconds:g} seconds; its "
+                f"log ({process.log_path}) ends:\n{process.log_tail()}"
             )
         )

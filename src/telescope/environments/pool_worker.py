@@ -30,6 +30,8 @@ class PoolWorker:
         self.process: WorkerProcess | None = None
         self.ready = False
         self.killed = False
+        self.loading = "starting"
+        """What its process was last doing before it was ready."""
         self.failed_starts = 0
         self.deadlines_passed = 0
 
@@ -41,6 +43,7 @@ class PoolWorker:
         """A new process takes the seat."""
         self.process = process
         self.ready = self.killed = False
+        self.loading = "starting"
 
     def gone(self) -> list[Call]:
         """The process has ended, and the call to blame for it, if any, fails. Returns the calls to run again."""

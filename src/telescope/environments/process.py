@@ -162,15 +162,16 @@ class WorkerProcess:
 
     def epitaph(self) -> str:
         """How the process ended, and the last lines of its log."""
-        code = self._code
-        if code is None:
-            ended = "is still running"
-        elif code < 0:
-            ended = f"was killed by {signal.Signals(-code).name}"
-        else:
-            ended = f"ended with exit code {code}"
-        tail = self.log_tail()
+        ended, tail = self.how_it_ended(), self.log_tail()
         return f"{ended}; its log ({self.log_path}) ends:\n{tail}" if tail else f"{ended}; its log is empty"
+
+    def how_it_ended(self) -> str:
+        """The end in a few words that follow a subject."""
+        if self._code is None:
+            return "is still running"
+        if self._code < 0:
+            return f"was killed by {signal.Signals(-self._code).name}"
+        return f"ended with exit code {self._code}"
 
     def log_tail(self) -> str:
         """The last lines that this process wrote."""

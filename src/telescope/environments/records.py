@@ -6,10 +6,13 @@ the driver.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from telescope.environments.base import ChatMessage
+from telescope.environments.limits import default_memory_limit
 
 
 @dataclass(slots=True, frozen=True)
@@ -96,3 +99,28 @@ class Advance:
     completion_text: str
     reward: RewardRecord | None
     seconds: float = 0.0
+
+
+@dataclass(slots=True, frozen=True)
+class PoolStatus:
+    """State and counts since the start, for the record and for messages."""
+
+    workers_ready: int
+    calls_waiting: int
+    calls_in_workers: int
+    restarts: int
+    deadlines_passed: int
+    pids: tuple[int, ...]
+
+
+def load_header(
+    specs: Sequence[EnvironmentSpec], environments_path: Sequence[str | Path], memory_limit_bytes: int | None = None
+) -> dict[str, Any]:
+    """The first frame to a worker: what it loads."""
+    return {
+        "op": "load",
+        "trial": False,
+        "specs": [asdict(spec) for spec in specs],
+        "environments_path": [str(Path(place).expanduser().resolve()) for place in environments_path],
+        "memory_limit_bytes": memory_limit_bytes or default_memory_limit(),
+    }

@@ -26,6 +26,7 @@ from contextvars import ContextVar
 from dataclasses import asdict
 from typing import Any
 
+from telescope.environments.blame import innermost_line
 from telescope.environments.player import Pending, Player, is_awaitable, plain_score, settle
 from telescope.environments.records import EnvironmentSpec
 from telescope.environments.rendering import Renderer
@@ -186,9 +187,10 @@ class Worker:
         started = time.perf_counter()
         try:
             specs = [EnvironmentSpec(**fields) for fields in header["specs"]]
-            self.player = Player(specs, self.renderer, header["environments_path"])
+            self.player = Player(specs, self.renderer, header["environments_path"], on_stage=self._say_stage)
             infos = [asdict(self.player.describe(position)) for position in range(len(specs))]
-            self.loop.run_until_complete(self.player.prepare_resources())
+            if not header["trial"]:
+                self.loop.run_until_complete(self.player.prepare_resources())
         except UserError as error:
             self.send({"failed": str(error), "user_error": True})
             return False
@@ -199,6 +201,10 @@ class Worker:
         limit_memory(header["memory_limit_bytes"])
         self.send({"ready": infos, "seconds": time.perf_counter() - started})
         return True
+
+    def _say_stage(self, stage: str, doing: str) -> None:
+        """Before each step into user code: a process that ends or hangs can no longer say where."""
+        self.send({"loading": doing, "stage": stage})
 
     def _handle(self, header: dict[str, Any], blob: bytes) -> None:
         request_id = header["id"]
@@ -271,10 +277,10 @@ def _scored(result: Any, pending: Pending) -> dict[str, Any]:
 
 
 def _blame(error: BaseException) -> str:
-    """The error in a line, with the innermost line of code outside of this file."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}".encode("utf-8", "replace").decode()
+    """The error in a line, with the name of the file and the line that it comes from."""
+    where = innermost_line(error)
+    place = f" ({os.path.basename(where)})" if where else ""
+    return f"{type(error).__name__}: {error}{place}".encode("utf-8", "replace").decode()
 
 
 def limit_memory(extra_bytes: int | None) -> None:

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 
 from telescope.config import TelescopeConfig
 from telescope.environments.pool import EnvironmentPool
-from telescope.environments.records import EnvironmentSpec
 from telescope.errors import ConfigError
-from telescope.evals.registry import eval_spec
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval, plan_eval, run_eval
 from telescope.orchestrator import rows
 from telescope.orchestrator.draws import request_seed
+from telescope.orchestrator.environment_keys import EnvironmentKeys
 from telescope.orchestrator.lanes import LanePool
 from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import RunStatus
@@ -26,46 +25,6 @@ from telescope.rollout.sample import RolloutSettings
 from telescope.rollout.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EnvironmentKeys:
-    """What the pool calls each environment of the config: one key per training entry and one per eval entry."""
-
-    specs: list[EnvironmentSpec]
-    training: list[str]
-    evals: list[str]
-
-
-def environment_keys(config: TelescopeConfig) -> EnvironmentKeys:
-    """One environment per training entry; an eval of the same name and settings shares it.
-
-    An eval that names a trained environment and gives no kwargs is given that environment's.
-    """
-    specs: list[EnvironmentSpec] = []
-    training: list[str] = []
-    for index, entry in enumerate(config.environments):
-        twice = sum(other.name == entry.name for other in config.environments) > 1
-        key = f"{entry.name}#{index}" if twice else entry.name
-        specs.append(EnvironmentSpec(entry.name, dict(entry.kwargs), entry.reward_min, entry.reward_max, key=key))
-        training.append(key)
-    evals: list[str] = []
-    for index, eval_entry in enumerate(config.evals):
-        shared = next(
-            (
-                s
-                for s in specs
-                if s.name == eval_entry.name and eval_entry.kwargs in ({}, s.kwargs) and s.key in training
-            ),
-            None,
-        )
-        if shared is not None:
-            evals.append(shared.key)
-            continue
-        key = f"eval/{eval_entry.name}#{index}"
-        specs.append(eval_spec(eval_entry.name, dict(eval_entry.kwargs), key=key))
-        evals.append(key)
-    return EnvironmentKeys(specs, training, evals)
 
 
 @dataclass

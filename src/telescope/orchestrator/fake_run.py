@@ -20,7 +20,7 @@ from telescope.environments.records import RendererSpec
 from telescope.errors import InfrastructureError
 from telescope.inference.client import EngineClient
 from telescope.orchestrator.draws import DrawSequence
-from telescope.orchestrator.evaluation import environment_keys
+from telescope.orchestrator.environment_keys import environment_keys
 from telescope.orchestrator.lanes import LanePool, make_lanes
 from telescope.orchestrator.orchestrator import Orchestrator, Services
 from telescope.orchestrator.servers import ServerHandle, ServerPool

@@ -23,9 +23,9 @@ from telescope.config.machine import local_resources
 from telescope.config.plan import plan_placement
 from telescope.environments.pool import EnvironmentPool
 from telescope.environments.records import RendererSpec
-from telescope.errors import UserError
 from telescope.evals.runner import PlannedEval
-from telescope.orchestrator.evaluation import EnvironmentKeys, environment_keys, plan_evals
+from telescope.orchestrator.environment_keys import EnvironmentKeys, environment_keys
+from telescope.orchestrator.evaluation import plan_evals
 from telescope.orchestrator.lanes import LanePool, make_lanes
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.servers import ServerPool
@@ -144,17 +144,6 @@ async def _start_environments(
     )
     stack.push_async_callback(environments.close)
     await environments.start()
-    for spec in keys.specs:
-        info = await environments.describe(spec.identity)
-        if info.num_samples == 0:
-            raise UserError(
-                f"environment {spec.name!r} has an empty dataset (kwargs {spec.kwargs}): name another dataset or split "
-                "in its kwargs, or widen its filters"
-            )
-        if info.is_multi_turn:
-            raise UserError(
-                f"environment {spec.name!r} is multi-turn, which this version cannot run yet; choose a single-turn one"
-            )
     return environments
 
 

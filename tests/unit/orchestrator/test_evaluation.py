@@ -13,7 +13,8 @@ from telescope.config import TelescopeConfig
 from telescope.environments.records import Advance, RewardRecord
 from telescope.errors import ConfigError, EnvironmentFailure, InfrastructureError
 from telescope.orchestrator.draws import request_seed
-from telescope.orchestrator.evaluation import Evaluation, environment_keys, plan_evals
+from telescope.orchestrator.environment_keys import environment_keys
+from telescope.orchestrator.evaluation import Evaluation, plan_evals
 from telescope.orchestrator.lanes import LanePool
 from telescope.orchestrator.status import RunStatus
 from telescope.rollout.sample import RolloutSettings
