@@ -5,7 +5,8 @@ environments (`registry`), does not run them (`pool`, `worker`), and imports not
 environment needs neither torch nor Ray nor vLLM.
 
 Invariants:
-- An environment object is shared by all rollouts of its process, so nothing about one rollout is kept on it.
+- An environment object is shared by all rollouts of its process, so nothing about one rollout is kept on it: what a
+  rollout of several turns remembers is in its `RolloutState`.
 - `get_sample(index)` is the same sample in every process and at every call; a dataset that is drawn at random is drawn
   from a seed.
 - Scoring methods may be plain or `async`; Telescope calls both outside the driver process.
@@ -18,9 +19,10 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from telescope.environments.arguments import check_arguments, load_arguments
+from telescope.errors import UserError
 
 ChatMessage = dict[str, Any]
 """A message as chat templates take it: `{"role": "user", "content": "..."}`."""
@@ -59,6 +61,43 @@ class EvalMetricsResult:
     sample_tags: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class TrajectoryStep:
+    """One turn of a rollout: the conversation that the model saw and what it answered.
+
+    `completion` is the decoded text without its end token. `completion_logprobs` is as long as `completion_token_ids`,
+    or empty where nobody asked for them. `is_truncated`: the answer was cut off before the model ended it.
+    """
+
+    prompt: list[ChatMessage]
+    completion: str
+    prompt_token_ids: list[int] = field(default_factory=list)
+    completion_token_ids: list[int] = field(default_factory=list)
+    completion_logprobs: list[float] = field(default_factory=list)
+    is_truncated: bool = False
+
+
+@dataclass(slots=True)
+class RolloutState:
+    """All that is remembered of one rollout of several turns. `custom` is the environment's own.
+
+    It is made, changed and scored in one process and never leaves it, so `custom` may hold anything.
+    """
+
+    sample: Sample
+    env_name: str
+    trajectory: list[TrajectoryStep] = field(default_factory=list)
+    is_completed: bool = False
+    stop_reason: str | None = None
+    error: str | None = None
+    custom: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_turns(self) -> int:
+        """Answers of the model so far."""
+        return len(self.trajectory)
+
+
 def sample_uid(sample: Sample) -> str:
     """Identity of a dataset item: 16 hex digits over prompt, answer and metadata.
 
@@ -71,7 +110,7 @@ def sample_uid(sample: Sample) -> str:
 
 
 class Environment(ABC):
-    """A dataset and a reward. Subclass `SingleTurnEnvironment` rather than this.
+    """A dataset and a reward. Subclass `SingleTurnEnvironment` or `MultiTurnEnvironment` rather than this.
 
     Class attributes that a subclass may set: `reward_min` and `reward_max` (expected range of the reward, for charts),
     `metrics_ranges` (`{"correct": {"min": 0.0, "max": 1.0}}`, likewise), `tags_options` (values that a tag takes),
@@ -87,6 +126,7 @@ class Environment(ABC):
     """The tokenizer's end token, set before the first rollout; empty when there is no tokenizer."""
     uses_chat_template: bool = True
     keeps_eos_token: bool = False
+    resources_per: ClassVar[Literal["host", "process"]] = "host"
 
     # Defaults on the class: a subclass whose __init__ does not call super() works all the same.
     _name: str = ""
@@ -124,7 +164,15 @@ class Environment(ABC):
         return self._samples
 
     async def prepare_resources(self) -> None:
-        """Awaited once per process before the first rollout: open connections, warm caches."""
+        """Awaited before the first completion is handed over: start a pool of sandboxes, open connections.
+
+        An environment that overrides this is played in one process of a host, so that the host has its resources once;
+        with `resources_per = "process"` every process plays it and prepares resources of its own.
+        """
+        return None
+
+    async def close_resources(self) -> None:
+        """Awaited when the process ends in good order; it has some seconds. After a crash it is not called."""
         return None
 
 
@@ -206,6 +254,87 @@ class SingleTurnEnvironment(Environment):
         if self.add_thinking_prefix and not text.rstrip().endswith(THINKING_PREFIX.rstrip()):
             text += THINKING_PREFIX
         return text
+
+
+class MultiTurnEnvironment(Environment):
+    """A conversation: the model answers, the environment replies, until it is done, and then the whole is scored.
+
+    After each answer, which is then the last of `state.trajectory`: `is_done`; if not, `env_response` and again
+    `is_done`; if not, the conversation of `get_next_prompt_messages` goes to the model. An answer that was cut off ends
+    the rollout, unless `continues_after_truncation`. All methods may be plain or `async`.
+    """
+
+    max_turns: int = 10
+    system_prompt: str | None = None
+    continues_after_truncation: bool = False
+
+    def __init__(self, max_turns: int = 10, system_prompt: str | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if max_turns < 1:
+            raise UserError(f"{type(self).__name__}: max_turns is {max_turns}; use 1 or more.")
+        self.max_turns = max_turns
+        self.system_prompt = system_prompt
+
+    @property
+    def is_multi_turn(self) -> bool:
+        return True
+
+    def create_initial_state(self, sample: Sample) -> RolloutState:
+        """The memory of a new rollout. Override it to fill `custom`."""
+        return RolloutState(sample=sample, env_name=self.name)
+
+    def get_initial_prompt(self, sample: Sample, tokenizer: Any = None) -> list[ChatMessage]:
+        """The first conversation; the same at every call, because all rollouts of a group share it."""
+        if isinstance(sample.prompt, str):
+            messages: list[ChatMessage] = [{"role": "user", "content": sample.prompt}]
+        else:
+            messages = [dict(message) for message in sample.prompt]
+        if self.system_prompt and not (messages and messages[0].get("role") == "system"):
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        return messages
+
+    @abstractmethod
+    def env_response(
+        self, messages: list[ChatMessage], state: RolloutState
+    ) -> list[ChatMessage] | Awaitable[list[ChatMessage]]:
+        """What the environment says to `messages`, the conversation up to and with the model's last answer."""
+
+    def is_done(self, state: RolloutState) -> tuple[bool, str | None]:
+        """Whether the rollout ends here, and a word for why, which is recorded."""
+        if state.num_turns >= self.max_turns:
+            return True, "max_turns"
+        return False, None
+
+    def get_next_prompt_messages(
+        self, state: RolloutState, env_response_messages: list[ChatMessage]
+    ) -> list[ChatMessage]:
+        """The conversation of the next turn: unless overridden, all that was said and the environment's response."""
+        return [*conversation(state), *env_response_messages]
+
+    @abstractmethod
+    def compute_reward(self, state: RolloutState, eos_token: str = "") -> RewardResult | Awaitable[RewardResult]:
+        """Score the finished rollout."""
+
+    def compute_eval_metrics(
+        self, state: RolloutState, eos_token: str = ""
+    ) -> EvalMetricsResult | Awaitable[EvalMetricsResult]:
+        """Metrics of an evaluation; unless overridden, the reward's `sample_metrics` and the reward itself."""
+        result = self.compute_reward(state, eos_token)
+        if isinstance(result, RewardResult):
+            return eval_metrics_of(result)
+        return _eval_metrics_later(result)
+
+    def end_rollout(self, state: RolloutState) -> Awaitable[None] | None:
+        """Called once when a rollout is over (scored, failed or cancelled): give back what `state` holds."""
+        return None
+
+
+def conversation(state: RolloutState) -> list[ChatMessage]:
+    """The last turn's prompt and answer as messages; empty before the first answer."""
+    if not state.trajectory:
+        return []
+    last = state.trajectory[-1]
+    return [*last.prompt, {"role": "assistant", "content": last.completion}]
 
 
 def eval_metrics_of(result: RewardResult) -> EvalMetricsResult:

@@ -2,10 +2,12 @@
 
 Plain functions on strings. Each extractor returns the last occurrence, because a model that corrects itself means its
 last word, and None when there is none. All run in time linear in the text, whatever the model wrote: they search for
-fixed strings and never backtrack.
+fixed strings and never backtrack. Comparing formulas is another matter (`math_verifier`), and has a deadline.
 """
 
 from __future__ import annotations
+
+from telescope.environments.math_verifier import check_equal
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
@@ -106,3 +108,14 @@ def verify_exact_match(answer: str | None, expected: str) -> bool:
     if answer is None:
         return False
     return " ".join(answer.split()).casefold() == " ".join(expected.split()).casefold()
+
+
+def verify_math_answer(answer: str | None, expected: str, timeout_seconds: float = 5.0) -> bool:
+    """Whether two answers in LaTeX or plain notation mean the same, by the package math-verify.
+
+    None, an answer too long to be one, and one that takes more than `timeout_seconds` to compare do not match. Raises
+    `UserError` when math-verify is not installed, `InfrastructureError` when the process that compares cannot live.
+    """
+    if answer is None:
+        return False
+    return verify_exact_match(answer, expected) or check_equal(answer, expected, timeout_seconds)

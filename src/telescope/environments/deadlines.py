@@ -1,0 +1,60 @@
+"""Deadlines for plain code, inside of a process.
+
+`deadline` interrupts Python code that runs in the main thread, which is where environment workers run plain functions
+of the user. It cannot interrupt a single long operation of C (`95**97**99`, a regular expression); for those the pool
+has a deadline of its own, which ends the process.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_AGAIN_SECONDS = 0.5
+"""The interruption is repeated, for code that catches every exception in a loop."""
+
+
+class DeadlinePassed(TimeoutError):
+    """Plain code took longer than it was given."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"did not end within {seconds:g} seconds")
+        self.seconds = seconds
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raise `DeadlinePassed` inside of the block when it takes longer than `seconds`.
+
+    Nested deadlines keep the earliest. Outside of the main thread, where no signal arrives, nothing is interrupted.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    armed = True
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        if armed:
+            raise DeadlinePassed(seconds)
+
+    outer_left, outer_interval = signal.getitimer(signal.ITIMER_REAL)
+    if 0.0 < outer_left <= seconds:
+        yield  # the outer one is due first and covers this block
+        return
+    outer_handler = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_SECONDS)
+    try:
+        try:
+            yield
+        finally:
+            armed = False  # the signal may come right here, and then raises past this line but not past the next block
+    finally:
+        armed = False
+        left, _ = signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, outer_handler)
+        if outer_left > 0.0:
+            signal.setitimer(signal.ITIMER_REAL, max(outer_left - (seconds - left), 1e-3), outer_interval)

@@ -1,0 +1,181 @@
+r"""Comparing mathematical answers in a process that can be killed.
+
+Answers of a model reach SymPy here, which may take for ever over a few characters (`9^{9^{9^9}}`) and cannot be
+interrupted while it does. So they are parsed and compared in a child process, one per process, started at the first
+comparison; a comparison that takes too long ends it, and the next one starts another. What the child does is at the end
+of this file (`main`); everything above runs in the caller.
+
+The child reads lines of JSON, `[expected, answer]`, and answers each with `true` or `false`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import resource
+import select
+import subprocess
+import sys
+import threading
+import time
+from typing import IO, Any
+
+from telescope.errors import InfrastructureError, UserError
+
+MAX_CHARACTERS = 1_000
+"""Longest answer that is looked at."""
+START_SECONDS = 120.0
+"""Given to the child to import SymPy, on a busy machine."""
+MEMORY_BYTES = 2 * 2**30
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from telescope.environments.math_verifier import main; "
+    "main()"
+)
+
+
+def check_equal(answer: str, expected: str, timeout_seconds: float) -> bool:
+    """Whether math-verify takes `answer` and `expected` for equal; False when it does not say in time."""
+    answer, expected = _tidied(answer), _tidied(expected)
+    if not _is_one_expression(answer) or not _is_one_expression(expected):
+        return False
+    return _checker.ask(expected, answer, timeout_seconds)
+
+
+def _tidied(text: str) -> str:
+    """Without the signs that put a formula into a text."""
+    text = text.strip()
+    for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+        if len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):
+            return text[len(opening) : -len(closing)].strip()
+    return text
+
+
+def _is_one_expression(text: str) -> bool:
+    """Whether the text can stand for a single answer: short, braces paired, no second formula inside."""
+    if not text or len(text) > MAX_CHARACTERS or "\\boxed" in text or "$" in text.replace("\\$", ""):
+        return False
+    depth = 0
+    escaped = False
+    for character in text:
+        if escaped:
+            escaped = False
+        elif character == "\\":
+            escaped = True
+        elif character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if depth < 0:
+                return False
+    return depth == 0
+
+
+class _Checker:
+    """The child process of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        """The process that started the child: after a fork it belongs to the parent."""
+
+    def ask(self, expected: str, answer: str, timeout_seconds: float) -> bool:
+        with self._lock:
+            process = self._running()
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(json.dumps([expected, answer]).encode() + b"\n")
+                process.stdin.flush()
+                line = _read_line(process.stdout, timeout_seconds)
+            except BaseException as error:  # a deadline of the caller's leaves an answer that nobody will read
+                self._end()
+                if isinstance(error, OSError):
+                    return False
+                raise
+            if line is None or not line.endswith(b"\n"):
+                self._end()  # too slow, or the answer was more than it could bear
+                return False
+            return bool(json.loads(line))
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
+            return self._process
+        if importlib.util.find_spec("math_verify") is None:
+            raise UserError("Comparing math answers needs math-verify. Install it with: pip install math-verify")
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, json.dumps(sys.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._owner = os.getpid()
+        assert process.stdout is not None
+        try:
+            ready = _read_line(process.stdout, START_SECONDS)
+        except BaseException:
+            self._end()
+            raise
+        if ready != b"ready\n":
+            self._end()
+            raise InfrastructureError("the process that compares math answers did not start; its error is in the log")
+        return process
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+
+
+_checker = _Checker()
+
+
+def _read_line(pipe: IO[Any], seconds: float) -> bytes | None:
+    """One line, what there was before the end of the stream, or None when the time is up."""
+    deadline = time.monotonic() + seconds
+    line = b""
+    while not line.endswith(b"\n"):
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([pipe], [], [], left)[0]:
+            return None
+        data = os.read(pipe.fileno(), 4096)
+        if not data:
+            break
+        line += data
+    return line
+
+
+# The child
+
+
+def main() -> None:
+    """Compare until the stream ends."""
+    from telescope.environments.fork_server import die_with
+
+    die_with(os.getppid())
+    answers, sys.stdout = os.fdopen(os.dup(1), "wb"), sys.stderr
+    os.dup2(2, 1)  # what libraries print is no answer
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that its own time limits are off: ours is outside
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    answers.write(b"ready\n")
+    answers.flush()
+    reading = [LatexExtractionConfig()]
+
+    def parsed(text: str) -> Any:
+        return parse(f"\\boxed{{{text}}}", extraction_config=reading, parsing_timeout=None, raise_on_error=True)
+
+    for line in sys.stdin.buffer:
+        expected, answer = json.loads(line)
+        try:
+            equal = bool(verify(parsed(expected), parsed(answer), timeout_seconds=None, raise_on_error=True))
+        except Exception:  # whatever SymPy makes of a model's text, it is not the right answer
+            equal = False
+        answers.write(json.dumps(equal).encode() + b"\n")
+        answers.flush()

@@ -1,0 +1,194 @@
+"""Tool calls in a completion: found, read, and told apart from an answer.
+
+Two forms. `xml`: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`, as Hermes and Qwen templates have it.
+`function`: `<function=add>{"a": 1}</function>`, as Llama 3 has it, or with `<parameter=a>1</parameter>` inside, as
+Qwen3-Coder has it. Arguments may also be a list (by position) or a string of JSON.
+
+Invariants, for any text whatever:
+- Reading never raises, and takes time linear in the text.
+- What was meant as a call and cannot be read becomes a call with an `error`, which the model is told; it is not dropped
+  and does not count as an answer. What was meant as a call is recognised generously, by any trace of the markup.
+- Calls inside of `<think>` are thoughts, not calls.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from telescope.environments.parsers import strip_think_tags
+
+ToolCallFormat = Literal["xml", "function"]
+
+MAX_CALLS = 64
+"""Calls that are read in one completion; a model that loops writes thousands."""
+MAX_CALL_CHARACTERS = 100_000
+
+_XML_OPEN, _XML_CLOSE = "<tool_call>", "</tool_call>"
+_FUNCTION_OPEN = re.compile(r"<function=([^<>\s]{0,200})>")
+_FUNCTION_CLOSE = "</function>"
+_PARAMETER = re.compile(r"<parameter=([^<>\s]{1,200})>")
+_PARAMETER_CLOSE = "</parameter>"
+_TRACES = {
+    "xml": re.compile(r"</?[^<>]{0,8}(?:too|ool|ol_|l_c|_ca|call)|tool[ _-]?call|[\"']arguments[\"']", re.IGNORECASE),
+    "function": re.compile(r"</?[^<>]{0,8}(?:fun|unc|nct|param|aram|amet)|ction=", re.IGNORECASE),
+}
+"""Pieces of the markup, at least one of which is left when some of its characters are missing or wrong."""
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """One call. `arguments` is what the model wrote, not checked yet; `error` says why it cannot be read at all."""
+
+    name: str
+    arguments: Any
+    raw_text: str = ""
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class ToolResult:
+    """What a call came to: a `result`, or an `error` with `success` false. Both are text for the model."""
+
+    tool_name: str
+    result: Any
+    success: bool = True
+    error: str | None = None
+
+    def __await__(self) -> Generator[Any, None, ToolResult]:
+        """Itself: `await execute_tool(call)` works whether the tool is async or not."""
+        return self
+        yield  # makes this a generator
+
+
+def parse_calls(completion: str, form: ToolCallFormat) -> list[ToolCall]:
+    """All calls in the order in which they stand, unreadable ones with their `error`; empty when there is none."""
+    text = strip_think_tags(completion)
+    calls = _xml_calls(text) if form == "xml" else _function_calls(text)
+    if not calls and looks_like_a_call(text, form):
+        calls = [ToolCall("", None, text, f"A tool call must have the form {FORM_SHOWN[form]}.")]
+    if len(calls) > MAX_CALLS:
+        more = len(calls) - MAX_CALLS
+        calls = [*calls[:MAX_CALLS], ToolCall("", None, "", f"{more} more calls were not read: at most {MAX_CALLS}.")]
+    return calls
+
+
+FORM_SHOWN: dict[str, str] = {
+    "xml": '<tool_call>{"name": "...", "arguments": {...}}</tool_call>',
+    "function": '<function=NAME>{"parameter": value}</function>',
+}
+
+
+def looks_like_a_call(text: str, form: ToolCallFormat) -> bool:
+    """Whether the text has a trace of a call, readable or not."""
+    return _TRACES[form].search(text) is not None
+
+
+def _xml_calls(text: str) -> list[ToolCall]:
+    calls = []
+    position = 0
+    while (start := text.find(_XML_OPEN, position)) != -1:
+        inside = start + len(_XML_OPEN)
+        end = text.find(_XML_CLOSE, inside)
+        again = text.find(_XML_OPEN, inside)
+        if end == -1 or -1 < again < end:
+            stop = again if again != -1 else len(text)
+            calls.append(_read_object(text[inside:stop], text[start:stop], closed=False))
+            position = stop
+            continue
+        position = end + len(_XML_CLOSE)
+        calls.append(_read_object(text[inside:end], text[start:position], closed=True))
+    return calls
+
+
+def _read_object(body: str, raw: str, *, closed: bool) -> ToolCall:
+    """The call in a JSON object. One that was only left unclosed is read, since its meaning is plain."""
+    value, problem = _read_json(body)
+    if problem is not None:
+        lacks = "" if closed else f" The closing {_XML_CLOSE} is missing."
+        return ToolCall("", None, raw, f"The tool call is not valid JSON: {problem}.{lacks}")
+    if not isinstance(value, dict):
+        return ToolCall("", None, raw, f"A tool call must be a JSON object, not {_kind(value)}: {FORM_SHOWN['xml']}.")
+    inner = value.get("function")
+    if "name" not in value and isinstance(inner, dict):  # as OpenAI's API nests it
+        value = inner
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return ToolCall("", None, raw, 'A tool call must have a "name" that is a string.')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    return ToolCall(name, arguments, raw, _arguments_problem(arguments))
+
+
+def _arguments_problem(arguments: Any) -> str | None:
+    if arguments is None or isinstance(arguments, dict | list | str):
+        return None
+    return f'"arguments" must be a JSON object, not {_kind(arguments)}.'
+
+
+def _function_calls(text: str) -> list[ToolCall]:
+    calls = []
+    openings = list(_FUNCTION_OPEN.finditer(text))
+    for number, opening in enumerate(openings):
+        limit = openings[number + 1].start() if number + 1 < len(openings) else len(text)
+        end = text.find(_FUNCTION_CLOSE, opening.end(), limit)
+        stop = limit if end == -1 else end + len(_FUNCTION_CLOSE)
+        raw, body = text[opening.start() : stop], text[opening.end() : limit if end == -1 else end].strip()
+        if not opening[1]:
+            calls.append(ToolCall("", None, raw, f"A tool call must name its function: {FORM_SHOWN['function']}."))
+        elif "<parameter=" in body:
+            calls.append(_read_parameters(opening[1], body, raw))
+        elif not body:
+            calls.append(ToolCall(opening[1], {}, raw))
+        else:
+            value, problem = _read_json(body)
+            if problem is not None:
+                lacks = "" if end != -1 else f" The closing {_FUNCTION_CLOSE} is missing."
+                problem = f"The arguments of {opening[1]} are not valid JSON: {problem}.{lacks}"
+            calls.append(ToolCall(opening[1], value, raw, problem or _arguments_problem(value)))
+    return calls
+
+
+def _read_parameters(name: str, body: str, raw: str) -> ToolCall:
+    """`<parameter=a>1</parameter>`: values that are JSON are read as JSON, others are text."""
+    arguments: dict[str, Any] = {}
+    openings = list(_PARAMETER.finditer(body))
+    if not openings:
+        return ToolCall(name, None, raw, f"A parameter of {name} must be written <parameter=NAME>value</parameter>.")
+    for number, opening in enumerate(openings):
+        limit = openings[number + 1].start() if number + 1 < len(openings) else len(body)
+        end = body.find(_PARAMETER_CLOSE, opening.end(), limit)
+        if end == -1:
+            return ToolCall(name, None, raw, f"The closing {_PARAMETER_CLOSE} of {opening[1]} is missing.")
+        text = body[opening.end() : end].strip("\n")
+        value, problem = _read_json(text)
+        arguments[opening[1]] = text if problem is not None else value
+    return ToolCall(name, arguments, raw)
+
+
+def _read_json(text: str) -> tuple[Any, str | None]:
+    """The value, or None and what is wrong."""
+    if len(text) > MAX_CALL_CHARACTERS:
+        return None, f"it is longer than {MAX_CALL_CHARACTERS} characters"
+    try:
+        return json.loads(text, strict=False), None  # strict: a model writes line breaks inside of strings
+    except RecursionError:
+        return None, "it is nested too deeply"
+    except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
+        return None, str(error)
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    names = {
+        bool: "a truth value",
+        int: "a number",
+        float: "a number",
+        str: "a string",
+        list: "a list",
+        dict: "an object",
+    }
+    return names[type(value)]

@@ -1,0 +1,267 @@
+"""Python functions as tools: the schema that a model reads, and the arguments that it sends, checked and converted.
+
+Both come from one description of the function's parameters (a pydantic model that is built from the annotations), so
+that what the schema promises is what the call accepts. A mistake in the function itself (an annotation that no JSON
+can express) is a `UserError` when the tool is made; a mistake of the model is an `ArgumentError`, which it is told.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NotRequired, Optional, Required, Union
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+from typing_extensions import TypedDict
+
+from telescope.environments.base import RolloutState
+from telescope.environments.docstrings import parse_docstring
+from telescope.errors import UserError
+
+MAX_ERRORS_SHOWN = 5
+"""Mistakes in one call that the model is told of."""
+
+_KINDS = inspect.Parameter
+
+
+class ArgumentError(ValueError):
+    """The model's arguments do not fit the tool. The message is written for the model."""
+
+
+class Tool:
+    """A function with its schema.
+
+    A parameter that is annotated with `RolloutState` is not shown to the model: it receives the rollout's state.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.name: str = getattr(function, "__name__", "")
+        if not self.name.isidentifier():
+            raise UserError(f"{function!r} cannot be a tool: it has no name. Use a function that is defined with def.")
+        self.parameters, self.state_parameter = _shown_parameters(function, self.name)
+        self._fields: dict[str, str] = {}
+        self._model = self._build_model()
+        self.schema = self._build_schema()
+
+    def bind(self, arguments: Any, state: RolloutState | None = None) -> inspect.BoundArguments:
+        """The arguments of one call, converted to the annotated types.
+
+        `arguments` is a dict of names, a list of positions, a JSON text of either, or None. Raises `ArgumentError`.
+        """
+        by_name, rest = self._by_name(_decoded(arguments))
+        checked = self._checked(by_name)
+        if checked is None:  # perhaps the model wrote a list or an object as a string of JSON
+            checked = self._checked(self._loosened(by_name))
+        if checked is None:
+            raise ArgumentError(self._explain(by_name))
+        named = dict(checked.__pydantic_extra__ or {})
+        for field_name, name in self._fields.items():
+            if field_name in checked.model_fields_set:
+                named[name] = getattr(checked, field_name)
+        if self.state_parameter is not None:
+            named[self.state_parameter] = state
+        return self._bound(named, rest)
+
+    def _bound(self, named: dict[str, Any], rest: list[Any]) -> inspect.BoundArguments:
+        """`named` and the arguments of `*rest` as Python passes them."""
+        positional: list[Any] = []
+        for parameter in inspect.signature(self.function).parameters.values():
+            if parameter.kind is _KINDS.VAR_POSITIONAL:
+                positional.extend(rest)
+            elif parameter.kind is _KINDS.POSITIONAL_ONLY or (rest and parameter.kind is _KINDS.POSITIONAL_OR_KEYWORD):
+                if parameter.name not in named:
+                    break
+                positional.append(named.pop(parameter.name))
+        return inspect.signature(self.function).bind(*positional, **named)
+
+    def _by_name(self, arguments: Any) -> tuple[dict[str, Any], list[Any]]:
+        """Arguments by name, and those that go to `*args`."""
+        if arguments is None:
+            return {}, []
+        if isinstance(arguments, dict):
+            return {str(name): value for name, value in arguments.items()}, []
+        if not isinstance(arguments, list):
+            raise ArgumentError(f"the arguments of {self.name} must be a JSON object of names and values.")
+        names = [p.name for p in self.parameters if p.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)]
+        rest = arguments[len(names) :]
+        if rest and not any(p.kind is _KINDS.VAR_POSITIONAL for p in self.parameters):
+            raise ArgumentError(f"{self.name} takes at most {len(names)} arguments, not {len(arguments)}.")
+        return dict(zip(names, arguments, strict=False)), rest
+
+    def _loosened(self, by_name: dict[str, Any]) -> dict[str, Any]:
+        """What a model may have meant: a list or an object as a string of JSON, null for "as usual"."""
+        usual = {p.name for p in self.parameters if p.default is not p.empty}
+        return {name: _from_text(value) for name, value in by_name.items() if value is not None or name not in usual}
+
+    def _checked(self, by_name: dict[str, Any]) -> BaseModel | None:
+        try:
+            return self._model.model_validate(by_name)
+        except (ValidationError, RecursionError):
+            return None
+
+    def _explain(self, by_name: dict[str, Any]) -> str:
+        """What is wrong, for the model."""
+        try:
+            self._model.model_validate(by_name)
+        except RecursionError:
+            return f"the arguments of {self.name} are nested too deeply."
+        except ValidationError as error:
+            said = []
+            for problem in error.errors(include_url=False, include_context=False, include_input=False):
+                where = ".".join(str(part) for part in problem["loc"])
+                what = {"missing": "is missing", "extra_forbidden": "is not a parameter"}.get(problem["type"])
+                said.append(f"{where} {what}" if what else f"{where}: {problem['msg']}")
+            more = f"; and {len(said) - MAX_ERRORS_SHOWN} more" if len(said) > MAX_ERRORS_SHOWN else ""
+            takes = ", ".join(p.name for p in self.parameters) or "no arguments"
+            return f"{self.name}: {'; '.join(said[:MAX_ERRORS_SHOWN])}{more}. It takes: {takes}."
+        raise AssertionError("explained arguments that fit")
+
+    def _build_model(self) -> type[BaseModel]:
+        """Fields are called p0, p1, ... with the parameters' names as aliases, since `schema` or `_x` cannot be."""
+        described = parse_docstring(inspect.getdoc(self.function)).parameters
+        fields: dict[str, Any] = {}
+        takes_more = False
+        for number, parameter in enumerate(self.parameters):
+            if parameter.kind is _KINDS.VAR_KEYWORD:
+                takes_more = True
+            if parameter.kind in (_KINDS.VAR_KEYWORD, _KINDS.VAR_POSITIONAL):
+                continue
+            default = ... if parameter.default is parameter.empty else parameter.default
+            description = described.get(parameter.name)
+            fields[f"p{number}"] = (
+                parameter.annotation,
+                Field(default, alias=parameter.name, description=description)
+                if description
+                else Field(default, alias=parameter.name),
+            )
+            self._fields[f"p{number}"] = parameter.name
+        config = ConfigDict(
+            extra="allow" if takes_more else "forbid", coerce_numbers_to_str=True, arbitrary_types_allowed=False
+        )
+        try:
+            return create_model(self.name, __config__=config, **fields)
+        except (PydanticSchemaGenerationError, PydanticUserError, TypeError) as error:
+            raise self._unusable(error) from error
+
+    def _build_schema(self) -> dict[str, Any]:
+        description = parse_docstring(inspect.getdoc(self.function)).description
+        try:
+            parameters = self._model.model_json_schema(by_alias=True)
+        except PydanticUserError as error:
+            raise self._unusable(error) from error
+        parameters = _inlined(parameters, parameters.pop("$defs", {}), ())
+        parameters.pop("title", None)
+        parameters.pop("description", None)
+        parameters.setdefault("properties", {})
+        if parameters.get("additionalProperties") is False:
+            del parameters["additionalProperties"]  # says nothing to a model, and costs tokens in every prompt
+        function = {"name": self.name, "description": description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+    def _unusable(self, error: Exception) -> UserError:
+        reason = str(error).splitlines()[0]
+        return UserError(
+            f"The tool {self.name!r} has a parameter that no JSON can express ({reason}). Annotate it with a plain "
+            "type: str, int, float, bool, list, dict, Literal, Optional, an Enum, a dataclass or a pydantic model."
+        )
+
+
+def func_to_tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """The function as an OpenAI tool: `{"type": "function", "function": {"name", "description", "parameters"}}`.
+
+    Types come from the annotations, descriptions from the docstring (Google, NumPy or Sphinx style) or from
+    `Annotated[..., "text"]`. Raises `UserError` for a parameter that JSON cannot express.
+    """
+    return Tool(function).schema
+
+
+def _shown_parameters(function: Callable[..., Any], name: str) -> tuple[list[inspect.Parameter], str | None]:
+    """Parameters that the model is told of, with their annotations resolved, and the one that takes the state."""
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except (NameError, TypeError) as error:
+        raise UserError(f"The annotations of the tool {name!r} cannot be read: {error}.") from error
+    shown: list[inspect.Parameter] = []
+    state_parameter = None
+    for parameter in inspect.signature(function).parameters.values():
+        hint = hints.get(parameter.name, Any)
+        if hint is RolloutState:
+            state_parameter = parameter.name
+            continue
+        if parameter.default is None and hint is not Any:
+            hint = Optional[hint]  # noqa: UP045  # `|` is not defined for every annotation
+        shown.append(parameter.replace(annotation=_portable(hint)))
+    return shown, state_parameter
+
+
+def _portable(hint: Any) -> Any:
+    """The annotation as pydantic takes it: texts in `Annotated` are descriptions, and a `TypedDict` of the standard
+    library, which pydantic refuses before Python 3.12, is the same one of typing_extensions."""
+    if typing.is_typeddict(hint):
+        fields = {
+            name: (Required if name in hint.__required_keys__ else NotRequired)[_portable(inner)]
+            for name, inner in typing.get_type_hints(hint, include_extras=False).items()
+        }
+        return TypedDict(hint.__name__, fields)  # type: ignore[operator]
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is None or origin is Literal or not inner:
+        return hint
+    if origin is Annotated:
+        extras = [Field(description=extra) if isinstance(extra, str) else extra for extra in inner[1:]]
+        return Annotated[_portable(inner[0]), *extras]
+    converted = tuple(part if part is ... or isinstance(part, list) else _portable(part) for part in inner)
+    if converted == inner:
+        return hint
+    return Union[converted] if origin in (Union, types.UnionType) else origin[converted]  # noqa: UP007
+
+
+def _inlined(node: Any, definitions: dict[str, Any], open_names: tuple[str, ...]) -> Any:
+    """The schema without references and generated titles. A type that contains itself becomes a bare object there."""
+    if isinstance(node, list):
+        return [_inlined(item, definitions, open_names) for item in node]
+    if not isinstance(node, dict):
+        return node
+    reference = node.get("$ref")
+    if isinstance(reference, str):
+        name = reference.rpartition("/")[2]
+        beside = {key: value for key, value in node.items() if key != "$ref"}
+        target = {"type": "object"} if name in open_names else definitions[name]
+        return {**_inlined(target, definitions, (*open_names, name)), **_inlined(beside, definitions, open_names)}
+    plain = {}
+    for key, value in node.items():
+        if key == "title" and isinstance(value, str):
+            continue
+        if key == "properties" and isinstance(value, dict):  # its keys are names of parameters, `title` among them
+            plain[key] = {name: _inlined(inner, definitions, open_names) for name, inner in value.items()}
+        elif key in ("default", "const", "enum", "examples"):
+            plain[key] = value
+        else:
+            plain[key] = _inlined(value, definitions, open_names)
+    return plain
+
+
+def _decoded(arguments: Any) -> Any:
+    """Arguments that came as a text of JSON, which is how OpenAI's API sends them."""
+    if not isinstance(arguments, str):
+        return arguments
+    if not arguments.strip():
+        return None
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"the arguments are not valid JSON: {error}") from None
+
+
+def _from_text(value: Any) -> Any:
+    """A list or object that was written as a string of JSON, decoded; anything else as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value

@@ -1,0 +1,67 @@
+"""Mathematical answers compared: what is equal, and what a model may write to fool or to stop the comparison."""
+
+import pytest
+
+from telescope.environments import math_verifier
+from telescope.environments.parsers import verify_math_answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("42", "42"),
+        ("0.5", r"\frac{1}{2}"),
+        (r"\dfrac12", r"\frac{1}{2}"),
+        (r"$\sqrt{8}$", r"2\sqrt{2}"),
+        ("x = 3", "3"),
+        ("2x+1", "1+2x"),
+        (r"50\%", "0.5"),
+        (r"\{1, 2\}", r"\{2, 1\}"),
+        (r"(-\infty, 3]", r"(-\infty,3]"),
+        ("1,000", "1000"),
+        (r"\text{Monday}", "Monday"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+    ],
+)
+def test_equal_answers_are_equal_however_they_are_written(answer, expected):
+    assert verify_math_answer(answer, expected, timeout_seconds=60.0)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        "",
+        "4",
+        "3 or 4",
+        r"3 \text{ or } 4",
+        "1,2,3,4",
+        "3;4",
+        "3 = 4",
+        r"3 \neq 4",
+        r"\{1,2,3\}",
+        r"3} \boxed{4",
+        r"\boxed{3}",
+        "$3$ $4$",
+        "x",
+        r"\infty",
+        "{3}{4}",
+        r"\text{3}4",
+        "\u0663",
+        "\ud800",
+        "3" * 2000,
+        "{" * 500,
+        "__import__('os').system('true')",
+    ],
+)
+def test_what_is_not_the_answer_does_not_count_as_it(answer):
+    assert not verify_math_answer(answer, "3", timeout_seconds=60.0)
+
+
+@pytest.mark.parametrize("answer", ["9^{9^{9^9}}", "95^{97^{99}}", r"\prod_{i=1}^{10^9} i"])
+def test_an_answer_that_takes_for_ever_is_wrong_and_the_next_one_is_compared(answer):
+    assert verify_math_answer("0.5", r"\frac12", timeout_seconds=60.0)
+    before = math_verifier._checker._process.pid
+    assert not verify_math_answer(answer, "3", timeout_seconds=0.5)
+    assert verify_math_answer("0.25", r"\frac14", timeout_seconds=60.0)
+    assert math_verifier._checker._process.pid != before

@@ -1,0 +1,83 @@
+"""What a conversation is, apart from who plays it."""
+
+import pytest
+
+from telescope.environments.base import (
+    MultiTurnEnvironment,
+    RewardResult,
+    RolloutState,
+    Sample,
+    TrajectoryStep,
+    conversation,
+)
+from telescope.environments.registry import make_environment
+from telescope.errors import UserError
+
+
+class Guess(MultiTurnEnvironment):
+    def load_dataset(self, num_samples=-1):
+        return [Sample("Guess.", answer="7")]
+
+    def env_response(self, messages, state):
+        return [{"role": "user", "content": f"{messages[-1]['content']} is wrong."}]
+
+    def compute_reward(self, state, eos_token=""):
+        return RewardResult(float(state.trajectory[-1].completion == state.sample.answer), {"turns": state.num_turns})
+
+
+class SlowGuess(Guess):
+    async def compute_reward(self, state, eos_token=""):
+        return super().compute_reward(state)
+
+
+def played(environment, *completions):
+    state = environment.create_initial_state(environment.get_sample(0))
+    prompt = environment.get_initial_prompt(state.sample)
+    for completion in completions:
+        state.trajectory.append(TrajectoryStep(prompt, completion))
+        prompt = environment.get_next_prompt_messages(state, environment.env_response(conversation(state), state))
+    return state, prompt
+
+
+def test_next_prompt_is_all_that_was_said_and_the_response():
+    _, prompt = played(Guess(system_prompt="Be brief."), "3", "5")
+    assert [m["role"] for m in prompt] == ["system", "user", "assistant", "user", "assistant", "user"]
+    assert [m["content"] for m in prompt[-2:]] == ["5", "5 is wrong."]
+
+
+def test_a_system_message_of_the_sample_is_not_doubled():
+    sample = Sample([{"role": "system", "content": "Mine."}, {"role": "user", "content": "Go."}])
+    assert Guess(system_prompt="Yours.").get_initial_prompt(sample) == sample.prompt
+
+
+def test_the_rollout_ends_with_its_last_turn():
+    environment = Guess(max_turns=2)
+    state, _ = played(environment, "3")
+    assert environment.is_done(state) == (False, None)
+    state, _ = played(environment, "3", "7")
+    assert environment.is_done(state) == (True, "max_turns")
+    assert environment.compute_reward(state).total_reward == 1.0
+
+
+async def test_eval_metrics_are_the_rewards_for_plain_and_async_code():
+    for environment in (Guess(), SlowGuess()):
+        state, _ = played(environment, "7")
+        result = environment.compute_eval_metrics(state)
+        result = await result if isinstance(environment, SlowGuess) else result
+        assert result.metrics == {"reward": 1.0, "turns": 1}
+
+
+def test_states_of_two_rollouts_share_nothing():
+    environment = Guess()
+    first, second = (environment.create_initial_state(environment.get_sample(0)) for _ in range(2))
+    first.custom["seen"] = 1
+    first.trajectory.append(TrajectoryStep([], "x"))
+    assert (second.custom, second.num_turns) == ({}, 0)
+    assert RolloutState(Sample(""), "x").custom is not RolloutState(Sample(""), "x").custom
+
+
+def test_unknown_arguments_and_no_turns_at_all_are_refused():
+    with pytest.raises(UserError, match="did you mean 'max_turns'"):
+        make_environment(Guess, "guess", {"max_turn": 3})
+    with pytest.raises(UserError, match="max_turns is 0; use 1 or more"):
+        Guess(max_turns=0)

@@ -1,0 +1,271 @@
+"""A conversation with tools: calls found, run, answered, counted."""
+
+import asyncio
+import json
+import sys
+import time
+
+import pytest
+
+from telescope.environments.base import RewardResult, RolloutState, Sample, TrajectoryStep, conversation
+from telescope.environments.tool_env import ToolCall, ToolEnvironment, ToolResult
+from telescope.errors import InfrastructureError, UserError
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+async def slow_add(a: int, b: int) -> int:
+    await asyncio.sleep(0.05)
+    return a + b
+
+
+def fail(message: str = "no luck"):
+    raise ValueError(message)
+
+
+def leave():
+    sys.exit(3)
+
+
+def spin():
+    while True:
+        time.sleep(0.01)
+
+
+async def doze():
+    await asyncio.sleep(3600)
+
+
+def lose_the_sandbox():
+    raise InfrastructureError("the sandbox is gone")
+
+
+def remember(text: str, state: RolloutState) -> str:
+    state.custom.setdefault("texts", []).append(text)
+    return ",".join(state.custom["texts"])
+
+
+async def remember_later(text: str, state: RolloutState) -> str:
+    await asyncio.sleep(0)
+    return remember(text, state)
+
+
+def big() -> int:
+    return 10**10_000
+
+
+TOOLS = [add, slow_add, fail, leave, spin, doze, lose_the_sandbox, remember, remember_later, big]
+
+
+class Tools(ToolEnvironment):
+    tool_timeout_seconds = 0.2
+
+    def __init__(self, tools=None, **kwargs):
+        super().__init__(tools=TOOLS if tools is None else tools, **kwargs)
+
+    def load_dataset(self, num_samples=-1):
+        return [Sample("What is 1 + 2?", "3")]
+
+    def compute_reward(self, state, eos_token=""):
+        return RewardResult(0.0, sample_metrics=self.get_tool_metrics(state))
+
+
+def xml(name, arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def after(environment, completion, state=None):
+    state = state or environment.create_initial_state(environment.get_sample(0))
+    prompt = environment.get_initial_prompt(state.sample)
+    state.trajectory.append(TrajectoryStep(prompt, completion))
+    return state
+
+
+def reply(environment, completion, state=None):
+    """Contents of the replies to a completion."""
+    state = after(environment, completion, state)
+    messages = environment.env_response(conversation(state), state)
+    if asyncio.iscoroutine(messages):
+        messages = asyncio.run(messages)
+    assert all(message["role"] == "tool" for message in messages)
+    return [message["content"] for message in messages]
+
+
+def test_the_system_message_shows_the_tools_and_the_form_of_a_call():
+    messages = Tools([add], system_prompt="You reckon.").get_initial_prompt(Sample("Go."))
+    assert [message["role"] for message in messages] == ["system", "user"]
+    assert messages[0]["content"].startswith("You reckon.\n\n")
+    assert '"name": "add"' in messages[0]["content"] and "<tool_call>" in messages[0]["content"]
+    assert Tools([add], include_tool_schemas_in_prompt=False).get_initial_prompt(Sample("Go.")) == messages[1:]
+
+
+def test_several_calls_of_one_answer_are_answered_in_order():
+    completion = f"Let me see. {xml('add', {'a': 1, 'b': 2})}{xml('slow_add', [3, 4])} and {xml('add', {'a': 5})}"
+    assert reply(Tools(), completion) == ["3", "7", "6"]
+
+
+def test_async_calls_of_one_answer_wait_together():
+    waiting, all_here = [], asyncio.Event()
+
+    async def meet(others: int) -> str:
+        waiting.append(others)
+        if len(waiting) == others:
+            all_here.set()
+        await all_here.wait()
+        return "met"
+
+    environment = Tools([meet])
+    environment.tool_timeout_seconds = 60.0
+    assert reply(environment, xml("meet", [3]) * 3) == ["met"] * 3
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ('<function=add>{"a": 1, "b": 2}</function>', ["3"]),
+        ('<function=add>[1, 2]</function> <function=add>\n{"a": 4}\n</function>', ["3", "5"]),
+        ("<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>5</parameter>\n</function>", ["6"]),
+        ("<function=remember><parameter=text>two\nlines</parameter></function>", ["two\nlines"]),
+        ('<function=add>{"a": 1', ["Error: The arguments of add are not valid JSON: "]),
+        ("<function=add>1</function>", ['Error: "arguments" must be a JSON object, not a number.']),
+        ("<function=>{}</function>", ["Error: A tool call must name its function"]),
+        ("<function add>{}</function>", ["Error: A tool call must have the form <function=NAME>"]),
+    ],
+)
+def test_the_function_form(completion, expected):
+    got = reply(Tools(tool_call_format="function"), completion)
+    assert [text[: len(start)] for text, start in zip(got, expected, strict=True)] == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "words"),
+    [
+        ("<tool_call>[1, 2]</tool_call>", "must be a JSON object, not a list"),
+        ("<tool_call>7</tool_call>", "not a number"),
+        ("<tool_call>null</tool_call>", "not null"),
+        ("<tool_call></tool_call>", "not valid JSON"),
+        ("<tool_call>{'name': 'add'}</tool_call>", "not valid JSON"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}', "closing </tool_call> is missing"),
+        ('<tool_call>{"arguments": {}}</tool_call>', 'must have a "name"'),
+        ('<tool_call>{"name": 3}</tool_call>', 'must have a "name"'),
+        (xml("add", 3), '"arguments" must be a JSON object, not a number'),
+        (xml("add", {"a": "one"}), "a: Input should be a valid integer"),
+        (xml("add", {}), "a is missing"),
+        (xml("subtract", {}), "there is no tool 'subtract'. The tools are: add, slow_add"),
+        (xml("fail", {}), "ValueError: no luck"),
+        (xml("leave", {}), "leave tried to end the process"),
+        (xml("spin", {}), "spin did not end within 0.2 seconds"),
+        (xml("doze", {}), "doze did not end within 0.2 seconds"),
+        ("tool_call> add 1 2", "must have the form"),
+        ('<tool_call>{"name": "add", "arguments": ' + '{"a":' * 100_000, "longer than 100000"),
+        ('<tool_call>{"name": "add", "arguments": ' + "[" * 50_000 + "</tool_call>", "nested too deeply"),
+        ('<tool_call>{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", "Exceeds the limit"),
+    ],
+)
+def test_what_goes_wrong_is_told_to_the_model(completion, words):
+    environment = Tools()
+    (text,) = reply(environment, completion)
+    assert text.startswith("Error: ") and words in text
+    assert environment.is_done(after(environment, completion)) == (False, None)
+
+
+def test_an_answer_without_a_call_is_final_and_thoughts_are_no_calls():
+    environment = Tools()
+    for final in ("The answer is 3.", "", f"<think>{xml('add', [1, 2])}</think>It is 3.", "<answer>3</answer>"):
+        assert environment.is_done(after(environment, final)) == (True, "final_answer")
+    called = f"<think>I call add.</think>{xml('add', [1, 2])}"
+    assert environment.is_done(after(environment, called)) == (False, None)
+
+
+def test_a_lost_sandbox_is_not_the_models_doing():
+    with pytest.raises(InfrastructureError):
+        reply(Tools(), xml("lose_the_sandbox", {}))
+
+
+def test_errors_are_worded_by_the_formatter_and_a_broken_formatter_costs_nothing():
+    formatted = Tools(error_formatter=lambda error: f"Oops, {error}!")
+    assert reply(formatted, xml("fail", ["x"])) == ["Error: Oops, x!"]
+    broken = Tools(error_formatter=lambda error: 1 / 0)
+    assert reply(broken, xml("fail", ["x"])) == ["Error: ValueError: x"]
+
+
+def test_what_tools_remember_belongs_to_the_rollout():
+    environment = Tools()
+    states = [environment.create_initial_state(environment.get_sample(0)) for _ in range(2)]
+    for word in ("a", "b"):
+        for number, state in enumerate(states):
+            name = "remember" if word == "a" else "remember_later"
+            (text,) = reply(environment, xml(name, {"text": f"{word}{number}"}), state)
+    assert [state.custom["texts"] for state in states] == [["a0", "b0"], ["a1", "b1"]]
+    assert text == "a1,b1"
+
+
+def test_metrics_have_their_names_and_count_what_happened():
+    environment = Tools([add, fail])
+    state = environment.create_initial_state(environment.get_sample(0))
+    assert environment.get_tool_metrics(state)["tool_success_rate"] == 0.0
+    reply(environment, xml("add", [1, 2]) + xml("add", [1, 2]) + xml("fail", []), state)
+    reply(environment, xml("nobody", []), state)
+    assert environment.compute_reward(state).sample_metrics == {
+        "total_tool_calls": 4.0,
+        "tool_success_count": 2.0,
+        "tool_error_count": 2.0,
+        "tool_success_rate": 0.5,
+        "unique_tools_used": 2.0,
+        "add_calls": 2.0,
+        "fail_calls": 1.0,
+    }
+
+
+def test_results_are_written_out_whatever_they_are_and_long_ones_are_cut():
+    assert reply(Tools(), xml("big", {})) == ["a result of type int that cannot be written out"]
+    environment = Tools([remember])
+    environment.max_result_characters = 10
+    assert reply(environment, xml("remember", {"text": "x" * 50})) == ["xxxxxxxxxx... (50 characters in all)"]
+
+
+def test_a_loop_of_calls_is_not_run_without_end():
+    got = reply(Tools(), xml("add", [1]) * 1000)
+    assert got[0] == "2" and len(got) == 65 and "936 more calls were not read" in got[-1]
+
+
+def test_a_template_that_knows_no_tool_role_gets_one_message_of_the_user():
+    environment = Tools()
+    environment.tool_role = "user"
+    state = after(environment, xml("add", [1]) + xml("add", [2]))
+    assert environment.env_response(conversation(state), state) == [
+        {
+            "role": "user",
+            "content": "<tool_response>\n2\n</tool_response>\n<tool_response>\n3\n</tool_response>",
+        }
+    ]
+
+
+class Overridden(Tools):
+    async def execute_tool(self, call: ToolCall) -> ToolResult:
+        result = await super().execute_tool(call)
+        result.result = f"[{result.result}]"
+        return result
+
+
+def test_an_async_override_may_await_the_original_whatever_the_tool_is():
+    assert reply(Overridden(), xml("add", [1]) + xml("slow_add", [1, 2])) == ["[2]", "[3]"]
+
+
+class Raising(Tools):
+    def execute_tool(self, call):
+        raise KeyError(call.name)
+
+
+def test_an_override_that_raises_is_an_observation():
+    assert reply(Raising(), xml("add", [1])) == ["Error: KeyError: 'add'"]
+
+
+def test_arguments_of_the_class_are_checked():
+    with pytest.raises(UserError, match="tool_call_format is 'json'; use xml or function"):
+        Tools(tool_call_format="json")
+    with pytest.raises(UserError, match="two tools that are called 'add'"):
+        Tools([add, add])
