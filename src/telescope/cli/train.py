@@ -21,7 +21,7 @@ from telescope.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from telescope.orchestrator.summary import RunSummary
 
-TRAINING_PACKAGES = ("torch", "transformers", "ray", "aiohttp", "vllm")
+TRAINING_PACKAGES = ("torch", "transformers", "ray", "msgspec", "vllm")
 PIPE_WIDTH = 120
 EXIT_STOPPED = 130  # as a shell reports a command that Ctrl-C ended
 

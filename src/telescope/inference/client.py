@@ -1,7 +1,7 @@
 """The driver's side of one inference server: requests out, tokens in, control calls for weight syncs.
 
-Owns the HTTP session, deadlines, and the sorting of failures. Does not own lanes, retries or versions: it reports what
-the server said. What the bytes mean is `vllm_adapter`.
+Owns deadlines and the sorting of failures. Does not own lanes, retries or versions: it reports what the server said.
+What the bytes mean is `vllm_adapter`, how they travel is `http`.
 
 Invariants:
 - A server that is gone, dying, answering 5xx or past its deadline is an `InfrastructureError`, whichever way it shows.
@@ -16,18 +16,16 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import aiohttp
 import msgspec
 import numpy as np
 
 from telescope.errors import InfrastructureError
 from telescope.inference import vllm_adapter as wire
+from telescope.inference.http import Answer, HttpClient
 from telescope.rollout.types import GenerateRequest, Generation
-
-READ_BUFFER_BYTES = 2**18
-"""An answer of 1,000 tokens is about 150 kB; a larger buffer than aiohttp's 64 kB saves pauses of the transport."""
 
 KEEP_ALIVE_SECONDS = 60.0
 """How long an idle connection is used again; far less than the server keeps it (`vllm_launch`), so that no request
@@ -67,17 +65,20 @@ class EngineClient:
         self.initial_version = initial_version
         self.held_version = initial_version
         """Version of the newest update that has ended; a request sent now is sampled by it or a newer one."""
-        self._headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
+        self._http = HttpClient(
+            self.base_url,
+            {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"},
+            keep_alive=KEEP_ALIVE_SECONDS,
+            connect_timeout=CONNECT_TIMEOUT_SECONDS,
+        )
         self._request_timeout = request_timeout
         self._control_timeout = control_timeout
         self._update_timeout = update_timeout
         self._abort_grace = abort_grace
         self._with_priority = with_priority
-        self._sampling_session: aiohttp.ClientSession | None = None
-        self._control_session: aiohttp.ClientSession | None = None
         self._in_flight: dict[str, asyncio.Timeout] = {}
         self._aborted: set[str] = set()
-        self._generate_url = self.base_url + wire.GENERATE_ROUTE
+        raise_file_limit()
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 
@@ -95,11 +96,7 @@ class EngineClient:
         try:
             async with asyncio.timeout(self._request_timeout) as deadline:
                 self._in_flight[request_id] = deadline
-                if self._sampling_session is None:
-                    self._sampling_session = self._open_session(keep_connections=True)
-                answer, headers = await self._exchange(
-                    self._sampling_session, "POST", self._generate_url, body, f"request {request_id}"
-                )
+                parsed = await self._exchange("POST", wire.GENERATE_ROUTE, body, f"request {request_id}", self._parse)
         except TimeoutError as error:
             if request_id in self._aborted:
                 return self._aborted_generation(time.monotonic() - started)
@@ -110,9 +107,6 @@ class EngineClient:
         finally:
             self._in_flight.pop(request_id, None)
             self._aborted.discard(request_id)
-        parsed = wire.parse_generate(
-            answer, spans_header=headers.get(wire.VERSION_SPANS_HEADER), initial_version=self.initial_version
-        )
         return Generation(
             token_ids_N=parsed.token_ids_N,
             logprobs_N=parsed.logprobs_N,
@@ -209,10 +203,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close the connections. Requests in flight fail with `InfrastructureError`."""
-        for session in (self._sampling_session, self._control_session):
-            if session is not None:
-                await session.close()
-        self._sampling_session = self._control_session = None
+        self._http.close()
 
     # --- HTTP -------------------------------------------------------------------------------------------------------
 
@@ -224,22 +215,9 @@ class EngineClient:
         empty = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
         return Generation(*empty, "abort", [], server_index=self.server_index, total_seconds=seconds)
 
-    def _open_session(self, *, keep_connections: bool) -> aiohttp.ClientSession:
-        """Connections are kept for sampling, where they are many and alike. A control call gets its own: the server
-        closes a connection after some errors, and a sync must not fail because it met one that was just closing."""
-        raise_file_limit()
-        kept: dict[str, Any] = {"keepalive_timeout": KEEP_ALIVE_SECONDS} if keep_connections else {"force_close": True}
-        connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=None, **kept)
-        # Deadlines are ours, one timer per request; aiohttp's would add a second one.
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_SECONDS)
-        return aiohttp.ClientSession(
-            connector=connector,
-            timeout=timeout,
-            headers=self._headers,
-            read_bufsize=READ_BUFFER_BYTES,
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+    def _parse(self, headers: Mapping[str, str], body: memoryview) -> wire.ParsedAnswer:
+        return wire.parse_generate(
+            body, spans_header=headers.get(wire.VERSION_SPANS_HEADER), initial_version=self.initial_version
         )
 
     async def _control(
@@ -249,29 +227,38 @@ class EngineClient:
         seconds = within or self._control_timeout
         try:
             async with asyncio.timeout(seconds):
-                if self._control_session is None:
-                    self._control_session = self._open_session(keep_connections=False)
-                answer, _ = await self._exchange(
-                    self._control_session, method, self.base_url + route, data, f"{method} {route}"
-                )
+                # A connection of its own: the server closes one after some errors, and a sync must not fail because it
+                # met a connection that was just closing. Sampling keeps its connections, which are many and alike.
+                return await self._exchange(method, route, data, f"{method} {route}", _copied, keep=False)
         except TimeoutError as error:
             raise InfrastructureError(f"{self._name}: {method} {route} had no answer within {seconds:.0f} s") from error
-        return answer
 
     async def _exchange(
-        self, session: aiohttp.ClientSession, method: str, url: str, data: bytes | None, what: str
-    ) -> tuple[bytes, Any]:
+        self,
+        method: str,
+        route: str,
+        data: bytes | None,
+        what: str,
+        parse: Callable[[Mapping[str, str], memoryview], Answer],
+        *,
+        keep: bool = True,
+    ) -> Answer:
+        """What `parse` makes of the headers and body of an answer that is not an error."""
+
+        def read(status: int, headers: Mapping[str, str], body: memoryview) -> Answer:
+            if status < 400:
+                return parse(headers, body)
+            message = f"{self._name}: {what}: HTTP {status}: {wire.error_message(bytes(body))}"
+            raise InfrastructureError(message) if status >= 500 else EngineRequestError(message)
+
         try:
-            async with session.request(method, url, data=data) as response:
-                answer = await response.read()
-        except (aiohttp.ClientError, ConnectionError) as error:
+            return await self._http.request(method, route, data, read, keep=keep)
+        except OSError as error:
             raise InfrastructureError(f"{self._name}: {what}: {type(error).__name__}: {error}") from error
-        if response.status < 400:
-            return answer, response.headers
-        message = f"{self._name}: {what}: HTTP {response.status}: {wire.error_message(answer)}"
-        if response.status >= 500:
-            raise InfrastructureError(message)
-        raise EngineRequestError(message)
+
+
+def _copied(headers: Mapping[str, str], body: memoryview) -> bytes:
+    return bytes(body)
 
 
 def raise_file_limit() -> None:

@@ -154,7 +154,9 @@ class ParsedAnswer:
     version_spans: list[tuple[int, int, int]]
 
 
-def parse_generate(body: bytes, *, spans_header: str | None = None, initial_version: int = 0) -> ParsedAnswer:
+def parse_generate(
+    body: bytes | memoryview, *, spans_header: str | None = None, initial_version: int = 0
+) -> ParsedAnswer:
     """Read a generate answer of any supported version.
 
     int32 ids and float32 logprobs, both [N]; N may be 0 for an aborted request. `initial_version` is what the weights

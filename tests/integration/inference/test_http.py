@@ -1,0 +1,254 @@
+"""The driver's HTTP client against a server that says exactly what a test wants, byte by byte."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+import pytest
+
+from telescope.inference.http import SCRATCH_BYTES, HttpClient, join_chunks, parse_head
+
+Say = Callable[[int, bytes], Awaitable[list[bytes] | None]]
+"""From the number of the connection and the request to the pieces of the answer; None closes without one."""
+
+
+class Server:
+    """Answers what `say` says. `requests` are (connection, bytes), `num_open` counts connections."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[int, bytes]] = []
+        self.pieces: Callable[[int, bytes], list[bytes] | None] = lambda connection, request: [plain(b"hello")]
+        self.pause = 0.0
+        self.num_connections = 0
+        self.num_open = 0
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def start(self) -> None:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number, self.num_connections = self.num_connections, self.num_connections + 1
+        self.num_open += 1
+        self.writers.append(writer)
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = [line for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
+                body = await reader.readexactly(int(length[0].split(b":")[1])) if length else b""
+                self.requests.append((number, head + body))
+                pieces = self.pieces(number, head + body)
+                for piece in pieces or ():
+                    writer.write(piece)
+                    await asyncio.sleep(self.pause)
+                if pieces is None:
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        finally:
+            self.num_open -= 1
+            writer.close()
+
+
+def plain(body: bytes, *, status: str = "200 OK", headers: str = "") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{headers}\r\n".encode() + body
+
+
+def read(status: int, headers: Mapping[str, str], body: memoryview) -> tuple[int, Mapping[str, str], bytes]:
+    return status, headers, bytes(body)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    server = Server()
+    await server.start()
+    yield server
+    server.server.close()
+    for writer in server.writers:
+        writer.close()
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[HttpClient]:
+    client = HttpClient(server.url, {"Authorization": "Bearer x"})
+    yield client
+    client.close()
+
+
+async def test_a_request_is_what_the_caller_gave(server: Server, client: HttpClient) -> None:
+    assert await client.request("POST", "/a?b=c", b"{}", read) == (200, {"content-length": "5"}, b"hello")
+    [(_, request)] = server.requests
+    head, body = request.split(b"\r\n\r\n")
+    assert head.split(b"\r\n") == [
+        b"POST /a?b=c HTTP/1.1",
+        b"Host: " + server.url.removeprefix("http://").encode(),
+        b"Authorization: Bearer x",
+        b"Content-Length: 2",
+    ]
+    assert body == b"{}"
+
+
+@pytest.mark.parametrize("size", [0, 1, SCRATCH_BYTES - 60, SCRATCH_BYTES, 3 * SCRATCH_BYTES + 1])
+@pytest.mark.parametrize("piece", [7, 4099, 10**9])
+async def test_an_answer_of_any_size_in_any_pieces_is_whole(
+    server: Server, client: HttpClient, size: int, piece: int
+) -> None:
+    body = bytes(i % 251 for i in range(size))
+    whole = plain(body)
+    num_small = 300  # small pieces at the start, where the head is; then the rest at once
+    cuts = [whole[i : i + piece] for i in range(0, min(len(whole), num_small * piece), piece)]
+    server.pieces = lambda *_: [*cuts, whole[num_small * piece :]]
+    for _ in range(2):  # the second one finds the buffers that the first one left
+        assert (await client.request("GET", "/", None, read))[2] == body
+
+
+async def test_chunks_are_joined(server: Server, client: HttpClient) -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    server.pause = 0.002
+    server.pieces = lambda *_: [head, b"5\r\nhel", b"lo\r\n6;x=y\r\n world\r\n0\r\n", b"\r\n"]
+    assert (await client.request("GET", "/", None, read))[2] == b"hello world"
+    assert (await client.request("GET", "/", None, read))[2] == b"hello world"
+    assert server.num_connections == 1
+
+
+async def test_an_answer_without_a_length_ends_with_its_connection(server: Server, client: HttpClient) -> None:
+    def pieces(connection: int, request: bytes) -> list[bytes] | None:
+        server.writers[connection].write(b"HTTP/1.1 200 OK\r\n\r\nall ")
+        server.writers[connection].write(b"of it")
+        return None
+
+    server.pieces = pieces
+    assert (await client.request("GET", "/", None, read))[2] == b"all of it"
+
+
+async def test_connections_are_used_again_one_request_at_a_time(server: Server, client: HttpClient) -> None:
+    server.pause = 0.02
+    await asyncio.gather(*(client.request("GET", f"/{i}", None, read) for i in range(8)))
+    assert server.num_connections == 8
+    server.pause = 0.0
+    for i in range(8):
+        await client.request("GET", f"/again{i}", None, read)
+    assert server.num_connections == 8
+
+
+async def test_a_request_of_its_own_connection_leaves_none_behind(server: Server, client: HttpClient) -> None:
+    await client.request("GET", "/", None, read, keep=False)
+    assert b"Connection: close\r\n" in server.requests[0][1]
+    await until(lambda: server.num_open == 0)
+    await client.request("GET", "/", None, read)
+    assert server.num_connections == 2
+
+
+async def test_a_connection_that_the_server_closes_is_not_used_again(server: Server, client: HttpClient) -> None:
+    server.pieces = lambda connection, _: [plain(b"bye", headers="Connection: close\r\n")]
+    await client.request("GET", "/", None, read)
+    server.pieces = lambda *_: [plain(b"hello")]
+    await client.request("GET", "/", None, read)
+    server.writers[1].close()  # in silence
+    await until(lambda: server.num_open == 0)
+    assert (await client.request("GET", "/", None, read))[2] == b"hello"
+    assert [connection for connection, _ in server.requests] == [0, 1, 2]
+
+
+async def test_a_connection_that_idled_too_long_is_not_used_again(server: Server) -> None:
+    client = HttpClient(server.url, {}, keep_alive=0.02)
+    await client.request("GET", "/", None, read)
+    await asyncio.sleep(0.05)
+    await client.request("GET", "/", None, read)
+    assert server.num_connections == 2
+    client.close()
+
+
+async def test_cancelling_closes_the_connection(server: Server, client: HttpClient) -> None:
+    server.pieces = lambda *_: []
+    task = asyncio.create_task(client.request("GET", "/", None, read))
+    await until(lambda: len(server.requests) == 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: server.num_open == 0)
+
+
+async def test_what_the_reader_raises_reaches_the_caller_and_the_connection_lives(
+    server: Server, client: HttpClient
+) -> None:
+    def refuse(status: int, headers: Mapping[str, str], body: memoryview) -> None:
+        raise LookupError(f"{status} {bytes(body)!r}")
+
+    server.pieces = lambda *_: [plain(b"no", status="503 Service Unavailable")]
+    with pytest.raises(LookupError, match="503 b'no'"):
+        await client.request("GET", "/", None, refuse)
+    assert (await client.request("GET", "/", None, read))[0] == 503
+    assert server.num_connections == 1
+
+
+@pytest.mark.parametrize(
+    ("pieces", "complaint"),
+    [
+        (None, "closed the connection before the whole answer"),
+        ([b"SSH-2.0-OpenSSH\r\n"], "no HTTP answer"),
+        ([b"HTTP/1.1 abc\r\n\r\n"], "no HTTP answer"),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: -3\r\n\r\n"], "-3"),
+        ([plain(b"hello") + b"more"], "more than it announced"),
+        ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"], "chunk"),
+        ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nabcd"], "chunk"),
+        ([b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000], "no HTTP answer"),
+    ],
+)
+async def test_an_answer_that_is_none_is_a_lost_connection(
+    server: Server, client: HttpClient, pieces: list[bytes] | None, complaint: str
+) -> None:
+    server.pieces = lambda *_: pieces
+    with pytest.raises(ConnectionError, match=complaint):
+        await client.request("GET", "/", None, read)
+    await until(lambda: server.num_open == 0)
+
+
+async def test_half_an_answer_is_a_lost_connection(server: Server, client: HttpClient) -> None:
+    def pieces(connection: int, request: bytes) -> list[bytes] | None:
+        server.writers[connection].write(plain(b"hello")[:-2])
+        return None
+
+    server.pieces = pieces
+    with pytest.raises(ConnectionError, match="before the whole answer"):
+        await client.request("GET", "/", None, read)
+
+
+async def test_closing_the_client_ends_what_is_under_way(server: Server, client: HttpClient) -> None:
+    server.pieces = lambda *_: []
+    task = asyncio.create_task(client.request("GET", "/", None, read))
+    await until(lambda: len(server.requests) == 1)
+    client.close()
+    with pytest.raises(ConnectionError):
+        await task
+    with pytest.raises(ConnectionError, match="client is closed"):
+        await client.request("GET", "/", None, read)
+
+
+async def test_an_absent_server_is_no_connection(server: Server, client: HttpClient) -> None:
+    server.server.close()
+    await server.server.wait_closed()
+    with pytest.raises(ConnectionError, match="no connection"):
+        await client.request("GET", "/", None, read)
+
+
+def test_an_interim_answer_is_passed_over() -> None:
+    head = parse_head(memoryview(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"))
+    assert head is not None
+    assert (head.status, head.is_interim, head.size) == (100, True, 25)
+
+
+def test_heads_and_chunks_that_are_not_all_there_are_waited_for() -> None:
+    whole = plain(b"")
+    assert all(parse_head(memoryview(whole[:i])) is None for i in range(len(whole)))
+    chunks = b"5\r\nhello\r\n0\r\n\r\n"
+    assert all(join_chunks(memoryview(chunks[:i])) is None for i in range(len(chunks)))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("not within 5 s")
