@@ -52,6 +52,55 @@ class LagMeter:
         self._timer.cancel()
 
 
+class TurnMeter:
+    """CPU that the event loop's thread spends between two looks at its sockets, and how late that alone makes it.
+
+    What `LagMeter` would see on a core that nobody else uses: waiting for other processes is not in it, and neither is
+    waiting for the interpreter lock while another thread of this process holds it.
+    """
+
+    def __init__(self) -> None:
+        self._selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
+        self._select = self._selector.select
+        self._turns: list[float] = []
+        self._started = time.thread_time()
+        self._since = time.monotonic()
+        self._selector.select = self._timed_select
+
+    def _timed_select(self, timeout: float | None = None) -> Any:
+        self._turns.append(time.thread_time() - self._started)
+        events = self._select(timeout)
+        self._started = time.thread_time()
+        return events
+
+    def take(self) -> tuple[list[float], float]:
+        """Seconds of every turn since the last call, and how long that was."""
+        turns, self._turns = self._turns, []
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
+        return turns, seconds
+
+    def stop(self) -> None:
+        self._selector.select = self._select
+
+
+def lag_of_turns(turns: Sequence[float], seconds: float, share: float) -> float:
+    """How late something due at a random moment is at most, with probability `share`, because of turns alone.
+
+    It falls into a turn of t seconds with probability t / seconds, and then waits for the rest of it, so it waits
+    longer than x with probability sum(max(0, t - x)) / seconds; the x at which that is 1 - share.
+    """
+    allowed = (1 - share) * seconds
+    falling = sorted(turns, reverse=True)
+    total = 0.0
+    for count, turn in enumerate(falling, 1):
+        total += turn
+        lag = (total - allowed) / count
+        if lag >= (falling[count] if count < len(falling) else 0.0):
+            return max(0.0, lag)
+    return 0.0
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least `share` (0 to 1) of the values do not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else math.nan

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fake_servers import SECRET, VOCABULARY, ServerProcess, fake_servers, save_tokenizer
-from measure import LagMeter, cpu_seconds, cpu_seconds_of, peak_rss_mib, percentile, provenance
+from measure import LagMeter, TurnMeter, cpu_seconds, cpu_seconds_of, lag_of_turns, peak_rss_mib, percentile, provenance
 
 from telescope.config import TelescopeConfig
 from telescope.inference.client import EngineClient
@@ -38,12 +38,14 @@ LENGTH_SIGMA = 0.8
 MAX_TOKENS = 8192
 CONTEXT = 16_384
 STEP_SECONDS = 0.2
+OPEN_GROUPS_PER_LANE = 8
+"""Window, in groups per group's worth of lanes: wide enough that lanes alone bound what is in flight."""
 VLLM_VERSION = "0.32.0"
 
 FILL_SECONDS = 300.0
 """How long the run may take to fill its lanes; seconds on an idle machine."""
 
-PACKAGES = ("aiohttp", "msgspec", "numpy", "pyarrow")
+PACKAGES = ("msgspec", "numpy", "pyarrow")
 
 AIM_CPU_MS = 1.0
 AIM_LAG_P99_MS = 20.0
@@ -66,6 +68,8 @@ columns
   recorder    the part of it that ran on the recorder's thread
   lag         how late the loop ran what was due, over points that are evenly spaced in time
               (aim: p99 {AIM_LAG_P99_MS:g} ms); includes waiting for a core, so run it on an idle machine
+  turns       the same from the CPU of the loop's own thread alone: what the lag would be on a core that
+              nobody else uses
   samples/s   follows from the load (samples in flight x speed / length): it says that the load
               was met, not how fast the driver could be
   cores       CPU of the driver per second
@@ -102,7 +106,8 @@ def config_of(case: Case) -> TelescopeConfig:
             "environment_workers": 1,
             "group_size": GROUP_SIZE,
             "prompts_batch_size_for_trainer": batch,
-            "max_async_rollout": groups // batch + 8,
+            # A group is open until its longest answer is there, several times as long as a lane is held.
+            "max_async_rollout": OPEN_GROUPS_PER_LANE * groups // batch,
             "max_concurrent_prompts_per_server": groups // NUM_SERVERS,
             "inference_num_workers": NUM_SERVERS,
             "trainer_num_workers": 2,
@@ -154,7 +159,7 @@ async def measure(case: Case) -> dict[str, Any]:
 async def _observe(
     case: Case, run: FakeRun, servers: list[ServerProcess], training: asyncio.Task[Any]
 ) -> dict[str, Any]:
-    lag = LagMeter()
+    lag, turns = LagMeter(), TurnMeter()
     filled_by = time.monotonic() + FILL_SECONDS
     while run.lanes.num_used < 0.95 * case.in_flight:
         await _sleep(0.25, training)
@@ -164,6 +169,7 @@ async def _observe(
             )
     await _sleep(case.warm_up, training)
     start_lags = lag.take()
+    turns.take()
     others = {"engines": [s.pid for s in servers], "environments": list(run.environments.status().pids)}
     before = cpu_seconds() | {name: cpu_seconds_of(pids) for name, pids in others.items()}
     samples, tokens, steps = run.status.num_samples_finished, run.status.num_tokens_generated, run.status.step
@@ -173,8 +179,9 @@ async def _observe(
         in_flight.append(run.lanes.num_used)
     seconds = time.monotonic() - started_at
     after = cpu_seconds() | {name: cpu_seconds_of(pids) for name, pids in others.items()}
-    lags = lag.take()
+    lags, (turn_seconds, turned) = lag.take(), turns.take()
     lag.stop()
+    turns.stop()
     samples, tokens = run.status.num_samples_finished - samples, run.status.num_tokens_generated - tokens
     if samples == 0:
         raise RuntimeError(f"no sample finished within {seconds:.0f} s; the run: {run.status.parts}")
@@ -190,6 +197,9 @@ async def _observe(
         "lag_p50_ms": 1000 * percentile(lags, 0.5),
         "lag_p99_ms": 1000 * percentile(lags, 0.99),
         "lag_max_ms": 1000 * max(lags),
+        "turns_p99_ms": 1000 * lag_of_turns(turn_seconds, turned, 0.99),
+        "turns_max_ms": 1000 * max(turn_seconds),
+        "turns_per_second": len(turn_seconds) / turned,
         "lag_max_filling_ms": 1000 * max(start_lags),
         "samples": samples,
         "samples_per_second": samples / seconds,
@@ -232,6 +242,7 @@ COLUMNS = (
     ("lag p50 ms", "lag_p50_ms", "{:.1f}"),
     ("p99", "lag_p99_ms", "{:.1f}"),
     ("max", "lag_max_ms", "{:.0f}"),
+    ("turns p99 ms", "turns_p99_ms", "{:.1f}"),
     ("samples/s", "samples_per_second", "{:.0f}"),
     ("tokens", "tokens_per_sample", "{:,.0f}"),
     ("cores", "driver_cores", "{:.2f}"),
