@@ -11,8 +11,12 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from telescope.environments.base import ChatMessage
 from telescope.environments.records import RendererSpec
 from telescope.errors import UserError
+
+CONTINUATION_ANCHOR = "0"
+"""What a continuation is tokenised behind: a character that merges with nothing which a template writes next."""
 
 
 class Renderer:
@@ -53,6 +57,26 @@ class Renderer:
         if not isinstance(text, str):
             raise TypeError(f"format_prompt returned {type(text).__name__}, not a string")
         return text
+
+    def chat_text(self, messages: Sequence[ChatMessage]) -> str:
+        """A conversation as the chat template writes it, up to the start of the model's next answer."""
+        if not self.tokenizer.chat_template:
+            raise UserError(
+                f"The tokenizer of {self.spec.tokenizer_path!r} has no chat template. Set chat_template in the "
+                "configuration, or use a model that was tuned for chat."
+            )
+        text: str = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, enable_thinking=self.spec.enable_thinking
+        )
+        return text
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Token ids of a text that follows other text: without special tokens of its own, and without the space that
+        some tokenizers put before a text."""
+        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        anchor = list(self.tokenizer(CONTINUATION_ANCHOR, add_special_tokens=False)["input_ids"])
+        anchored = list(self.tokenizer(CONTINUATION_ANCHOR + text, add_special_tokens=False)["input_ids"])
+        return anchored[len(anchor) :] if anchored[: len(anchor)] == anchor else ids
 
     def encode(self, text: str, *, from_template: bool) -> list[int]:
         """Token ids of a prompt."""

@@ -1,0 +1,248 @@
+"""Turns join as the chat template writes them, token by token, for the templates that are about.
+
+Tokenizers are made here: small vocabularies, real pre-tokenisation, the special tokens and templates of each family.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from telescope.environments.dialogue import Dialogue, Divergence, why_not_extendable
+from telescope.environments.records import RendererSpec
+from telescope.environments.rendering import Renderer
+from telescope.errors import UserError
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] not in ['user', 'assistant'] %}{{ raise_exception('Role not supported') }}{% endif %}"
+    "<start_of_turn>{{ 'model' if m['role'] == 'assistant' else 'user' }}\n{{ m['content'] | trim }}<end_of_turn>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+# Leaves the reasoning of earlier answers out, and prompts an answer without reasoning with an empty one.
+THINKING = (
+    "{% for m in messages %}{% set content = m['content'] %}"
+    "{% if m['role'] == 'assistant' and '</think>' in content and not loop.last %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+
+BYTES, SPACES = "bytes", "spaces"
+FAMILIES: dict[str, tuple[str, str, list[str], str, str]] = {
+    # template, tokenizer, special tokens, beginning of sequence, end of an answer
+    "chatml": (CHATML, BYTES, ["<|im_start|>", "<|im_end|>"], "", "<|im_end|>"),
+    "llama3": (
+        LLAMA3, BYTES, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        "<|begin_of_text|>", "<|eot_id|>",
+    ),
+    "gemma": (GEMMA, SPACES, ["<bos>", "<start_of_turn>", "<end_of_turn>"], "<bos>", "<end_of_turn>"),
+    "mistral": (MISTRAL, SPACES, ["<s>", "</s>", "[INST]", "[/INST]"], "<s>", "</s>"),
+    "thinking": (THINKING, BYTES, ["<|im_start|>", "<|im_end|>"], "", "<|im_end|>"),
+    "plain": (PLAIN, BYTES, ["<eos>"], "", "<eos>"),
+}  # fmt: skip
+
+TEXTS = ["Guess a word of five letters.", "crane", "I say slate, for its letters.", "G Y X X G\n\ntry again", "  done "]
+
+
+def renderer(family: str, *, enable_thinking: bool = False) -> Renderer:
+    """A renderer over a tokenizer of the family."""
+    template, kind, specials, bos, eos = FAMILIES[family]
+    raw = Tokenizer(models.BPE(byte_fallback=kind == SPACES, unk_token="<unk>" if kind == SPACES else None))
+    if kind == BYTES:
+        raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        raw.decoder = decoders.ByteLevel()
+        alphabet, first = pre_tokenizers.ByteLevel.alphabet(), []
+    else:
+        raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if family == "mistral" else "never")
+        raw.decoder = decoders.Metaspace(prepend_scheme="first" if family == "mistral" else "never")
+        alphabet, first = [chr(code) for code in range(32, 127)] + ["\n"], ["<unk>"]
+    added = [AddedToken(token, special=True, normalized=False) for token in [*first, *specials]]
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=added, initial_alphabet=alphabet, show_progress=False)
+    raw.train_from_iterator(TEXTS * 3 + ["user assistant model tool system \n\n \n"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=bos or None, eos_token=eos)
+    tokenizer.chat_template = template
+    made = Renderer.__new__(Renderer)  # without loading a tokenizer from a folder
+    made.spec = RendererSpec(family, enable_thinking=enable_thinking)
+    made.tokenizer = tokenizer
+    made._special_ids = frozenset(tokenizer.all_special_ids)
+    return made
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def whole(made: Renderer, messages: list[dict[str, Any]], *, prompt: bool) -> list[int]:
+    """The template's own ids of a conversation."""
+    text = made.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=prompt, enable_thinking=made.spec.enable_thinking
+    )
+    return made.encode(text, from_template=True)
+
+
+def sampled(made: Renderer, messages: list[dict[str, Any]], answer: str) -> list[int]:
+    """What a model samples that writes `answer` as the template does: the ids between prompt and end token, with it."""
+    prompt, closed = whole(made, messages, prompt=True), whole(made, [*messages, assistant(answer)], prompt=False)
+    assert closed[: len(prompt)] == prompt
+    end = made.tokenizer.eos_token_id
+    return closed[len(prompt) : closed.index(end, len(prompt)) + 1]
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3", "gemma", "mistral"])
+def test_turns_join_token_by_token_as_the_template_writes_them(family: str) -> None:
+    made = renderer(family)
+    assert why_not_extendable(made) is None
+    dialogue, messages = Dialogue(made), [user("Guess a word of five letters.")]
+    ids = dialogue.begin(messages)
+    for answer, reply in (("crane", "G Y X X G\n\ntry again"), ("I say slate, for its letters.", "G G"), ("done", "?")):
+        tokens = sampled(made, messages, answer)
+        text = made.decode(tokens, cut_end_token=True)
+        messages = [*messages, assistant(text), user(reply)]
+        extension = dialogue.extend(text, tokens, messages, ended=True)
+        ids = [*ids, *tokens, *extension.token_ids]
+        assert ids == whole(made, messages, prompt=True)
+        assert (extension.restarts, extension.divergence) == (False, None)
+    bos = made.tokenizer.bos_token_id
+    assert bos is None or ids.count(bos) == 1, "no second beginning of sequence"
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3", "gemma", "mistral"])
+def test_an_answer_that_was_cut_off_is_closed_by_what_follows_it(family: str) -> None:
+    made = renderer(family)
+    dialogue, messages = Dialogue(made), [user("Guess a word of five letters.")]
+    ids = dialogue.begin(messages)
+    tokens = sampled(made, messages, "crane")[:-1]
+    messages = [*messages, assistant("crane"), user("too long")]
+    extension = dialogue.extend("crane", tokens, messages, ended=False)
+    assert extension.token_ids[0] == made.tokenizer.eos_token_id, "the end that the model did not sample is not trained"
+    assert [*ids, *tokens, *extension.token_ids] == whole(made, messages, prompt=True)
+    assert extension.divergence is None
+
+
+def test_sampled_ids_are_kept_though_the_text_would_be_tokenised_otherwise() -> None:
+    made = renderer("chatml")
+    dialogue, messages = Dialogue(made), [user("Guess a word of five letters.")]
+    dialogue.begin(messages)
+    letters = [made.tokenizer.convert_tokens_to_ids(letter) for letter in "crane"]
+    assert letters != sampled(made, messages, "crane")[:-1], "the model took another way to the same text"
+    extension = dialogue.extend(
+        "crane", [*letters, made.tokenizer.eos_token_id], [*messages, assistant("crane"), user("no")], ended=True
+    )
+    assert (extension.restarts, extension.divergence) == (False, None)
+    assert made.decode(extension.token_ids, cut_end_token=False) == "\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("family", ["llama3", "gemma"])
+def test_an_answer_that_the_template_trims_is_kept_and_counted(family: str) -> None:
+    made = renderer(family)
+    dialogue, messages = Dialogue(made), [user("Guess.")]
+    dialogue.begin(messages)
+    end = made.tokenizer.eos_token_id
+    seen = []
+    for answer in ("  done ", "crane", "slate"):
+        tokens = [*made.encode_continuation(answer), end]
+        messages = [*messages, assistant(answer), user("no")]
+        extension = dialogue.extend(answer, tokens, messages, ended=True)
+        assert not extension.restarts
+        seen.append(extension.divergence)
+    assert seen == [None, Divergence.WHITESPACE, None], "told once, when it has become history"
+
+
+def test_a_model_that_ends_with_another_token_than_the_template_is_counted() -> None:
+    made = renderer("llama3")
+    dialogue, messages = Dialogue(made), [user("Guess.")]
+    dialogue.begin(messages)
+    other = made.tokenizer.bos_token_id
+    extension = dialogue.extend("crane", [5, 6, other], [*messages, assistant("crane"), user("no")], ended=True)
+    assert extension.divergence is Divergence.END_TOKEN
+    assert extension.token_ids[0] == made.tokenizer.eos_token_id, "nothing sampled is taken away, nothing left out"
+
+
+def test_a_template_that_forgets_reasoning_is_found_out_at_the_start() -> None:
+    assert "rewrites earlier answers" in str(why_not_extendable(renderer("thinking", enable_thinking=True)))
+    assert "another start of an answer" in str(why_not_extendable(renderer("thinking")))
+
+
+def test_where_history_is_rewritten_the_next_prompt_is_what_the_template_writes() -> None:
+    made = renderer("thinking", enable_thinking=True)
+    dialogue, messages = Dialogue(made), [user("Guess.")]
+    dialogue.begin(messages)
+    answers = ["<think>\nhm\n</think>\n\ncrane", "slate"]
+    extensions = []
+    for answer in answers:
+        messages = [*messages, assistant(answer), user("no")]
+        extensions.append(dialogue.extend(answer, [*made.encode_continuation(answer), 1], messages, ended=True))
+    assert [e.restarts for e in extensions] == [False, True]
+    assert extensions[1].divergence is Divergence.HISTORY
+    assert extensions[1].token_ids == whole(made, messages, prompt=True)
+
+
+def test_an_environment_that_rewrites_the_conversation_starts_a_new_prompt() -> None:
+    made = renderer("chatml")
+    dialogue = Dialogue(made)
+    dialogue.begin([user("a long story")])
+    summary = [user("a summary of it all")]
+    extension = dialogue.extend("crane", [5, 6], summary, ended=False)
+    assert extension.restarts
+    assert extension.token_ids == whole(made, summary, prompt=True)
+
+
+def test_without_interleaving_every_prompt_is_rendered_whole() -> None:
+    made = renderer("chatml")
+    dialogue, messages = Dialogue(made, interleaved=False), [user("Guess.")]
+    dialogue.begin(messages)
+    messages = [*messages, assistant("crane"), user("no")]
+    extension = dialogue.extend("crane", [5, 6], messages, ended=True)
+    assert (extension.restarts, extension.divergence) == (True, None)
+    assert extension.token_ids == whole(made, messages, prompt=True)
+
+
+@pytest.mark.parametrize(("family", "role"), [("gemma", "tool"), ("mistral", "system")])
+def test_a_role_that_a_template_does_not_know_is_found_out_at_the_start(family: str, role: str) -> None:
+    with pytest.raises(Exception, match=r"not supported|must alternate"):
+        why_not_extendable(renderer(family), reply_role=role)
+
+
+def test_a_template_without_special_tokens_joins_at_its_text() -> None:
+    made = renderer("plain")
+    dialogue, messages = Dialogue(made), [user("Guess.")]
+    ids = dialogue.begin(messages)
+    tokens = made.encode_continuation("crane")
+    messages = [*messages, assistant("crane"), user("no")]
+    extension = dialogue.extend("crane", [*tokens, made.tokenizer.eos_token_id], messages, ended=True)
+    assert extension.divergence is Divergence.END_TOKEN, "the template has no end of an answer"
+    text = made.decode([*ids, *tokens, *extension.token_ids], cut_end_token=False)
+    assert text == "user: Guess.\nassistant: crane\nuser: no\nassistant: "
+
+
+def test_a_conversation_without_a_chat_template_is_refused() -> None:
+    made = renderer("chatml")
+    made.tokenizer.chat_template = None
+    with pytest.raises(UserError, match="has no chat template"):
+        Dialogue(made).begin([user("Guess.")])
