@@ -79,7 +79,7 @@ class Dialogue:
         """What the next prompt has behind the model's last answer.
 
         `answer` is that answer decoded without its end token, `answer_token_ids` as it was sampled, `ended` whether the
-        model ended it itself; `messages` are the whole conversation of the next prompt. Raises what the template raises.
+        model ended it itself; `messages` are the whole conversation of the next prompt. Raises what the template does.
         """
         position = len(self._messages)
         spoken = [*self._messages, {"role": "assistant", "content": answer}]
@@ -152,4 +152,3 @@ def why_not_extendable(renderer: Renderer, *, reply_role: str = "user") -> str |
         if extension.restarts:
             return "it rewrites earlier answers of a conversation (reasoning is left out of the history)"
     return None
-

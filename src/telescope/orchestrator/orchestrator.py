@@ -25,12 +25,12 @@ from typing import Protocol
 
 import numpy as np
 
-from telescope.algorithms import compute_advantages
 from telescope.config import TelescopeConfig
 from telescope.environments.pool import EnvironmentPool
 from telescope.environments.records import PreparedPrompt
 from telescope.errors import EnvironmentFailure, InfrastructureError, RunError
 from telescope.orchestrator import rows
+from telescope.orchestrator.batches import Batch, RewardRange, form_batch
 from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.changes import Changes
 from telescope.orchestrator.draws import Draw, DrawSequence, request_seed
@@ -47,7 +47,6 @@ from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask
 from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.types import Engine
 from telescope.trainer.batch import StepInput, StepResult
-from telescope.trainer.packing import pack_step, packing_stats
 
 logger = logging.getLogger(__name__)
 
@@ -77,17 +76,6 @@ class WeightSyncPort(Protocol):
 
 
 @dataclass
-class Batch:
-    """The groups of one training step and what each trainer rank computes."""
-
-    groups: list[Group]
-    advantages: np.ndarray
-    inputs: list[StepInput]
-    packing: dict[str, float]
-    """Shares of padding and of dummy tokens, and how unevenly the ranks are loaded."""
-
-
-@dataclass
 class Services:
     """What the loops use and do not own."""
 
@@ -100,16 +88,9 @@ class Services:
     weights: WeightSyncPort
     recorder: Recorder
     step_log: StepLogPort
-    reward_ranges: Sequence[tuple[float | None, float | None]]
-    """Smallest and largest expected reward of the environment of each entry of the config, None where not known."""
+    reward_ranges: Sequence[RewardRange]
+    """Of the environment of each entry of the config."""
     report_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None
-
-
-def normalized(reward: float, low: float | None, high: float | None) -> float:
-    """The reward on a scale where `low` is 0 and `high` is 1; as it is where the range is not known or empty."""
-    if low is None or high is None or high <= low:
-        return reward
-    return (reward - low) / (high - low)
 
 
 class Orchestrator:
@@ -411,32 +392,7 @@ class Orchestrator:
 
     def _pack(self, groups: list[Group], step: int) -> Batch:
         """Advantages and micro-batches; numpy only, on a thread of its own."""
-        config = self.config
-        samples = []
-        for group in groups:
-            for trajectory in group.usable_samples:
-                sample = trajectory.to_train_sample()
-                if config.normalize_rewards:
-                    low, high = self.services.reward_ranges[group.draw.environment]
-                    sample.reward = normalized(sample.reward, low, high)
-                samples.append(sample)
-        advantages = compute_advantages(samples, config.algorithm, config.advantage_norm)
-        inputs = pack_step(
-            samples,
-            step=step,
-            version=step,  # a step starts from the weights of all steps before it
-            seq_len=config.seq_len,
-            num_ranks=config.trainer_num_workers,
-            pad_to_multiple_of=config.pad_to_multiple_of,
-            num_minibatches=config.number_of_minibatches,
-        )
-        stats = packing_stats(inputs)
-        packing = {
-            "packing/padding_share": stats.padding_share,
-            "packing/dummy_share": stats.dummy_share,
-            "packing/imbalance": stats.imbalance,
-        }
-        return Batch(groups, np.asarray(advantages), inputs, packing)
+        return form_batch(self.config, groups, step, self.services.reward_ranges)
 
     async def _train_loop(self) -> None:
         """Train, sync, count, until the last step."""

@@ -3,10 +3,14 @@
 A trajectory is token ids, never text: each turn keeps the ids that the engine sampled, with their logprobs and the
 policy version of each, and the ids of what the environment added. Their concatenation is the next prompt and, at the
 end, the training sequence. Text is there for people and parsers only.
+
+A turn that `restarts` has a prompt of its own, rendered anew (`interleaved_rollouts: false`, and templates that rewrite
+history): what was sampled before it is a training sample for itself. All of them have the trajectory's reward.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,13 +22,21 @@ from telescope.trainer.batch import TrainSample
 
 @dataclass(slots=True)
 class Turn:
-    """One answer of the model: the ids that preceded it since the last answer, and the ids it sampled."""
+    """One answer of the model: the ids that preceded it since the last answer, and the ids it sampled.
+
+    With `restarts` the former are the whole prompt. `replies` is what the environment said after the answer before,
+    (role, text) each; `divergence` names how the join before this turn differs from the chat template
+    (`environments.dialogue`). Times are wall-clock.
+    """
 
     added_token_ids: list[int]
     generation: Generation
     text: str = ""
     started_at: float = 0.0
     ended_at: float = 0.0
+    restarts: bool = False
+    replies: list[tuple[str, str]] = field(default_factory=list)
+    divergence: str | None = None
 
 
 @dataclass
@@ -42,6 +54,8 @@ class Trajectory:
     reward: RewardRecord | None = None
     failure_kind: str | None = None
     failure_message: str | None = None
+    end_reason: str | None = None
+    """Why the environment ended the conversation, in its words; None when it did not say."""
     cancelled: bool = False
     """Given up because its group became too old; then neither scored nor masked."""
     num_infrastructure_retries: int = 0
@@ -69,8 +83,26 @@ class Trajectory:
         return sum(len(turn.generation.token_ids_N) for turn in self.turns)
 
     @property
+    def num_environment_tokens(self) -> int:
+        """Tokens that the environment added between turns."""
+        total, length = 0, 0
+        for index, turn in enumerate(self.turns):
+            added = len(turn.added_token_ids)
+            new = added - length if turn.restarts else added
+            total += max(new, 0) if index else 0
+            length = (0 if turn.restarts else length) + added + len(turn.generation.token_ids_N)
+        return total
+
+    @property
     def stop_reason(self) -> str:
-        return self.turns[-1].generation.finish_reason if self.turns else ""
+        """Why the last answer ended, `length` when it was cut off; else the environment's reason, when it gave one."""
+        finish_reason = self.turns[-1].generation.finish_reason if self.turns else ""
+        return finish_reason if finish_reason == "length" else self.end_reason or finish_reason
+
+    @property
+    def divergences(self) -> Counter[str]:
+        """Joins between turns that differ from what the chat template writes, by name."""
+        return Counter(turn.divergence for turn in self.turns if turn.divergence is not None)
 
     @property
     def version_range(self) -> tuple[int, int]:
@@ -84,19 +116,37 @@ class Trajectory:
     def completion_text(self) -> str:
         return "\n".join(turn.text for turn in self.turns)
 
-    def next_prompt(self, added_token_ids: list[int]) -> list[int]:
-        """All ids so far followed by `added_token_ids`: the prompt of the next turn."""
+    def next_prompt(self, added_token_ids: list[int], *, restarts: bool = False) -> list[int]:
+        """The prompt of the next turn: all ids since the last restart followed by `added_token_ids`."""
         ids: list[int] = []
-        for turn in self.turns:
+        for turn in () if restarts else self._segments()[-1]:
             ids.extend(turn.added_token_ids)
             ids.extend(turn.generation.token_ids_N.tolist())
         ids.extend(added_token_ids)
         return ids
 
-    def to_train_sample(self) -> TrainSample:
-        """The trainer's view: ids with a trained flag, the engine's logprob and the policy version of each token."""
-        ids, trained, logprobs, versions = [], [], [], []
+    def to_train_samples(self) -> list[TrainSample]:
+        """The trainer's view: one sample, or one for each part that a restart ended, in their order.
+
+        Each has its ids with a trained flag, the engine's logprob and the policy version of each token.
+        """
+        segments = self._segments()
+        if len(segments) == 1:
+            return [self._train_sample(self.sample_id, segments[0])]
+        return [self._train_sample(f"{self.sample_id}/{part}", turns) for part, turns in enumerate(segments)]
+
+    def _segments(self) -> list[list[Turn]]:
+        """The turns, cut where one restarts; at least one, which may be empty."""
+        segments: list[list[Turn]] = [[]]
         for turn in self.turns:
+            if turn.restarts and segments[-1]:
+                segments.append([])
+            segments[-1].append(turn)
+        return segments
+
+    def _train_sample(self, sample_id: str, turns: list[Turn]) -> TrainSample:
+        ids, trained, logprobs, versions = [], [], [], []
+        for turn in turns:
             num_added = len(turn.added_token_ids)
             num_sampled = len(turn.generation.token_ids_N)
             ids += [np.asarray(turn.added_token_ids, dtype=np.int32), turn.generation.token_ids_N.astype(np.int32)]
@@ -104,7 +154,7 @@ class Trajectory:
             logprobs += [np.zeros(num_added, dtype=np.float32), turn.generation.logprobs_N.astype(np.float32)]
             versions += [np.full(num_added, -1, dtype=np.int32), turn.generation.version_N]
         return TrainSample(
-            sample_id=self.sample_id,
+            sample_id=sample_id,
             group_id=self.group_id,
             environment=self.environment,
             token_ids_L=np.concatenate(ids),

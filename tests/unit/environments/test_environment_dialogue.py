@@ -35,8 +35,8 @@ MISTRAL = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}"
-    "{% endfor %}"
+    "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 # Leaves the reasoning of earlier answers out, and prompts an answer without reasoning with an empty one.
 THINKING = (
@@ -47,7 +47,10 @@ THINKING = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+PLAIN = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 BYTES, SPACES = "bytes", "spaces"
 FAMILIES: dict[str, tuple[str, str, list[str], str, str]] = {
@@ -155,7 +158,8 @@ def test_sampled_ids_are_kept_though_the_text_would_be_tokenised_otherwise() -> 
         "crane", [*letters, made.tokenizer.eos_token_id], [*messages, assistant("crane"), user("no")], ended=True
     )
     assert (extension.restarts, extension.divergence) == (False, None)
-    assert made.decode(extension.token_ids, cut_end_token=False) == "\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
+    text = made.decode(extension.token_ids, cut_end_token=False)
+    assert text == "\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("family", ["llama3", "gemma"])

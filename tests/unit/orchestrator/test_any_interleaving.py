@@ -35,7 +35,7 @@ paces = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     pace=paces,
     seed=st.integers(0, 10_000),

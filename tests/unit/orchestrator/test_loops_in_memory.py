@@ -10,7 +10,7 @@ from tests.unit.orchestrator.in_memory import InMemoryRun
 from tests.unit.rollout.fakes import tick
 
 from telescope.errors import EnvironmentFailure
-from telescope.orchestrator.orchestrator import normalized
+from telescope.orchestrator.batches import normalized
 from telescope.trainer.batch import TrainSample
 
 
@@ -100,7 +100,7 @@ async def test_rewards_are_scaled_to_their_range_for_training_alone_when_asked_f
         seen.update(sample.reward for sample in samples)
         return [0.0] * len(samples)
 
-    monkeypatch.setattr("telescope.orchestrator.orchestrator.compute_advantages", advantages)
+    monkeypatch.setattr("telescope.orchestrator.batches.compute_advantages", advantages)
     entry = {"name": "arithmetic", "reward_min": -1.0, "reward_max": 3.0}
     run = InMemoryRun(config_of(environments=[entry], normalize_rewards=scaled))
     await run.run()

@@ -109,7 +109,7 @@ async def test_the_turns_of_a_rollout_are_one_growing_sequence() -> None:
     assert bench.lanes.turns == [0, 1, 2], "each turn takes a lane of its own, later turns first"
     assert sample.completion_text == "first\nsecond\nthird"
     assert sample.total_reward == 0.5
-    train = sample.to_train_sample()
+    (train,) = sample.to_train_samples()
     assert train.token_ids_L.tolist() == [1, 2, 3, 7, 8, 20, 21, 9, 22, 10]
     assert train.trained_L.tolist() == [token in (7, 8, 9, 10) for token in train.token_ids_L]
 

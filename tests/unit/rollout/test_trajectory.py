@@ -31,7 +31,7 @@ def test_the_next_prompt_is_every_id_so_far_and_then_what_is_added(
 def test_the_training_sequence_is_the_last_prompt_with_its_answer(turns: list[tuple[list[int], list[int]]]) -> None:
     sample = trajectory(turns)
     sample.reward = reward()
-    train = sample.to_train_sample()
+    (train,) = sample.to_train_samples()
     assert train.token_ids_L.tolist() == sample.next_prompt([])
     assert train.num_trained == sample.num_completion_tokens == sum(len(sampled) for _, sampled in turns)
     assert train.token_ids_L[train.trained_L].tolist() == [token for _, sampled in turns for token in sampled]
@@ -43,7 +43,7 @@ def test_only_sampled_tokens_are_trained_and_each_keeps_its_logprob_and_version(
         Turn([1, 2], generation([10, 11, 12], spans=[(4, 0, 1), (5, 1, 3)])),
         Turn([3], generation([13], version=6)),
     ]
-    train = sample.to_train_sample()
+    (train,) = sample.to_train_samples()
     assert train.token_ids_L.tolist() == [1, 2, 10, 11, 12, 3, 13]
     assert train.trained_L.tolist() == [False, False, True, True, True, False, True]
     assert train.version_L.tolist() == [-1, -1, 4, 5, 5, -1, 6]
@@ -82,4 +82,4 @@ def test_the_stop_reason_is_that_of_the_last_turn() -> None:
 def test_a_masked_sample_has_no_reward_to_train_on() -> None:
     sample = trajectory([([1], [2])])
     with pytest.raises(AssertionError, match="5-0 has no reward"):
-        sample.to_train_sample()
+        sample.to_train_samples()

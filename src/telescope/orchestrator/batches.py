@@ -1,0 +1,84 @@
+"""From finished groups to what the trainer's ranks compute: rewards on their scale, advantages, micro-batches.
+
+Pure and numpy only; the orchestrator runs it on a thread. Group statistics are over trajectories: one whose turns are
+samples of their own (`interleaved_rollouts: false`) counts once, and all of them are trained with its advantage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from telescope.algorithms import compute_advantages
+from telescope.config import TelescopeConfig
+from telescope.orchestrator.groups import Group
+from telescope.trainer.batch import StepInput
+from telescope.trainer.packing import pack_step, packing_stats
+
+RewardRange = tuple[float | None, float | None]
+"""Smallest and largest expected reward of an environment, None where not known."""
+
+
+@dataclass
+class Batch:
+    """The groups of one training step and what each trainer rank computes.
+
+    `advantages` are of the usable samples of `groups`, in their order.
+    """
+
+    groups: list[Group]
+    advantages: np.ndarray
+    inputs: list[StepInput]
+    packing: dict[str, float]
+    """Shares of padding and of dummy tokens, and how unevenly the ranks are loaded."""
+
+
+@dataclass(slots=True)
+class _ScoredTrajectory:
+    """What advantages are computed from."""
+
+    group_id: int
+    reward: float
+    num_trained: int
+    advantage: float = 0.0
+
+
+def normalized(reward: float, low: float | None, high: float | None) -> float:
+    """The reward on a scale where `low` is 0 and `high` is 1; as it is where the range is not known or empty."""
+    if low is None or high is None or high <= low:
+        return reward
+    return (reward - low) / (high - low)
+
+
+def form_batch(config: TelescopeConfig, groups: list[Group], step: int, ranges: Sequence[RewardRange]) -> Batch:
+    """Pack the groups of training step `step`; `ranges` are of the environments of the config, in their order."""
+    trajectories, scored, samples = [], [], []
+    for group in groups:
+        low, high = ranges[group.draw.environment] if config.normalize_rewards else (None, None)
+        for trajectory in group.usable_samples:
+            reward = normalized(trajectory.total_reward, low, high)
+            trajectories.append(trajectory)
+            scored.append(_ScoredTrajectory(group.group_id, reward, trajectory.num_completion_tokens))
+    advantages = compute_advantages(scored, config.algorithm, config.advantage_norm)
+    for trajectory, score in zip(trajectories, scored, strict=True):
+        for sample in trajectory.to_train_samples():
+            sample.reward, sample.advantage = score.reward, score.advantage
+            samples.append(sample)
+    inputs = pack_step(
+        samples,
+        step=step,
+        version=step,  # a step starts from the weights of all steps before it
+        seq_len=config.seq_len,
+        num_ranks=config.trainer_num_workers,
+        pad_to_multiple_of=config.pad_to_multiple_of,
+        num_minibatches=config.number_of_minibatches,
+    )
+    stats = packing_stats(inputs)
+    packing = {
+        "packing/padding_share": stats.padding_share,
+        "packing/dummy_share": stats.dummy_share,
+        "packing/imbalance": stats.imbalance,
+    }
+    return Batch(groups, np.asarray(advantages), inputs, packing)
