@@ -5,7 +5,7 @@
 #   make demo ARGS="--seed 1"                 with other settings of the run
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types test-unit test-integration e2e doctor pin clean
+.PHONY: help setup demo test lint types test-unit test-reference test-integration e2e doctor pin clean
 
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
@@ -25,10 +25,11 @@ demo: setup  ## watch a small language model learn arithmetic on this machine (1
 	@$(PY) train.py --config configs/examples/demo_countdown.yaml $(ARGS)
 
 # One recipe, so that the tiers run in this order whatever -j says, and the first that fails ends it.
-test: setup  ## everything: lint, types, unit, integration, e2e
+test: setup  ## everything: lint, types, unit, reference, integration, e2e
 	@echo "== lint";        $(MAKE) --no-print-directory run-lint
 	@echo "== types";       $(MAKE) --no-print-directory run-types
 	@echo "== unit";        $(PYTEST) tests/unit
+	@echo "== reference";   $(PYTEST) tests/reference
 	@echo "== integration"; $(PYTEST) tests/integration
 	@echo "== e2e: Ray, vLLM and the trainer, for real"; $(PYTEST) tests/e2e
 
@@ -36,6 +37,8 @@ lint: setup run-lint  ## ruff
 types: setup run-types  ## mypy
 test-unit: setup  ## unit tests (ARGS="-k name" for some)
 	@$(PYTEST) tests/unit $(ARGS)
+test-reference: setup  ## every algorithm against loops written from the papers
+	@$(PYTEST) tests/reference $(ARGS)
 test-integration: setup  ## tests with a fake engine
 	@$(PYTEST) tests/integration $(ARGS)
 e2e: setup  ## tests with Ray, vLLM and the trainer

@@ -23,6 +23,13 @@ from telescope.trainer.worker import Trainer
 VOCAB = 61
 RANKS_DEADLINE_SECONDS = 180
 
+ALL_MODIFIERS = {
+    "use_ppo_clip": True, "ppo_clip_ref_logprobs": "batch", "clip_ratio_c": 1.2, "use_tis": True, "tis_cap": 1.2,
+    "tis_mode": "icepop", "seq_is_masking": True, "seq_is_mask_low": 0.9, "seq_is_mask_high": 1.1,
+    "kl_penalty_tau": 0.1, "entropy_coef": 0.2,
+}  # fmt: skip
+"""Settings that put everything on top of a loss that can be put there together."""
+
 
 def build_model(directory: Path, *, family: str = "qwen2", tied: bool = True, seed: int = 0, **changes: Any) -> str:
     """A random model of some 10,000 parameters, written as a checkpoint.
@@ -76,6 +83,15 @@ def make_samples(lengths: list[int], *, group_size: int = 4, seed: int = 0, vers
             )
         )
     compute_advantages(samples)
+    return samples
+
+
+def near_policy(samples: list[TrainSample], trainer: Trainer, noise: float = 0.3) -> list[TrainSample]:
+    """The samples with engine logprobs that are the trainer's own and some noise. Collective."""
+    rng = np.random.default_rng(1)
+    for sample in samples:
+        own_L = np.array([0.0, *trainer.sequence_logprobs(sample.token_ids_L.tolist(), trainer.config.temperature)])
+        sample.engine_logprob_L = np.where(sample.trained_L, own_L + rng.normal(0, noise, sample.length), 0.0)
     return samples
 
 
