@@ -42,7 +42,7 @@ def of_group(rewards: list[float], algorithm: str) -> list[float]:
 
 
 def of_batch(groups: list[list[float]], algorithm: str, norm: str) -> list[list[float]]:
-    """Advantages of a training batch. `batch`: REINFORCE++ (2501.03262), centred in the group, whitened over the batch."""
+    """Of a training batch. `batch`: REINFORCE++ (2501.03262), centred in the group, whitened over the batch."""
     if norm == "group":
         return [of_group(rewards, algorithm) for rewards in groups]
     centred = [of_group(rewards, "dr_grpo") for rewards in groups]
