@@ -5,12 +5,15 @@ Owns `die_with` (called inside every vLLM process) and `python -m telescope.infe
 
 The shim is leader of a new session, hence of one process group for the whole engine. It holds the read end of a pipe
 whose write end only the supervisor has, and watches its parent's pid: whichever way the supervisor goes, kill -9
-included, the group is killed. Linux's parent-death signal is not used because it fires when the *thread* that started
-the child ends. If the shim itself is killed, `die_with` ends each process of the engine.
+included, the group is killed. Linux's parent-death signal would not do there because it fires when the *thread* that
+started the child ends; the shim has one thread, so it does for the command that the shim starts. If the shim itself is
+killed, that signal ends the command, at whatever point of its start it is, and `die_with` the other processes of the
+engine.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -23,6 +26,8 @@ SUPERVISOR_PID_VARIABLE = "TELESCOPE_ENGINE_SUPERVISOR_PID"
 """Pid of the shim, in the environment of every process of the engine."""
 
 POLL_SECONDS = 0.2
+
+_PR_SET_PDEATHSIG = 1
 
 
 def die_with(pid: int) -> None:
@@ -68,7 +73,10 @@ def main(argv: list[str]) -> int:
     pipe, command = int(argv[0]), argv[1:]
     parent = os.getppid()
     environment = {**os.environ, SUPERVISOR_PID_VARIABLE: str(os.getpid())}
-    child = subprocess.Popen(command, env=environment)
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up here: after the fork little is allowed
+    child = subprocess.Popen(
+        command, env=environment, preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    )
     # SIGTERM goes to the engine, which shuts down by itself; the supervisor decides when patience ends.
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,7 +1,7 @@
 """Ctrl-C: once ends the run cleanly after the step under way, twice ends it at once.
 
-Either way no process is left behind on this machine: the second Ctrl-C waits for nothing, and kills what this process
-started. Actors on other machines, vLLM and the environment workers watch for the end of their parents by themselves.
+Either way no process is left behind on this machine: the second Ctrl-C waits for nothing, and the run's reaper
+(`cluster.reaper`) kills what this process started.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 from telescope.orchestrator.status import RunStatus
@@ -82,40 +81,4 @@ class Interrupt:
         for action in self._on_second:
             with contextlib.suppress(OSError):  # a full disk must not keep the process alive
                 action()
-        kill_descendants()
         os._exit(EXIT_CODE)
-
-
-def kill_descendants() -> None:
-    """SIGKILL everything that this process started, and what that started: Ray's daemons, actors, vLLM, environments.
-
-    Most of them would end by themselves once this process is gone, but Ray's agents take half a minute to notice.
-    """
-    for _ in range(3):  # a process may be forking while it is looked for
-        found = descendants(os.getpid())
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if not found:
-            return
-
-
-def descendants(pid: int) -> list[int]:
-    """Process ids of all living children of `pid`, and of theirs, on this machine."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            # The command name, in parentheses, may hold spaces; state and parent follow the last one.
-            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue  # it has just ended
-        if state != "Z":
-            children.setdefault(int(parent), []).append(int(entry.name))
-    found, todo = [], [pid]
-    while todo:
-        below = children.get(todo.pop(), [])
-        found += below
-        todo += below
-    return found

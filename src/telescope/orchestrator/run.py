@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Protocol
 
+from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig
 from telescope.orchestrator.draws import DrawSequence
 from telescope.orchestrator.evaluation import Evaluation
@@ -65,6 +66,7 @@ class _TrainingRun:
         """Run to the end. Raises what ended it, unless a person did."""
         error: BaseException | None = None
         async with AsyncExitStack() as stack:
+            stack.enter_context(Reaper())
             stack.enter_context(self._directory.open_record(console=self._view is None))
             stack.callback(self._stop_view)
             if self._view is not None:

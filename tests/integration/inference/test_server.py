@@ -21,7 +21,7 @@ from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.client import EngineClient
 from telescope.inference.fake_engine import FakeEngineSettings
 from telescope.inference.policy_version import REQUIRE_UPDATE_VARIABLE
-from telescope.inference.process import group_members
+from telescope.inference.process import EngineProcess, group_members
 from telescope.inference.server import EngineStartError, InferenceServer, SupervisionLimits
 from telescope.inference.vllm_launch import LaunchCommand
 from telescope.rollout.types import GenerateRequest
@@ -142,6 +142,13 @@ def test_killed_shim_takes_the_engine_with_it(make_server) -> None:
     os.kill(info.pid, signal.SIGKILL)
     wait_for(lambda: server.status().state == "failed", "noticing")
     wait_for(lambda: group_members(info.pid) == [], "end of the group")
+
+
+def test_killed_shim_takes_a_command_with_it_that_has_not_got_far_enough_to_watch(tmp_path: Path) -> None:
+    process = EngineProcess([sys.executable, "-c", "import time; time.sleep(600)"], {}, tmp_path / "log")
+    wait_for(lambda: len(group_members(process.pid)) == 2, "start of the command")
+    os.kill(process.pid, signal.SIGKILL)
+    wait_for(lambda: group_members(process.pid) == [], "end of the group")
 
 
 def test_failed_start_tells_the_last_lines_and_the_fix_at_once(make_server) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 from tests.unit.rollout.fakes import tick
 
-from telescope.orchestrator.interrupt import EXIT_CODE, Interrupt, descendants
+from telescope.orchestrator.interrupt import EXIT_CODE, Interrupt
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.summary import Interrupted
 
@@ -28,7 +25,6 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupt]:
         raise Exited(code)
 
     monkeypatch.setattr("telescope.orchestrator.interrupt.os._exit", ended)
-    monkeypatch.setattr("telescope.orchestrator.interrupt.kill_descendants", lambda: None)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield Interrupt(RunStatus("test", 10, phase="training"))
     for number, handler in handlers.items():
@@ -120,19 +116,3 @@ async def test_a_start_that_is_cancelled_for_another_reason_is_no_interrupt(inte
     with pytest.raises(asyncio.CancelledError):
         await running
     assert not interrupt.requested
-
-
-def test_children_and_their_children_are_found_and_ended() -> None:
-    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    child = subprocess.Popen([sys.executable, "-c", script])
-    try:
-        deadline = time.monotonic() + 20
-        while len(found := [pid for pid in descendants(os.getpid()) if pid >= child.pid]) < 2:
-            assert time.monotonic() < deadline, f"only {found} of a child and a grandchild"
-            time.sleep(0.05)
-        for pid in found:
-            os.kill(pid, signal.SIGKILL)
-        child.wait(timeout=20)
-        assert not [pid for pid in descendants(os.getpid()) if pid in found]
-    finally:
-        child.kill()
