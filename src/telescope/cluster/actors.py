@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import ray
 from telescope.config import TelescopeConfig
 from telescope.errors import InfrastructureError
 from telescope.stacks import thread_stacks
+from telescope.weights.lifeline import listen
 from telescope.weights.plan import UpdateInfo
 
 ACTOR_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"control": 4}}
@@ -28,13 +28,6 @@ def make_actor(actor_class: type, placement: dict[str, Any]) -> Any:
     """The remote form of one of the classes below; `.remote(...)` starts it where `placement` says."""
     options: dict[str, Any] = {**ACTOR_OPTIONS, **placement}
     return ray.remote(**options)(actor_class)
-
-
-def free_port(host: str = "") -> int:
-    """A TCP port that is free on this machine just now."""
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 class InferenceActor:
@@ -80,21 +73,23 @@ class TrainerActor:
         self._config = config
         self._rank = rank
         self._world_size = world_size
+        self._door: socket.socket | None = None
         self._trainer: Any = None
         self._sender: Any = None
 
     @ray.method(concurrency_group="control")
     def address(self, loopback: bool) -> tuple[str, int]:
-        """Where the ranks (or an engine) can meet this process: its host and a free port."""
+        """Where the ranks can meet this one: its host, and a port that it listens on from now on."""
         host = _own_host(loopback)
-        return host, free_port(host)
+        self._door = listen(host)
+        return host, int(self._door.getsockname()[1])
 
     def setup(self, master_host: str, master_port: int) -> Any:
         """Join the other ranks and load the model. Returns its `TrainerInfo`."""
         from telescope.trainer.worker import Trainer
         from telescope.weights.sender import WeightSender
 
-        self._trainer = Trainer(self._config, self._rank, self._world_size, master_host, master_port)
+        self._trainer = Trainer(self._config, self._rank, self._world_size, master_host, master_port, door=self._door)
         info = self._trainer.setup()
         self._sender = WeightSender(
             device=self._trainer.backend.device,

@@ -6,16 +6,19 @@ directory). Does not own actors or placement.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 
 from telescope.config import TelescopeConfig
 from telescope.config.plan import ClusterResources, NodeResources
@@ -96,21 +99,43 @@ def connect(config: TelescopeConfig, run_dir: Path, *, local_cpus: float, local_
     # Ray lowers the priority of its workers, for the sake of a desktop; here they are the run.
     os.environ.setdefault("RAY_worker_niceness", "0")
     try:
-        ray.init(
-            address="local",
-            num_cpus=math.ceil(local_cpus),
-            num_gpus=int(local_gpus),
-            include_dashboard=False,
-            _node_ip_address=LOOPBACK,
-            object_store_memory=LOCAL_OBJECT_STORE_BYTES,
-            **common,
-        )
+        with _only_loopback():
+            ray.init(
+                address="local",
+                num_cpus=math.ceil(local_cpus),
+                num_gpus=int(local_gpus),
+                include_dashboard=False,
+                _node_ip_address=LOOPBACK,
+                object_store_memory=LOCAL_OBJECT_STORE_BYTES,
+                **common,
+            )
     except Exception as error:  # Ray raises plain exceptions when one of its daemons does not come up
         raise RunError(
             f"Ray could not be started on this machine: {error}. Its logs are under /tmp/ray/session_latest/logs; "
             "`telescope doctor` looks at what it needs (memory, /dev/shm, open files, a writable temporary folder)"
         ) from error
     return Cluster(started_here=True, resources=_resources())
+
+
+@contextlib.contextmanager
+def _only_loopback() -> Iterator[None]:
+    """A cluster that is started inside has the loopback address for its node's, so that all of it listens there alone.
+
+    Asked for a node at 127.0.0.1, Ray looks for an address that other machines can reach, unless this switch says that
+    there are none. The switch is read from the environment when Ray is imported: the environment is for the processes
+    that Ray starts, the constant for this one.
+    """
+    before = os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR), ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        variable, ray_constants.ENABLE_RAY_CLUSTER = before
+        if variable is None:
+            del os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR]
+        else:
+            os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = variable
 
 
 def disconnect(cluster: Cluster, config: TelescopeConfig) -> None:

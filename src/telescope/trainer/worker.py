@@ -43,13 +43,27 @@ class TrainerInfo:
 
 
 class Trainer:
-    """One rank. `config` is a `TelescopeConfig`, the same object on every rank."""
+    """One rank. `config` is a `TelescopeConfig`, the same object on every rank.
 
-    def __init__(self, config: Any, rank: int, world_size: int, master_addr: str, master_port: int) -> None:
+    The ranks meet at `master_addr:master_port`, where rank 0 listens, there and on no other interface: on `door`, a
+    socket that listens already, or on one of its own.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        master_port: int,
+        *,
+        door: socket.socket | None = None,
+    ) -> None:
         self.config = config
         self.rank = rank
         self.world_size = world_size
-        self._address = f"tcp://{master_addr}:{master_port}"
+        self._meeting_place = master_addr, master_port
+        self._door = door
         self._is_loopback = master_addr.startswith("127.") or master_addr in ("localhost", "::1")
         self._backend: TrainingBackend | None = None
         self._idle_since = 0.0
@@ -78,7 +92,7 @@ class Trainer:
             torch.cuda.set_device(device)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=self._address,
+            store=self._open_store(),
             rank=self.rank,
             world_size=self.world_size,
             timeout=COLLECTIVE_TIMEOUT,
@@ -94,6 +108,27 @@ class Trainer:
             config_hash=config.hash,
             pid=os.getpid(),
             host=socket.gethostname(),
+        )
+
+    def _open_store(self) -> dist.TCPStore:
+        """The store through which the ranks find each other; waits for rank 0."""
+        host, port = self._meeting_place
+        descriptor = None
+        if self.rank == 0:
+            # By itself the store would listen on every interface; it takes over a socket that it is given.
+            door = self._door or socket.create_server(
+                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+            )
+            port = door.getsockname()[1]
+            descriptor = door.detach()
+        return dist.TCPStore(
+            host,
+            port,
+            self.world_size,
+            is_master=self.rank == 0,
+            timeout=COLLECTIVE_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
         )
 
     def restart(self) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from tests.integration.trainer.trainer_cases import VOCAB, make_config, make_samples, relative_error, weights
@@ -167,6 +168,12 @@ def test_half_precision_does_not_lose_small_gradients(one_rank):
         trainer = one_rank("untied", model_dtype="float32", mixed_precision_dtype=dtype)
         norms[dtype] = trainer.train_step(step_input).metrics["grad_norm"]
     assert norms["float16"] == pytest.approx(norms[None], rel=0.02)
+
+
+def test_the_ranks_meet_on_one_address_and_no_other_interface(one_rank):
+    one_rank("untied")
+    addresses = {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    assert addresses == {"127.0.0.1"}
 
 
 def test_a_model_that_is_not_there_is_a_user_error(tmp_path):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray._private.services import get_node_ip_address
 
 from telescope.cluster import ray_cluster
 from telescope.cluster.inference_group import bind_host
@@ -37,9 +39,11 @@ class FakeRay:
         self.errors = errors or []
         self.is_running = True
         self.num_shutdowns = 0
+        self.on_init: Callable[[], None] = lambda: None
 
     def init(self, **arguments: Any) -> None:
         self.calls.append(arguments)
+        self.on_init()
         if self.errors:
             raise self.errors.pop(0)
 
@@ -139,6 +143,20 @@ def test_a_cluster_that_runs_is_joined_and_its_dead_nodes_are_not_counted(fake_r
     assert call["address"] == "auto"
     assert call["namespace"] == config_of().ray_namespace
     assert "num_cpus" not in call, "a cluster that runs has resources of its own"
+
+
+def test_a_cluster_that_is_started_here_is_told_that_there_is_only_loopback(
+    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
+    before = dict(os.environ)
+    seen: list[Any] = []
+    monkeypatch.setattr(fake_ray, "on_init", lambda: seen.append((get_node_ip_address(), dict(os.environ))))
+    connect(config_of(ray_address="local"), RUN_DIR, local_cpus=1, local_gpus=0)
+    ((address, environment),) = seen
+    assert address == "127.0.0.1"
+    assert environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0", "for the processes that Ray starts"
+    assert {name for name in os.environ.keys() - before.keys() if "CLUSTER" in name} == set()
 
 
 def test_without_a_cluster_one_is_started_here(fake_ray: FakeRay) -> None:
