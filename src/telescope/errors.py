@@ -11,7 +11,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """A configuration that cannot be run as written."""
+    """A configuration that cannot be run as written. The message may hold several problems, a line each."""
 
 
 class RunError(RuntimeError):

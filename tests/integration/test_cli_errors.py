@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.model_folder import write_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "ray", "vllm", "transformers")
@@ -35,17 +35,7 @@ class Result:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A folder that passes for a model until somebody loads it."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    shape = {
-        "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 8192,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(shape))
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    (folder / "model.safetensors").write_text("")
-    return folder
+    return write_model_folder(tmp_path / "model")
 
 
 @pytest.fixture
@@ -158,6 +148,22 @@ def test_a_model_that_does_not_exist(train, tmp_path):
     refused(train("--model", str(tmp_path / "nowhere")), "does not exist", "Qwen/Qwen2.5-3B")
 
 
+def test_weights_that_are_cut_off(train, model):
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    refused(train(), f"model is '{model}'", "model.safetensors", "cut off", "Download or save the model again")
+
+
+def test_a_tokenizer_that_is_empty(train, model):
+    (model / "tokenizer.json").write_text("")
+    refused(train(), "tokenizer.json", "cannot be read as JSON")
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer(train, model):
+    write_model_folder(model, vocab_size=100)
+    refused(train(), "vocab_size 100", "ids up to 127", "resize_token_embeddings")
+
+
 def test_a_hub_model_that_cannot_be_had(train):
     refused(train("--model", "nobody/no-such-model"), "could not be checked", "Set model to a local folder")
 
@@ -229,6 +235,12 @@ def environment_of(tmp_path: Path):
 def test_an_empty_dataset(train, environment_of):
     result = train(*environment_of(ENVIRONMENT.format(load="return []")))
     refused(result, "dataset of environment 'odd' is empty", "num_samples")
+
+
+def test_an_empty_dataset_in_a_dry_run(train, environment_of):
+    result = train("--dry-run", *environment_of(ENVIRONMENT.format(load="return []")))
+    refused(result, "dataset of environment 'odd' is empty")
+    assert "config hash" in result.out
 
 
 def test_a_dataset_that_cannot_be_loaded(train, environment_of):

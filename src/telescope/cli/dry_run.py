@@ -1,7 +1,8 @@
 """`telescope train --dry-run`: what a run would be, printed and not started.
 
 The resolved configuration with what the user set, its hash, the placement on nodes and GPUs, and a memory estimate for
-trainer and engine. Reads the model's small files (from the hub if need be); contacts no cluster.
+trainer and engine. Reads the model's small files (from the hub if need be); contacts no cluster. What a run would
+refuse on this machine is an error; where the run is meant for another machine, it is a remark.
 """
 
 from __future__ import annotations
@@ -12,43 +13,51 @@ from rich.text import Text
 
 from telescope.config import LoadedConfig, TelescopeConfig, preflight
 from telescope.config.describe import yaml_text
-from telescope.config.machine import local_resources, ray_cluster_is_configured
+from telescope.config.machine import local_resources
 from telescope.config.memory import GIB, EngineMemory, MemoryEstimate, TrainerMemory, estimate_memory
 from telescope.config.model_files import ModelReport, inspect_model
 from telescope.config.plan import ClusterResources, Placement, PlacementError, assumed_cluster, plan_placement
 from telescope.config.run_dir import choose_run_dir
 from telescope.config.sections import SECTIONS
-from telescope.errors import UserError
+from telescope.errors import ConfigError, UserError
 
 LONGEST_VALUE = 60  # characters of a default in the table of fields; what the user set is shown in full
+MOST_WORKERS_SHOWN = 64  # rows of the placement
 
 
-def print_dry_run(loaded: LoadedConfig, console: Console) -> None:
-    """Print everything. Raises `UserError` for what would be wrong on any machine (environments, model files).
+def print_dry_run(loaded: LoadedConfig, console: Console) -> bool:
+    """Print everything. Returns whether the run is meant for this machine.
 
-    What is wrong with this machine alone (too small, a port in use) is printed as a remark: the run may be meant for
-    another one.
+    Raises `ConfigError` for what a run would refuse: before anything is printed, what is wrong on any machine
+    (environments, model files); after it, what is wrong with this one (too small, a port in use), unless the run is
+    meant for another. Then that is a remark.
     """
     config = loaded.config
-    preflight.check_environments(config)
-    preflight.check_evals(config)
-    report = inspect_model(config)
-    remarks = list(loaded.notes)
+    problems = preflight.find_problems(config, preflight.checks_of_environments())
+    try:
+        report = inspect_model(config)
+    except UserError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    elsewhere = preflight.why_elsewhere(config)
+    problems = _problems_of_this_machine(config, report, elsewhere=elsewhere is not None)
 
     _print_config(loaded, console)
-    placement, resources, remark = _plan(config)
-    if remark:
-        remarks.append(remark)
+    placement, resources = _plan(config, elsewhere=elsewhere is not None)
     _print_placement(config, placement, console)
+    remarks = [*loaded.notes, *([elsewhere] if elsewhere else [])]
     remarks += _print_memory(config, report, placement, resources, console)
-    if report.unchecked:
-        remarks.append(f"Not checked: {report.unchecked}.")
-    remarks += _problems_of_this_machine(config)
+    if elsewhere:
+        remarks += [f"On this machine, a run would be refused: {problem}." for problem in problems]
     if remarks:
         console.print(Text("\nRemarks", style="bold cyan"))
         for text in remarks:
             console.print(Text(f"· {text}", style="yellow"))
     console.print("\nDry run: nothing was started.", style="dim")
+    if problems and not elsewhere:
+        raise ConfigError("\n".join(problems))
+    return elsewhere is None
 
 
 def _print_config(loaded: LoadedConfig, console: Console) -> None:
@@ -87,38 +96,37 @@ def _source(loaded: LoadedConfig, name: str) -> str:
     return loaded.sources.get(name, "").rpartition(", ")[2]
 
 
-def _plan(config: TelescopeConfig) -> tuple[Placement, ClusterResources, str | None]:
-    """A placement on this machine, or on an assumed cluster when this machine cannot hold the run, with a remark."""
+def _plan(config: TelescopeConfig, *, elsewhere: bool) -> tuple[Placement, ClusterResources]:
+    """A placement on this machine, or on an assumed cluster when the run does not fit here or is meant for another."""
     here = local_resources()
-    if ray_cluster_is_configured(config.ray_address):
-        problem = f"ray_address is {config.ray_address!r}; a dry run does not contact the cluster."
-    else:
+    if not elsewhere:
         try:
-            return plan_placement(config, here), here, None
-        except PlacementError as error:
-            problem = f"This machine cannot hold the run: {error}."
+            return plan_placement(config, here), here
+        except PlacementError:
+            pass  # told as a problem of this machine; the plan shows what the run wants
     assumed = assumed_cluster(config)
-    return plan_placement(config, assumed), assumed, f"{problem} The placement shown is on assumed nodes."
+    return plan_placement(config, assumed), assumed
 
 
 def _print_placement(config: TelescopeConfig, placement: Placement, console: Console) -> None:
     table = Table(title=Text("\nPlacement", style="bold cyan"), title_justify="left", box=None, padding=(0, 3, 0, 0))
     for heading in ("node", "process", "GPUs", "CPU cores", "listens on"):
         table.add_column(heading, header_style="dim", no_wrap=True)
-    for node in placement.nodes:
-        for placed in placement.bundles:
-            if placed.node != node:
-                continue
-            bundle = placed.bundle
-            server = bundle.role == "inference"
-            table.add_row(
-                node.name,
-                f"inference server {bundle.index}" if server else f"trainer rank {bundle.index}",
-                ", ".join(map(str, placed.gpu_indices)) or "-",
-                f"{bundle.cpus:g}",
-                f"port {config.inference_base_port + bundle.index}" if server else "",
-            )
+    order = {node: place for place, node in enumerate(placement.nodes)}
+    by_node = sorted(placement.bundles, key=lambda placed: order[placed.node])
+    for placed in by_node[:MOST_WORKERS_SHOWN]:
+        bundle = placed.bundle
+        server = bundle.role == "inference"
+        table.add_row(
+            placed.node.name,
+            f"inference server {bundle.index}" if server else f"trainer rank {bundle.index}",
+            ", ".join(map(str, placed.gpu_indices)) or "-",
+            f"{bundle.cpus:g}",
+            f"port {config.inference_base_port + bundle.index}" if server else "",
+        )
     console.print(table)
+    if len(by_node) > MOST_WORKERS_SHOWN:
+        console.print(f"and {len(by_node) - MOST_WORKERS_SHOWN} more, on {len(order)} nodes in all", style="dim")
 
 
 def _print_memory(
@@ -204,14 +212,14 @@ def _device_memory(placement: Placement, resources: ClusterResources) -> int | N
     return min((node.memory_bytes or 0 for node in resources.nodes), default=0) or None
 
 
-def _problems_of_this_machine(config: TelescopeConfig) -> list[str]:
-    problems = []
-    for look in (preflight.check_run_dir, preflight.check_ports):
-        try:
-            look(config)
-        except UserError as error:
-            problems.append(f"{error}.")
-    return problems
+def _problems_of_this_machine(config: TelescopeConfig, report: ModelReport, *, elsewhere: bool) -> list[str]:
+    def check_model(config: TelescopeConfig) -> None:
+        preflight.check_report(config, report)  # without asking the hub once more
+
+    checks = [*preflight.checks_of_machine(), check_model]
+    if elsewhere:
+        checks.remove(preflight.check_placement)
+    return preflight.find_problems(config, checks)
 
 
 def _gib(size: int) -> str:

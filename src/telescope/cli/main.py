@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from telescope import __version__
-from telescope.errors import RunError, UserError
+from telescope.errors import ConfigError, RunError, UserError
 
 # In the order in which the help lists them: what one does first comes first.
 COMMANDS = ("train", "config", "doctor", "tiny_model", "runs", "query")
@@ -27,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)
+    except ConfigError as error:
+        _print_problems(str(error).splitlines())
+        return EXIT_BAD_INPUT
     except UserError as error:
         _print_error(str(error))
         return EXIT_BAD_INPUT
@@ -77,13 +80,17 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _print_error(message: str) -> None:
-    lines = message.splitlines()
-    if len(lines) == 1:
-        print(f"telescope: {message}", file=sys.stderr)
+    """One error, whose message may go on over several lines."""
+    print(f"telescope: {message}", file=sys.stderr)
+
+
+def _print_problems(problems: list[str]) -> None:
+    if len(problems) == 1:
+        _print_error(problems[0])
         return
-    print(f"telescope: {len(lines)} problems:", file=sys.stderr)
-    for line in lines:
-        print(f"  - {line}", file=sys.stderr)
+    print(f"telescope: {len(problems)} problems:", file=sys.stderr)
+    for problem in problems:
+        print(f"  - {problem}", file=sys.stderr)
 
 
 if __name__ == "__main__":

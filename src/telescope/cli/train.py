@@ -5,7 +5,6 @@ Arguments and printing only. Every field of the schema is a flag, so the argumen
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,6 @@ from telescope.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from telescope.orchestrator.summary import RunSummary
 
-TRAINING_PACKAGES = ("torch", "transformers", "ray", "msgspec", "vllm")
 PIPE_WIDTH = 120
 EXIT_STOPPED = 130  # as a shell reports a command that Ctrl-C ended
 
@@ -59,7 +57,8 @@ def run(argv: Sequence[str]) -> int:
     if arguments.dry_run:
         from telescope.cli.dry_run import print_dry_run
 
-        print_dry_run(loaded, _console())
+        if print_dry_run(loaded, _console()):
+            _try_environments(loaded.config)
         return 0
     return _train(loaded)
 
@@ -93,7 +92,6 @@ def parse_arguments(argv: Sequence[str]) -> TrainArguments:
 def _train(loaded: LoadedConfig) -> int:
     from telescope.config import preflight
 
-    _require_training_packages()
     preflight.check(loaded.config)
     _try_environments(loaded.config)
 
@@ -116,16 +114,6 @@ def _try_environments(config: TelescopeConfig) -> None:
         making_seconds=config.environment_timeout_seconds,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
-
-
-def _require_training_packages() -> None:
-    missing = [name for name in TRAINING_PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(
-            f"Training needs packages that are not installed: {', '.join(missing)}. Install them with `make setup` in "
-            "a checkout, or with `pip install 'telescope[cuda]'` on a machine with an NVIDIA GPU; `telescope doctor` "
-            "says what else is missing"
-        )
 
 
 def print_summary(summary: RunSummary, console: Console) -> None:

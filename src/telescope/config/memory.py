@@ -81,7 +81,10 @@ class MemoryEstimate:
     trainer: TrainerMemory
     engine: EngineMemory
     problems: tuple[str, ...] = ()
-    """What does not fit, each naming the field to change. Empty when all fits, or when the memory is not known."""
+    """What may not fit, each naming the field to change. Empty when all fits, or when the memory is not known."""
+    kv_cache_problem: str | None = None
+    """The KV cache does not hold one sequence, so that the engine would not start. Certain on the CPU, where the size
+    of the cache is set; on GPUs an estimate, and among `problems`."""
 
 
 def estimate_memory(
@@ -97,7 +100,11 @@ def estimate_memory(
     """
     trainer = _trainer_memory(config, shape, device)
     engine = _engine_memory(config, shape, device, device_memory_bytes)
-    return MemoryEstimate(trainer, engine, tuple(_problems(config, trainer, engine, device, device_memory_bytes)))
+    problems = _problems(config, trainer, engine, device, device_memory_bytes)
+    kv_cache_problem = _kv_cache_problem(config, engine)
+    if kv_cache_problem is not None and device == "cuda":
+        problems.append(kv_cache_problem)
+    return MemoryEstimate(trainer, engine, tuple(problems), kv_cache_problem)
 
 
 def _trainer_memory(config: TelescopeConfig, shape: ModelShape, device: str) -> TrainerMemory:
@@ -151,7 +158,7 @@ def _engine_memory(config: TelescopeConfig, shape: ModelShape, device: str, memo
 def _problems(
     config: TelescopeConfig, trainer: TrainerMemory, engine: EngineMemory, device: str, memory: int | None
 ) -> list[str]:
-    problems = []
+    problems: list[str] = []
     if memory is not None and device == "cuda" and trainer.total > memory:
         problems.append(
             f"A trainer worker needs about {trainer.total / GIB:.1f} GiB, and a GPU has {memory / GIB:.1f} GiB: raise "
@@ -165,10 +172,14 @@ def _problems(
                 f"All workers together need about {everything / GIB:.1f} GiB, and the machine has {memory / GIB:.1f} "
                 "GiB: choose a smaller model, or lower seq_len, trainer_num_workers or inference_kv_cache_gib."
             )
-    if engine.kv_cache is not None and engine.kv_cache < engine.longest_sequence_kv:
-        problems.append(
-            f"The KV cache of a server holds {engine.tokens:,} tokens, less than one sequence of max_model_len = "
-            f"{config.max_model_len}: lower max_model_len, raise gpu_memory_utilization (or inference_kv_cache_gib on "
-            "CPU) or inference_tensor_parallel_size."
-        )
     return problems
+
+
+def _kv_cache_problem(config: TelescopeConfig, engine: EngineMemory) -> str | None:
+    if engine.kv_cache is None or engine.kv_cache >= engine.longest_sequence_kv:
+        return None
+    return (
+        f"max_model_len is {config.max_model_len}, but the KV cache of a server holds {engine.tokens:,} tokens. Lower "
+        "max_model_len, or raise gpu_memory_utilization (on CPU inference_kv_cache_gib) or "
+        "inference_tensor_parallel_size"
+    )

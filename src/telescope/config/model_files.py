@@ -18,6 +18,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
+from telescope.config.model_contents import largest_token_id, safetensors_problem, tokenizer_problem
 from telescope.config.model_shape import ModelShape, known_shape
 from telescope.errors import ConfigError
 
@@ -46,6 +47,8 @@ class _Files:
     where: str
     names: frozenset[str]
     read: Callable[[str], str]
+    folder: Path | None = None
+    """Where the files lie on this machine; None for a repository that is yet to be downloaded."""
 
 
 class HubUnreachableError(Exception):
@@ -53,8 +56,11 @@ class HubUnreachableError(Exception):
 
 
 def is_local_path(model: str) -> bool:
-    """Whether `model` means a path rather than a hub identifier (`name` or `owner/name`)."""
-    return model.startswith(("/", ".", "~")) or model.count("/") > 1 or os.path.lexists(model)
+    """Whether `model` means a path rather than a hub identifier (`name` or `owner/name`).
+
+    No account of the hub is called `models`, which is the address of a page there.
+    """
+    return model.startswith(("/", ".", "~", "models/")) or model.count("/") > 1 or os.path.lexists(model)
 
 
 def inspect_model(config: TelescopeConfig, *, ask_hub: bool = True) -> ModelReport:
@@ -86,7 +92,7 @@ def _inspect(config: TelescopeConfig, files: _Files) -> ModelReport:
         raise ConfigError(
             f"model is {config.model!r}, but {files.where} holds no config.json. Give a model in HuggingFace format"
         )
-    _check_tokenizer(config, files)
+    _check_tokenizer(config, files, data)
     _check_weights(config, files)
     shape = ModelShape.from_config(data)
     if shape is not None:
@@ -108,12 +114,13 @@ def _local_files(model: str) -> _Files:
         problem = "is a file" if folder.exists() else "does not exist"
         if folder.is_symlink() and not folder.exists():
             problem = f"is a link to {os.readlink(folder)}, which does not exist"
-        raise ConfigError(
-            f"model is {model!r}, but {folder} {problem}. Give a folder in HuggingFace format, or a hub identifier "
-            "such as Qwen/Qwen2.5-3B"
-        )
+        if problem == "does not exist" and "tiny" in folder.name:
+            fix = f"Make the model of the demo there: `telescope tiny-model --output {model}`"
+        else:
+            fix = "Give a folder in HuggingFace format, or a hub identifier such as Qwen/Qwen2.5-3B"
+        raise ConfigError(f"model is {model!r}, but {folder} {problem}. {fix}")
     names = frozenset(item.name for item in folder.iterdir() if item.is_file())
-    return _Files(str(folder), names, lambda name: (folder / name).read_text(encoding="utf-8"))
+    return _Files(str(folder), names, lambda name: (folder / name).read_text(encoding="utf-8"), folder)
 
 
 def _hub_files(model: str, ask_hub: bool) -> _Files:
@@ -129,7 +136,7 @@ def _hub_files(model: str, ask_hub: bool) -> _Files:
         names = frozenset(item.name for item in snapshot.iterdir())
         if names & set(TOKENIZER_FILES):
             return _Files(
-                f"the hub cache of {model}", names, lambda name: (snapshot / name).read_text(encoding="utf-8")
+                f"the hub cache of {model}", names, lambda name: (snapshot / name).read_text(encoding="utf-8"), snapshot
             )
     if not ask_hub:
         raise HubUnreachableError("the hub's cache does not hold it")
@@ -161,15 +168,16 @@ def _hub_files(model: str, ask_hub: bool) -> _Files:
     return _Files(f"the hub repository {model}", names, read)
 
 
-def _check_tokenizer(config: TelescopeConfig, files: _Files) -> None:
+def _check_tokenizer(config: TelescopeConfig, files: _Files, model_config: Mapping[str, Any]) -> None:
     if not files.names & set(TOKENIZER_FILES):
         raise ConfigError(
             f"model is {config.model!r}, but {files.where} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
             "Save it beside the weights: AutoTokenizer.from_pretrained(<base model>).save_pretrained(<folder>)"
         )
+    template = config.chat_template or _chat_template_of(files)
+    _check_vocabulary(config, files, model_config, template or "")
     if config.chat_template is not None:
         return
-    template = _chat_template_of(files)
     if template is None:
         raise ConfigError(
             f"model is {config.model!r}, whose tokenizer has no chat template ({files.where} holds no "
@@ -177,6 +185,27 @@ def _check_tokenizer(config: TelescopeConfig, files: _Files) -> None:
             "chat_template to a Jinja2 template, or choose an instruct model"
         )
     _compile_template(template, f"the chat template of {config.model}", "Set chat_template to one that can be read")
+
+
+def _check_vocabulary(config: TelescopeConfig, files: _Files, model_config: Mapping[str, Any], template: str) -> None:
+    """tokenizer.json, where there is one, is a tokenizer, and the model has an embedding for each of its tokens."""
+    if "tokenizer.json" not in files.names:
+        return
+    tokenizer = _parse_json(files, "tokenizer.json")
+    problem = tokenizer_problem(tokenizer)
+    if problem is not None:
+        raise ConfigError(
+            f"model is {config.model!r}, but tokenizer.json of {files.where} is broken: {problem}. Download or save it "
+            "again: AutoTokenizer.from_pretrained(<base model>).save_pretrained(<folder>)"
+        )
+    largest = largest_token_id(tokenizer, _read_json(files, "tokenizer_config.json") or {}, template)
+    size = model_config.get("text_config", model_config).get("vocab_size")
+    if isinstance(size, int) and largest is not None and largest >= size:
+        raise ConfigError(
+            f"model is {config.model!r}, whose config.json says vocab_size {size}, but its tokenizer has ids up to "
+            f"{largest}, for which the model has no embedding. Save the tokenizer that the model was trained with, or "
+            "resize the model: model.resize_token_embeddings(len(tokenizer))"
+        )
 
 
 def _chat_template_of(files: _Files) -> str | None:
@@ -199,6 +228,33 @@ def _check_weights(config: TelescopeConfig, files: _Files) -> None:
             f"model is {config.model!r}, but {files.where} holds no weights (no *.safetensors). Save the model "
             "there, or give the folder that holds it"
         )
+    if files.folder is not None:
+        _check_weight_files(config, files, files.folder)
+
+
+def _check_weight_files(config: TelescopeConfig, files: _Files, folder: Path) -> None:
+    """The files that the index of a sharded model lists are there, and each is as long as its header says."""
+    present = sorted(name for name in files.names if name.endswith(".safetensors"))
+    index = _read_json(files, "model.safetensors.index.json") or {}
+    weight_map = index.get("weight_map")
+    listed = set(weight_map.values()) if isinstance(weight_map, Mapping) else set()
+    missing = sorted(str(name) for name in listed - set(present))
+    if missing and not files.where.startswith("the hub cache"):  # what the cache lacks is downloaded
+        raise ConfigError(
+            f"model is {config.model!r}, but {files.where} lacks {', '.join(missing[:3])}"
+            f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}, which model.safetensors.index.json lists. "
+            "Download or save the model again"
+        )
+    for name in present:
+        try:
+            problem = safetensors_problem(folder / name)
+        except OSError as error:
+            problem = f"it cannot be read ({error.strerror or error})"
+        if problem is not None:
+            raise ConfigError(
+                f"model is {config.model!r}, but {name} of {files.where} is broken: {problem}. Download or save the "
+                "model again"
+            )
 
 
 def _check_against_shape(config: TelescopeConfig, shape: ModelShape, *, scaled: bool = False) -> None:
@@ -217,15 +273,18 @@ def _check_against_shape(config: TelescopeConfig, shape: ModelShape, *, scaled: 
 
 
 def _read_json(files: _Files, name: str) -> Mapping[str, Any] | None:
-    if name not in files.names:
-        return None
+    """The object in a JSON file; None if there is no such file, or something else in it."""
+    data = _parse_json(files, name) if name in files.names else None
+    return data if isinstance(data, dict) else None
+
+
+def _parse_json(files: _Files, name: str) -> Any:
     try:
-        data = json.loads(files.read(name))
-    except (OSError, ValueError) as error:
+        return json.loads(files.read(name))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{name} of {files.where} cannot be read as JSON: {error}. Download or save it again"
         ) from None
-    return data if isinstance(data, dict) else None
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -138,6 +138,11 @@ def plan_placement(config: TelescopeConfig, resources: ClusterResources) -> Plac
     )
 
 
+def gpus_needed(config: TelescopeConfig) -> int:
+    """GPUs of the run when it runs on GPUs."""
+    return sum(bundle.gpus for bundles in bundles_of(config, "cuda") for bundle in bundles)
+
+
 def assumed_cluster(config: TelescopeConfig, gpus_per_node: int = 8) -> ClusterResources:
     """The smallest cluster of equal nodes that holds the run, for a plan on a machine that cannot.
 
@@ -145,14 +150,23 @@ def assumed_cluster(config: TelescopeConfig, gpus_per_node: int = 8) -> ClusterR
     """
     on_gpu = config.device != "cpu"
     servers, ranks = bundles_of(config, "cuda" if on_gpu else "cpu")
+    groups = (
+        (servers, config.ray_inference_placement_strategy),
+        (ranks, config.ray_trainer_placement_strategy),
+    )
     everything = servers + ranks
+    cpus = sum(bundle.cpus for bundle in everything)
+    size, fewest = 0, 1
     if on_gpu:
         gpus = sum(bundle.gpus for bundle in everything)
         size = max(min(gpus, gpus_per_node), servers[0].gpus)
+        for bundles, strategy in groups:
+            if strategy == "STRICT_PACK":
+                size = max(size, sum(bundle.gpus for bundle in bundles))
         fewest = -(-gpus // size)
-    else:
-        size, fewest = 0, 1
-    cpus = sum(bundle.cpus for bundle in everything)
+    for bundles, strategy in groups:
+        if strategy == "STRICT_SPREAD":
+            fewest = max(fewest, len(bundles))
     for count in range(fewest, len(everything) + 1):
         node = NodeResources("assumed node", cpus, size)
         cluster = ClusterResources(tuple(replace(node, name=f"assumed node {i + 1}") for i in range(count)))
@@ -170,7 +184,9 @@ def _check_totals(
 ) -> None:
     gpus = sum(bundle.gpus for bundle in bundles)
     if device == "cuda" and not resources.gpus:
-        raise PlacementError('device is "cuda", but the cluster has no GPU. Set device to "cpu" or "auto"')
+        raise PlacementError(
+            'device is "cuda", but no GPU was found. Run it on a machine with GPUs, or set device to "cpu"'
+        )
     if gpus > resources.gpus:
         raise PlacementError(
             f"inference_num_workers is {config.inference_num_workers} and trainer_num_workers is "
@@ -180,20 +196,19 @@ def _check_totals(
     cpus = sum(bundle.cpus for bundle in bundles)
     if cpus > resources.cpus + CPU_TOLERANCE:
         workers = config.inference_num_workers + config.trainer_num_workers
+        no_gpu = device == "cpu" and config.device == "auto"
         raise PlacementError(
-            f"inference_num_workers is {config.inference_num_workers} and trainer_num_workers is "
+            ("No GPU was found, so that everything would run on CPUs: " if no_gpu else "")
+            + f"inference_num_workers is {config.inference_num_workers} and trainer_num_workers is "
             f"{config.trainer_num_workers}, which with ray_inference_cpus_per_worker "
             f"{_amount(config.ray_inference_cpus_per_worker)} and ray_trainer_cpus_per_worker "
             f"{_amount(config.ray_trainer_cpus_per_worker)} needs {_amount(cpus)} CPU cores, but the cluster has "
-            f"{_amount(resources.cpus)} ({_describe_nodes(resources)}{_why_cpu(config, device)}). "
-            "Lower ray_inference_cpus_per_worker and "
+            f"{_amount(resources.cpus)} ({_describe_nodes(resources)}). "
+            + ("Run it on a machine with GPUs; or, for CPUs, lower " if no_gpu else "Lower ")
+            + "ray_inference_cpus_per_worker and "
             f"ray_trainer_cpus_per_worker to {_fitting_share(resources.cpus / workers)}, or lower "
             "inference_num_workers or trainer_num_workers"
         )
-
-
-def _why_cpu(config: TelescopeConfig, device: Literal["cpu", "cuda"]) -> str:
-    return "; no GPU was found, so everything would run on CPUs" if device == "cpu" and config.device == "auto" else ""
 
 
 def _lower_gpu_workers(config: TelescopeConfig, available: int) -> str:
@@ -299,8 +314,12 @@ def _place(bundles: Sequence[Bundle], strategy: str, free: list[_Free]) -> list[
         )
     placed: list[PlacedBundle] = []
     here: Counter[str] = Counter()
+    node: _Free | None = None
     for position, bundle in enumerate(bundles):
         left = count - position
+        if strategy == "PACK" and node is not None and node.capacity(bundle):
+            placed.append(node.take(bundle))  # the choice below would be this node again
+            continue
         fitting = [node for node in free if node.capacity(bundle)]
         if not fitting:
             return None

@@ -8,14 +8,16 @@ nothing, starts nothing, imports no environment. Does not own the rules between 
 from __future__ import annotations
 
 import errno
+import importlib.util
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from telescope.config.machine import local_resources, ray_cluster_is_configured
-from telescope.config.model_files import inspect_model
-from telescope.config.plan import plan_placement
+from telescope.config.memory import estimate_memory
+from telescope.config.model_files import ModelReport, inspect_model
+from telescope.config.plan import PlacementError, gpus_needed, plan_placement, resolve_device
 from telescope.config.run_dir import choose_run_dir
 from telescope.errors import ConfigError, UserError
 
@@ -24,23 +26,72 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 PORTS_TO_TRY = 20  # blocks of ports to look at for a suggestion
+TRAINING_PACKAGES = ("torch", "transformers", "ray", "msgspec", "vllm")
+
+Check = Callable[["TelescopeConfig"], None]
+"""Looks at one thing. Raises `UserError`."""
 
 
 def check(config: TelescopeConfig) -> None:
     """Run every check. Raises one `ConfigError` that lists all problems, a line each."""
+    if problems := find_problems(config, (*checks_of_environments(), *checks_of_machine(), check_model)):
+        raise ConfigError("\n".join(problems))
+
+
+def find_problems(config: TelescopeConfig, checks: Sequence[Check]) -> list[str]:
+    """What each check says that does not pass, without repetition."""
     problems = []
-    for look in checks():
+    for look in checks:
         try:
             look(config)
         except UserError as error:
             problems.append(str(error))
-    if problems:
-        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return list(dict.fromkeys(problems))
 
 
-def checks() -> tuple[Callable[[TelescopeConfig], None], ...]:
-    """The checks, cheap ones first."""
-    return (check_environments, check_evals, check_placement, check_run_dir, check_ports, check_model)
+def checks_of_environments() -> tuple[Check, ...]:
+    """Checks whose outcome is the same on any machine that has this checkout."""
+    return (check_environments, check_evals)
+
+
+def checks_of_machine() -> tuple[Check, ...]:
+    """Checks of the machine that the run is started on."""
+    return (check_packages, check_placement, check_run_dir, check_ports)
+
+
+def why_elsewhere(config: TelescopeConfig) -> str | None:
+    """Why this machine is not the one that the run is meant for, as a sentence; None when the run belongs here.
+
+    A run belongs elsewhere when it joins a cluster, or when it may use GPUs, does not fit without any, and this machine
+    has none. Too few cores or GPUs are no reason: then the run is one that this machine refuses.
+    """
+    if ray_cluster_is_configured(config.ray_address):
+        return (
+            f"ray_address is {config.ray_address!r}: the run joins a cluster, which is not asked here; the placement "
+            "shown is on assumed nodes."
+        )
+    here = local_resources()
+    if config.device == "cpu" or here.gpus:
+        return None
+    try:
+        plan_placement(config, here)
+    except PlacementError:
+        return (
+            f"No GPU was found on this machine, and its CPU cores do not hold the run: the plan is for a machine with "
+            f"{gpus_needed(config)} GPUs, and the placement shown is on assumed nodes."
+        )
+    return None
+
+
+def check_packages(_: TelescopeConfig) -> None:
+    """What trains is installed; a bare `telescope` only reads runs and resolves configurations."""
+    missing = [name for name in TRAINING_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"Training needs packages that are not installed: {', '.join(missing)}. Install them with `make setup` in "
+            "a checkout, or with `pip install '.[cuda]'` there on a machine with an NVIDIA GPU; `telescope doctor` "
+            "says what else is missing"
+        )
 
 
 def check_environments(config: TelescopeConfig) -> None:
@@ -114,14 +165,28 @@ def check_ports(config: TelescopeConfig) -> None:
 
 
 def check_model(config: TelescopeConfig) -> None:
-    """The model has a config, weights, a tokenizer and a chat template."""
-    report = inspect_model(config)
+    """The model has a config, weights, a tokenizer and a chat template, and the KV cache holds a sequence of it."""
+    check_report(config, inspect_model(config))
+
+
+def check_report(config: TelescopeConfig, report: ModelReport) -> None:
+    """The model's files could be looked at, and its KV cache holds a sequence."""
     if report.unchecked:
-        tiny = f", or make the demo's model with `telescope tiny-model --output {config.model}`"
         raise ConfigError(
             f"model is {config.model!r}: {report.unchecked}. Set model to a local folder, or connect to the hub, or "
-            f"download the model beforehand (`hf download`){tiny if 'tiny' in config.model else ''}"
+            "download the model beforehand (`hf download`)"
         )
+    check_kv_cache(config, report)
+
+
+def check_kv_cache(config: TelescopeConfig, report: ModelReport) -> None:
+    """On the CPU of this machine, where its size is known beforehand, the KV cache holds `max_model_len` tokens."""
+    here = local_resources()
+    if ray_cluster_is_configured(config.ray_address) or resolve_device(config, here) != "cpu" or report.shape is None:
+        return
+    estimate = estimate_memory(config, report.shape, device="cpu", device_memory_bytes=here.nodes[0].memory_bytes)
+    if estimate.kv_cache_problem:
+        raise ConfigError(estimate.kv_cache_problem)
 
 
 def _bind_problem(host: str, port: int) -> str | None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from telescope.cli import main as cli
 from telescope.cli.train import TrainArguments, parse_arguments, print_summary
 from telescope.config import TelescopeConfig
-from telescope.errors import ConfigError, UserError
+from telescope.errors import ConfigError, RunError, UserError
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -40,7 +40,9 @@ def test_bad_input_exits_with_2(capsys, arguments):
     ("raised", "code", "words"),
     [
         (UserError("one thing"), 2, "telescope: one thing"),
-        (UserError("one\ntwo"), 2, "2 problems:\n  - one\n  - two"),
+        (ConfigError("one\ntwo"), 2, "2 problems:\n  - one\n  - two"),
+        (UserError("one error\nin two lines"), 2, "telescope: one error\nin two lines"),
+        (RunError("one error\nin two lines"), 1, "telescope: one error\nin two lines"),
         (KeyboardInterrupt(), 130, "Interrupted"),
         (SystemExit(3), 3, ""),
     ],
@@ -142,9 +144,9 @@ def test_the_closing_lines_say_what_came_out_and_what_to_type_next():
 
 
 def test_training_without_its_packages_says_how_to_install_them(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("telescope.cli.train.TRAINING_PACKAGES", ("no_such_package_anywhere",))
+    monkeypatch.setattr("telescope.config.preflight.TRAINING_PACKAGES", ("no_such_package_anywhere",))
     path = tmp_path / "run.yaml"
-    path.write_text("environments: [{name: countdown}]\n")
+    path.write_text(f"environments: [{{name: countdown}}]\nmodel: {tmp_path}/nowhere\n")
     code, _, err = run(capsys, "train", "--config", str(path))
     assert code == 2
     assert "no_such_package_anywhere" in err

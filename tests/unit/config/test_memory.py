@@ -111,6 +111,16 @@ def test_what_does_not_fit_names_the_field():
     assert any("trainer_num_workers" in problem for problem in tight)
     engine = estimate_memory(config(gpu_memory_utilization=0.2), shape, device_memory_bytes=80 * GIB).problems
     assert any("max_model_len" in problem and "gpu_memory_utilization" in problem for problem in engine)
-    cpu = estimate_memory(config(inference_kv_cache_gib=1), shape, device="cpu", device_memory_bytes=8 * GIB).problems
-    assert any("inference_kv_cache_gib" in problem for problem in cpu)
+    cpu = estimate_memory(config(inference_kv_cache_gib=1), shape, device="cpu", device_memory_bytes=8 * GIB)
+    assert any("inference_kv_cache_gib" in problem for problem in cpu.problems)
+    assert cpu.kv_cache_problem is None
     assert not estimate_memory(config(), shape_of("Qwen/Qwen2.5-0.5B"), device_memory_bytes=80 * GIB).problems
+
+
+def test_a_kv_cache_without_room_for_one_sequence_is_certain_on_the_cpu():
+    values = {"max_model_len": 32768, "seq_len": 32768, "inference_kv_cache_gib": 1}
+    shape = shape_of("Qwen/Qwen2.5-7B")
+    problem = estimate_memory(config(**values), shape, device="cpu", device_memory_bytes=64 * GIB).kv_cache_problem
+    assert problem is not None
+    assert problem.startswith("max_model_len is 32768")
+    assert "inference_kv_cache_gib" in problem

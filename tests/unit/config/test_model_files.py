@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
+from tests.model_folder import MODEL_CONFIG, TEMPLATE, safetensors, tokenizer, write_model_folder
 
 from telescope.config import TelescopeConfig
 from telescope.config.model_files import inspect_model, is_local_path
 from telescope.errors import ConfigError
 
-MODEL_CONFIG = {
-    "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "tie_word_embeddings": True,
-    "max_position_embeddings": 8192,
-}  # fmt: skip
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-
 
 def write_model(folder: Path, *, without: str = "", **changes: str) -> Path:
     """A folder that looks like a model. `without` leaves a file out; `changes` replaces contents by file stem."""
-    files = {
-        "config.json": json.dumps(MODEL_CONFIG),
-        "tokenizer.json": "{}",
-        "tokenizer_config.json": "{}",
-        "chat_template.jinja": TEMPLATE,
-        "model.safetensors": "weights",
-    }
-    folder.mkdir(exist_ok=True)
-    for name, text in files.items():
-        if name != without:
-            (folder / name).write_text(changes.get(name.split(".")[0], text))
+    write_model_folder(folder, without=without)
+    names = {"config": "config.json", "tokenizer": "tokenizer.json", "tokenizer_config": "tokenizer_config.json",
+             "chat_template": "chat_template.jinja"}  # fmt: skip
+    for stem, text in changes.items():
+        (folder / names[stem]).write_text(text)
     return folder
 
 
@@ -97,6 +86,72 @@ def test_a_broken_json_file_is_named(tmp_path):
     assert "tokenizer_config.json" in message
 
 
+def test_a_tiny_model_that_is_not_there_yet_can_be_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "`telescope tiny-model --output models/tiny-countdown`" in error_of("models/tiny-countdown")
+    assert "telescope tiny-model" not in error_of("models/large")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "0 bytes"),
+        (safetensors()[:-1], "cut off"),
+        (safetensors()[:12], "cut off"),
+        (b"\xff" * 8 + b"{}", "damaged"),
+        (struct.pack("<Q", 2) + b"[]", "damaged"),
+        (struct.pack("<Q", 3) + b"not", "damaged"),
+    ],
+)
+def test_weights_that_are_shorter_than_their_header_says_are_refused(tmp_path, content, words):
+    folder = write_model(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(content)
+    message = error_of(folder)
+    assert "model.safetensors" in message
+    assert words in message
+
+
+def test_every_shard_that_the_index_lists_must_be_there_and_whole(tmp_path):
+    folder = write_model(tmp_path / "m", without="model.safetensors")
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    index = {"weight_map": {"a": shards[0], "b": shards[1]}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / shards[0]).write_bytes(safetensors())
+    assert f"lacks {shards[1]}" in error_of(folder)
+    (folder / shards[1]).write_bytes(safetensors()[:-1])
+    assert f"{shards[1]} of {folder} is broken" in error_of(folder)
+    (folder / shards[1]).write_bytes(safetensors())
+    assert inspect_model(config(folder)).unchecked is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"model": {}}', '{"model": {"vocab": {}}}'])
+def test_a_tokenizer_file_that_holds_no_tokenizer_is_refused(tmp_path, text):
+    message = error_of(write_model(tmp_path / "m", tokenizer=text))
+    assert "tokenizer.json" in message
+    assert "again" in message
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fits"),
+    [
+        (tokenizer(128, {}), True),
+        (tokenizer(129, {}), False),
+        (tokenizer(100, {"<|start|>": 128}), False),  # the template writes it
+        (tokenizer(100, {"<|end|>": 128}), False),  # the end of an answer
+        (tokenizer(100, {"<image>": 128}), True),  # nothing does
+        ({"model": {"type": "Unigram", "vocab": [["a", -1.0]] * 128}}, True),
+        ({"model": {"type": "Unigram", "vocab": [["a", -1.0]] * 129}}, False),
+    ],
+)
+def test_a_token_without_an_embedding_is_refused(tmp_path, tokens, fits):
+    special = json.dumps({"eos_token": {"content": "<|end|>"}})
+    folder = write_model(tmp_path / "m", tokenizer=json.dumps(tokens), tokenizer_config=special)
+    if fits:
+        assert inspect_model(config(folder)).unchecked is None
+    else:
+        assert "vocab_size 128, but its tokenizer has ids up to 128" in error_of(folder)
+
+
 def test_a_path_that_is_no_folder(tmp_path):
     assert "does not exist" in error_of(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
@@ -133,5 +188,6 @@ def test_paths_and_hub_identifiers_are_told_apart(tmp_path, monkeypatch):
     assert is_local_path("/data/model")
     assert is_local_path("./model")
     assert is_local_path("a/b/c")
+    assert is_local_path("models/not-there-yet")
     assert not is_local_path("Qwen/Qwen2.5-3B")
     assert not is_local_path("gpt2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,14 +26,24 @@ def message_of(check, config: TelescopeConfig) -> str:
 
 @pytest.fixture
 def taken_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield listener.getsockname()[1]
+    """A port in use, after one that is free."""
+    for _ in range(100):
+        with socket.socket() as listener, socket.socket() as before:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            port = listener.getsockname()[1]
+            try:
+                before.bind(("127.0.0.1", port - 1))
+            except OSError:
+                continue
+            before.close()
+            yield port
+            return
+    pytest.fail("no two neighbouring ports are free")
 
 
 def test_a_port_in_use_is_named_with_a_free_one(taken_port):
-    base = taken_port - 1 if taken_port > 1 else taken_port
+    base = taken_port - 1
     message = message_of(preflight.check_ports, config(inference_base_port=base))
     assert f"inference_base_port is {base}" in message
     assert f"port {taken_port}" in message
@@ -127,3 +138,11 @@ def test_a_run_directory_that_cannot_be_a_path_is_refused(tmp_path):
     for run_dir in ("~nobody-of-this-name/run", str(tmp_path / ("a" * 300))):
         with pytest.raises(ConfigError, match="run_dir is"):
             choose_run_dir(config(run_dir=run_dir))
+
+
+def test_what_trains_must_be_installed(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else find_spec(name))
+    message = message_of(preflight.check_packages, config())
+    assert "not installed: ray." in message
+    assert "make setup" in message

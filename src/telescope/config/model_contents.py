@@ -1,0 +1,83 @@
+"""What the headers of a model's files say of each other: tokens against the vocabulary, weights against their sizes.
+
+Pure functions of the files' first bytes and of parsed JSON; no weights are read. They return a sentence about what is
+wrong, or None; `model_files` finds the files and words the error.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HEADER_LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+"""What the format allows: https://github.com/huggingface/safetensors#format."""
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def safetensors_problem(path: Path) -> str | None:
+    """Why a safetensors file cannot hold what its header says. Reads the header only.
+
+    The format: the header's length as an unsigned 64-bit little-endian number, the header as a JSON object of
+    `{name: {dtype, shape, data_offsets: [begin, end]}}`, and the data, which the offsets count from 0.
+    """
+    num_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(HEADER_LENGTH_BYTES)
+        if len(prefix) < HEADER_LENGTH_BYTES:
+            return f"it has {num_bytes} bytes, which is no safetensors file"
+        (length,) = struct.unpack("<Q", prefix)
+        if length > MAX_HEADER_BYTES or HEADER_LENGTH_BYTES + length > num_bytes:
+            return f"its header would take {length:,} bytes, and the file has {num_bytes:,}: it is cut off or damaged"
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return "its header is not what the format says: it is damaged, or no safetensors file"
+    wanted = HEADER_LENGTH_BYTES + length + max(ends, default=0)
+    if num_bytes < wanted:
+        return f"its header lists {wanted:,} bytes, and the file has {num_bytes:,}: it is cut off"
+    return None
+
+
+def tokenizer_problem(tokenizer: Any) -> str | None:
+    """Why a parsed tokenizer.json is no tokenizer."""
+    if not isinstance(tokenizer, Mapping) or not isinstance(tokenizer.get("model"), Mapping):
+        return "it does not describe a tokenizer (it has no `model`)"
+    if not tokenizer["model"].get("vocab"):
+        return "its vocabulary is empty"
+    return None
+
+
+def largest_token_id(tokenizer: Mapping[str, Any], tokenizer_config: Mapping[str, Any], template: str) -> int | None:
+    """The largest id that text can come to, by a tokenizer.json without `tokenizer_problem`; None if it does not say.
+
+    That is the largest of the vocabulary, of the special tokens, and of the added tokens that the chat template writes.
+    Other added tokens do not count: models for text may keep some of their relatives for images, beyond their own
+    vocabulary.
+    """
+    vocabulary = tokenizer["model"]["vocab"]
+    ids: list[int] = []
+    if isinstance(vocabulary, Mapping):
+        ids += [number for number in vocabulary.values() if isinstance(number, int)]
+    elif isinstance(vocabulary, list):  # a unigram model: the id is the position
+        ids.append(len(vocabulary) - 1)
+    special = {_token_text(tokenizer_config.get(name)) for name in SPECIAL_TOKENS}
+    for entry in tokenizer.get("added_tokens") or []:
+        if isinstance(entry, Mapping) and isinstance(entry.get("id"), int) and isinstance(entry.get("content"), str):
+            text = entry["content"]
+            if text in special or (text and text in template):
+                ids.append(entry["id"])
+    return max(ids, default=None)
+
+
+def _token_text(token: Any) -> str | None:
+    """The text of a special token, which a tokenizer_config.json gives as text or as an object."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

@@ -1,0 +1,127 @@
+"""A dry run judges as the run would: what this machine would refuse is an error, unless it is not the one meant."""
+
+from __future__ import annotations
+
+import io
+import socket
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.model_folder import write_model_folder
+
+from telescope.cli.dry_run import MOST_WORKERS_SHOWN, print_dry_run
+from telescope.config import load_config, preflight
+from telescope.config.plan import ClusterResources, NodeResources
+from telescope.errors import ConfigError
+
+HERE = {"device": "cpu", "ray_address": "local", "ray_inference_cpus_per_worker": 0.1,
+        "ray_trainer_cpus_per_worker": 0.1}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_machine(monkeypatch):
+    """Two cores, 8 GiB and no GPU, with everything installed and no cluster running."""
+    node = NodeResources("here", cpus=2.0, gpus=0, memory_bytes=8 << 30)
+    for module in ("telescope.cli.dry_run", "telescope.config.preflight"):
+        monkeypatch.setattr(f"{module}.local_resources", lambda: ClusterResources((node,)))
+    monkeypatch.setattr(preflight, "TRAINING_PACKAGES", ())
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.fixture
+def dry_run(tmp_path: Path):
+    """Prints the dry run of a configuration that nothing is wrong with, with `values` set. Returns what was printed
+    and, where it was refused, the error."""
+    model = write_model_folder(tmp_path / "model")
+
+    def run(**values: object) -> tuple[str, str | None]:
+        settings = {"model": str(model), "environments": "[{name: countdown}]", "run_dir": str(tmp_path / "run")}
+        flags = [f"--{name}={value}" for name, value in {**settings, **values}.items()]
+        out = io.StringIO()
+        try:
+            print_dry_run(load_config(None, flags, {}), Console(file=out, width=1000))
+        except ConfigError as error:
+            return out.getvalue(), str(error)
+        return out.getvalue(), None
+
+    return run
+
+
+def test_a_run_that_fits_here_has_nothing_to_remark(dry_run):
+    printed, error = dry_run(**HERE)
+    assert error is None
+    assert "Remarks" not in printed
+    assert "trainer rank 1" in printed
+
+
+def test_a_run_that_this_machine_is_too_small_for_is_an_error_after_the_plan(dry_run):
+    printed, error = dry_run(**HERE | {"ray_trainer_cpus_per_worker": 4})
+    assert "needs 8.2 CPU cores" in error
+    assert "assumed node 1" in printed
+    assert "nothing was started" in printed
+
+
+def test_a_port_in_use_is_an_error(dry_run):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        _, error = dry_run(**HERE, inference_base_port=port)
+    assert f"inference_base_port is {port}" in error
+
+
+def test_a_run_directory_that_cannot_be_written_is_an_error(dry_run):
+    _, error = dry_run(**HERE | {"run_dir": "/proc/telescope"})
+    assert "run_dir is '/proc/telescope'" in error
+
+
+def test_missing_packages_are_an_error(dry_run, monkeypatch):
+    monkeypatch.setattr(preflight, "TRAINING_PACKAGES", ("no_such_package",))
+    _, error = dry_run(**HERE)
+    assert "no_such_package" in error
+
+
+def test_a_kv_cache_that_holds_no_sequence_is_an_error(dry_run, tmp_path):
+    values = {"max_model_len": 8192, "inference_kv_cache_gib": 0.5, "model_dtype": "float32"}
+    assert dry_run(**HERE, **values)[1] is None
+    wide = {"hidden_size": 65536, "num_key_value_heads": 256, "num_attention_heads": 256}
+    model = write_model_folder(tmp_path / "wide", **wide)
+    _, error = dry_run(**HERE, **values, mixed_precision_dtype="null", model=model)
+    assert "max_model_len is 8192, but the KV cache" in error
+
+
+def test_all_problems_of_this_machine_are_told_at_once(dry_run):
+    _, error = dry_run(**HERE | {"ray_trainer_cpus_per_worker": 4, "run_dir": "/proc/telescope"})
+    assert len(error.splitlines()) == 2
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_run_for_gpus_is_planned_for_another_machine(dry_run, device):
+    printed, error = dry_run(device=device, ray_address="local")
+    assert error is None
+    assert "No GPU was found on this machine" in printed
+    assert "the plan is for a machine with 4 GPUs" in printed
+    assert "Lower ray_inference_cpus_per_worker" not in printed
+    assert "assumed node 1" in printed
+
+
+def test_what_is_wrong_here_is_a_remark_on_a_run_for_another_machine(dry_run):
+    for values in ({"device": "cuda", "ray_address": "local"}, {"ray_address": "10.0.0.1:6379"}):
+        printed, error = dry_run(**values, run_dir="/proc/telescope")
+        assert error is None
+        assert "On this machine, a run would be refused: run_dir is '/proc/telescope'" in printed
+
+
+def test_what_is_wrong_everywhere_is_an_error_even_for_another_machine(dry_run, tmp_path):
+    printed, error = dry_run(device="cuda", environments="[{name: countdwn}]", model=tmp_path / "nowhere")
+    assert "Did you mean 'countdown'?" in error
+    assert "does not exist" in error
+    assert printed == ""
+
+
+def test_thousands_of_workers_are_planned_and_the_first_are_shown(dry_run):
+    printed, error = dry_run(device="cuda", ray_address="local", trainer_num_workers=1000, inference_num_workers=1000)
+    assert error is None
+    assert printed.count("inference server ") == MOST_WORKERS_SHOWN
+    assert "and 1936 more, on 250 nodes in all" in printed
