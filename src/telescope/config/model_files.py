@@ -86,6 +86,17 @@ def inspect_model(config: TelescopeConfig, *, ask_hub: bool = True) -> ModelRepo
         )
 
 
+def vocabulary_size(config: TelescopeConfig) -> int:
+    """Rows of the model's output layer. Raises `ConfigError` for a model whose sizes are not known."""
+    shape = inspect_model(config, ask_hub=False).shape
+    if shape is None:
+        raise ConfigError(
+            f"filter_gibberish compares with a uniform choice over the vocabulary, but the config.json of "
+            f"{config.model!r} does not name its sizes as expected. Set filter_gibberish to false"
+        )
+    return shape.vocab_size
+
+
 def _inspect(config: TelescopeConfig, files: _Files) -> ModelReport:
     data = _read_json(files, "config.json")
     if data is None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from telescope.config.machine import local_resources, ray_cluster_is_configured
 from telescope.config.memory import estimate_memory
-from telescope.config.model_files import ModelReport, inspect_model
+from telescope.config.model_files import ModelReport, inspect_model, vocabulary_size
 from telescope.config.plan import PlacementError, gpus_needed, plan_placement, resolve_device
 from telescope.config.run_dir import choose_run_dir
 from telescope.errors import ConfigError, UserError
@@ -170,12 +170,14 @@ def check_model(config: TelescopeConfig) -> None:
 
 
 def check_report(config: TelescopeConfig, report: ModelReport) -> None:
-    """The model's files could be looked at, and its KV cache holds a sequence."""
+    """The model's files could be looked at, its KV cache holds a sequence, and its sizes are known if a filter asks."""
     if report.unchecked:
         raise ConfigError(
             f"model is {config.model!r}: {report.unchecked}. Set model to a local folder, or connect to the hub, or "
             "download the model beforehand (`hf download`)"
         )
+    if config.filter_gibberish:
+        vocabulary_size(config)
     check_kv_cache(config, report)
 
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
 
 CHECKPOINTS = "checkpoints and resuming"
-FILTERS = "sample filters"
 MULTI_TURN = "multi-turn rollouts"
 PERIODIC_EVALS = "evals during training"
 UPLOADS = "upload of code and logs"
@@ -32,14 +31,6 @@ FIELD_STATUS: dict[str, str] = {
     "checkpoint_dir": CHECKPOINTS,
     "checkpoint_keep_last": CHECKPOINTS,
     "checkpoint_keep_every": CHECKPOINTS,
-    "filter_overlong": FILTERS,
-    "overlong_penalty_factor": FILTERS,
-    "overlong_buffer_tokens": FILTERS,
-    "filter_repetition": FILTERS,
-    "repetition_compression_threshold": FILTERS,
-    "filter_gibberish": FILTERS,
-    "gibberish_token_threshold": FILTERS,
-    "gibberish_logprob_offset": FILTERS,
     "interleaved_rollouts": MULTI_TURN,
     "eager_prepare_resources": MULTI_TURN,
     "eval_num_servers": PERIODIC_EVALS,

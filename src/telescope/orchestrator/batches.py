@@ -1,4 +1,4 @@
-"""From finished groups to what the trainer's ranks compute: rewards on their scale, advantages, micro-batches.
+"""From finished groups to what the trainer's ranks compute: advantages, micro-batches.
 
 Pure and numpy only; the orchestrator runs it on a thread. Group statistics are over trajectories: one whose turns are
 samples of their own (`interleaved_rollouts: false`) counts once, and all of them are trained with its advantage.
@@ -6,7 +6,6 @@ samples of their own (`interleaved_rollouts: false`) counts once, and all of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +15,6 @@ from telescope.config import TelescopeConfig
 from telescope.orchestrator.groups import Group
 from telescope.trainer.batch import StepInput
 from telescope.trainer.packing import pack_step, packing_stats
-
-RewardRange = tuple[float | None, float | None]
-"""Smallest and largest expected reward of an environment, None where not known."""
 
 
 @dataclass
@@ -45,20 +41,11 @@ class _ScoredTrajectory:
     advantage: float = 0.0
 
 
-def normalized(reward: float, low: float | None, high: float | None) -> float:
-    """The reward on a scale where `low` is 0 and `high` is 1; as it is where the range is not known or empty."""
-    if low is None or high is None or high <= low:
-        return reward
-    return (reward - low) / (high - low)
-
-
-def form_batch(config: TelescopeConfig, groups: list[Group], step: int, ranges: Sequence[RewardRange]) -> Batch:
-    """Pack the groups of training step `step`; `ranges` are of the environments of the config, in their order."""
+def form_batch(config: TelescopeConfig, groups: list[Group], step: int) -> Batch:
+    """Pack the groups of training step `step`."""
     trajectories, scored, samples = [], [], []
     for group in groups:
-        low, high = ranges[group.draw.environment] if config.normalize_rewards else (None, None)
-        for trajectory in group.usable_samples:
-            reward = normalized(trajectory.total_reward, low, high)
+        for trajectory, reward in zip(group.usable_samples, group.training_rewards_n.tolist(), strict=True):
             trajectories.append(trajectory)
             scored.append(_ScoredTrajectory(group.group_id, reward, trajectory.num_completion_tokens))
     advantages = compute_advantages(scored, config.algorithm, config.advantage_norm)

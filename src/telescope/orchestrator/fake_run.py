@@ -21,6 +21,7 @@ from telescope.errors import InfrastructureError
 from telescope.inference.client import EngineClient
 from telescope.orchestrator.draws import DrawSequence
 from telescope.orchestrator.environment_keys import environment_keys
+from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.lanes import LanePool, make_lanes
 from telescope.orchestrator.orchestrator import Orchestrator, Services
 from telescope.orchestrator.servers import ServerHandle, ServerPool
@@ -29,6 +30,9 @@ from telescope.orchestrator.supervise import Supervisor
 from telescope.record.recorder import Recorder
 from telescope.rollout.sample import RolloutSettings
 from telescope.trainer.batch import StepInput, StepResult
+
+VOCAB_SIZE = 1000
+"""What `filter_gibberish` takes for the size of the vocabulary."""
 
 SERVER_START_SECONDS = 10.0
 """How long a fake server may take to come back; a real one has `inference_start_timeout_seconds`."""
@@ -195,6 +199,7 @@ async def fake_run(
                 recorder=recorder,
                 step_log=step_log,
                 reward_ranges=[(entry.reward_min, entry.reward_max) for entry in config.environments],
+                filters=SampleFilters.from_config(config, vocab_size=VOCAB_SIZE),
                 report_engine_failure=servers.report_failure,
             ),
             DrawSequence(config.seed, sizes, [entry.weight for entry in config.environments], [0] * len(sizes)),

@@ -60,7 +60,7 @@ class Group:
 
         Masked samples are not trained; a sample under way counts as `Rollout.oldest_version` says.
         """
-        ended = [s.version_range[0] for s in self.samples if s.reward is not None]
+        ended = [s.version_range[0] for s in self.samples if s.is_usable]
         versions = [version for version in ended if version >= 0]
         under_way = (rollout.oldest_version() for rollout in self.rollouts.values())
         return min((*versions, *(version for version in under_way if version is not None)), default=None)
@@ -72,19 +72,26 @@ class Group:
     @property
     def usable_samples(self) -> list[Trajectory]:
         """Scored samples in order of their index; masked ones are left out."""
-        return sorted((s for s in self.samples if s.reward is not None), key=lambda s: s.sample_index)
+        return sorted((s for s in self.samples if s.is_usable), key=lambda s: s.sample_index)
 
     @property
     def rewards_n(self) -> np.ndarray:
         """Total reward of each usable sample, float64 [n]."""
         return np.array([s.total_reward for s in self.usable_samples], dtype=np.float64)
 
+    @property
+    def training_rewards_n(self) -> np.ndarray:
+        """What the advantages of the usable samples are computed from, float64 [n]."""
+        samples = self.usable_samples
+        rewards = [s.total_reward if s.training_reward is None else s.training_reward for s in samples]
+        return np.array(rewards, dtype=np.float64)
+
     def signal(self) -> Signal:
         """Whether training on this group can move the policy.
 
         Masked samples do not count. A group of one has no baseline to equal, so it is never "zero advantage".
         """
-        rewards_n = self.rewards_n
+        rewards_n = self.training_rewards_n
         if len(rewards_n) == 0:
             return Signal.ALL_MASKED
         if len(rewards_n) > 1 and np.all(rewards_n == rewards_n[0]):
@@ -132,6 +139,11 @@ class DiscardStreak:
                 f"{self.count} groups in a row gave nothing to train on ({kinds}). Most were asked three times and "
                 "became older than max_off_policy_steps each time: answers take longer than so many training steps. "
                 "Raise max_off_policy_steps, lower max_tokens, or give inference more servers."
+            )
+        if self.kinds.get("all_masked", 0) > self.count / 2:
+            return (
+                f"{self.count} groups in a row gave nothing to train on ({kinds}). In most of them every sample was "
+                "masked: it failed, or a filter left it out. The `reason` column of the samples table says which."
             )
         return (
             f"{self.count} groups in a row carried no learning signal ({kinds}; last rewards {self.last_rewards}). "

@@ -30,10 +30,11 @@ from telescope.environments.pool import EnvironmentPool
 from telescope.environments.records import PreparedPrompt
 from telescope.errors import EnvironmentFailure, InfrastructureError, RunError
 from telescope.orchestrator import rows
-from telescope.orchestrator.batches import Batch, RewardRange, form_batch
+from telescope.orchestrator.batches import Batch, form_batch
 from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.changes import Changes
 from telescope.orchestrator.draws import Draw, DrawSequence, request_seed
+from telescope.orchestrator.filters import RewardRange, SampleFilters
 from telescope.orchestrator.garbage import rare_full_collections
 from telescope.orchestrator.groups import DiscardStreak, Group, Signal, zero_advantage_kind
 from telescope.orchestrator.journal import Journal, StepLogPort, TrainedStep
@@ -90,6 +91,8 @@ class Services:
     step_log: StepLogPort
     reward_ranges: Sequence[RewardRange]
     """Of the environment of each entry of the config."""
+    filters: SampleFilters
+    """Judge every scored sample."""
     report_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None
 
 
@@ -276,11 +279,20 @@ class Orchestrator:
             self._masked(group, trajectory)
         else:
             self._budget.succeeded(group.environment)
+            self._judge(group, trajectory)
         self.status.generated(trajectory.num_completion_tokens)
         self.status.progressed()
         if group.is_finished:
             self._finish_group(group)
         self._changes.notify()
+
+    def _judge(self, group: Group, trajectory: Trajectory) -> None:
+        """The reward that a scored sample is trained with, or the filter that leaves it out."""
+        scale = self.services.reward_ranges[group.draw.environment] if self.config.normalize_rewards else (None, None)
+        self.services.filters.judge(trajectory, scale)
+        if trajectory.left_out is not None:
+            logger.info("sample %s (%s) is left out: %s", trajectory.sample_id, group.environment, trajectory.left_out)
+            self._journal.masked(trajectory)
 
     def _masked(self, group: Group, trajectory: Trajectory) -> None:
         kind, message = trajectory.failure_kind or "", trajectory.failure_message or ""
@@ -296,7 +308,7 @@ class Orchestrator:
         group.finished_at = time.time()
         del self._open[group.group_id]
         signal = group.signal()
-        rewards_n = group.rewards_n
+        rewards_n = group.training_rewards_n
         if signal is Signal.ALL_MASKED:
             self._discard(group, "all_masked", None, rewards_n)
         elif signal is Signal.ZERO_ADVANTAGE and self.config.discard_group_zero_advantage:
@@ -392,7 +404,7 @@ class Orchestrator:
 
     def _pack(self, groups: list[Group], step: int) -> Batch:
         """Advantages and micro-batches; numpy only, on a thread of its own."""
-        return form_batch(self.config, groups, step, self.services.reward_ranges)
+        return form_batch(self.config, groups, step)
 
     async def _train_loop(self) -> None:
         """Train, sync, count, until the last step."""

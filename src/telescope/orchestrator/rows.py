@@ -49,14 +49,14 @@ def sample_row(
     """One row of `samples`. A masked or cancelled sample keeps its own status whatever became of its group."""
     start_version, end_version = sample.version_range
     reward = sample.reward
-    own_status = "cancelled" if sample.cancelled else "masked" if reward is None else None
+    own_status = "cancelled" if sample.cancelled else None if sample.is_usable else "masked"
     return {
         "sample_id": sample.sample_id,
         "group_id": sample.group_id,
         "sample_index": sample.sample_index,
         "environment": sample.environment,
         "status": own_status or status,
-        "reason": sample.failure_kind if own_status == "masked" else reason,
+        "reason": sample.mask_reason if own_status == "masked" else reason,
         "step": step,
         "reward": reward.total_reward if reward is not None else None,
         "advantage": advantage,
@@ -80,6 +80,7 @@ def sample_row(
         "failure_kind": sample.failure_kind,
         "failure_message": sample.failure_message and sample.failure_message[:MAX_FAILURE_MESSAGE],
         "eval_name": eval_name,
+        "penalty": sample.penalty if reward is not None else None,
     }
 
 

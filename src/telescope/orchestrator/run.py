@@ -14,8 +14,10 @@ from typing import Protocol
 
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig
+from telescope.config.model_files import vocabulary_size
 from telescope.orchestrator.draws import DrawSequence
 from telescope.orchestrator.evaluation import Evaluation
+from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.interrupt import Interrupt
 from telescope.orchestrator.orchestrator import Orchestrator, Services
 from telescope.orchestrator.parts import Parts, start_parts
@@ -182,6 +184,7 @@ async def make_orchestrator(
         recorder=directory.recorder,
         step_log=directory.step_log,
         reward_ranges=[(info.reward_min, info.reward_max) for info in infos],
+        filters=SampleFilters.from_config(config, vocabulary_size(config) if config.filter_gibberish else None),
         report_engine_failure=parts.servers.report_failure,
     )
     return Orchestrator(config, services, draws, evaluation.held_out_uids, parts.settings, status)

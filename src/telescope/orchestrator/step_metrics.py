@@ -77,6 +77,9 @@ def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version:
         for name, value in sample.reward.sample_metrics.items():
             by_name[f"sample_metrics/{sample.environment}/{name}"].append(value)
     metrics.update({name: float(np.mean(values)) for name, values in by_name.items()})
+    if any(s.penalty for s in samples):
+        metrics["reward/overlong_penalty/mean"] = float(np.mean([s.penalty for s in samples]))
+        metrics["reward/overlong_penalty/sample_share"] = float(np.mean([s.penalty > 0 for s in samples]))
     if len({group.environment for group in groups}) > 1:
         for environment in sorted({group.environment for group in groups}):
             own = [s.total_reward for s in samples if s.environment == environment]
@@ -104,9 +107,9 @@ class DiscardCounts:
     def discarded(self, reason: str, kind: str | None, samples: Sequence[Trajectory]) -> None:
         """Count one discarded group; `kind` refines the reason (all_zero, all_positive, all_negative).
 
-        Of its samples only the scored ones count here: what was masked or cancelled is counted as that.
+        Of its samples only the usable ones count here: what was masked or cancelled is counted as that.
         """
-        scored = [sample for sample in samples if sample.reward is not None]
+        scored = [sample for sample in samples if sample.is_usable]
         self._reasons[reason] += 1
         for key in (reason, f"{reason}_{kind}") if kind else (reason,):
             self._groups[key] += 1
@@ -114,9 +117,9 @@ class DiscardCounts:
             self._rewards[key].extend(sample.total_reward for sample in scored)
 
     def masked(self, sample: Trajectory) -> None:
-        """Count one masked sample by the kind of its failure."""
-        assert sample.failure_kind is not None
-        self._masked[sample.failure_kind].append(sample.num_completion_tokens)
+        """Count one masked sample by the kind of its failure, or by the filter that left it out."""
+        assert sample.mask_reason is not None
+        self._masked[sample.mask_reason].append(sample.num_completion_tokens)
 
     def cancelled(self, sample: Trajectory) -> None:
         """Count one sample that was aborted on its way, with the tokens that it had."""

@@ -43,7 +43,8 @@ class Turn:
 class Trajectory:
     """One sample of a group.
 
-    `reward` stays None while it is open and when it is masked (then `failure_kind` says why).
+    `reward` stays None while it is open and when it failed (then `failure_kind` says why). A sample that failed, or
+    that a filter left out, is masked.
     """
 
     sample_id: str
@@ -58,6 +59,12 @@ class Trajectory:
     """Why the environment ended the conversation, in its words; None when it did not say."""
     cancelled: bool = False
     """Given up because its group became too old; then neither scored nor masked."""
+    left_out: str | None = None
+    """The filter that keeps a scored sample out of training."""
+    training_reward: float | None = None
+    """What its advantage is computed from, where that is not the total reward: on another scale, or less a penalty."""
+    penalty: float = 0.0
+    """What was taken off the training reward because the answer is overlong."""
     num_infrastructure_retries: int = 0
     server_index: int = -1
     lane: int = -1
@@ -71,6 +78,16 @@ class Trajectory:
             f"sample {self.sample_id} has no reward"
         )
         return self.reward.total_reward
+
+    @property
+    def is_usable(self) -> bool:
+        """Scored and not left out."""
+        return self.reward is not None and self.left_out is None
+
+    @property
+    def mask_reason(self) -> str | None:
+        """Why it is masked: the kind of its failure, or the filter that left it out."""
+        return self.failure_kind or self.left_out
 
     @property
     def num_prompt_tokens(self) -> int:

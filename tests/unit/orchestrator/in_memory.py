@@ -13,6 +13,8 @@ from telescope.config import TelescopeConfig
 from telescope.environments.records import Advance, EnvironmentInfo, PreparedPrompt, RewardRecord
 from telescope.errors import InfrastructureError
 from telescope.orchestrator.draws import DrawSequence
+from telescope.orchestrator.fake_run import VOCAB_SIZE
+from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.lanes import make_lanes
 from telescope.orchestrator.orchestrator import Orchestrator, Services
 from telescope.orchestrator.status import RunStatus
@@ -125,6 +127,7 @@ class InMemoryRun:
                 recorder=self.recorder,
                 step_log=self.step_log,
                 reward_ranges=[(entry.reward_min, entry.reward_max) for entry in config.environments],
+                filters=SampleFilters.from_config(config, vocab_size=VOCAB_SIZE),
                 report_engine_failure=lambda server, error: self.failures.append((server, error)),
             ),
             DrawSequence(

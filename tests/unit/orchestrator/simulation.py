@@ -21,6 +21,7 @@ from telescope.environments.records import Advance, EnvironmentInfo, PreparedPro
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.inference.fake_engine import FakeEngine, FakeEngineSettings, FakeRequest
 from telescope.orchestrator.draws import DrawSequence
+from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.lanes import make_lanes
 from telescope.orchestrator.orchestrator import Orchestrator, Services
 from telescope.orchestrator.status import RunStatus
@@ -199,6 +200,7 @@ class Simulation:
                 recorder=cast(Any, self.recorder),
                 step_log=self.step_log,
                 reward_ranges=[(None, None)] * len(config.environments),
+                filters=SampleFilters(),
                 report_engine_failure=self._report,
             ),
             DrawSequence(config.seed, [self.environment.num_items], [1.0], [0]),

@@ -10,7 +10,7 @@ from tests.unit.orchestrator.in_memory import InMemoryRun
 from tests.unit.rollout.fakes import tick
 
 from telescope.errors import EnvironmentFailure
-from telescope.orchestrator.batches import normalized
+from telescope.orchestrator.filters import normalized
 from telescope.trainer.batch import TrainSample
 
 

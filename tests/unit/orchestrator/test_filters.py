@@ -1,0 +1,164 @@
+"""What is left out of training, what is taken off a reward, and that groups are judged by the same rewards."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.reference.rewards import overlong_penalty
+from tests.unit.orchestrator.fakes import config_of, group, sample
+from tests.unit.orchestrator.in_memory import InMemoryRun
+
+from telescope.environments.records import Advance, RewardRecord
+from telescope.errors import RunError
+from telescope.orchestrator.batches import form_batch
+from telescope.orchestrator.filters import SampleFilters, compression_ratio
+from telescope.orchestrator.groups import Signal
+from telescope.orchestrator.rows import sample_row
+from telescope.rollout.trajectory import Trajectory
+
+NO_SCALE = (None, None)
+
+
+def filters(vocab_size: int = 1000, **fields: object) -> SampleFilters:
+    return SampleFilters.from_config(config_of(**fields), vocab_size)
+
+
+def with_text(text: str) -> Trajectory:
+    made = sample()
+    made.turns[0].text = text
+    return made
+
+
+def test_nothing_is_left_out_by_default() -> None:
+    loop = with_text("the same again " * 1000)
+    loop.turns[-1].generation.finish_reason = "length"
+    loop.turns[-1].generation.logprobs_N[:] = -100.0
+    loop.turns[-1].generation.token_ids_N[:] = 150_000
+    filters().judge(loop, NO_SCALE)
+    assert loop.left_out is None
+    assert loop.penalty == 0.0
+    assert loop.training_reward == loop.total_reward
+
+
+def test_an_answer_that_was_cut_off_is_overlong() -> None:
+    only = filters(filter_overlong=True)
+    assert only.reason_to_leave_out(sample(finish_reason="length")) == "overlong"
+    assert only.reason_to_leave_out(sample(finish_reason="stop")) is None
+
+
+def test_a_text_that_compresses_too_well_is_repetition() -> None:
+    only = filters(filter_repetition=True)
+    prose = "It was the best of times, it was the worst of times, it was the age of wisdom, of foolishness."
+    assert only.reason_to_leave_out(with_text("wait, let me check. " * 200)) == "repetition"
+    assert only.reason_to_leave_out(with_text(prose)) is None
+    assert only.reason_to_leave_out(with_text("")) is None
+    strict = filters(filter_repetition=True, repetition_compression_threshold=1.1)
+    assert strict.reason_to_leave_out(with_text(prose)) == "repetition"
+
+
+def test_compression_ratio_is_bytes_over_compressed_bytes() -> None:
+    assert compression_ratio("") == 0.0
+    assert compression_ratio("a") < 1.0
+    assert compression_ratio("ab" * 5000) > 100.0
+
+
+def test_a_rare_token_below_the_uniform_logprob_is_gibberish() -> None:
+    bound = -math.log(1000) - 2.0
+    only = filters(filter_gibberish=True, gibberish_token_threshold=101)
+
+    def judged(token_id: int, logprob: float) -> str | None:
+        made = sample(lengths=(2, 3))
+        generation = made.turns[1].generation
+        generation.token_ids_N = np.array([7, token_id, 7])
+        generation.logprobs_N = np.array([-0.1, logprob, -0.1])
+        return only.reason_to_leave_out(made)
+
+    assert judged(102, bound - 0.1) == "gibberish"
+    assert judged(102, bound + 0.1) is None, "not improbable enough"
+    assert judged(101, bound - 0.1) is None, "not above the threshold"
+
+
+@pytest.mark.parametrize("length", [0, 5, 11, 12, 13, 15, 16])
+def test_the_overlong_penalty_is_that_of_dapo(length: int) -> None:
+    only = filters(overlong_penalty_factor=0.5, overlong_buffer_tokens=4)
+    assert only.overlong_penalty(sample(lengths=(length,))) == pytest.approx(overlong_penalty(length, 16, 4, 0.5))
+
+
+def test_the_longest_of_several_turns_is_the_one_that_is_penalised() -> None:
+    only = filters(overlong_penalty_factor=1.0, overlong_buffer_tokens=4)
+    assert only.overlong_penalty(sample(lengths=(9, 9))) == 0.0
+    assert only.overlong_penalty(sample(lengths=(14, 3))) == 0.5
+
+
+def test_the_penalty_is_taken_off_the_scaled_reward() -> None:
+    only = filters(overlong_penalty_factor=0.5, overlong_buffer_tokens=4)
+    made = sample(reward=3.0, lengths=(16,))
+    only.judge(made, (0.0, 4.0))
+    assert made.training_reward == 0.75 - 0.5
+    assert made.total_reward == 3.0
+
+
+def test_equal_rewards_of_unequal_length_are_a_signal_once_length_costs() -> None:
+    equal = group([1.0, 1.0])
+    equal.samples[1] = sample(1, 1.0, lengths=(16,))
+    for settings, signal in (({}, Signal.ZERO_ADVANTAGE), ({"overlong_penalty_factor": 0.5}, Signal.USABLE)):
+        for made in equal.samples:
+            filters(overlong_buffer_tokens=4, **settings).judge(made, NO_SCALE)
+        assert equal.signal() is signal
+    batch = form_batch(config_of(advantage_norm="group", algorithm="dr_grpo"), [equal], 0)
+    assert list(batch.advantages) == [0.25, -0.25]
+
+
+def test_a_sample_that_is_left_out_is_in_no_statistic_of_its_group() -> None:
+    found = group([0.0, 1.0, 5.0])
+    found.samples[2].turns[-1].generation.finish_reason = "length"
+    for made in found.samples:
+        filters(filter_overlong=True).judge(made, NO_SCALE)
+    batch = form_batch(config_of(algorithm="dr_grpo"), [found], 0)
+    assert list(batch.advantages) == [-0.5, 0.5]
+    trained = [i for mb in batch.inputs[0].minibatches for row in mb.micro_batches for i in row.sample_ids]
+    assert sorted(trained) == ["5-0", "5-1"]
+
+
+def test_the_row_of_a_sample_that_is_left_out_says_why_and_keeps_its_reward() -> None:
+    made = sample(reward=2.0, finish_reason="length")
+    filters(filter_overlong=True, overlong_penalty_factor=1.0, overlong_buffer_tokens=16).judge(made, NO_SCALE)
+    row = sample_row(made, "prompt", status="kept", reason=None, step=1)
+    assert (row["status"], row["reason"], row["reward"], row["failure_kind"]) == ("masked", "overlong", 2.0, None)
+    assert row["penalty"] == pytest.approx(3 / 16)
+
+
+async def test_a_run_counts_what_its_filters_leave_out_and_trains_on_the_rest() -> None:
+    run = InMemoryRun(config_of(group_size=4, filter_repetition=True))
+    advance = run.environments.advance
+
+    async def sometimes_in_a_loop(key: str, index: int, token_ids: list[int], *arguments: object, **options: object):
+        advanced = await advance(key, index, token_ids, *arguments, **options)
+        if token_ids[0] % 5 == 0:
+            return replace(advanced, completion_text="again and " * 500)
+        return advanced
+
+    run.environments.advance = sometimes_in_a_loop
+    await run.run()
+    masked = run.recorder.of("samples", status="masked")
+    assert masked
+    assert {row["reason"] for row in masked} == {"repetition"}
+    assert all(row["reward"] is not None and row["advantage"] is None for row in masked)
+    counted = sum(metrics.get("masked/repetition/samples", 0.0) for metrics in run.step_log.metrics)
+    assert counted == len(masked) == run.status.num_masked_samples
+    ids = {row["sample_id"] for row in masked}
+    assert not ids & {sample_id for step in run.trainer.steps for sample_id in step}
+
+
+async def test_a_run_whose_every_sample_is_left_out_ends_and_says_so() -> None:
+    run = InMemoryRun(config_of(filter_repetition=True))
+
+    async def loop(*arguments: object, **options: object):
+        return Advance(True, [], "again and " * 500, RewardRecord(1.0, {}, {}, [], {}))
+
+    run.environments.advance = loop
+    with pytest.raises(RunError, match="a filter left it out"):
+        await run.run()
