@@ -11,12 +11,28 @@ from __future__ import annotations
 import types
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from telescope.config.frozen import freeze
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+
+
+# Bounds far above anything that runs, so that a slip (a zero too many, a unit mistaken) is an error at once and not a
+# machine that hangs while it plans.
+MAX_STEPS = 10_000_000
+MAX_SECONDS = 366 * 24 * 3600  # a year
+Workers = Annotated[int, Field(ge=1, le=1024)]
+"""Processes, GPUs or threads of one kind."""
+Count = Annotated[int, Field(ge=1, le=65_536)]
+"""Things of a batch: prompts, answers, requests."""
+Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
+Tokens = Annotated[int, Field(ge=1, le=2**24)]
+"""A length of text, or the size of a buffer of it."""
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
+WholeSeconds = Annotated[int, Field(ge=1, le=MAX_SECONDS)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):

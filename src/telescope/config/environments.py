@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from telescope.config.base import Section
+from telescope.config.base import Section, Steps, Text, Tokens
 
 
 class EnvironmentEntry(Section):
     """One environment to train on."""
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Text
     """Environment name: one that ships here or lies in `environments_path`, or `package.module:Class`."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Sampling weight. The share of prompts from this environment is its weight over the sum of all weights."""
@@ -40,11 +40,11 @@ class EnvironmentEntry(Section):
 class EvalEntry(Section):
     """One evaluation, before, during and after training."""
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Text
     """Eval name: a dedicated eval such as `math500`, or an environment's name."""
-    eval_every: Annotated[int, Field(ge=1)] = 10
+    eval_every: Steps = 10
     """Training steps between two runs of this eval."""
-    num_samples: Annotated[int, Field(ge=-1)] = -1
+    num_samples: Annotated[int, Field(ge=-1, le=2**31)] = -1
     """Samples to evaluate, the first ones of the dataset. -1: the full dataset."""
     separate_eval_samples: bool = False
     """Keep the evaluated samples out of training when the same environment is trained on. Needs `num_samples` above
@@ -57,7 +57,7 @@ class EvalEntry(Section):
     """Sampling temperature of this eval. 0 is greedy; null takes the training temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Nucleus sampling of this eval, in (0, 1]. Null takes the training value."""
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Tokens | None = None
     """Longest answer of this eval, in tokens. Null takes the training value."""
 
     @field_validator("num_samples")

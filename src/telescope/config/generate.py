@@ -141,12 +141,16 @@ telescope train --config run.yaml --learning_rate 5e-7
 Later layers win: the defaults (`configs/defaults/default_train.yaml`, or `telescope config defaults`), the
 environment variables below, the YAML file, the command line. On the command line `--learning_rate 5e-7`,
 `--learning-rate 5e-7` and `--learning_rate=5e-7` are the same; values are YAML scalars, lists and mappings; a boolean
-flag alone means true. A name that is not a field is an error that suggests the nearest one.
+flag alone means true. A name that is not a field is an error that suggests the nearest one; so is a flag given twice.
 
 `telescope train --config run.yaml --dry-run` prints the resolved configuration with its hash, where the workers would
-go, and how much memory they would need, and starts nothing. `telescope config explain FIELD` explains a field. The
-resolved configuration is frozen, written to the run directory, and handed to every process as it is; the hash, of all
-values, is the same in each.
+go, and how much memory they would need, and starts nothing. It exits with 2 for what a run would refuse on this
+machine; where the run is meant for another one (it joins a cluster, or it needs GPUs and none is here), it says so, and
+what is wrong with this one is a remark. `telescope config explain FIELD` explains a field. The resolved configuration
+is frozen, written to the run directory, and handed to every process as it is; the hash, of all values, is the same in
+each.
+
+The upper bounds of numbers are far above anything that runs: they are there to catch a slip.
 
 Fields whose feature is not in this version are accepted and checked, and a run that sets one says so in a line. They
 are marked below.

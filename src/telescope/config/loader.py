@@ -94,9 +94,10 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     """Flags to values: `--field value`, `--field-name value`, `--field=value`, and `--flag` alone for a boolean.
 
     Values are read as YAML (scalars, lists, mappings), except that a field which takes only text gets the text as it
-    was typed. Raises `ConfigError` for an unknown field, a missing value, or text that is not YAML.
+    was typed. Raises `ConfigError` for an unknown field, one given twice, a missing value, or text that is not YAML.
     """
     values: dict[str, Any] = {}
+    typed_before: dict[str, str] = {}
     position = 0
     while position < len(arguments):
         argument = arguments[position]
@@ -115,6 +116,9 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
                 text = "true"
             else:
                 raise ConfigError(f"--{typed} needs a value, as in --{typed} {_example(name)}")
+        if name in typed_before:
+            raise ConfigError(f"--{typed} is given twice: {typed_before[name]!r} and {text!r}. Give it once")
+        typed_before[name] = text
         values[name] = _parse_flag(name, text)
     return values
 

@@ -110,7 +110,11 @@ def _repeated(entries: list[Any]) -> list[str]:
 
 
 def _evals_over_context(config: TelescopeConfig) -> list[str]:
-    return [entry.name for entry in config.evals if (entry.max_tokens or 0) > config.max_model_len]
+    return [entry.name for entry in config.evals if (entry.max_tokens or 0) >= config.max_model_len]
+
+
+MAX_SAMPLES = 2**20
+"""Samples of a batch, and lanes of a server, beyond which something was mistyped: each is an object in the driver."""
 
 
 RULES: tuple[Rule, ...] = (
@@ -146,13 +150,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("max_tokens", "max_model_len"),
-        "must not be above max_model_len, which holds the prompt and the answer",
-        lambda c: c.max_tokens > c.max_model_len,
+        "must be below max_model_len, which holds the prompt and the answer",
+        lambda c: c.max_tokens >= c.max_model_len,
         lambda c: f"Lower max_tokens to less than {c.max_model_len}, or raise max_model_len",
     ),
     Rule(
         ("evals", "max_model_len"),
-        "must not have max_tokens above max_model_len in any entry",
+        "must have max_tokens below max_model_len in every entry",
         lambda c: bool(_evals_over_context(c)),
         lambda c: f"Lower max_tokens of {', '.join(_evals_over_context(c))}, or raise max_model_len",
     ),
@@ -175,6 +179,19 @@ RULES: tuple[Rule, ...] = (
         "must not be above prompts_batch_size_for_trainer, because groups stay whole",
         lambda c: c.number_of_minibatches > c.prompts_batch_size_for_trainer,
         lambda c: f"Lower number_of_minibatches to at most {c.prompts_batch_size_for_trainer}",
+    ),
+    Rule(
+        ("group_size", "prompts_batch_size_for_trainer"),
+        f"must not make a batch of more than {MAX_SAMPLES:,} samples",
+        lambda c: c.group_size * c.prompts_batch_size_for_trainer > MAX_SAMPLES,
+        lambda c: "Lower group_size or prompts_batch_size_for_trainer",
+    ),
+    Rule(
+        ("max_concurrent_prompts_per_server", "group_size"),
+        f"must not make a server of more than {MAX_SAMPLES:,} lanes",
+        lambda c: c.lanes_per_server > MAX_SAMPLES,
+        lambda c: f"Lower max_concurrent_prompts_per_server to at most {MAX_SAMPLES // c.group_size}",
+        lambda c: MAX_SAMPLES // c.group_size,
     ),
     Rule(
         ("warmup_steps", "number_of_steps", "lr_scheduler"),

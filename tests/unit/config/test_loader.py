@@ -322,3 +322,9 @@ def test_a_file_that_nests_without_end_is_refused_in_a_sentence(tmp_path):
     path.write_text("model: " + "[" * 5000 + "]" * 5000)
     with pytest.raises(ConfigError, match="nested too deeply"):
         load_config(path, [], environ={})
+
+
+@pytest.mark.parametrize("flags", [["--seed", "1", "--seed", "2"], ["--wandb_run_name=1", "--wandb-run-name=2"]])
+def test_a_flag_given_twice_is_an_error_that_names_both_values(flags):
+    with pytest.raises(ConfigError, match=r"is given twice: '1' and '2'"):
+        parse_overrides(flags)

@@ -9,7 +9,8 @@ import pickle
 import pytest
 from pydantic import ValidationError
 
-from telescope.config import TelescopeConfig
+from telescope.config import EnvironmentEntry, EvalEntry, TelescopeConfig
+from telescope.config.base import Section, accepts
 from telescope.config.frozen import freeze, thaw
 from telescope.config.sections import SECTIONS
 
@@ -72,6 +73,30 @@ DOCUMENTED_DEFAULTS = {
 
 def config(**values: object) -> TelescopeConfig:
     return TelescopeConfig(**{"environments": COUNTDOWN, **values})
+
+
+def numeric_fields() -> list[tuple[type[Section], str]]:
+    """Every field that takes whole numbers, or seconds."""
+    kinds = [*SECTIONS, EnvironmentEntry, EvalEntry]
+    return [
+        (kind, name)
+        for kind in kinds
+        for name in kind.model_fields
+        if accepts(kind, name, int) or name.endswith(("_seconds", "_s"))
+    ]
+
+
+@pytest.mark.parametrize(("section", "name"), numeric_fields(), ids=lambda value: getattr(value, "TITLE", value))
+def test_no_number_is_without_an_upper_bound(section, name):
+    values = {"name": "a"} if section in (EnvironmentEntry, EvalEntry) else {}
+    with pytest.raises(ValidationError, match=name):
+        section(**values, **{name: 10**30})
+
+
+@pytest.mark.parametrize("name", ["run_dir", "checkpoint_dir", "chat_template", "model", "wandb_run_name"])
+def test_no_text_is_empty(name):
+    with pytest.raises(ValidationError, match=name):
+        config(**{name: ""})
 
 
 def test_every_documented_field_has_its_documented_default():

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from telescope.config.algorithms import AdvantageNorm, AlgorithmName
-from telescope.config.base import Section
+from telescope.config.base import Count, Section, Tokens
 
 
 class AlgorithmSection(Section):
@@ -15,7 +15,7 @@ class AlgorithmSection(Section):
 
     algorithm: AlgorithmName = "grpo"
     """RL algorithm. Each is described in docs/algorithms.md."""
-    number_of_minibatches: Annotated[int, Field(ge=1)] = 1
+    number_of_minibatches: Count = 1
     """PPO-style gradient steps per rollout batch. >1 enables multiple update passes. Groups stay whole, so at most
     prompts_batch_size_for_trainer."""
     advantage_norm: AdvantageNorm = "group"
@@ -55,7 +55,7 @@ class AlgorithmSection(Section):
     """Estimator of that KL penalty."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus in the loss. 0 = off; positive keeps answers diverse."""
-    entropy_chunk_size: Annotated[int, Field(ge=1)] = 1024
+    entropy_chunk_size: Tokens = 1024
     """Chunk size for entropy calculation, in tokens. Logprobs and entropy are computed this many tokens at a time;
     memory is this times the vocabulary times a few floats. Lower it when the output layer runs out of memory."""
     seq_is_masking: bool = False
@@ -78,7 +78,7 @@ class FilterSection(Section):
     overlong_penalty_factor: Annotated[float, Field(ge=0)] = 0.0
     """Largest amount taken off the reward of an answer that ends within overlong_buffer_tokens of max_tokens. 0 =
     off."""
-    overlong_buffer_tokens: Annotated[int, Field(ge=1)] = 256
+    overlong_buffer_tokens: Tokens = 256
     """Tokens before max_tokens over which that penalty grows from 0 to its full amount."""
     filter_repetition: bool = False
     """Leave answers that repeat themselves out of training."""
@@ -86,7 +86,7 @@ class FilterSection(Section):
     """Compression ratio of its text above which an answer counts as repetitive."""
     filter_gibberish: bool = False
     """Leave answers with gibberish tokens out of training: rare tokens that were sampled at a very low probability."""
-    gibberish_token_threshold: Annotated[int, Field(ge=0)] = 100_000
+    gibberish_token_threshold: Annotated[int, Field(ge=0, le=2**31)] = 100_000
     """Token id above which a token counts as rare."""
     gibberish_logprob_offset: float = 2.0
     """How far below the logprob of a uniform choice over the vocabulary a rare token must lie to count, in nats."""

@@ -6,18 +6,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from telescope.config.base import PlacementStrategy, Section
+from telescope.config.base import MAX_STEPS, PlacementStrategy, Seconds, Section, Text, WholeSeconds
 
 
 class RaySection(Section):
     TITLE: ClassVar[str] = "Ray Cluster"
 
-    ray_address: Annotated[str, Field(min_length=1)] = "auto"
+    ray_address: Text = "auto"
     """Ray cluster address. "auto" joins a cluster that runs on this machine; "local" always starts one of its own;
     host:port joins that one."""
     ray_auto_start_local: bool = True
     """Auto-start a local Ray cluster if none is running. Off: a missing cluster is an error."""
-    ray_namespace: Annotated[str, Field(min_length=1)] = "telescope"
+    ray_namespace: Text = "telescope"
     """Ray namespace. Actors of runs in different namespaces do not see each other by name."""
     ray_log_to_driver: bool = True
     """Forward worker logs to the driver process."""
@@ -31,15 +31,15 @@ class RaySection(Section):
     """Propagate the active virtualenv to workers (VIRTUAL_ENV and PATH)."""
     ray_propagate_run_dir: bool = True
     """Propagate the run directory to workers (TELESCOPE_RUN_DIR)."""
-    ray_broadcast_init_timeout_s: Annotated[int, Field(ge=1)] = 300
+    ray_broadcast_init_timeout_s: WholeSeconds = 300
     """Timeout for weight broadcast initialization, in seconds."""
     ray_broadcast_prefer_loopback_if_single_node: bool = True
     """Prefer loopback interface for single-node broadcasts."""
     ray_shutdown_on_exit: bool = False
     """Shut down the Ray cluster on exit. A cluster that the run started itself is always shut down."""
-    ray_inference_cpus_per_worker: Annotated[float, Field(gt=0)] = 4.0
+    ray_inference_cpus_per_worker: Annotated[float, Field(gt=0, le=1024)] = 4.0
     """CPU cores allocated per inference worker. May be a fraction. Lower it when the placement does not fit."""
-    ray_trainer_cpus_per_worker: Annotated[float, Field(gt=0)] = 4.0
+    ray_trainer_cpus_per_worker: Annotated[float, Field(gt=0, le=1024)] = 4.0
     """CPU cores allocated per trainer worker. May be a fraction. Lower it when the placement does not fit."""
     ray_inference_placement_strategy: PlacementStrategy = "PACK"
     """Placement strategy for inference workers. PACK: few nodes if possible; SPREAD: many nodes if possible;
@@ -47,7 +47,7 @@ class RaySection(Section):
     ray_trainer_placement_strategy: PlacementStrategy = "PACK"
     """Placement strategy for trainer workers. PACK: few nodes if possible; SPREAD: many nodes if possible;
     STRICT_PACK: one node; STRICT_SPREAD: a node per worker."""
-    ray_placement_timeout_s: Annotated[int, Field(ge=1)] = 900
+    ray_placement_timeout_s: WholeSeconds = 900
     """Timeout for Ray placement group creation, in seconds. Waits for nodes that are still joining, or for another
     run to end."""
 
@@ -58,7 +58,7 @@ class WeightSection(Section):
     weight_broadcast_mode: Literal["flattened_bucket", "per_tensor"] = "flattened_bucket"
     """Strategy for broadcasting updated weights to inference servers. Buckets are faster; per_tensor needs less
     memory."""
-    weight_broadcast_bucket_mb: Annotated[int, Field(ge=1)] = 256
+    weight_broadcast_bucket_mb: Annotated[int, Field(ge=1, le=65_536)] = 256
     """Bucket size in MB for flattened broadcast. Two buckets are alive at a time on each side."""
     weight_broadcast_cpu_staging: bool = False
     """Use CPU staging buffer for weight transfers. Slower; for GPUs without memory to spare."""
@@ -66,9 +66,9 @@ class WeightSection(Section):
     """Use pinned CPU memory for faster H2D transfers. Only with weight_broadcast_cpu_staging."""
     weight_broadcast_free_grad_buffers: bool = True
     """Free Megatron gradient buffers during broadcast (saves ~14 GB)."""
-    weight_probe_every: Annotated[int, Field(ge=0)] = 50
+    weight_probe_every: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 50
     """Weight syncs between two proofs that the engines hold exactly the trainer's weights. The first sync is always
     proven; 0 = only that one."""
-    weight_sync_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    weight_sync_timeout_seconds: Seconds = 600.0
     """Seconds that one transfer of weights to one server may take. A server that exceeds it is restarted; the
     others go on."""

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from telescope.config.base import Dtype, Section
+from telescope.config.base import Dtype, Seconds, Section, Text, Workers
 from telescope.config.environments import EnvironmentEntry
 
 
@@ -21,12 +21,12 @@ class GeneralSection(Section):
     save_final_model: bool = True
     """Write the trained weights as a Hugging Face folder, `model/` in the run directory, when training ends or is
     stopped by Ctrl-C."""
-    run_dir: str | None = None
+    run_dir: Text | None = None
     """Directory of the run: tables, logs, checkpoints, summary. Null: `runs/<wandb_run_name>-<UTC time>` under the
     current directory, or what `TELESCOPE_RUN_DIR` says."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where models run. `auto` takes GPUs if the cluster has any, else the CPU."""
-    watchdog_seconds: Annotated[float, Field(gt=0)] = 1800.0
+    watchdog_seconds: Seconds = 1800.0
     """Seconds without a finished sample and without a finished step after which the stacks of all processes are
     dumped to the logs. Raise it when single answers take longer than this."""
 
@@ -34,7 +34,7 @@ class GeneralSection(Section):
 class ModelSection(Section):
     TITLE: ClassVar[str] = "Model"
 
-    model: Annotated[str, Field(min_length=1)] = "Qwen/Qwen2.5-3B"
+    model: Text = "Qwen/Qwen2.5-3B"
     """HuggingFace model identifier or local path. A path must hold `config.json`, weights and a tokenizer."""
     model_dtype: Dtype = "float32"
     """Model weight precision: the dtype of the trainer's own weights, gradients and optimizer state. Choose float32
@@ -54,10 +54,10 @@ class EnvironmentSection(Section):
     """Environments to train on, each with a sampling weight and its own settings."""
     environments_path: list[str] = Field(default_factory=list)
     """Further folders that hold environments: `<folder>/<name>/environment.py`. Searched before the installed ones."""
-    environment_workers: Annotated[int, Field(ge=1)] | None = None
+    environment_workers: Workers | None = None
     """Processes that run rewards, tools and turns. Null: the number of cores, at most 4. Raise it when rewards are
     slow and cores are free."""
-    environment_timeout_seconds: Annotated[float, Field(gt=0)] = 120.0
+    environment_timeout_seconds: Seconds = 120.0
     """Seconds that one call of environment code may take. A call that takes longer is ended together with its
     process and its sample is masked."""
     environment_error_budget: Annotated[float, Field(ge=0, le=1)] = 0.2
@@ -77,17 +77,17 @@ class WorkerSection(Section):
         "`inference_tensor_parallel_size`."
     )
 
-    inference_num_workers: Annotated[int, Field(ge=1)] = 2
+    inference_num_workers: Workers = 2
     """Number of vLLM inference workers. Must be divisible by inference_tensor_parallel_size. Add some when the
     trainer waits for batches."""
-    inference_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    inference_tensor_parallel_size: Workers = 1
     """Tensor parallelism degree for each inference server. Raise it when the model does not fit one GPU."""
-    trainer_num_workers: Annotated[int, Field(ge=1)] = 2
+    trainer_num_workers: Workers = 2
     """Number of FSDP/Megatron trainer workers. Add some when inference waits for the trainer, or to fit a larger
     model."""
-    inference_threads: Annotated[int, Field(ge=1)] | None = None
+    inference_threads: Workers | None = None
     """CPU threads of each inference server when it runs on the CPU. Null: what `ray_inference_cpus_per_worker`
     gives, at least 1."""
-    trainer_threads: Annotated[int, Field(ge=1)] | None = None
+    trainer_threads: Workers | None = None
     """CPU threads of each trainer worker when it runs on the CPU. Null: what `ray_trainer_cpus_per_worker` gives,
     at least 1."""

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from telescope.config.base import Dtype, Section
+from telescope.config.base import Count, Dtype, Seconds, Section, Text, Tokens
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -14,7 +14,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 class InferenceSection(Section):
     TITLE: ClassVar[str] = "Inference Server"
 
-    inference_host: Annotated[str, Field(min_length=1)] = "0.0.0.0"
+    inference_host: Text = "0.0.0.0"
     """Host address for inference servers. As long as you do not set it, a run on a single node binds to the
     loopback address only."""
     inference_base_port: Port = 8100
@@ -25,14 +25,14 @@ class InferenceSection(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Fraction of GPU memory allocated to vLLM. Range: (0, 1]. What weights leave of it becomes KV cache. Lower it
     when other processes use the GPU."""
-    inference_kv_cache_gib: Annotated[float, Field(gt=0)] | None = None
+    inference_kv_cache_gib: Annotated[float, Field(gt=0, le=65_536)] | None = None
     """KV cache of each server on the CPU, in GiB, rounded up to a whole number. Null: enough for all lanes of a server
     at full length, at most a quarter of the memory. No effect on GPUs."""
-    max_model_len: Annotated[int, Field(ge=1)] = 4096
+    max_model_len: Tokens = 4096
     """Maximum context length for vLLM, in tokens: prompt and answer together."""
-    max_num_seqs: Annotated[int, Field(ge=1)] | None = None
+    max_num_seqs: Count | None = None
     """Sequences that the engine runs at once. Null: the lanes of one server."""
-    max_num_batched_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_num_batched_tokens: Tokens | None = None
     """Tokens that the engine processes in one iteration. Null: vLLM's own choice."""
     vllm_scheduling_policy: Literal["priority", "fcfs"] = "priority"
     """Order in which requests are served. "priority" = turn-aware scheduling for multi-turn; "fcfs" =
@@ -42,14 +42,14 @@ class InferenceSection(Section):
     faster and generates slower."""
     enable_thinking: bool = False
     """Pass enable_thinking=True to apply_chat_template() for models with native thinking support."""
-    chat_template: str | None = None
+    chat_template: Text | None = None
     """Jinja2 chat template string to override the tokenizer's built-in template. Required for base models that
     don't include a chat template in their tokenizer."""
-    vllm_tool_call_parser: str | None = None
+    vllm_tool_call_parser: Text | None = None
     """vLLM's tool-call parser of the OpenAI-compatible API, such as `hermes`. Null: none."""
-    vllm_reasoning_parser: str | None = None
+    vllm_reasoning_parser: Text | None = None
     """vLLM's reasoning parser of the OpenAI-compatible API, such as `qwen3`. Null: none."""
-    inference_start_timeout_seconds: Annotated[float, Field(gt=0)] = 900.0
+    inference_start_timeout_seconds: Seconds = 900.0
     """Seconds that a server may take from launch until it answers. Raise it for large models on slow disks."""
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, field_validator
 
-from telescope.config.base import Section
+from telescope.config.base import Count, Section, Workers
 
 OPTIMIZER_DTYPES = ("float32", "float16", "bfloat16", "fp8")
 
@@ -15,15 +15,15 @@ class MegatronSection(Section):
     TITLE: ClassVar[str] = "Megatron"
     INTRO: ClassVar[str] = 'Only relevant when `train_backend: "megatron"`; ignored with "fsdp".'
 
-    megatron_tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    megatron_tensor_parallel_size: Workers = 1
     """Tensor parallelism degree."""
-    megatron_pipeline_parallel_size: Annotated[int, Field(ge=1)] = 1
+    megatron_pipeline_parallel_size: Workers = 1
     """Pipeline parallelism degree."""
-    megatron_context_parallel_size: Annotated[int, Field(ge=1)] = 1
+    megatron_context_parallel_size: Workers = 1
     """Context parallelism degree."""
-    megatron_expert_parallel_size: Annotated[int, Field(ge=1)] = 1
+    megatron_expert_parallel_size: Workers = 1
     """Expert parallelism degree (MoE models)."""
-    megatron_global_batch_size: Annotated[int, Field(ge=1)] | None = None
+    megatron_global_batch_size: Count | None = None
     """Global batch size. Defaults to prompts_batch_size_for_trainer."""
     megatron_disable_unified_memory_jit: bool = True
     """Disable unified memory JIT."""

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, field_validator
 
-from telescope.config.base import Section
+from telescope.config.base import MAX_STEPS, Count, Seconds, Section, Steps, Text, WholeSeconds
 from telescope.config.environments import EvalEntry
 
 CODE_EXCLUDE_PATTERNS = (
@@ -25,11 +25,11 @@ class CheckpointSection(Section):
     resume."""
     resume_from_checkpoint: bool | int = False
     """true = resume from latest; integer = resume from specific step."""
-    checkpoint_dir: str | None = None
+    checkpoint_dir: Text | None = None
     """Custom checkpoint path. Default: RUN_DIR/checkpoints, or what `TELESCOPE_CHECKPOINT_DIR` says."""
-    checkpoint_keep_last: Annotated[int, Field(ge=1)] | None = None
+    checkpoint_keep_last: Steps | None = None
     """Keep only the N most recent checkpoints. null keeps all."""
-    checkpoint_keep_every: Annotated[int, Field(ge=1)] | None = None
+    checkpoint_keep_every: Steps | None = None
     """Always keep checkpoints at these step multiples, whatever checkpoint_keep_last says."""
 
     @field_validator("checkpoint_every")
@@ -37,14 +37,14 @@ class CheckpointSection(Section):
     def _every_is_a_number(cls, value: int | bool) -> int | bool:
         if value is True:
             raise ValueError("true does not say how often; give a number of steps, such as 50")
-        if value < 0:
-            raise ValueError("must be 0 (off) or a number of steps")
+        if not 0 <= value <= MAX_STEPS:
+            raise ValueError(f"must be 0 (off) or a number of steps, at most {MAX_STEPS}")
         return value
 
     @field_validator("resume_from_checkpoint")
     @classmethod
     def _a_step_is_positive(cls, value: bool | int) -> bool | int:
-        if not isinstance(value, bool) and value < 1:
+        if not isinstance(value, bool) and not 1 <= value <= MAX_STEPS:
             raise ValueError("must be true (the latest), false, or the number of a checkpoint, such as 50")
         return value
 
@@ -58,7 +58,7 @@ class EvalSection(Section):
     """Run evaluations before training starts."""
     eval_after_training: bool = True
     """Run evaluations after training ends."""
-    eval_num_servers: Annotated[int, Field(ge=0)] = 1
+    eval_num_servers: Annotated[int, Field(ge=0, le=1024)] = 1
     """Number of dedicated eval servers reserved from the inference pool. 0 = no periodic evals during training. One
     server for rollouts always remains."""
     eval_start_end_use_all_servers: bool = True
@@ -72,9 +72,9 @@ class LoggingSection(Section):
     use_wandb: bool = True
     """Enable Weights & Biases logging. Without credentials it records offline into the run directory and says so
     once."""
-    wandb_project: Annotated[str, Field(min_length=1)] = "telescope"
+    wandb_project: Text = "telescope"
     """W&B project name. `WANDB_PROJECT` fills it in when neither the YAML nor the command line sets it."""
-    wandb_run_name: Annotated[str, Field(min_length=1)] = "telescope_run"
+    wandb_run_name: Text = "telescope_run"
     """W&B run name. Also names the run directory. `WANDB_RUN_NAME` fills it in when it is not set."""
     wandb_tags: list[str] = Field(default_factory=lambda: ["telescope"])
     """W&B tags. `WANDB_TAGS`, separated by commas, fills them in when they are not set."""
@@ -86,25 +86,25 @@ class LoggingSection(Section):
     """Include detailed logs in W&B upload."""
     wandb_upload_logs_stdout: bool = False
     """Include stdout logs in W&B upload."""
-    wandb_code_max_file_size_mb: Annotated[float, Field(gt=0)] = 2.0
+    wandb_code_max_file_size_mb: Annotated[float, Field(gt=0, le=65_536)] = 2.0
     """Max file size for code upload, in MB."""
     wandb_code_exclude_patterns: list[str] = Field(default_factory=lambda: list(CODE_EXCLUDE_PATTERNS))
     """Glob patterns to exclude from code upload."""
-    system_metrics_collection_interval_seconds: Annotated[float, Field(gt=0)] = 1.0
+    system_metrics_collection_interval_seconds: Seconds = 1.0
     """System metrics collection interval: GPU, CPU and memory, in seconds."""
-    torch_memory_sample_interval_seconds: Annotated[float, Field(gt=0)] = 0.1
+    torch_memory_sample_interval_seconds: Seconds = 0.1
     """PyTorch memory sampling interval, in seconds."""
-    event_tail_window_seconds: Annotated[int, Field(ge=1)] = 60
+    event_tail_window_seconds: WholeSeconds = 60
     """Tail window for event aggregation, in seconds."""
-    event_block_duration_seconds: Annotated[int, Field(ge=1)] = 1800
+    event_block_duration_seconds: WholeSeconds = 1800
     """Duration of event blocks, in seconds."""
-    event_upload_interval_seconds: Annotated[int, Field(ge=1)] = 5
+    event_upload_interval_seconds: WholeSeconds = 5
     """Event upload interval, in seconds."""
-    metrics_logger_interval_seconds: Annotated[float, Field(gt=0)] = 2.0
+    metrics_logger_interval_seconds: Seconds = 2.0
     """Metrics logger flush interval, in seconds: how long a row may wait in memory before it is on disk."""
-    ray_torch_memory_drain_interval_seconds: Annotated[float, Field(gt=0)] = 0.5
+    ray_torch_memory_drain_interval_seconds: Seconds = 0.5
     """Interval for draining Ray torch memory metrics, in seconds."""
-    rollout_block_size: Annotated[int, Field(ge=1)] = 500
+    rollout_block_size: Count = 500
     """Block size for rollout event grouping, in rollouts."""
     track_gpu_events: bool = True
     """Track GPU utilization events."""

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from telescope.config.base import Section
+from telescope.config.base import MAX_STEPS, Section, Workers
 
 BACKENDS = ("fsdp", "megatron")
 
@@ -24,7 +24,7 @@ class TrainerSection(Section):
     lr_scheduler: Literal["none", "constant", "linear", "cosine"] = "constant"
     """LR schedule. "none" = fixed LR; "constant" = warmup then constant; "linear" / "cosine" = warmup then decay
     over `number_of_steps`."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 0
     """Number of linear warmup steps. The first step already has a rate above 0. Ignored by "none"."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Minimum LR as a fraction of learning_rate for linear/cosine decay. Range: [0, 1]."""
@@ -33,7 +33,7 @@ class TrainerSection(Section):
     models up to about 14B parameters."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass (FSDP). Off: faster, and a multiple of the activation memory."""
-    fsdp_context_parallel_size: Annotated[int, Field(ge=1)] = 1
+    fsdp_context_parallel_size: Workers = 1
     """Ranks that share one sequence (FSDP). Raise it when one sequence does not fit one GPU. Must divide
     trainer_num_workers."""
 
