@@ -26,5 +26,9 @@ class InfrastructureError(RuntimeError):
     """An engine, a sandbox or the network failed. Retried, then masked; never scored as a reward of 0."""
 
 
+class RolloutLost(InfrastructureError):
+    """The process that held a rollout of several turns ended, through no fault of that rollout: begin it again."""
+
+
 class EnvironmentFailure(RuntimeError):
     """An environment's own code raised, hung or answered out of form. The sample is masked and counted."""

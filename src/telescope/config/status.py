@@ -32,7 +32,6 @@ FIELD_STATUS: dict[str, str] = {
     "checkpoint_keep_last": CHECKPOINTS,
     "checkpoint_keep_every": CHECKPOINTS,
     "interleaved_rollouts": MULTI_TURN,
-    "eager_prepare_resources": MULTI_TURN,
     "eval_num_servers": PERIODIC_EVALS,
     "eval_start_end_use_all_servers": PERIODIC_EVALS,
     "evals.eval_every": PERIODIC_EVALS,

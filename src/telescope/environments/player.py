@@ -1,43 +1,33 @@
 """Playing an environment inside a worker process: dataset item to prompt, completion to score.
 
-Owns the loaded environments and the translation between users' objects and plain values, including the complaint when
-a user's object is not what it should be. Does not own processes, deadlines or messages (`worker`, `pool`).
+Owns the loaded environments and what each request of the driver means. Rollouts of several turns are played by
+`conversations`, resources are prepared by `resources`, users' objects become plain values in `plain`. Does not own
+processes, deadlines or messages (`worker`, `pool`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import importlib
-import inspect
-import json
-import math
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from typing import Any
 
-from telescope.environments.base import EvalMetricsResult, RewardResult, Sample, sample_uid
+from telescope.environments.base import ChatMessage, Sample, sample_uid
 from telescope.environments.blame import describe
+from telescope.environments.conversations import Conversations
+from telescope.environments.plain import as_json, plain_messages, plain_score
 from telescope.environments.records import EnvironmentInfo, EnvironmentSpec
 from telescope.environments.rendering import Renderer
+from telescope.environments.resources import Resources
+from telescope.environments.steps import Steps, settled
+from telescope.environments.wire import pack_ids, unpack_ids
 from telescope.errors import UserError
 
 DIGEST_ITEMS = 64
 """Dataset items that are compared between processes: enough to notice another order, cheap for a long dataset."""
-
-
-class MalformedResultError(TypeError):
-    """User code returned something that its interface does not allow."""
-
-
-@dataclass(slots=True)
-class Pending:
-    """A completion that has been handed to user code. `result` may be awaitable."""
-
-    result: Any
-    text: str
-    for_eval: bool
 
 
 class Player:
@@ -60,6 +50,8 @@ class Player:
         self.specs = list(specs)
         self.on_stage = on_stage
         self.environments = [self._make(spec, path) for spec in specs]
+        self.resources = [Resources(environment) for environment in self.environments]
+        self.conversations = Conversations(renderer)
 
     @contextlib.contextmanager
     def _loading(self, spec: EnvironmentSpec, stage: str, doing: str) -> Iterator[None]:
@@ -80,15 +72,20 @@ class Player:
             environment = getattr(importlib.import_module(module), function)(
                 spec.name, environments_path=path, **spec.kwargs
             )
-        if environment.is_multi_turn:
-            raise UserError(f"The environment {spec.name!r} has several turns; this version plays single turns only.")
         environment.eos_token = self.renderer.eos_token if self.renderer else ""
         return environment
 
-    async def prepare_resources(self) -> None:
-        for spec, environment in zip(self.specs, self.environments, strict=True):
-            with self._loading(spec, "resources", "preparing the resources of"):
-                await environment.prepare_resources()
+    def prepare_own_resources(self) -> None:
+        """Prepare, in this process, what every process has for itself. Blocks until it is there."""
+        for position, spec in enumerate(self.specs):
+            if self.resources[position].overridden and not self.resources[position].per_host:
+                with self._loading(spec, "resources", "preparing the resources of"):
+                    asyncio.get_event_loop().run_until_complete(_exhausted(self.resources[position].ready()))
+
+    async def close_resources(self) -> None:
+        """Close what was prepared here, each with whatever the others do."""
+        for resources in self.resources:
+            await resources.close()
 
     def describe(self, position: int) -> EnvironmentInfo:
         """Load the dataset, try the first prompt, and say what is there.
@@ -123,6 +120,7 @@ class Player:
             metrics_ranges={key: dict(value) for key, value in environment.metrics_ranges.items()},
             tags_options={key: list(value) for key, value in environment.tags_options.items()},
             dataset_digest=hashlib.sha256(identities.encode()).hexdigest()[:16],
+            shares_resources=self.resources[position].overridden and self.resources[position].per_host,
         )
 
     def identities(self, position: int, start: int, stop: int) -> list[str]:
@@ -130,103 +128,72 @@ class Player:
         environment = self.environments[position]
         return [sample_uid(environment.get_sample(i)) for i in range(start, stop)]
 
+    def play(self, header: dict[str, Any], blob: bytes) -> Steps:
+        """Answer one request of the driver, in steps."""
+        op, position = header["op"], header["env"]
+        if op == "identities":
+            return {"uids": self.identities(position, header["start"], header["stop"])}, b""
+        if op == "prepare":
+            fields, ids = self.prepare(position, header["index"])
+            return fields, pack_ids(ids)
+        if op == "resources":
+            yield from self.resources[position].ready()
+            return {}, b""
+        if op == "end":
+            yield from self.conversations.end(header["rollout"])
+            return {}, b""
+        yield from self.resources[position].ready()
+        if op == "advance":
+            return (yield from self._score(header, unpack_ids(blob)))
+        if op == "begin":
+            environment = self.environments[position]
+            sample = environment.get_sample(header["index"])
+            messages = self._first_messages(environment, sample)
+            ids = yield from self.conversations.begin(
+                header["rollout"], environment, sample, messages, interleaved=header["interleaved"]
+            )
+            return {"messages": messages}, pack_ids(ids)
+        assert op == "respond", f"unknown operation {op!r}"
+        return (yield from self.conversations.respond(header, blob))
+
     def prepare(self, position: int, index: int) -> tuple[dict[str, Any], list[int]]:
         """Fields of `PreparedPrompt`, and the token ids."""
         assert self.renderer is not None, "a pool without a renderer prepares no prompts"
         environment = self.environments[position]
         sample: Sample = environment.get_sample(index)
-        text = self.renderer.prompt_text(environment, sample.prompt)
-        ids = self.renderer.encode(text, from_template=environment.uses_chat_template)
-        messages = environment.build_messages(sample.prompt)
-        fields = {"text": text, "messages": _plain(messages, "messages"), "sample_uid": sample_uid(sample)}
-        return fields, ids
+        if environment.is_multi_turn:
+            messages = self._first_messages(environment, sample)
+            text = self.renderer.chat_text(messages)
+            ids = self.renderer.encode(text, from_template=True)
+        else:
+            text = self.renderer.prompt_text(environment, sample.prompt)
+            ids = self.renderer.encode(text, from_template=environment.uses_chat_template)
+            messages = as_json(environment.build_messages(sample.prompt), "messages")
+        return {"text": text, "messages": messages, "sample_uid": sample_uid(sample)}, ids
 
-    def hand_over(
-        self, position: int, index: int, token_ids: Sequence[int], stop_reason: str, for_eval: bool
-    ) -> Pending:
-        """Decode a completion and call the environment's scoring method; the result may be awaitable.
+    def _first_messages(self, environment: Any, sample: Sample) -> list[ChatMessage]:
+        assert self.renderer is not None
+        prompt = self.conversations.game(environment).get_initial_prompt(sample, self.renderer.tokenizer)
+        return plain_messages(prompt, "get_initial_prompt")
+
+    def _score(self, header: dict[str, Any], token_ids: list[int]) -> Steps:
+        """Decode a completion and have the environment score it.
 
         Of an answer that the model ended itself (`stop_reason` is `stop`) the end token is cut off.
         """
-        environment = self.environments[position]
+        environment, for_eval = self.environments[header["env"]], header["for_eval"]
         assert self.renderer is not None, "a pool without a renderer decodes no completions"
-        cut = stop_reason == "stop" and not environment.keeps_eos_token
+        cut = header["stop_reason"] == "stop" and not environment.keeps_eos_token
         text = self.renderer.decode(token_ids, cut_end_token=cut)
-        sample = environment.get_sample(index)
         method = environment.compute_eval_metrics if for_eval else environment.compute_reward
-        return Pending(method(text, sample, eos_token=environment.eos_token), text, for_eval)
+        result = method(text, environment.get_sample(header["index"]), eos_token=environment.eos_token)
+        score = plain_score((yield from settled(result)), for_eval)
+        return {"text": text, "score": score}, b""
 
 
-def is_awaitable(result: Any) -> bool:
-    return inspect.isawaitable(result)
-
-
-async def settle(result: Awaitable[Any]) -> Any:
-    """A coroutine for any awaitable, so that it can be made a task."""
-    return await result
-
-
-def plain_score(result: Any, for_eval: bool) -> dict[str, Any]:
-    """A user's result as the fields of `RewardRecord`. Raises `MalformedResultError` naming the field and value."""
-    expected = EvalMetricsResult if for_eval else RewardResult
-    if not isinstance(result, expected):
-        raise MalformedResultError(f"returned {_shown(result)}, not a {expected.__name__}")
-    if isinstance(result, EvalMetricsResult):
-        metrics = _numbers(result.metrics, "metrics")
-        total = metrics.get("reward")
-    else:
-        metrics = _numbers(result.sample_metrics, "sample_metrics")
-        total = _number(result.total_reward, "total_reward")
-    golden = {
-        _text(key): None if value is None else _text(value)
-        for key, value in _mapping(result.golden_answers, "golden_answers").items()
-    }
-    turns = _plain(list(result.info_turns), "info_turns")
-    tags = {_text(key): _text(value) for key, value in _mapping(result.sample_tags, "sample_tags").items()}
-    return {
-        "total_reward": total,
-        "sample_metrics": metrics,
-        "golden_answers": golden,
-        "info_turns": turns,
-        "sample_tags": tags,
-    }
-
-
-def _numbers(values: Any, field: str) -> dict[str, float]:
-    return {_text(key): _number(value, f"{field}[{key!r}]") for key, value in _mapping(values, field).items()}
-
-
-def _number(value: Any, field: str) -> float:
-    if isinstance(value, str):
-        raise MalformedResultError(f"{field} is {_shown(value)}, not a number")
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise MalformedResultError(f"{field} is {_shown(value)}, not a number") from None
-    if not math.isfinite(number):
-        raise MalformedResultError(f"{field} is {number}, not a finite number")
-    return number
-
-
-def _mapping(value: Any, field: str) -> dict[Any, Any]:
-    if not isinstance(value, dict):
-        raise MalformedResultError(f"{field} is {_shown(value)}, not a dict")
-    return value
-
-
-def _text(value: Any) -> str:
-    """A string that can be written as UTF-8; lone surrogates become question marks."""
-    return str(value).encode("utf-8", "replace").decode("utf-8")
-
-
-def _plain(value: Any, field: str) -> Any:
-    """The value as JSON types; what JSON does not know becomes its text."""
-    try:
-        return json.loads(json.dumps(value, default=_text, ensure_ascii=False).encode("utf-8", "replace"))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise MalformedResultError(f"{field} cannot be written as JSON: {error}") from None
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text[:80]}{'...' if len(text) > 80 else ''}"
+async def _exhausted(steps: Generator[Awaitable[Any], Any, Any]) -> None:
+    """Take all steps at once, in the event loop."""
+    result: Any = None
+    with contextlib.suppress(StopIteration):
+        while True:
+            result = await steps.send(result)

@@ -1,34 +1,29 @@
 """Environments behind worker processes, as the driver uses them.
 
-The pool starts the processes, sends them calls, and keeps its promises whatever user code does: a call that raises,
-hangs, exits or crashes becomes an `EnvironmentFailure` of that call alone; the process is replaced if it has to be, and
-what else was in it runs again. Which call goes where is the matter of `call_queue` and `schedule`, what a process is of
-`process`, and what its deadlines are of `pool_worker`.
-
-Everything runs in the driver's event loop without a task per call: a call is a future in a queue, and frames are
-written once per turn of the loop.
+The pool keeps its promises whatever user code does: a call that raises, hangs, exits or crashes becomes an
+`EnvironmentFailure` of that call alone; the process is replaced if it has to be, and what else was in it runs again.
+This module owns what is asked of the processes; the processes are `crew`'s, rollouts of several turns are those of
+`pool_rollouts`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from telescope.environments.call_queue import CallQueue
+from telescope.environments.crew import Crew
 from telescope.environments.launcher import Launcher
-from telescope.environments.pool_worker import TICK_SECONDS, PoolWorker
-from telescope.environments.process import STACK_SECONDS, WorkerProcess
+from telescope.environments.pool_rollouts import PoolRollouts
+from telescope.environments.pool_worker import PoolWorker
 from telescope.environments.records import (
     Advance,
     EnvironmentInfo,
     EnvironmentSpec,
+    FirstPrompt,
     PoolStatus,
     PreparedPrompt,
     RendererSpec,
@@ -37,17 +32,9 @@ from telescope.environments.records import (
 )
 from telescope.environments.schedule import Call
 from telescope.environments.wire import pack_ids, unpack_ids
-from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError, UserError
+from telescope.errors import EnvironmentFailure, InfrastructureError
 
-POLITE_SECONDS = 1.0
-"""Given to the processes to end by themselves when the pool is closed."""
-BURIAL_SECONDS = 5.0
-"""Given to the kernel to end those that were killed."""
-
-MAX_FAILED_STARTS = 3
 IDENTITIES_PER_CALL = 2_000
-
-logger = logging.getLogger(__name__)
 
 
 class EnvironmentPool:
@@ -57,6 +44,9 @@ class EnvironmentPool:
     `memory_limit_bytes` is what user code in one process may allocate after loading (default: a quarter of the
     machine's memory, at least 2 GiB). `launcher` lets several pools share one fork server, which must have been started
     with the same renderer; without it the pool has its own. Workers log to `log_dir/environment-<i>.log`.
+
+    An environment with resources that a host has once is played in one process; they are prepared when they are first
+    asked for, or at the start with `eager_prepare_resources`, within `start_timeout_seconds`.
     """
 
     def __init__(
@@ -71,6 +61,7 @@ class EnvironmentPool:
         start_timeout_seconds: float = 600.0,
         memory_limit_bytes: int | None = None,
         launcher: Launcher | None = None,
+        eager_prepare_resources: bool = False,
     ) -> None:
         self._positions = {spec.identity: position for position, spec in enumerate(specs)}
         if len(self._positions) != len(specs):
@@ -78,25 +69,22 @@ class EnvironmentPool:
         if num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}; use 1 or more")
         self._specs = list(specs)
-        self._load_header = load_header(specs, environments_path, memory_limit_bytes)
-        self._timeout_seconds = timeout_seconds
         self._start_timeout_seconds = start_timeout_seconds
-        self._renderer = renderer
-        self._launcher = launcher
-        self._owns_launcher = launcher is None
-        self._log_dir = log_dir
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._workers = [PoolWorker(index) for index in range(num_workers)]
-        self._queue = CallQueue()
-        self._infos: list[EnvironmentInfo] | None = None
-        self._started: asyncio.Future[None] | None = None
-        self._broken: Exception | None = None
-        self._closing = False
-        self._gone: asyncio.Event | None = None
-        self._pump_scheduled = False
-        self._tick_handle: asyncio.TimerHandle | None = None
-        self._last_tick = 0.0
-        self._restarts = 0
+        self._eager_prepare_resources = eager_prepare_resources
+        self._crew = Crew(
+            specs,
+            load_header(specs, environments_path, memory_limit_bytes),
+            num_workers=num_workers,
+            timeout_seconds=timeout_seconds,
+            start_timeout_seconds=start_timeout_seconds,
+            log_dir=log_dir,
+            launcher=launcher,
+            make_launcher=lambda folder: Launcher(renderer, folder),
+            on_gone=self._on_gone,
+        )
+        self._rollouts = PoolRollouts(self._crew.call, self._crew.queue)
+        self._prepared: dict[int, asyncio.Future[Any]] = {}
+        """Resources by position of their environment: prepared, or being prepared."""
 
     async def start(self) -> None:
         """Start all processes and load all environments.
@@ -104,30 +92,30 @@ class EnvironmentPool:
         Raises `UserError` for what a person can mend (unknown argument, missing package, empty dataset, no chat
         template), `DeadlineExceeded` when loading takes too long, `InfrastructureError` when a process cannot live.
         """
-        assert self._started is None, "the pool was started before"
-        if self._log_dir is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="telescope-environments-")
-            self._log_dir = Path(self._temporary.name)
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._loop = asyncio.get_running_loop()
-        self._started = self._loop.create_future()
         try:
-            if self._launcher is None:
-                self._launcher = Launcher(self._renderer, self._log_dir)
-                await self._launcher.start(self._start_timeout_seconds)
-            for worker in self._workers:
-                self._launch(worker)
-            self._last_tick = time.monotonic()
-            self._tick_handle = self._loop.call_later(TICK_SECONDS, self._tick)
-            await self._started
+            await self._crew.start()
+            if self._eager_prepare_resources:
+                await asyncio.gather(*(self._resources(position) for position in range(len(self._specs))))
         except BaseException:
             await self.close()
             raise
 
+    async def close(self) -> None:
+        """End all processes; within seconds, whatever they are doing."""
+        await self._crew.close()
+
+    def status(self) -> PoolStatus:
+        """State and counts; cheap enough to ask every second."""
+        return self._crew.status(len(self._rollouts))
+
+    def dump_stacks(self) -> None:
+        """Have every worker write its stacks to its log."""
+        self._crew.dump_stacks()
+
     async def describe(self, env_key: str) -> EnvironmentInfo:
         """What the environment says of itself."""
-        assert self._infos is not None, "the pool is not started"
-        return self._infos[self._position(env_key)]
+        assert self._crew.infos is not None, "the pool is not started"
+        return self._crew.infos[self._position(env_key)]
 
     async def identities(self, env_key: str, start: int = 0, stop: int | None = None) -> list[str]:
         """`sample_uid` of the dataset items from `start` up to `stop`, without rendering them."""
@@ -168,60 +156,59 @@ class EnvironmentPool:
         code raises, returns something malformed, exceeds the deadline, or ends its process.
         """
         label = f"environment {env_key!r}, item {index}: {'compute_eval_metrics' if for_eval else 'compute_reward'}"
+        position = self._position(env_key)
         header = {
             "op": "advance",
-            "env": self._position(env_key),
+            "env": position,
             "index": index,
             "stop_reason": stop_reason,
             "for_eval": for_eval,
         }
-        result, _ = await self._call(header, pack_ids(completion_token_ids), label)
+        home = await self._resources(position)
+        result, _ = await self._call(header, pack_ids(completion_token_ids), label, place=home)
         return Advance(True, [], result["text"], RewardRecord(**result["score"]), result["seconds"])
 
-    async def close(self) -> None:
-        """End all processes; within seconds, whatever they are doing."""
-        self._closing = True
-        if self._tick_handle is not None:
-            self._tick_handle.cancel()
-        closed = InfrastructureError("the environment pool was closed")
-        self._fail_all(closed)
-        processes = [worker.process for worker in self._workers if worker.process is not None]
-        for process in processes:
-            process.hang_up()
-        for patience in (POLITE_SECONDS, BURIAL_SECONDS):
-            try:
-                await asyncio.wait_for(self._all_gone(), patience)
-            except TimeoutError:
-                for process in processes:
-                    process.kill()
-        if self._owns_launcher and self._launcher is not None:
-            await self._launcher.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+    async def begin(self, rollout: str, env_key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
+        """Begin a rollout of several turns over a dataset item, in a process that will hold it to its end.
 
-    async def _all_gone(self) -> None:
-        """Until no worker has a process. Only while closing: otherwise the dead are replaced."""
-        self._gone = asyncio.Event()
-        while any(worker.process is not None for worker in self._workers):
-            self._gone.clear()
-            await self._gone.wait()
+        `rollout` is any id that no open rollout of the pool has. The prompt is the one that `prepare` gives.
+        `interleaved` False renders the conversation anew for every turn. Raises `EnvironmentFailure`.
+        """
+        position = self._position(env_key)
+        if not (await self.describe(env_key)).is_multi_turn:
+            raise ValueError(f"the environment {env_key!r} has single turns; use advance")
+        home = await self._resources(position)
+        label = f"environment {env_key!r}, item {index}, rollout {rollout!r}"
+        return await self._rollouts.begin(rollout, position, index, label, home, interleaved=interleaved)
 
-    def status(self) -> PoolStatus:
-        """State and counts; cheap enough to ask every second."""
-        return PoolStatus(
-            workers_ready=sum(worker.ready for worker in self._workers),
-            calls_waiting=len(self._queue),
-            calls_in_workers=sum(worker.seat.num_held for worker in self._workers),
-            restarts=self._restarts,
-            deadlines_passed=sum(worker.deadlines_passed for worker in self._workers),
-            pids=tuple(worker.process.pid for worker in self._workers if worker.process and worker.process.pid),
+    async def respond(
+        self,
+        rollout: str,
+        completion_token_ids: Sequence[int] | np.ndarray,
+        completion_logprobs: Sequence[float] | np.ndarray = (),
+        stop_reason: str = "stop",
+        *,
+        last: str | None = None,
+        for_eval: bool = False,
+    ) -> Advance:
+        """Hand the rollout's environment the next completion. With `done` the answer holds the score and the rollout is
+        over; otherwise it holds what the environment said, and the token ids that lead to the next completion.
+
+        A `stop_reason` other than `stop` says that the completion was cut off, which by default ends the rollout. With
+        `last`, a word for why (`context_exhausted`), the completion is the last one whatever the environment thinks,
+        and the trajectory so far is scored.
+
+        Raises `EnvironmentFailure` as `advance` does and `RolloutLost` when the process that held the rollout has
+        ended; after either the rollout is over. One call at a time for each rollout.
+        """
+        return await self._rollouts.respond(
+            rollout, completion_token_ids, completion_logprobs, stop_reason, for_eval=for_eval, last=last
         )
 
-    def dump_stacks(self) -> None:
-        """Have every worker write its stacks to its log."""
-        for worker in self._workers:
-            if worker.process is not None:
-                worker.process.dump_stacks()
+    def cancel(self, rollout: str) -> None:
+        """Give a rollout up, whatever it is doing; its environment is told (`end_rollout`). A call of it that is waited
+        for is cancelled. Unknown ids are not an error."""
+        self._rollouts.cancel(rollout)
 
     # Calls
 
@@ -232,174 +219,40 @@ class EnvironmentPool:
             known = ", ".join(self._positions)
             raise ValueError(f"the pool has no environment {env_key!r}; it has {known}") from None
 
-    def _call(self, header: dict[str, Any], blob: bytes, label: str) -> asyncio.Future[tuple[dict[str, Any], bytes]]:
+    def _call(
+        self, header: dict[str, Any], blob: bytes, label: str, *, place: PoolWorker | None = None
+    ) -> asyncio.Future[tuple[dict[str, Any], bytes]]:
         """A future of the answer's fields and blob."""
-        assert self._infos is not None, "the pool is not started"
-        future: asyncio.Future[tuple[dict[str, Any], bytes]] = self._loop.create_future()
-        if self._broken is not None or self._closing:
-            future.set_exception(self._broken or InfrastructureError("the environment pool was closed"))
-            return future
-        self._queue.add(Call(header, blob, future, label))
-        self._schedule_pump()
-        return future
+        return self._crew.call(header, blob, label, place=place).future
 
-    def _schedule_pump(self) -> None:
-        if not self._pump_scheduled:
-            self._pump_scheduled = True
-            self._loop.call_soon(self._pump)
-
-    def _pump(self) -> None:
-        """Send waiting calls to workers that admit them, the least loaded first, and write it all at once."""
-        self._pump_scheduled = False
-        touched: set[WorkerProcess] = set()
-        for worker, call_id, call in self._queue.dispatch(w for w in self._workers if w.takes_calls):
-            assert worker.process is not None
-            worker.process.send({"id": call_id, **call.header}, call.blob)
-            touched.add(worker.process)
-        for process in touched:
-            process.flush()
-
-    # Processes
-
-    def _launch(self, worker: PoolWorker) -> None:
-        assert self._log_dir is not None
-        assert self._launcher is not None
+    async def _resources(self, position: int) -> PoolWorker | None:
+        """The worker that has the resources of an environment, when they are there; None when it needs none."""
+        assert self._crew.infos is not None, "the pool is not started"
+        if not self._crew.infos[position].shares_resources:
+            return None
+        home = self._home(position)
+        if position not in self._prepared:
+            label = f"environment {self._specs[position].identity!r}: prepare_resources"
+            header = {"op": "resources", "env": position}
+            limit = self._start_timeout_seconds
+            call = self._crew.call(header, b"", label, place=home, timeout_seconds=limit)
+            self._prepared[position] = call.future
+        preparing = self._prepared[position]
         try:
-            process = WorkerProcess(
-                self._launcher,
-                self._log_dir / f"environment-{worker.index}.log",
-                on_frame=lambda header, blob: self._on_frame(worker, header, blob),
-                on_gone=lambda: self._on_gone(worker),
-            )
-        except (UserError, InfrastructureError) as error:
-            self._break(error)  # there is nothing any more that it could be forked from
-            return
-        worker.sits_down(process)
-        process.send(self._load_header)
-        process.flush()
+            await asyncio.shield(preparing)
+        except (EnvironmentFailure, InfrastructureError):
+            if self._prepared.get(position) is preparing:
+                del self._prepared[position]  # whoever asks next tries again
+            raise
+        return home
 
-    def _on_frame(self, worker: PoolWorker, header: dict[str, Any], blob: bytes) -> None:
-        if "id" not in header:
-            self._on_notice(worker, header)
-            return
-        call = worker.seat.answered(header["id"])
-        if call is not None:
-            self._queue.costs.measured(call.kind, header["busy"])
-            if call.future.done():
-                pass  # its caller went away, or its deadline has passed
-            elif "failed" in header:
-                call.future.set_exception(EnvironmentFailure(f"{call.label} failed: {header['failed']}"))
-            else:
-                header["result"]["seconds"] = header["seconds"]
-                call.future.set_result((header["result"], blob))
-        if self._queue:
-            self._schedule_pump()
+    def _on_gone(self, worker: PoolWorker, calls: list[Call], how: str) -> list[Call]:
+        """A process has ended: what was in it is lost or runs again."""
+        for position, preparing in list(self._prepared.items()):
+            if preparing.done() and self._home(position) is worker:
+                del self._prepared[position]
+        return self._rollouts.lose(worker, calls, how)
 
-    def _on_notice(self, worker: PoolWorker, header: dict[str, Any]) -> None:
-        if "parked" in header:
-            call = worker.seat.begun_waiting(header["parked"])
-            if call is not None:
-                self._queue.costs.measured(call.kind, header["busy"])
-            if self._queue:
-                self._schedule_pump()
-        elif "loading" in header:
-            worker.loading = header["loading"]
-        elif "ready" in header:
-            self._on_ready(worker, [EnvironmentInfo(**fields) for fields in header["ready"]])
-        elif header["user_error"]:
-            self._break(UserError(header["failed"]))
-        else:
-            assert worker.process is not None
-            self._break(
-                InfrastructureError(
-                    f"The environments cannot be loaded: {header['failed']}\n{worker.process.log_tail()}"
-                )
-            )
-
-    def _on_ready(self, worker: PoolWorker, infos: list[EnvironmentInfo]) -> None:
-        if self._infos is None:
-            self._infos = infos
-        for spec, mine, theirs in zip(self._specs, self._infos, infos, strict=True):
-            if (mine.num_samples, mine.dataset_digest) != (theirs.num_samples, theirs.dataset_digest):
-                self._break(
-                    UserError(
-                        f"The environment {spec.name!r} loads another dataset in each process: {mine.num_samples} and "
-                        f"{theirs.num_samples} items, or other items. Draw from a random generator with a fixed seed, "
-                        "and sort what comes in no order."
-                    )
-                )
-                return
-        worker.ready = True
-        worker.failed_starts = 0
-        if self._started is not None and not self._started.done() and all(w.ready for w in self._workers):
-            self._started.set_result(None)
-        self._schedule_pump()
-
-    def _on_gone(self, worker: PoolWorker) -> None:
-        process = worker.process
-        assert process is not None
-        others = worker.gone()
-        if self._closing or self._broken is not None:
-            if self._gone is not None:
-                self._gone.set()
-            return
-        if not (worker.killed or process.is_lost):
-            logger.warning("Environment worker %d %s", worker.index, process.epitaph())
-        if worker.failed_starts >= MAX_FAILED_STARTS:
-            self._break(
-                InfrastructureError(
-                    f"An environment worker died {worker.failed_starts} times while it was {worker.loading}; the last "
-                    f"one {process.epitaph()}"
-                )
-            )
-            return
-        self._restarts += 1
-        self._queue.run_again(others)
-        self._launch(worker)
-        self._schedule_pump()
-
-    def _break(self, error: Exception) -> None:
-        """Nothing more can be done: every call, present and future, gets the error."""
-        if self._broken is None:
-            self._broken = error
-            self._fail_all(error)
-
-    def _fail_all(self, error: Exception) -> None:
-        if self._started is not None and not self._started.done():
-            self._started.set_exception(error)
-        held = [call for w in self._workers for call in (*w.seat.queued.values(), *w.seat.parked.values())]
-        for call in held:
-            if not call.future.done():
-                call.future.set_exception(error)
-        self._queue.fail(error)
-
-    # Deadlines
-
-    def _tick(self) -> None:
-        self._tick_handle = self._loop.call_later(TICK_SECONDS, self._tick)
-        now = time.monotonic()
-        # Time in which the driver itself was held up is not counted against anyone.
-        elapsed = min(now - self._last_tick, 2 * TICK_SECONDS)
-        self._last_tick = now
-        for worker in self._workers:
-            if worker.process is None or worker.killed:
-                continue
-            if worker.ready:
-                taken = worker.watch(elapsed, self._timeout_seconds)
-                if taken:
-                    self._queue.run_again(taken)
-                    self._schedule_pump()
-            elif now - worker.process.started > self._start_timeout_seconds:
-                self._give_up_loading(worker, worker.process)
-
-    def _give_up_loading(self, worker: PoolWorker, process: WorkerProcess) -> None:
-        process.dump_stacks()
-        self._loop.call_later(STACK_SECONDS, self._break_loading, worker, process)
-
-    def _break_loading(self, worker: PoolWorker, process: WorkerProcess) -> None:
-        self._break(
-            DeadlineExceeded(
-                f"An environment worker was still {worker.loading} after {self._start_timeout_seconds:g} seconds; its "
-                f"log ({process.log_path}) ends:\n{process.log_tail()}"
-            )
-        )
+    def _home(self, position: int) -> PoolWorker:
+        """The worker that plays an environment with resources of the host."""
+        return self._crew.workers[position % len(self._crew.workers)]

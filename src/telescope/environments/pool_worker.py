@@ -71,14 +71,15 @@ class PoolWorker:
                 self.deadlines_passed += 1
                 call.future.set_exception(
                     EnvironmentFailure(
-                        f"{call.label} did not end within {timeout_seconds:g} seconds "
-                        f"(environment_timeout_seconds); where it was is in {process.log_path}"
+                        f"{call.label} did not end within {call.limit(timeout_seconds):g} seconds"
+                        f"{' (environment_timeout_seconds)' if call.timeout_seconds is None else ''}; where it was is "
+                        f"in {process.log_path}"
                     )
                 )
                 if seat.only_waits(call_id):
                     process.send({"op": "cancel", "id": call_id})
                     process.flush()
-            if seat.only_waits(call_id) and call.used_seconds < timeout_seconds + CANCEL_SECONDS:
+            if seat.only_waits(call_id) and call.used_seconds < call.limit(timeout_seconds) + CANCEL_SECONDS:
                 continue
             self._kill()
             return []
@@ -87,6 +88,13 @@ class PoolWorker:
         elif seat.held_seconds >= TICK_SECONDS and len(seat.queued) > 1:
             return self._take_back()
         return []
+
+    def give_up(self, call: Call) -> None:
+        """Nobody wants the answer of a call any more: end its wait, if it waits."""
+        for call_id, held in self.seat.parked.items():
+            if held is call and self.process is not None:
+                self.process.send({"op": "cancel", "id": call_id})
+                self.process.flush()
 
     def _take_back(self) -> list[Call]:
         """A slow call holds the worker: those behind it go elsewhere."""

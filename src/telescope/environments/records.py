@@ -62,6 +62,8 @@ class EnvironmentInfo:
     tags_options: dict[str, list[str]] = field(default_factory=dict)
     dataset_digest: str = ""
     """Identities of up to 64 items spread over the dataset, hashed; equal in all processes."""
+    shares_resources: bool = False
+    """It prepares resources that a host has once: one process plays all of it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,6 +74,14 @@ class PreparedPrompt:
     text: str
     messages: list[ChatMessage]
     sample_uid: str
+
+
+@dataclass(slots=True, frozen=True)
+class FirstPrompt:
+    """The prompt of the first turn of a rollout of several."""
+
+    token_ids: list[int]
+    messages: list[ChatMessage]
 
 
 @dataclass(slots=True, frozen=True)
@@ -92,6 +102,10 @@ class Advance:
 
     `append_token_ids` follow the completion in the next turn's prompt, empty when `done`. `completion_text` is what was
     scored. `seconds` is the time in the environment's code, decoding included, waiting in queues not.
+
+    Of a rollout of several turns that goes on, `messages` are what the environment said after the completion. With
+    `restarts` nothing could be appended and `append_token_ids` is the whole next prompt; `divergence` names how the
+    join differs from the chat template (`dialogue`). `end_reason` is the environment's word for why a rollout is done.
     """
 
     done: bool
@@ -99,6 +113,10 @@ class Advance:
     completion_text: str
     reward: RewardRecord | None
     seconds: float = 0.0
+    messages: list[ChatMessage] = field(default_factory=list)
+    restarts: bool = False
+    divergence: str | None = None
+    end_reason: str | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -108,6 +126,7 @@ class PoolStatus:
     workers_ready: int
     calls_waiting: int
     calls_in_workers: int
+    rollouts_open: int
     restarts: int
     deadlines_passed: int
     pids: tuple[int, ...]

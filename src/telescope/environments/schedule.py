@@ -7,7 +7,8 @@ Pure bookkeeping without processes, clocks or tasks: the pool drives it. The rul
   falls free can take it.
 - A call's deadline counts the time in which it could have made progress: not while it is queued, and not while another
   call holds the worker's main thread.
-- When a worker dies, the call that held its main thread is to blame. All others run again elsewhere.
+- When a worker dies, the call that held its main thread is to blame. All others run again elsewhere, but for those of
+  a rollout that had begun there: its state is gone, and it is for the caller to begin it again.
 - When all workers die with the process that they were forked from, everything runs again.
 """
 
@@ -44,11 +45,35 @@ class Call:
     used_seconds: float = 0.0
     deaths: int = 0
     expected_seconds: float = UNKNOWN_COST
+    timeout_seconds: float | None = None
+    """A deadline of its own; None: that of the pool."""
+    place: Any = None
+    """The only place where it can run: where its rollout or its resources are."""
+    rollout: Rollout | None = None
+    """The rollout of several turns that it belongs to. A call without a place begins it, wherever it is sent."""
 
     @property
     def kind(self) -> tuple[int, str]:
         """Calls of one kind are expected to cost the same."""
         return self.header["env"], self.header["op"]
+
+    def limit(self, timeout_seconds: float) -> float:
+        """Seconds that it may take, where the pool's calls may take `timeout_seconds`."""
+        return timeout_seconds if self.timeout_seconds is None else self.timeout_seconds
+
+
+@dataclass(slots=True, eq=False)
+class Rollout:
+    """A rollout of several turns. `place` is the one that holds its state, once its first call was sent.
+
+    `key` is what the worker knows it by; unlike the id that its caller chose, it is never used again.
+    """
+
+    key: int
+    label: str
+    place: Any = None
+    lost: str | None = None
+    """How its place ended, if it took the state along."""
 
 
 @dataclass(slots=True)
@@ -81,6 +106,8 @@ class Seat:
     last_reading: tuple[int, int] = (0, 0)
     held_seconds: float = 0.0
     """Time for which the present call has held the main thread without a break."""
+    num_rollouts: int = 0
+    """Rollouts of several turns whose state is here."""
 
     @property
     def num_held(self) -> int:
@@ -139,7 +166,7 @@ class Seat:
     def overdue(self, timeout_seconds: float) -> list[tuple[int, Call]]:
         """Calls whose deadline has passed, with their ids."""
         held = (*self.queued.items(), *self.parked.items())
-        return [(call_id, call) for call_id, call in held if call.used_seconds >= timeout_seconds]
+        return [(call_id, call) for call_id, call in held if call.used_seconds >= call.limit(timeout_seconds)]
 
     def only_waits(self, call_id: int) -> bool:
         """Whether the call waits in the event loop and does not hold the main thread."""

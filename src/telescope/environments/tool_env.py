@@ -148,6 +148,8 @@ class ToolEnvironment(MultiTurnEnvironment):
                 result = tool.function(*bound.args, **bound.kwargs)
         except (Exception, SystemExit) as error:
             return self._failed(tool, error)
+        if isinstance(result, ToolResult):
+            return result
         if inspect.isawaitable(result):
             return self._wait_for(tool, result)
         return ToolResult(tool.name, result)

@@ -72,3 +72,17 @@ def unpack_ids(blob: bytes) -> list[int]:
     ids = array("i")
     ids.frombytes(blob)
     return ids.tolist()
+
+
+def pack_floats(values: Iterable[float]) -> bytes:
+    """Logprobs [L] as float32."""
+    if isinstance(values, np.ndarray):
+        return values.astype(np.float32, copy=False).tobytes()
+    return array("f", values).tobytes()
+
+
+def unpack_floats(blob: bytes) -> list[float]:
+    """The inverse of `pack_floats`."""
+    values = array("f")
+    values.frombytes(blob)
+    return values.tolist()

@@ -2,7 +2,8 @@
 
 The driver has it forked, talks to it over one socket, and may kill it at any moment. Plain functions of the user run in
 the main thread, one at a time, outside of any event loop, so that they may call `asyncio.run` themselves; awaitables
-that they return run together in this process's event loop between such calls.
+that they return run together in this process's event loop between such calls. A request may take turns of both
+(`steps`).
 
 Invariants:
 - Whatever user code prints goes to the log; nothing but frames goes to the socket.
@@ -21,21 +22,24 @@ import socket
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import ContextVar
 from dataclasses import asdict
 from typing import Any
 
 from telescope.environments.blame import innermost_line
-from telescope.environments.player import Pending, Player, is_awaitable, plain_score, settle
+from telescope.environments.player import Player
 from telescope.environments.records import EnvironmentSpec
 from telescope.environments.rendering import Renderer
 from telescope.environments.slot import Slot
-from telescope.environments.wire import FrameReader, pack_frame, pack_ids, unpack_ids
-from telescope.errors import UserError
+from telescope.environments.steps import Steps, settle
+from telescope.environments.wire import FrameReader, pack_frame
+from telescope.errors import InfrastructureError, UserError
 
 LOOK_AGAIN_SECONDS = 0.002
 """After a call longer than this, the socket is read again for withdrawn requests before the next one is begun."""
+CLOSE_SECONDS = 20.0
+"""Given to the environments to close their resources when the driver has hung up."""
 
 _request: ContextVar[int] = ContextVar("request", default=0)
 
@@ -110,6 +114,10 @@ class Worker:
         self.loop = asyncio.new_event_loop()
         self.loop.set_task_factory(self._make_task)
         self.tasks: dict[int, asyncio.Task[Any]] = {}
+        self.resumable: deque[tuple[int, Steps, asyncio.Task[Any]]] = deque()
+        """Requests whose wait in the event loop is over and whose next step is due."""
+        self.parked: set[int] = set()
+        """Requests of which the driver knows that they wait in the event loop now and then."""
         self.renderer = renderer
         self.player: Player
 
@@ -128,13 +136,16 @@ class Worker:
             return
         self.loop.add_reader(self.connection.fileno(), self._readable)
         while not self.ended:
-            if self.inbox:
+            if self.resumable:
+                self._resume(*self.resumable.popleft())
+            elif self.inbox:
                 header, blob = self.inbox.popleft()
                 self._handle(header, blob)
                 if self.tasks:
                     self._turn_loop()
             else:
-                self.loop.run_forever()  # until _readable stops it
+                self.loop.run_forever()  # until _readable or _settled stops it
+        self._close_resources()
 
     def receive(self, *, wait: bool) -> None:
         """Move what has arrived to the inbox."""
@@ -190,7 +201,7 @@ class Worker:
             self.player = Player(specs, self.renderer, header["environments_path"], on_stage=self._say_stage)
             infos = [asdict(self.player.describe(position)) for position in range(len(specs))]
             if not header["trial"]:
-                self.loop.run_until_complete(self.player.prepare_resources())
+                self.player.prepare_own_resources()
         except UserError as error:
             self.send({"failed": str(error), "user_error": True})
             return False
@@ -215,65 +226,68 @@ class Worker:
                 return
         self.busy[request_id] = 0.0
         started = self.begun[request_id] = time.perf_counter()
+        steps = self.player.play(header, blob)
+        self._step(request_id, steps, lambda: next(steps))
+        if time.perf_counter() - started > LOOK_AGAIN_SECONDS:
+            self.receive(wait=False)
+
+    def _resume(self, request_id: int, steps: Steps, task: asyncio.Task[Any]) -> None:
+        """What the request waited for is there, or has failed."""
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        self._step(request_id, steps, lambda: steps.send(task.result()) if error is None else steps.throw(error))
+
+    def _step(self, request_id: int, steps: Steps, resume: Callable[[], Awaitable[Any]]) -> None:
+        """Play a request up to its next wait, or to its end."""
         token = _request.set(request_id)
         asyncio.set_event_loop(self.loop)  # asyncio.run in user code leaves none behind
         try:
             with self.held_by(request_id):
-                fields, answer_blob, waits_for = self._play(header, blob)
-            if waits_for is not None:
-                self._park(request_id, waits_for)
-                return
-            self._answer(request_id, fields, answer_blob)
+                waits_for = resume()
+            self._park(request_id, steps, waits_for)
+        except StopIteration as end:
+            self._answer(request_id, *end.value)
         except BaseException as error:
             self._fail(request_id, error)
         finally:
             _request.reset(token)
-        if time.perf_counter() - started > LOOK_AGAIN_SECONDS:
-            self.receive(wait=False)
 
-    def _play(self, header: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes, Pending | None]:
-        """Fields and blob of the answer, or what has to be awaited first."""
-        position = header["env"]
-        if header["op"] == "advance":
-            pending = self.player.hand_over(
-                position, header["index"], unpack_ids(blob), header["stop_reason"], header["for_eval"]
-            )
-            return ({}, b"", pending) if is_awaitable(pending.result) else (_scored(pending.result, pending), b"", None)
-        if header["op"] == "prepare":
-            fields, ids = self.player.prepare(position, header["index"])
-            return fields, pack_ids(ids), None
-        assert header["op"] == "identities", f"unknown operation {header['op']!r}"
-        return {"uids": self.player.identities(position, header["start"], header["stop"])}, b"", None
-
-    def _park(self, request_id: int, pending: Pending) -> None:
+    def _park(self, request_id: int, steps: Steps, waits_for: Awaitable[Any]) -> None:
         """Go on with other requests while this one waits in the event loop."""
-        task = self.loop.create_task(settle(pending.result))
+        task = self.loop.create_task(settle(waits_for))
         self.tasks[request_id] = task
-        task.add_done_callback(lambda done: self._settled(request_id, pending, done))
-        self.send({"parked": request_id, "busy": self.busy[request_id]})
+        task.add_done_callback(lambda done: self._settled(request_id, steps, done))
+        if request_id not in self.parked:
+            self.parked.add(request_id)
+            self.send({"parked": request_id, "busy": self.busy[request_id]})
 
-    def _settled(self, request_id: int, pending: Pending, task: asyncio.Task[Any]) -> None:
+    def _settled(self, request_id: int, steps: Steps, task: asyncio.Task[Any]) -> None:
+        """The next step is taken outside of the event loop."""
         del self.tasks[request_id]
+        self.resumable.append((request_id, steps, task))
+        if not self.ended:
+            self.loop.stop()
+
+    def _close_resources(self) -> None:
+        self.loop.remove_reader(self.connection.fileno())  # which is at its end, and would stop the loop
         try:
-            self._answer(request_id, _scored(task.result(), pending))
-        except BaseException as error:
-            self._fail(request_id, error)
+            self.loop.run_until_complete(asyncio.wait_for(self.player.close_resources(), CLOSE_SECONDS))
+        except TimeoutError:
+            logging.getLogger(__name__).warning("Closing resources took longer than %g seconds", CLOSE_SECONDS)
 
     def _answer(self, request_id: int, fields: dict[str, Any], blob: bytes = b"") -> None:
         self.send({"id": request_id, "result": fields, **self._times(request_id)}, blob)
 
     def _fail(self, request_id: int, error: BaseException) -> None:
         traceback.print_exception(error)
-        self.send({"id": request_id, "failed": _blame(error), **self._times(request_id)})
+        infrastructure = isinstance(error, InfrastructureError)
+        failed = {"failed": _blame(error), "infrastructure": infrastructure}
+        self.send({"id": request_id, **failed, **self._times(request_id)})
 
     def _times(self, request_id: int) -> dict[str, float]:
         """`busy` seconds on the main thread and `seconds` since the request was begun, which is over with this."""
+        self.parked.discard(request_id)
         seconds = time.perf_counter() - self.begun.pop(request_id)
         return {"busy": self.busy.pop(request_id), "seconds": seconds}
-
-
-def _scored(result: Any, pending: Pending) -> dict[str, Any]:
-    return {"text": pending.text, "score": plain_score(result, pending.for_eval)}
 
 
 def _blame(error: BaseException) -> str:

@@ -11,7 +11,14 @@ import inspect
 from collections.abc import Awaitable, Sequence
 from typing import Any, ClassVar
 
-from telescope.environments.base import ChatMessage, EvalMetricsResult, Sample, SingleTurnEnvironment
+from telescope.environments.base import (
+    ChatMessage,
+    EvalMetricsResult,
+    MultiTurnEnvironment,
+    RolloutState,
+    Sample,
+    SingleTurnEnvironment,
+)
 from telescope.errors import UserError
 
 
@@ -33,7 +40,7 @@ class Eval:
     keeps_eos_token: bool = False
 
     # Defaults on the class: a subclass whose __init__ does not call super() works all the same.
-    environment: SingleTurnEnvironment | None = None
+    environment: SingleTurnEnvironment | MultiTurnEnvironment | None = None
     _eos_token: str = ""
     _asker: SingleTurnEnvironment | None = None
     _name: str = ""
@@ -75,7 +82,17 @@ class Eval:
         self, completion: str, sample: Sample, eos_token: str = ""
     ) -> EvalMetricsResult | Awaitable[EvalMetricsResult]:
         """Metrics of one completion; unless overridden, the environment's. May be `async`."""
-        return self._require_environment("compute_eval_metrics").compute_eval_metrics(completion, sample, eos_token)
+        environment = self._require_environment("compute_eval_metrics")
+        assert isinstance(environment, SingleTurnEnvironment), "several turns are scored by compute_rollout_metrics"
+        return environment.compute_eval_metrics(completion, sample, eos_token)
+
+    def compute_rollout_metrics(
+        self, state: RolloutState, eos_token: str = ""
+    ) -> EvalMetricsResult | Awaitable[EvalMetricsResult]:
+        """The same for an eval of several turns: metrics of a finished rollout. May be `async`."""
+        environment = self._require_environment("compute_rollout_metrics")
+        assert isinstance(environment, MultiTurnEnvironment), "single turns are scored by compute_eval_metrics"
+        return environment.compute_eval_metrics(state, eos_token)
 
     def build_messages(self, question: str | Sequence[ChatMessage]) -> list[ChatMessage]:
         """The conversation before the completion, as the environment puts it, if there is one."""
@@ -108,13 +125,14 @@ class Eval:
 
     def _asking(self) -> SingleTurnEnvironment:
         """Who puts the question: the environment, or a plain one with the eval's system prompt."""
+        assert not isinstance(self.environment, MultiTurnEnvironment), "an environment of several turns puts its own"
         if self.environment is not None:
             return self.environment
         if self._asker is None:
             self._asker = _PlainQuestion(system_prompt=self.system_prompt)
         return self._asker
 
-    def _require_environment(self, method: str) -> SingleTurnEnvironment:
+    def _require_environment(self, method: str) -> SingleTurnEnvironment | MultiTurnEnvironment:
         if self.environment is None:
             raise UserError(
                 f"The eval {self.name!r} defines no {method} and names no environment to take it from. Define it, or "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from telescope.environments.arguments import constructor_arguments, dataset_arguments, refuse_unknown
-from telescope.environments.base import Environment, SingleTurnEnvironment
+from telescope.environments.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment
 from telescope.environments.discovery import Discovery, Source
 from telescope.environments.records import EnvironmentSpec
 from telescope.environments.registry import ENVIRONMENTS, environment_class, make_environment
@@ -78,9 +78,10 @@ def _make_eval(
     known = own
     if environment_name is not None:
         environment_type = environment_class(environment_name, environments_path)
-        if not issubclass(environment_type, SingleTurnEnvironment):
+        if not issubclass(environment_type, SingleTurnEnvironment | MultiTurnEnvironment):
             raise UserError(
-                f"The eval {name!r} stands on {environment_name!r}, which is not a single-turn environment."
+                f"The eval {name!r} stands on {environment_name!r}, which is neither a SingleTurnEnvironment nor a "
+                "MultiTurnEnvironment."
             )
         known = own | constructor_arguments(environment_type, Environment)
         known |= dataset_arguments(environment_type, Environment)
@@ -94,10 +95,11 @@ def _make_eval(
     if environment_type is not None:
         handed_on = {key: value for key, value in kwargs.items() if key not in own}
         environment = make_environment(environment_type, name, {**cls.environment_kwargs, **handed_on})
-        assert isinstance(environment, SingleTurnEnvironment)
+        assert isinstance(environment, SingleTurnEnvironment | MultiTurnEnvironment)
         if "system_prompt" in kwargs or evaluation.system_prompt is not None:
             environment.system_prompt = evaluation.system_prompt
         evaluation.environment = environment
+        evaluation.is_multi_turn = environment.is_multi_turn
         evaluation.metrics_ranges = evaluation.metrics_ranges or environment.metrics_ranges
         evaluation.tags_options = evaluation.tags_options or environment.tags_options
         evaluation.keeps_eos_token = evaluation.keeps_eos_token or environment.keeps_eos_token

@@ -23,6 +23,7 @@ from telescope.config.machine import local_resources
 from telescope.config.plan import plan_placement
 from telescope.environments.pool import EnvironmentPool
 from telescope.environments.records import RendererSpec
+from telescope.errors import UserError
 from telescope.evals.runner import PlannedEval
 from telescope.orchestrator.environment_keys import EnvironmentKeys, environment_keys
 from telescope.orchestrator.evaluation import plan_evals
@@ -141,9 +142,15 @@ async def _start_environments(
         timeout_seconds=config.environment_timeout_seconds,
         environments_path=list(config.environments_path),
         log_dir=directory.path / "logs",
+        eager_prepare_resources=config.eager_prepare_resources,
     )
     stack.push_async_callback(environments.close)
     await environments.start()
+    for spec in keys.specs:
+        if (await environments.describe(spec.identity)).is_multi_turn:
+            raise UserError(
+                f"The environment {spec.name!r} has several turns; this version trains on single ones only."
+            )
     return environments
 
 

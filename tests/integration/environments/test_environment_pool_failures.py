@@ -24,8 +24,11 @@ async def do(pool, encode, deed, index=0):
 
 def is_running(pid: int) -> bool:
     """Whether the process exists and is not a zombie."""
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or before it was read
+        return False
+    return status.rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def parent_of(pid: int) -> int:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telescope.environments.base import EvalMetricsResult, RewardResult, Sample, sample_uid
-from telescope.environments.player import MalformedResultError, plain_score
+from telescope.environments.plain import MalformedResultError, plain_score
 from telescope.environments.wire import BrokenFrameError, FrameReader, pack_frame, pack_ids, unpack_ids
 
 JSON = st.recursive(

@@ -1,0 +1,258 @@
+"""Rollouts of several turns with real processes: one owner from the first turn to the reward."""
+
+import asyncio
+
+import pytest
+from tests.integration.environments.test_environment_pool_failures import eventually
+
+from telescope.environments.records import EnvironmentSpec
+from telescope.errors import EnvironmentFailure, InfrastructureError, RolloutLost
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def say(pool, encode, rollout, text, **options):
+    return await pool.respond(rollout, encode(text), **options)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_a_conversation_goes_on_until_it_is_done_and_is_scored_whole(make_pool, encode, tokenizer, asynchronous):
+    pool = await make_pool(EnvironmentSpec("talk", {"asynchronous": asynchronous, "system_prompt": "Talk."}))
+    assert (await pool.describe("talk")).is_multi_turn
+    first = await pool.begin("r", "talk", 3)
+    assert first.messages == [{"role": "system", "content": "Talk."}, {"role": "user", "content": "item 3"}]
+    assert first.token_ids == (await pool.prepare("talk", 3)).token_ids
+    second = await say(pool, encode, "r", "hello")
+    assert not second.done and second.reward is None and second.completion_text == "hello"
+    assert second.messages == [{"role": "user", "content": "3: hello"}]
+    whole = [*first.messages, {"role": "assistant", "content": "hello"}, *second.messages]
+    rendered = tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+    shown = [*first.token_ids, *encode("hello"), *second.append_token_ids]
+    assert shown == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    last = await say(pool, encode, "r", "enough", completion_logprobs=[-0.5] * len(encode("enough")))
+    assert last.done and last.end_reason == "had enough" and last.messages == []
+    assert last.reward.total_reward == 2.0
+    metrics = last.reward.sample_metrics
+    assert (metrics["prompt_tokens"], metrics["completion_tokens"]) == (len(shown), len(encode("enough")))
+    assert metrics["logprobs"] == -0.5 * len(encode("enough"))
+    assert last.reward.info_turns == [{"heard": ["hello", "enough"]}, {"item": "3"}]
+    assert last.reward.sample_tags == {"eos": "<|im_end|>", "reason": "had enough"}
+    assert pool.status().rollouts_open == 0
+    with pytest.raises(ValueError, match="has not begun, or is over"):
+        await say(pool, encode, "r", "more")
+
+
+async def test_plain_code_may_run_a_loop_even_after_something_was_awaited(make_pool, encode):
+    pool = await make_pool(EnvironmentSpec("talk", {"asynchronous": True}))
+    await pool.begin("r", "talk", 0)
+    assert (await say(pool, encode, "r", "run")).messages[0]["content"] == "0: run"
+
+
+async def test_hundreds_of_rollouts_at_once_keep_their_memories_apart(make_pool, encode):
+    """One environment object plays many rollouts of a process (defect 20)."""
+    pool = await make_pool(EnvironmentSpec("talk", {"asynchronous": True}), num_workers=2)
+
+    async def one(number):
+        rollout = f"r{number}"
+        await pool.begin(rollout, "talk", number % 50)
+        heard = []
+        for turn in range(3):
+            heard.append(f"{number}.{turn}")
+            advance = await say(pool, encode, rollout, heard[-1])
+            assert advance.messages[0]["content"] == f"{number % 50}: {', '.join(heard)}"
+        return (await say(pool, encode, rollout, "enough")).reward
+
+    rewards = await asyncio.gather(*(one(number) for number in range(300)))
+    assert [reward.golden_answers["answer"] for reward in rewards] == [str(n % 50) for n in range(300)]
+    owners = [reward.sample_metrics["pid"] for reward in rewards]
+    assert len(set(owners)) == 2 and min(owners.count(pid) for pid in set(owners)) >= 75
+
+
+async def test_waiting_rollouts_wait_together_and_a_blocking_one_does_not_hold_the_other_process(make_pool, encode):
+    pool = await make_pool("talk", num_workers=1, timeout_seconds=30.0)
+    for number in range(100):
+        await pool.begin(f"r{number}", "talk", 0)
+    started = asyncio.get_running_loop().time()
+    await asyncio.gather(*(say(pool, encode, f"r{number}", "wait 0.5") for number in range(100)))
+    assert asyncio.get_running_loop().time() - started < 25.0  # one after the other would take 50 seconds
+
+
+async def test_an_answer_that_was_cut_off_is_the_last(make_pool, encode):
+    pool = await make_pool("talk")
+    await pool.begin("r", "talk", 0)
+    advance = await pool.respond("r", encode("hel")[:-1], stop_reason="length")
+    assert advance.done and advance.end_reason == "truncated"
+    assert advance.reward.sample_metrics["truncated"] == 1.0
+
+
+async def test_an_exhausted_context_ends_the_rollout_with_what_there_is(make_pool, encode):
+    pool = await make_pool("talk")
+    await pool.begin("r", "talk", 0)
+    await say(pool, encode, "r", "hello")
+    advance = await say(pool, encode, "r", "there", last="context_exhausted")
+    assert (advance.done, advance.end_reason, advance.reward.total_reward) == (True, "context_exhausted", 2.0)
+
+
+async def test_turns_are_limited_and_the_environment_may_stop_before_it_replies(make_pool, encode):
+    pool = await make_pool(EnvironmentSpec("talk", {"max_turns": 2}))
+    for rollout, words, reason in (("a", ["x", "y"], "max_turns"), ("b", ["stop at once"], "told so")):
+        await pool.begin(rollout, "talk", 0)
+        advance = [await say(pool, encode, rollout, word) for word in words][-1]
+        assert (advance.done, advance.end_reason) == (True, reason)
+
+
+async def test_a_history_that_is_rendered_anew_restarts_every_turn(make_pool, encode):
+    pool = await make_pool("talk")
+    first = await pool.begin("r", "talk", 0, interleaved=False)
+    advance = await say(pool, encode, "r", "hello")
+    assert advance.restarts and advance.append_token_ids[: len(first.token_ids)] == first.token_ids
+
+
+@pytest.mark.parametrize(
+    ("deed", "error", "words"),
+    [
+        ("raise", EnvironmentFailure, r"item 7, rollout 'r': its turn failed: ValueError: no luck \(environment.py:"),
+        ("malformed", EnvironmentFailure, "env_response returned the message str 'not a message'"),
+        ("lose", InfrastructureError, "the sandbox is gone"),
+        ("sleep 3600", EnvironmentFailure, "did not end within 1 seconds"),
+        ("wait 3600", EnvironmentFailure, "did not end within 1 seconds"),
+        ("crash", EnvironmentFailure, "SIGSEGV"),
+        ("exit", EnvironmentFailure, "exit code 7"),
+    ],
+)
+async def test_a_rollout_that_fails_is_over_and_says_why(make_pool, encode, deed, error, words):
+    pool = await make_pool("talk", timeout_seconds=1.0)
+    await pool.begin("r", "talk", 7)
+    with pytest.raises(error, match=words):
+        await say(pool, encode, "r", deed)
+    assert pool.status().rollouts_open == 0
+    await pool.begin("r", "talk", 7)
+    assert (await say(pool, encode, "r", "enough")).done
+
+
+@pytest.mark.parametrize("deed", ["sleep 3600", "crash"])
+async def test_bystanders_of_a_process_that_ended_are_lost_and_told_so(make_pool, encode, deed):
+    pool = await make_pool("talk", num_workers=1, timeout_seconds=1.0)
+    for rollout in ("culprit", "waiting", "generating"):
+        await pool.begin(rollout, "talk", 0)
+    waiting = asyncio.ensure_future(say(pool, encode, "waiting", "wait 60"))
+    await asyncio.sleep(0.1)
+    culprit = asyncio.ensure_future(say(pool, encode, "culprit", deed))
+    beginning = asyncio.ensure_future(pool.begin("beginning", "talk", 1))
+    with pytest.raises(EnvironmentFailure):
+        await culprit
+    with pytest.raises(RolloutLost, match=r"rollout 'waiting': the process that held it was killed by SIG"):
+        await waiting
+    with pytest.raises(RolloutLost, match="rollout 'generating'"):
+        await say(pool, encode, "generating", "hello")
+    assert (await beginning).messages == [{"role": "user", "content": "item 1"}]
+    assert (await say(pool, encode, "beginning", "enough")).done
+    assert (pool.status().rollouts_open, pool.status().restarts) == (0, 1)
+
+
+async def test_a_cancelled_rollout_is_told_so_whatever_it_was_doing(make_pool, encode):
+    pool = await make_pool("talk", num_workers=1)
+    for number, rollout in enumerate(("idle", "waiting", "observer")):
+        await pool.begin(rollout, "talk", number)
+    waiting = asyncio.ensure_future(say(pool, encode, "waiting", "wait 3600"))
+    await asyncio.sleep(0.2)
+    pool.cancel("idle")
+    pool.cancel("waiting")
+    pool.cancel("unknown")
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+    async def ended():
+        return (await say(pool, encode, "observer", "count")).messages[0]["content"].split()[1:]
+
+    while sorted(found := await ended()) != ["0", "1"]:
+        assert len(found) < 2
+    assert (pool.status().rollouts_open, pool.status().restarts) == (1, 0)
+    await eventually(lambda: pool.status().calls_in_workers == 0)
+
+
+async def test_every_rollout_is_told_once_that_it_is_over(make_pool, encode):
+    pool = await make_pool("talk", num_workers=1)
+    for number, rollout in enumerate(("scored", "failed", "observer")):
+        await pool.begin(rollout, "talk", number)
+    await say(pool, encode, "scored", "enough")
+    with pytest.raises(EnvironmentFailure):
+        await say(pool, encode, "failed", "raise")
+    pool.cancel("scored")
+    assert (await say(pool, encode, "observer", "count")).messages[0]["content"] == "ended 0 1"
+
+
+async def test_a_rollout_that_was_cancelled_before_it_began_leaves_nothing(make_pool, encode):
+    pool = await make_pool("talk", num_workers=1)
+    begins = [asyncio.ensure_future(pool.begin(f"r{number}", "talk", 0)) for number in range(200)]
+    await asyncio.sleep(0)
+    for number in range(200):
+        pool.cancel(f"r{number}")
+    assert all(isinstance(e, asyncio.CancelledError) for e in await asyncio.gather(*begins, return_exceptions=True))
+    await eventually(lambda: pool.status().calls_in_workers == pool.status().calls_waiting == 0)
+    await pool.begin("r0", "talk", 0)
+    ended = (await say(pool, encode, "r0", "count")).messages[0]["content"].split()[1:]
+    assert ended == ["0"] * len(ended)
+    assert pool.status().rollouts_open == 1
+
+
+async def test_an_eval_of_an_environment_of_several_turns_plays_it(make_pool, encode):
+    from telescope.evals import eval_spec
+
+    pool = await make_pool(eval_spec("talk", {"max_turns": 2}, key="eval/talk"))
+    assert (await pool.describe("eval/talk")).is_multi_turn
+    await pool.begin("r", "eval/talk", 5)
+    await say(pool, encode, "r", "a", for_eval=True)
+    advance = await say(pool, encode, "r", "b", for_eval=True)
+    assert advance.done
+    assert (advance.reward.total_reward, advance.reward.sample_metrics["reward"]) == (2.0, 2.0)
+
+
+def notes_of(path):
+    return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+async def test_resources_are_prepared_once_for_all_processes_when_first_asked_for(make_pool, encode, tmp_path):
+    notes = tmp_path / "notes"
+    pool = await make_pool(EnvironmentSpec("reserved", {"notes": str(notes)}), num_workers=3)
+    await pool.prepare("reserved", 0)
+    assert notes_of(notes) == []
+    advances = await asyncio.gather(*(pool.advance("reserved", i, encode("x"), "stop") for i in range(50)))
+    assert {a.reward.sample_metrics["here"] for a in advances} == {1.0}
+    assert len({a.reward.sample_metrics["pid"] for a in advances}) == 1
+    assert notes_of(notes) == ["try", "prepared"]
+    await pool.close()
+    assert notes_of(notes) == ["try", "prepared", "closed"]
+
+
+async def test_resources_may_be_prepared_at_the_start_and_have_the_time_of_a_start(make_pool, encode, tmp_path):
+    notes = tmp_path / "notes"
+    spec = EnvironmentSpec("reserved", {"notes": str(notes), "seconds": 1.0})
+    pool = await make_pool(spec, num_workers=2, timeout_seconds=0.5, eager_prepare_resources=True)
+    assert notes_of(notes) == ["try", "prepared"]
+    assert (await pool.advance("reserved", 0, encode("x"), "stop")).reward.total_reward == 1.0
+
+
+async def test_resources_that_failed_fail_those_who_asked_and_are_tried_again(make_pool, encode, tmp_path):
+    notes = tmp_path / "notes"
+    pool = await make_pool(EnvironmentSpec("reserved", {"notes": str(notes), "fail_once": True}))
+    with pytest.raises(EnvironmentFailure, match="prepare_resources failed: OSError: no sandboxes today"):
+        await pool.advance("reserved", 0, encode("x"), "stop")
+    assert (await pool.advance("reserved", 0, encode("x"), "stop")).reward.total_reward == 1.0
+
+
+async def test_resources_are_prepared_anew_when_their_process_ended(make_pool, encode, tmp_path):
+    notes = tmp_path / "notes"
+    pool = await make_pool(EnvironmentSpec("reserved", {"notes": str(notes)}), num_workers=2)
+    with pytest.raises(EnvironmentFailure, match="exit code 7"):
+        await pool.advance("reserved", 0, encode("end"), "stop")
+    assert (await pool.advance("reserved", 0, encode("x"), "stop")).reward.sample_metrics["here"] == 1.0
+    assert notes_of(notes) == ["try", "prepared", "try", "prepared"]
+
+
+async def test_resources_of_each_process_are_prepared_by_each(make_pool, encode, tmp_path):
+    notes = tmp_path / "notes"
+    pool = await make_pool(EnvironmentSpec("reserved_by_each", {"notes": str(notes)}), num_workers=2)
+    assert notes_of(notes).count("prepared") == 2
+    advances = await asyncio.gather(*(pool.advance("reserved_by_each", i, encode("x"), "stop") for i in range(50)))
+    assert len({a.reward.sample_metrics["pid"] for a in advances}) == 2
