@@ -66,6 +66,8 @@ class Evaluation:
                     sample, item.prompt.text, status="eval", reason=None, step=version, eval_name=plan.name
                 )
                 self.recorder.write("samples", row)
+                for turn_row in rows.turn_rows(sample):
+                    self.recorder.write("turns", turn_row)
 
             started_at = time.time()
             result = await run_eval(

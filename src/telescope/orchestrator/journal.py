@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from telescope.orchestrator.step_metrics import DiscardCounts, batch_metrics
 from telescope.record.recorder import Recorder
 from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import StepResult
+
+RUN_ENDED = "run_ended"
+"""Why a group is on record as cancelled: the run ended before it was trained or given up."""
 
 
 class StepLogPort(Protocol):
@@ -84,6 +87,18 @@ class Journal:
         self._discards.cancelled(sample)
         self._status.num_cancelled_samples += 1
         self._write_sample(group, sample, status="cancelled", reason=reason, step=version, version=version)
+
+    def never_settled(self, group: Group, version: int) -> None:
+        """Write a group that the end of the run leaves open or unused, with samples that have not ended.
+
+        Of a withdrawn one, whose draw still waits to be asked again, the samples that ended are written already.
+        """
+        fate: dict[str, Any] = {"status": "cancelled", "reason": RUN_ENDED, "step": version}
+        self._recorder.write("groups", rows.group_row(group, **fate))
+        if not group.withdrawn:
+            self._write_samples(group, **fate, version=version, advantages=[])
+        for row in rows.in_flight_rows([group]):
+            self._recorder.write("samples", {**row, "prompt_text": group.prompt.text, **fate})
 
     async def trained(self, trained: TrainedStep) -> None:
         """Count, write and show a finished step with its groups, a group at a time so that nobody else waits long."""

@@ -123,6 +123,9 @@ class Orchestrator:
         self._next_draw = 0
         self._open: dict[int, Group] = {}
         self._finished: list[Group] = []
+        self._unsettled: dict[int, Group] = {}
+        """The newest group of every draw whose fate is not final."""
+        self._has_ended = False
         self._batch: Batch | None = None
         """Formed and packed, and waiting for the trainer."""
         self._num_taken = 0
@@ -147,9 +150,20 @@ class Orchestrator:
         self.status.progressed()
         for loop in (self._prompt_loop, self._dispatch_loop, self._batch_loop, self._in_flight_loop):
             supervisor.spawn(loop(), loop.__name__)
-        with rare_full_collections():
-            await self._train_loop()
+        try:
+            with rare_full_collections():
+                await self._train_loop()
+        finally:
+            self._record_unsettled()
         assert self.ledger.is_balanced(), f"the ledger of draws does not add up: {self.ledger}"
+
+    def _record_unsettled(self) -> None:
+        """The run ends, whichever way: say of every group that is not trained or given up that it never will be."""
+        self._has_ended = True
+        for group in self._unsettled.values():
+            self._journal.never_settled(group, self.window.version)
+        self._unsettled.clear()
+        self.services.recorder.set_in_flight([])
 
     # Prompts
 
@@ -238,7 +252,7 @@ class Orchestrator:
             opening=next(self._openings),
             num_returns=self.ledger.returns(draw.n),
         )
-        self._open[draw.n] = group
+        self._open[draw.n] = self._unsettled[draw.n] = group
         self.status.num_open_groups = len(self._open)
         return group
 
@@ -266,6 +280,8 @@ class Orchestrator:
     async def _sample(self, group: Group, index: int, rollout: Rollout) -> None:
         """One sample of a group, to its end; the last one finishes the group."""
         trajectory = await rollout.run()
+        if self._has_ended:
+            return  # on record as under way at the end
         del group.rollouts[index]
         group.samples.append(trajectory)
         if group.is_finished:
@@ -322,6 +338,7 @@ class Orchestrator:
     def _discard(self, group: Group, reason: str, kind: str | None, rewards_n: np.ndarray) -> None:
         self.window.given_up()
         self.ledger.drop(group.group_id, reason)
+        del self._unsettled[group.group_id]
         self._streak.discarded(kind or reason, rewards_n)
         self._journal.discarded(group, reason, kind, self.window.version)
         if self._streak.is_over:
@@ -334,6 +351,8 @@ class Orchestrator:
 
         Called at every sync and when a batch is formed.
         """
+        if self._has_ended:
+            return
         if self._batch is not None and self._staleness.stale(self._batch.groups, self.window.version):
             # A batch that waited too long is taken apart: what is still good goes into the next one.
             self._finished += self._batch.groups
@@ -425,6 +444,7 @@ class Orchestrator:
             self._withdraw_stale_groups()
             for group in batch.groups:
                 self.ledger.trained(group.group_id)
+                del self._unsettled[group.group_id]
             await self._journal.trained(
                 TrainedStep(
                     step, batch.groups, batch.advantages, batch.packing, result, sync_metrics, started_at, waited

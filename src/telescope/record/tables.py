@@ -153,14 +153,15 @@ STEPS = Table(
 
 GROUPS = Table(
     "groups",
-    "One row per prompt that was opened, written when its fate is final.",
+    "One row per prompt that was opened for training, written when its fate is final. The items of evals are not "
+    "drawn and have no baseline among them: their samples, of status `eval`, are found by `eval_name` and `step`.",
     (
         ATTEMPT,
         Column("group_id", INTEGER, "Number n of the draw: the identity of the prompt in the ledger."),
         Column("environment", TEXT, "Name of the environment."),
         Column("index", INTEGER, "Which item of the environment's dataset."),
-        Column("status", TEXT, "`kept`, `discarded`, `cancelled` or `eval`."),
-        Column("reason", TEXT, "Why it was not kept: `zero_advantage`, `max_async`, ...; null for kept."),
+        Column("status", TEXT, "`kept`, `discarded`, or `cancelled`: the run ended first."),
+        Column("reason", TEXT, "Why it was not kept: `zero_advantage`, `max_async`, `run_ended`, ...; null for kept."),
         Column("step", INTEGER, "Step that trained it; for the others, the step the run was at."),
         Column("start_version", INTEGER, "Policy version when it was opened."),
         Column("num_samples", INTEGER, "Samples in it, masked ones not counted."),
@@ -181,7 +182,7 @@ SAMPLES = Table(
     (
         ATTEMPT,
         Column("sample_id", TEXT, "Identity of the sample, unique within the attempt."),
-        Column("group_id", INTEGER, "Group that it belongs to."),
+        Column("group_id", INTEGER, "Group that it belongs to; negative in evals, which have no `groups` rows."),
         Column("sample_index", INTEGER, "Place in the group, from 0."),
         Column("environment", TEXT, "Name of the environment."),
         Column("status", TEXT, "`kept`, `discarded`, `cancelled`, `masked`, `eval`; in `in_flight` also `in_flight`."),

@@ -126,6 +126,10 @@ async def test_an_eval_averages_what_the_environment_says_and_records_each_sampl
     written: Any = evaluation.recorder
     rows = written.of("samples", status="eval", eval_name="arithmetic")
     assert len(rows) == 10
+    turns = written.of("turns")
+    assert {(turn["sample_id"], turn["turn"]) for turn in turns} == {(row["sample_id"], 0) for row in rows}
+    assert all(turn["num_tokens"] == len(turn["token_ids"]) > 0 for turn in turns)
+    assert not written.of("groups"), "an eval draws nothing"
     assert result.accuracy == pytest.approx(sum(row["metrics"]["correct"] for row in rows) / 10)
     assert (result.version, result.num_items, result.num_scored, result.temperature) == (0, 10, 10, 0.0)
     assert result.held_out

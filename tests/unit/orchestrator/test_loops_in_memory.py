@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 from tests.unit.orchestrator.fakes import config_of
@@ -11,7 +12,7 @@ from tests.unit.rollout.fakes import tick
 
 from telescope.errors import EnvironmentFailure
 from telescope.orchestrator.filters import normalized
-from telescope.trainer.batch import TrainSample
+from telescope.trainer.batch import StepInput, StepResult, TrainSample
 
 
 async def test_every_row_of_a_run_fits_its_table_and_every_step_has_its_groups() -> None:
@@ -124,3 +125,31 @@ def test_rewards_are_put_on_the_scale_of_their_environment(
     reward: float, low: float | None, high: float | None, expected: float
 ) -> None:
     assert normalized(reward, low, high) == expected
+
+
+@pytest.mark.parametrize("how", ["a stop", "a failure"])
+async def test_what_is_open_when_a_run_ends_is_on_record_as_cancelled(how: str) -> None:
+    run = InMemoryRun(config_of(number_of_steps=100, max_async_rollout=3))
+    train_step = run.trainer.train_step
+
+    async def end_at_the_third(inputs: list[StepInput]) -> StepResult:
+        if len(run.trainer.steps) == 2:
+            if how == "a failure":
+                raise ArithmeticError("the trainer failed")
+            run.orchestrator.request_stop()
+        return await train_step(inputs)
+
+    run.trainer.train_step = end_at_the_third  # type: ignore[method-assign]
+    with pytest.raises(ArithmeticError) if how == "a failure" else contextlib.nullcontext():
+        await run.run()
+    groups, ledger = run.recorder.of("groups"), run.orchestrator.ledger
+    assert len({row["group_id"] for row in groups}) == len(groups) == ledger.num_opened
+    cancelled = run.recorder.of("groups", status="cancelled")
+    assert {row["group_id"] for row in cancelled} == ledger.open
+    assert cancelled and all(
+        (row["reason"], row["step"]) == ("run_ended", ledger.num_trained // 2) for row in cancelled
+    )
+    samples = run.recorder.of("samples")
+    assert len({row["sample_id"] for row in samples}) == len(samples) == 2 * len(groups)
+    assert {row["group_id"] for row in run.recorder.of("samples", status="cancelled")} == ledger.open
+    assert run.recorder.in_flight[-1] == []
