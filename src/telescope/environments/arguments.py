@@ -52,6 +52,18 @@ def load_arguments(cls: type, given: Mapping[str, Any], root: type) -> dict[str,
     return {name: value for name, value in given.items() if name in known}
 
 
+def instantiate(cls: type, root: type, name: str, given: Mapping[str, Any]) -> Any:
+    """An instance that goes by `name`; of `given`, the constructor gets what it takes, `load_dataset` its part later.
+
+    `root` is the class below which users' classes begin, `Environment` or `Eval`.
+    """
+    accepted = constructor_arguments(cls, root)
+    made: Any = cls(**{key: value for key, value in given.items() if key in accepted})
+    made._load_arguments = {**(made._load_arguments or {}), **load_arguments(cls, given, root)}
+    made._name = made._name or name
+    return made
+
+
 def _owners(cls: type, method: str, root: type) -> list[type]:
     """Classes from `cls` up to, but without, `root` that define `method` themselves."""
     owners = []

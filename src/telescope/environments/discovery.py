@@ -64,6 +64,10 @@ class Discovery:
         """All names that can be found, sorted."""
         return sorted(self._sources(folders))
 
+    def has(self, name: str, folders: Sequence[str | Path] = ()) -> bool:
+        """Whether the search finds `name`; one with a colon is not searched for."""
+        return ":" not in name and name in self._sources(folders)
+
     def find(self, name: str, folders: Sequence[str | Path] = ()) -> Source:
         """Where `name` leads. Raises `UserError` with the nearest name when nowhere."""
         if ":" in name:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from telescope.environments.arguments import check_arguments, constructor_arguments, load_arguments
+from telescope.environments.arguments import check_arguments, instantiate
 from telescope.environments.base import Environment
 from telescope.environments.discovery import Discovery, Packages, Source
 
@@ -58,11 +58,5 @@ def get_environment(name: str, /, *, environments_path: Sequence[str | Path] = (
 def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) -> Environment:
     """An instance of `cls` that goes by `name`. Raises `UserError` for unknown keyword arguments."""
     check_arguments(cls, kwargs, Environment, called=f"The environment {name!r}")
-    accepted = constructor_arguments(cls, Environment)
-    environment = cls(**{key: value for key, value in kwargs.items() if key in accepted})
-    environment._load_arguments = {
-        **(environment._load_arguments or {}),
-        **load_arguments(cls, kwargs, Environment),
-    }
-    environment._name = environment._name or name
+    environment: Environment = instantiate(cls, Environment, name, kwargs)
     return environment

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from telescope.environments.arguments import constructor_arguments, dataset_arguments, refuse_unknown
+from telescope.environments.arguments import constructor_arguments, dataset_arguments, instantiate, refuse_unknown
 from telescope.environments.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment
 from telescope.environments.discovery import Discovery, Source
 from telescope.environments.records import EnvironmentSpec
@@ -36,11 +36,10 @@ def list_evals(environments_path: Sequence[str | Path] = ()) -> list[str]:
 
 def check_eval(name: str, environments_path: Sequence[str | Path] = ()) -> Source:
     """Where `name` leads: to an eval or an environment. Raises `UserError` as `check_environment` does."""
-    if ":" not in name and name in EVALS.names(environments_path):
+    if EVALS.has(name, environments_path):
         return EVALS.check(name, environments_path)
-    if ":" not in name and name not in ENVIRONMENTS.names(environments_path):
-        known = list_evals(environments_path)
-        raise UserError(EVALS.no_such(name, known))
+    if ":" not in name and not ENVIRONMENTS.has(name, environments_path):
+        raise UserError(EVALS.no_such(name, list_evals(environments_path)))
     return ENVIRONMENTS.check(name, environments_path)
 
 
@@ -51,7 +50,7 @@ def get_eval(name: str, /, *, environments_path: Sequence[str | Path] = (), **kw
     `UserError` with the list of the known.
     """
     check_eval(name, environments_path)
-    if ":" not in name and name not in EVALS.names(environments_path):
+    if ":" not in name and not EVALS.has(name, environments_path):
         return _make_eval(EnvironmentEval, name, kwargs, environments_path, name)
     cls = EVALS.load_class(name, environments_path, also=Environment)
     if issubclass(cls, Eval):
@@ -87,9 +86,7 @@ def _make_eval(
         known |= dataset_arguments(environment_type, Environment)
     refuse_unknown(kwargs, known, f"The eval {name!r}")
 
-    evaluation = cls(**{key: value for key, value in kwargs.items() if key in accepted})
-    evaluation._load_arguments = {key: value for key, value in kwargs.items() if key in loads}
-    evaluation._name = evaluation._name or name
+    evaluation: Eval = instantiate(cls, Eval, name, kwargs)
     if "system_prompt" in kwargs:
         evaluation.system_prompt = kwargs["system_prompt"]
     if environment_type is not None:
