@@ -19,7 +19,7 @@ from telescope.cluster.placement import Placement
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded
 from telescope.trainer.batch import Span, StepInput, StepResult
-from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo
+from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo, sender_rank
 
 if TYPE_CHECKING:
     from telescope.weights.sender import SendReport
@@ -33,7 +33,7 @@ STOP_TIMEOUT_SECONDS = 20.0
 
 
 class TrainerGroup:
-    """The trainer's ranks. Ranks are numbered from 0; engine i is served by rank i % world_size."""
+    """The trainer's ranks, numbered from 0; which of them serves an engine is `weights.plan.sender_rank`'s."""
 
     def __init__(self, config: TelescopeConfig, placement: Placement, run_dir: Path) -> None:
         self.world_size = config.trainer_num_workers
@@ -42,6 +42,7 @@ class TrainerGroup:
         self._sync_timeout = config.weight_sync_timeout_seconds
         self.queue = asyncio.Lock()
         self.version = 0
+        self._num_restarts = 0
         self._ranks = [
             make_actor(TrainerActor, placement.rank_options(rank, config.ray_trainer_cpus_per_worker)).remote(
                 config.to_json(), rank, self.world_size, str(run_dir)
@@ -75,27 +76,31 @@ class TrainerGroup:
                 "restart of the trainer", lambda rank: self._ranks[rank].restart.remote(), SETUP_TIMEOUT_SECONDS
             )
             self.version = 0
+            self._num_restarts += 1
 
-    def sender_of(self, engine: int) -> int:
-        """The rank that sends to this engine; engines are spread over the ranks."""
-        return engine % self.world_size
+    @property
+    def weights_identity(self) -> tuple[int, int]:
+        """Restarts and version: equal only if the weights are, for after a restart versions are counted anew."""
+        return self._num_restarts, self.version
+
+    def _sender_of(self, engine: int) -> Any:
+        """The actor of the rank that sends to this engine."""
+        return self._ranks[sender_rank(engine, self.world_size)]
 
     async def listen_for_engine(self, engine: int, num_workers: int, *, loopback: bool) -> InitInfo:
         """Open the sender's door for an engine. Returns what the engine's workers must be told."""
-        rank = self._ranks[self.sender_of(engine)]
+        rank = self._sender_of(engine)
         return await answer(
             rank.listen_for_engine.remote(engine, num_workers, loopback), f"listening for engine {engine}"
         )
 
     async def connect_engine(self, engine: int) -> None:
         """The sender's half of opening a communicator; the engine's half runs at the same time."""
-        rank = self._ranks[self.sender_of(engine)]
-        await answer(rank.connect_engine.remote(engine), f"connecting engine {engine}")
+        await answer(self._sender_of(engine).connect_engine.remote(engine), f"connecting engine {engine}")
 
     async def abort_engine(self, engine: int, reason: str) -> None:
-        """Make a send that is blocked on this engine give it up; sends to other engines go on."""
-        rank = self._ranks[self.sender_of(engine)]
-        await answer(rank.abort_engine.remote(engine, reason), f"abort of engine {engine}")
+        """Make a send or a connecting that is blocked on this engine give it up; sends to other engines go on."""
+        await answer(self._sender_of(engine).abort_engine.remote(engine, reason), f"abort of engine {engine}")
 
     async def send_weights(self, update: UpdateInfo, engines: list[int], *, fingerprints: bool) -> list[SendReport]:
         """Send the current weights to these engines. Returns each rank's report."""

@@ -106,7 +106,8 @@ class WeightSync:
         self._probe_token_ids = probe_token_ids
         self._connected: set[int] = set()
         # Every server has loaded the weights that the trainer starts from by itself.
-        self._held: dict[int, int] = dict.fromkeys(range(len(clients)), trainer.version)
+        self._held: dict[int, tuple[int, int]] = dict.fromkeys(range(len(clients)), trainer.weights_identity)
+        """`weights_identity` of what each server holds, as far as it is known."""
         self._metas: list[TensorMeta] | None = None
         self._num_syncs = 0
         self.last_probe: dict[int, ProbeReport] = {}
@@ -135,7 +136,7 @@ class WeightSync:
             if fresh:
                 self._connected.discard(server)
                 self._held.pop(server, None)
-            if self._held.get(server) != self._trainer.version:
+            if self._held.get(server) != self._trainer.weights_identity:
                 report = await self._send(self._trainer.version, [server], fingerprints=True)
                 if not report.held_by:
                     raise InfrastructureError(f"server {server} did not take the weights: {report.servers[0].failure}")
@@ -196,10 +197,13 @@ class WeightSync:
         info = await self._trainer.listen_for_engine(
             part.server, self._config.inference_tensor_parallel_size, loopback=self._loopback
         )
-        await asyncio.gather(
-            self._trainer.connect_engine(part.server),
-            self._clients[part.server].init_weight_transfer(info.to_dict()),
-        )
+        connecting = asyncio.ensure_future(self._trainer.connect_engine(part.server))
+        try:
+            await asyncio.gather(connecting, self._clients[part.server].init_weight_transfer(info.to_dict()))
+        except InfrastructureError as error:
+            if not connecting.done():  # it would wait for workers that will not come
+                await self._trainer.abort_engine(part.server, str(error))
+            raise
         self._connected.add(part.server)
 
     async def _pause(self, part: ServerSync) -> None:
@@ -213,7 +217,7 @@ class WeightSync:
         await client.finish_update(version)
         await client.resume()
         part.resumed_at = time.time()
-        self._held[part.server] = version
+        self._held[part.server] = self._trainer.weights_identity
 
     async def _each(self, report: SyncReport, action: Callable[[ServerSync], Any]) -> None:
         """Run `action` for every server that has not failed; a failure takes that server out and nobody else."""

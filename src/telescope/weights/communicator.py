@@ -120,6 +120,7 @@ class Communicator:
                 deadline,
                 lifeline,
                 f"connecting the {backend} group of {world_size} ranks",
+                rendezvous,
             )
         except BaseException as error:
             lifeline.close(f"rank {rank} could not connect: {error}")
@@ -299,7 +300,9 @@ def _nccl_group(store: Any, rank: int, world_size: int, options: Any) -> Any:
             os.environ[name] = before
 
 
-def _within(build: Callable[[], Any], deadline: float, lifeline: Lifeline, what: str) -> Any:
+def _within(
+    build: Callable[[], Any], deadline: float, lifeline: Lifeline, what: str, rendezvous: Rendezvous | None
+) -> Any:
     """Run a blocking call in a thread that can be given up on; raises `DeadlineExceeded` or `TransferError`."""
     outcome: dict[str, Any] = {}
     done = threading.Event()
@@ -315,6 +318,8 @@ def _within(build: Callable[[], Any], deadline: float, lifeline: Lifeline, what:
     while not done.wait(0.02):
         if lifeline.loss is not None and not done.wait(0.5):
             raise TransferError(f"weight transfer: {what}: {lifeline.loss}")
+        if rendezvous is not None and rendezvous.aborted is not None:
+            raise TransferError(f"weight transfer: {what}: {rendezvous.aborted}")
         if time.monotonic() >= deadline:
             raise DeadlineExceeded(f"weight transfer: {what} did not end before the deadline")
     if "error" in outcome:

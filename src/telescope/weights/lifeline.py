@@ -30,6 +30,10 @@ MAX_FRAME_BYTES = 1 << 16
 _HEADER = struct.Struct("!I")
 _SEND_SECONDS = 10.0
 """How long a control message may take to leave; messages are smaller than any socket buffer, so it never should."""
+_HELLO_SECONDS = 5.0
+"""How long a peer may keep the door busy before it says who it is."""
+_POLL_SECONDS = 0.1
+"""How often a wait looks whether it was aborted."""
 
 Message = dict[str, Any]
 
@@ -44,6 +48,8 @@ class Rendezvous:
     def __init__(self, host: str) -> None:
         self.host = host
         self.token = secrets.token_hex(16)
+        self.aborted: str | None = None
+        """Why nobody is waited for any more."""
         self._server = listen(host)
         self.port: int = self._server.getsockname()[1]
 
@@ -51,21 +57,27 @@ class Rendezvous:
         """Wait for ranks 1 .. world_size - 1, greet each with `greeting`, and close the door.
 
         Connections that do not show the token or an expected rank are dropped. Raises `DeadlineExceeded` naming the
-        ranks that did not come.
+        ranks that did not come, `TransferError` after an `abort`.
         """
         deadline = time.monotonic() + timeout
         peers: dict[int, socket.socket] = {}
         try:
             while len(peers) < world_size - 1:
                 missing = sorted(set(range(1, world_size)) - set(peers))
+                if self.aborted is not None:
+                    raise TransferError(f"weight transfer: {self.aborted}")
                 try:
-                    self._server.settimeout(_left(deadline))
+                    self._server.settimeout(min(_left(deadline), _POLL_SECONDS))
                     connection, _ = self._server.accept()
                 except TimeoutError as error:
+                    if time.monotonic() < deadline:
+                        continue
                     raise DeadlineExceeded(
                         f"weight transfer: engine ranks {missing} did not connect to {self.host}:{self.port} within "
                         f"{timeout:.0f} s"
                     ) from error
+                except OSError as error:  # the door was closed
+                    raise TransferError(f"weight transfer: {self.aborted or error}") from error
                 rank = self._admit(connection, missing, greeting, deadline)
                 if rank is None:
                     connection.close()
@@ -81,7 +93,7 @@ class Rendezvous:
 
     def _admit(self, connection: socket.socket, missing: list[int], greeting: Message, deadline: float) -> int | None:
         """The rank of a peer that showed the token; None for anything else."""
-        connection.settimeout(_left(deadline))
+        connection.settimeout(min(_left(deadline), _HELLO_SECONDS))
         try:
             hello = _read_frame(connection)
             rank = hello.get("rank") if hello else None
@@ -92,6 +104,10 @@ class Rendezvous:
         except (OSError, ValueError):
             return None  # a stranger or a peer that died while knocking; the caller goes on waiting for the real one
         return int(rank)
+
+    def abort(self, reason: str) -> None:
+        """Stop waiting, and whatever follows of the connecting; from any thread."""
+        self.aborted = self.aborted or reason
 
     def close(self) -> None:
         self._server.close()

@@ -38,6 +38,11 @@ class TensorDescription(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
+def sender_rank(engine: int, world_size: int) -> int:
+    """The trainer rank that sends to an engine: engines are spread evenly over the ranks."""
+    return engine % world_size
+
+
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
     """One trainer tensor: its Hugging Face name, full shape, and the dtype the trainer keeps it in."""

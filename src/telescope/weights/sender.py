@@ -27,11 +27,6 @@ _NUM_BUFFERS = 2
 """One on the wire, one being filled."""
 
 
-def sender_rank(engine: int, world_size: int) -> int:
-    """The trainer rank that sends to an engine: engines are spread evenly over the ranks."""
-    return engine % world_size
-
-
 @dataclass(slots=True)
 class SendReport:
     """What one trainer rank did in one sync. Seconds are wall time on this rank."""
@@ -87,19 +82,30 @@ class WeightSender:
         return info
 
     def connect(self, engine: int) -> None:
-        """Wait for the engine that was announced by `listen`. Raises `DeadlineExceeded` or `TransferError`."""
-        rendezvous, info = self._rendezvous.pop(engine)
-        self._communicators[engine] = Communicator.connect(
-            info.host,
-            info.port,
-            0,
-            info.world_size,
-            backend=info.backend,
-            timeout=info.timeout_seconds,
-            token=info.token,
-            device=self._device if info.backend == "nccl" else None,
-            rendezvous=rendezvous,
-        )
+        """Wait for the engine that was announced by `listen`.
+
+        Raises `DeadlineExceeded` after the time that `listen` was given, `TransferError` when it fails or `abort` is
+        called meanwhile.
+        """
+        announced = rendezvous, info = self._rendezvous[engine]
+        try:
+            communicator = self._communicators[engine] = Communicator.connect(
+                info.host,
+                info.port,
+                0,
+                info.world_size,
+                backend=info.backend,
+                timeout=info.timeout_seconds,
+                token=info.token,
+                device=self._device if info.backend == "nccl" else None,
+                rendezvous=rendezvous,
+            )
+        finally:
+            if self._rendezvous.get(engine) is announced:
+                del self._rendezvous[engine]
+        if rendezvous.aborted is not None:  # after it had succeeded and before anyone could see that
+            communicator.abort(rendezvous.aborted)
+            raise TransferError(f"weight transfer: {rendezvous.aborted}")
 
     @property
     def connected(self) -> list[int]:
@@ -107,7 +113,10 @@ class WeightSender:
         return sorted(e for e, communicator in self._communicators.items() if communicator.failure is None)
 
     def abort(self, engine: int, reason: str) -> None:
-        """Break off the transfer to one engine, from any thread; the others go on."""
+        """Break off the transfer to one engine, or connecting it, from any thread; the others go on."""
+        waiting = self._rendezvous.get(engine)
+        if waiting is not None:
+            waiting[0].abort(reason)
         communicator = self._communicators.get(engine)
         if communicator is not None:
             communicator.abort(reason)
@@ -116,6 +125,7 @@ class WeightSender:
         """Forget an engine. Its workers see the end of the lifeline."""
         waiting = self._rendezvous.pop(engine, None)
         if waiting is not None:
+            waiting[0].abort(reason)
             waiting[0].close()
         communicator = self._communicators.pop(engine, None)
         if communicator is not None:

@@ -27,10 +27,16 @@ class FakeTrainer:
     def __init__(self, calls: list[Any]) -> None:
         self.queue = asyncio.Lock()
         self.version = 0
+        self.num_restarts = 0
+        self.connecting: asyncio.Event | None = None
         self.calls = calls
         self.send_error: BaseException | None = None
         self.engine_errors: dict[int, str] = {}
         self.sent: list[tuple[int, list[int], bool]] = []
+
+    @property
+    def weights_identity(self) -> tuple[int, int]:
+        return self.num_restarts, self.version
 
     def _called(self, *call: Any) -> None:
         assert self.queue.locked(), f"{call} was made beside the queue of rank commands"
@@ -46,6 +52,8 @@ class FakeTrainer:
 
     async def connect_engine(self, engine: int) -> None:
         self._called("connect", engine)
+        if self.connecting is not None:
+            await self.connecting.wait()
 
     async def abort_engine(self, engine: int, reason: str) -> None:
         self._called("abort", engine)
@@ -214,6 +222,28 @@ async def test_a_sender_is_told_when_its_receiver_is_gone() -> None:
     await bench.step()
     assert ("abort", 0) in bench.calls
     assert ("abort", 1) not in bench.calls
+
+
+async def test_a_sender_that_waits_to_be_connected_is_told_when_the_engine_will_not_come() -> None:
+    bench = Bench()
+    bench.trainer.connecting = asyncio.Event()
+    bench.clients[0].fails_at = "init"
+    step = asyncio.create_task(bench.step())
+    await asyncio.sleep(0.01)
+    assert ("abort", 0) in bench.calls and ("abort", 1) not in bench.calls
+    bench.trainer.connecting.set()
+    await step
+    assert bench.reports[0].held_by == [1]
+
+
+async def test_versions_before_and_after_a_restart_of_the_trainer_are_not_taken_for_each_other() -> None:
+    bench = Bench()
+    await bench.step()  # both servers hold version 1
+    bench.up = [0]
+    bench.trainer.version, bench.trainer.num_restarts = 0, 1
+    await bench.step()  # version 1 of another training, which server 1 did not get
+    await bench.weights.sync_one(1, lambda: None, fresh=False)
+    assert bench.trainer.sent[-1][:2] == (1, [1])
 
 
 async def test_a_transfer_that_the_sender_gave_up_takes_that_server_out() -> None:
