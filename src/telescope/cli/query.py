@@ -15,10 +15,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.runs import DEFAULT_ROOT, wide_console
+from telescope.cli.runs import DEFAULT_ROOT, warn_of_unreadable, wide_console
 from telescope.errors import UserError
 from telescope.record.query import Database, Result, describe_tables
 from telescope.record.reader import Run, find_runs, is_run
+
+EXIT_INCOMPLETE = 1
+"""Rows are missing from the answer because files that held them are damaged."""
 
 LATEST = "latest"
 """A name for `--run` that means the run that started last."""
@@ -29,7 +32,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "query",
         help="ask runs with SQL",
-        description="Answer a DuckDB query over the tables of one run or of all in a folder, live ones included.",
+        description="Answer a DuckDB query over the tables of one run or of all in a folder, live ones included. "
+        "Exits with 1 when files of a table are damaged and the answer lacks their rows.",
         epilog="example: telescope query \"select step, reward_mean, metrics['entropy'] from steps\" --run latest",
     )
     parser.add_argument("sql", nargs="?", help="one statement that reads: SELECT, FROM, WITH, DESCRIBE, SUMMARIZE")
@@ -49,9 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if not arguments.sql:
         raise UserError('There is no query. Try: telescope query "select * from runs", or telescope query --tables')
-    result = Database(choose_runs(arguments.run or [], arguments.root)).execute(arguments.sql)
+    runs = choose_runs(arguments.run or [], arguments.root)
+    result = Database(runs).execute(arguments.sql)
     print_result(result, arguments.format, sys.stdout)
-    return 0
+    return EXIT_INCOMPLETE if warn_of_unreadable(runs, "the answer") else 0
 
 
 def choose_runs(wanted: list[str], root: Path) -> list[Run]:

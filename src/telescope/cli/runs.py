@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,7 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from telescope.record.reader import RunSummary, list_runs
+from telescope.record.reader import Run, RunSummary, find_runs, newest_first
 
 DEFAULT_ROOT = Path("runs")
 """Where runs lie unless `run_dir` says otherwise."""
@@ -30,8 +31,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "runs",
         help="list runs",
-        description="List the runs in a folder, newest first: status, steps, reward of the first and the last step, "
-        "held-out accuracy before and after. A run is dead if its process is gone and never wrote an end.",
+        description="List the runs in a folder, newest first: status, steps (of how many), reward of the first and the "
+        "last step, held-out accuracy before and after. A run is dead if its process is gone and never wrote an end.",
     )
     parser.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="folder of the runs (default: runs)")
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
@@ -40,10 +41,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the runs. Returns the exit status."""
-    if arguments.root == DEFAULT_ROOT and not DEFAULT_ROOT.is_dir():
-        summaries: list[RunSummary] = []
-    else:
-        summaries = list_runs(arguments.root)
+    runs: list[Run] = []
+    summaries: list[RunSummary] = []
+    if arguments.root != DEFAULT_ROOT or DEFAULT_ROOT.is_dir():
+        runs = find_runs(arguments.root)
+        summaries = newest_first(run.summary() for run in runs)
     if arguments.json:
         print(json.dumps([as_json(summary) for summary in summaries], indent=1))
     elif not summaries:
@@ -54,7 +56,17 @@ def run(arguments: argparse.Namespace) -> int:
         for summary in summaries:
             if summary.error:
                 Console().print(Text(f"{summary.label}: {summary.error}", style="red"))
+    warn_of_unreadable(runs, "the list")
     return 0
+
+
+def warn_of_unreadable(runs: Iterable[Run], what: str) -> bool:
+    """Say on stderr how many files of tables `what` lacks. Whether it lacks any."""
+    num_unreadable = sum(run.num_unreadable for run in runs)
+    if num_unreadable:
+        files = "1 file of a table" if num_unreadable == 1 else f"{num_unreadable} files of tables"
+        print(f"telescope: {what} is incomplete: {files} cannot be read (see above)", file=sys.stderr)
+    return num_unreadable > 0
 
 
 def as_json(summary: RunSummary) -> dict[str, Any]:
@@ -76,7 +88,7 @@ def as_table(summaries: list[RunSummary]) -> Table:
             Text(summary.name),
             Text(summary.status, style=_STATUS_STYLES.get(summary.status, "")),
             _moment(summary.started_at),
-            str(summary.steps),
+            _progress(summary),
             _change(summary.reward_first, summary.reward_last),
             _change(summary.heldout_before, summary.heldout_after),
             duration(summary.duration),
@@ -102,6 +114,13 @@ def duration(seconds: float | None) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _progress(summary: RunSummary) -> str:
+    """`12/60` steps; without the total once the run has finished them all."""
+    if summary.num_steps is None or summary.steps == summary.num_steps:
+        return str(summary.steps)
+    return f"{summary.steps}/{summary.num_steps}"
 
 
 def _moment(time: float | None) -> str:

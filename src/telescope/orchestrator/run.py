@@ -23,7 +23,7 @@ from telescope.orchestrator.orchestrator import Orchestrator, Services
 from telescope.orchestrator.parts import Parts, start_parts
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.summary import Interrupted, RunSummary, summarise
+from telescope.orchestrator.summary import Interrupted, RunSummary, headline_of, summarise
 from telescope.orchestrator.supervise import Supervisor, watchdog
 from telescope.record.files import RunFiles
 
@@ -107,7 +107,9 @@ class _TrainingRun:
             parts.evals, config, parts.environments, parts.lanes, self._directory.recorder, status
         )
         if evaluation.plans and config.eval_before_training:
-            await self._interrupt.run_until_first(evaluation.run_all(0, parts.settings, parts.servers))
+            results = await self._interrupt.run_until_first(evaluation.run_all(0, parts.settings, parts.servers))
+            if (headline := headline_of(results)) is not None:
+                self._directory.evaluated_before(headline.accuracy)
         status.phase = "training"
         orchestrator = await make_orchestrator(config, parts, evaluation, self._directory, status)
         self._interrupt.on_first(orchestrator.request_stop)

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import yaml
@@ -75,6 +75,7 @@ class RunDirectory:
                 tags=list(config.wandb_tags),
                 notes=self._notes,
                 first_step=0,
+                num_steps=config.number_of_steps,
             )
             self.step_log = WandbSink(config, self.path)
             try:
@@ -83,6 +84,12 @@ class RunDirectory:
                 self.step_log.close()
         finally:
             self.recorder.close()
+
+    def evaluated_before(self, accuracy: float) -> None:
+        """Say in `run.json` how accurate the model was before training, for whoever looks while the run goes on."""
+        if self._info is not None:
+            self._info = replace(self._info, heldout_before=accuracy)
+            self.recorder.replace_json(RunFiles(self.path).run_json, asdict(self._info))
 
     def ended_at_once(self) -> None:
         """Say in `run.json` that a person ended the run; for an end that waits for nothing else."""

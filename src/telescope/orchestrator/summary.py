@@ -58,6 +58,11 @@ class RunSummary:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
+def headline_of(evals: Sequence[EvalResult]) -> EvalResult | None:
+    """The result that stands for the run: of the first eval with held-out items, or of the first eval."""
+    return next((result for result in evals if result.held_out), evals[0] if evals else None)
+
+
 def summarise(
     config: TelescopeConfig,
     run_dir: Path,
@@ -77,7 +82,7 @@ def summarise(
         outcome, message = "stopped", None
     else:
         outcome, message = "finished", None
-    headline = next((result for result in evals if result.held_out), evals[0] if evals else None)
+    headline = headline_of(evals)
     of_headline = [r for r in evals if headline is not None and r.name == headline.name]
     before = next((r for r in of_headline if r.version == 0), None)
     after = next((r for r in reversed(of_headline) if r.version > 0), None)

@@ -37,6 +37,7 @@ def begin_run(
     topology: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
     first_step: int | None = None,
+    num_steps: int | None = None,
 ) -> RunInfo:
     """Write `run.json` and the rows of `runs` and `attempts` for an attempt that starts now.
 
@@ -57,6 +58,8 @@ def begin_run(
         tags=list(tags),
         config_hash=config_hash,
         process=process.to_json(),
+        num_steps=num_steps,
+        heldout_before=earlier.heldout_before if earlier else None,
     )
     recorder.files.run_dir.mkdir(parents=True, exist_ok=True)
     write_run_json(recorder.files.run_dir, info)

@@ -3,8 +3,9 @@
 Owns the views, the guard that lets only reading statements through, and errors that say which name was meant. Does not
 own files (`reader`, `segments`) or printing (`cli.query`).
 
-Invariants: nothing is written, attached or downloaded. A view holds each row once and hides superseded steps, as
-`reader.Run.table` does; files that a live run merges away during a query make the query start again.
+Invariants: nothing is written, attached or downloaded, and no file is read but the tables of the runs. A view holds
+each row once and hides superseded steps, as `reader.Run.table` does; files that a live run merges away during a query
+make the query start again, and so do damaged ones, which are left out (`reader.Run.num_unreadable` counts them).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import pyarrow as pa
 
 from telescope.errors import UserError
 from telescope.record.lineage import superseded_sql
-from telescope.record.reader import READ_ATTEMPTS, Run
+from telescope.record.reader import READ_ATTEMPTS, Run, is_whole
 from telescope.record.tables import IN_FLIGHT, SAMPLES, TABLES
 
 VIEWS = (*sorted(TABLES), IN_FLIGHT)
@@ -32,6 +33,19 @@ SIMILAR = 0.55
 
 _GLOB = re.compile(r"[*?\[]")
 """Characters of a path that DuckDB would read as a pattern."""
+
+_ABOUT_THE_QUERY = (
+    duckdb.ParserException,
+    duckdb.SyntaxException,
+    duckdb.BinderException,
+    duckdb.CatalogException,
+    duckdb.PermissionException,
+    duckdb.ConversionException,
+    duckdb.OutOfRangeException,
+)
+"""Errors that no damaged file causes; for others, of which it causes many kinds, the files are looked at one by one."""
+
+_WITH_TIME_ZONE = "TIMESTAMP WITH TIME ZONE"
 
 _UNKNOWN_TABLE = re.compile(r'Table with name "?([\w.]+)"? does not exist')
 _UNKNOWN_COLUMN = re.compile(r'(?:Referenced column|have a column named) "([^"]+)"')
@@ -60,27 +74,29 @@ class Database:
 
         Raises `UserError` for anything else, for SQL that DuckDB refuses, and for unknown tables and columns.
         """
-        connection = _connect()
+        connection = _connect(self._runs)
         try:
             _check_reading(connection, sql)
             for attempt in range(READ_ATTEMPTS):
-                files: list[Path] = []
+                files: list[tuple[Run, Path]] = []
                 try:
                     self._create_views(connection, _mentioned(sql), files)
-                    cursor = connection.execute(sql)
-                    columns = tuple(column[0] for column in cursor.description or ())
-                    return Result(columns, cursor.fetchall())
-                except duckdb.IOException:
+                    return _fetch(connection, sql)
+                except duckdb.Error as error:
                     # A file that was merged away in the meantime is no error: its rows are in another one now.
-                    if attempt == READ_ATTEMPTS - 1 or all(file.exists() for file in files):
+                    replaced = isinstance(error, duckdb.IOException) and not all(path.exists() for _, path in files)
+                    again = replaced or (not isinstance(error, _ABOUT_THE_QUERY) and _leave_out_damaged(files))
+                    if attempt == READ_ATTEMPTS - 1 or not again:
                         raise
             raise AssertionError("the last attempt returns or raises")
         except duckdb.Error as error:
-            raise UserError(_explain(str(error))) from error
+            raise UserError(_explain(str(error), sql)) from error
         finally:
             connection.close()
 
-    def _create_views(self, connection: duckdb.DuckDBPyConnection, names: Sequence[str], files: list[Path]) -> None:
+    def _create_views(
+        self, connection: duckdb.DuckDBPyConnection, names: Sequence[str], files: list[tuple[Run, Path]]
+    ) -> None:
         """Make the views `names`, and add the files that they read to `files`."""
         # Tables of ours that the views need lie in a schema of their own, where SHOW TABLES does not list them.
         connection.execute("CREATE SCHEMA IF NOT EXISTS parts")
@@ -98,7 +114,31 @@ class Database:
             connection.execute(f"CREATE OR REPLACE VIEW {name} AS " + " UNION ALL BY NAME ".join(parts))
 
 
-def _visible_rows(run: Run, name: str, files: list[Path]) -> str:
+def _fetch(connection: duckdb.DuckDBPyConnection, sql: str) -> Result:
+    relation = connection.sql(sql)
+    columns = tuple(relation.columns)
+    zoned = [_WITH_TIME_ZONE in str(column_type) for column_type in relation.types]
+    if any(zoned):
+        # DuckDB needs another package to make Python's times of these; as text they say the same.
+        shown = [f"#{place + 1}{'::VARCHAR' if as_text else ''}" for place, as_text in enumerate(zoned)]
+        relation = relation.project(", ".join(shown))
+    return Result(columns, relation.fetchall())
+
+
+def _leave_out_damaged(files: Sequence[tuple[Run, Path]]) -> bool:
+    """Read every file, and have its run leave out those that cannot be read. Whether there were any."""
+    damaged = [(run, path) for run, path in files if not is_whole(path)]
+    for run, path in damaged:
+        run.leave_out(path)
+    return bool(damaged)
+
+
+def _escaped(path: Path) -> str:
+    """A path that DuckDB does not take for a pattern."""
+    return _GLOB.sub(r"[\g<0>]", str(path))
+
+
+def _visible_rows(run: Run, name: str, files: list[tuple[Run, Path]]) -> str:
     """A query over the rows of a run's table that no later attempt superseded."""
     rows = _all_rows(run, name, files)
     superseded = superseded_sql(run.cutoffs())
@@ -110,12 +150,12 @@ def _visible_rows(run: Run, name: str, files: list[Path]) -> str:
     return rows
 
 
-def _all_rows(run: Run, name: str, files: list[Path]) -> str:
+def _all_rows(run: Run, name: str, files: list[tuple[Run, Path]]) -> str:
     paths = [segment.path for segment in run.segments(name)]
-    files += paths
+    files += [(run, path) for path in paths]
     if not paths:
         return _empty(name)
-    listed = ", ".join(_text(_GLOB.sub(r"[\g<0>]", str(path))) for path in paths)
+    listed = ", ".join(_text(_escaped(path)) for path in paths)
     return f"({_empty(name)}) UNION ALL BY NAME FROM read_parquet([{listed}], union_by_name = true)"
 
 
@@ -166,13 +206,22 @@ def _sql_type(arrow_type: pa.DataType) -> str:
     return {**names, "float": "FLOAT", "bool": "BOOLEAN"}[str(arrow_type)]
 
 
-def _connect() -> duckdb.DuckDBPyConnection:
-    # Extensions would be fetched from the network; what a record needs is built in.
+def _connect(runs: Sequence[Run]) -> duckdb.DuckDBPyConnection:
+    """A database that can open the tables of `runs` and nothing else: a query may come from anywhere."""
+    # Extensions would be fetched from the network, and names be looked up among the variables of this process.
     settings: dict[str, str | bool | int | float | list[str]] = {
         "autoinstall_known_extensions": "false",
         "autoload_known_extensions": "false",
+        "python_enable_replacements": "false",
     }
-    return duckdb.connect(":memory:", config=settings)
+    connection = duckdb.connect(":memory:", config=settings)
+    folders = [run.files.tables for run in runs]
+    # What is compared is the text of a path: as it is written in a query, and as it comes out of that.
+    allowed = dict.fromkeys(text for folder in folders for text in (str(folder), _escaped(folder)))
+    connection.execute(f"SET allowed_directories = [{', '.join(map(_text, allowed))}]")
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+    return connection
 
 
 def _check_reading(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
@@ -198,20 +247,21 @@ def _mentioned(sql: str) -> list[str]:
     return list(VIEWS) if words & {"show", "information_schema", "duckdb_tables", "duckdb_views"} else wanted
 
 
-def _explain(message: str) -> str:
+def _explain(message: str, sql: str) -> str:
     """DuckDB's message, with the tables or columns there are when a name was wrong."""
     table = _UNKNOWN_TABLE.search(message)
     if table is not None:
         return f"There is no table {table[1]!r}.{_did_you_mean(table[1], VIEWS)}\nThe tables are {', '.join(VIEWS)}."
     column = _UNKNOWN_COLUMN.search(message)
     if column is not None:
-        return _unknown_column(message, column[1])
+        return _unknown_column(sql, column[1])
+    if "file system operations are disabled" in message:
+        return f"A query reads the tables of runs and no other files ({', '.join(VIEWS)}).\n{message}"
     return message
 
 
-def _unknown_column(message: str, column: str) -> str:
-    query = message.partition("LINE ")[2]
-    names = [name for name in _mentioned(query) if name != "run"] or list(VIEWS)
+def _unknown_column(sql: str, column: str) -> str:
+    names = [name for name in _mentioned(sql) if name != "run"] or list(VIEWS)
     lines = [f"There is no column {column!r}."]
     known = {name: ("run", *TABLES.get(name, SAMPLES).column_names) for name in names}
     lines[0] += _did_you_mean(column, [each for columns in known.values() for each in columns])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from telescope.record.convert import conform, rows_to_table
 from telescope.record.files import RunFiles, read_json
 from telescope.record.lineage import cutoffs, superseded
 from telescope.record.run_info import RunInfo, read_heartbeat, read_run_json, status_now
-from telescope.record.segments import Segment, snapshot
+from telescope.record.segments import SEGMENT_NAME, Segment, snapshot
 from telescope.record.tables import SAMPLES, TABLES, Table
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ SEARCH_DEPTH = 3
 """Levels of folders below a root in which runs are looked for."""
 
 _PARQUET_MAGIC = b"PAR1"
+_DAMAGE = (OSError, pa.ArrowException)
+"""What pyarrow raises for a file that it cannot make sense of, among others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class RunSummary:
     """Seconds from the first start to the end, or to the last sign of life."""
     attempt: int
     steps: int
+    num_steps: int | None
+    """Steps that the run is to have; None where it does not say."""
     reward_first: float | None
     reward_last: float | None
     heldout_before: float | None
@@ -180,9 +184,10 @@ class Run:
             duration=_duration(self.files.run_dir, info, status),
             attempt=info.attempt if info else 0,
             steps=len(pc.unique(steps["step"])),
+            num_steps=info.num_steps if info else None,
             reward_first=rewards[0] if rewards else None,
             reward_last=rewards[-1] if rewards else None,
-            heldout_before=_number(result.get("heldout_before")),
+            heldout_before=_number(result.get("heldout_before", info.heldout_before if info else None)),
             heldout_after=_number(result.get("heldout_after")),
             error=info.error if info else None,
             project=info.project if info else "",
@@ -214,7 +219,13 @@ class Run:
             pieces = [schema.empty_table()]
             segments = [segment for segment in self.segments(name) if segment.end > cursor]
             try:
-                pieces += [_read_segment(segment, cursor, schema) for segment in segments]
+                for segment in segments:
+                    try:
+                        pieces.append(_read_segment(segment, cursor, schema))
+                    except _DAMAGE as error:
+                        if not _is_damage(error):
+                            raise
+                        self.leave_out(segment.path)
             except FileNotFoundError:
                 # Merged and removed since the listing: its rows are in another file now.
                 if attempt == READ_ATTEMPTS - 1:
@@ -228,8 +239,21 @@ class Run:
         hidden = samples.filter(superseded(samples, self.cutoffs()))
         return turns.filter(pc.invert(pc.is_in(_sample_key(turns), value_set=_sample_key(hidden))))
 
+    @property
+    def num_unreadable(self) -> int:
+        """Files of tables that were lost or damaged, among those that reads of this object came upon."""
+        return len(self._unreadable)
+
+    def leave_out(self, path: Path) -> None:
+        """Read no more from a damaged segment, and warn of it."""
+        match = SEGMENT_NAME.match(path.name)
+        rows = f"rows {int(match[1])} to {int(match[2])}" if match else "the rows"
+        self._warn_once(path, f"{path} is damaged: {rows} of its table are lost")
+
     def _is_readable(self, segment: Segment) -> bool:
         """Whether a file ends as a Parquet file does; one that a power cut left behind does not."""
+        if segment.path in self._unreadable:
+            return False
         if segment.path in self._readable:
             return True
         try:
@@ -241,8 +265,7 @@ class Run:
         if complete:
             self._readable.add(segment.path)
         else:
-            rows = f"rows {segment.first} to {segment.end}"
-            self._warn_once(segment.path, f"{segment.path} is damaged: {rows} of its table are lost")
+            self.leave_out(segment.path)
         return complete
 
     def _warn_once(self, what: Path, message: str) -> None:
@@ -288,7 +311,12 @@ def find_runs(root: str | os.PathLike[str]) -> list[Run]:
 
 def list_runs(root: str | os.PathLike[str]) -> list[RunSummary]:
     """The runs in `root`, newest first. Raises `UserError` if there is no such folder."""
-    return sorted((run.summary() for run in find_runs(root)), key=lambda run: -(run.started_at or 0.0))
+    return newest_first(run.summary() for run in find_runs(root))
+
+
+def newest_first(summaries: Iterable[RunSummary]) -> list[RunSummary]:
+    """By their start; those that do not say it come last."""
+    return sorted(summaries, key=lambda run: -(run.started_at or 0.0))
 
 
 def _definition(name: str) -> Table:
@@ -303,6 +331,25 @@ def _read_segment(segment: Segment, cursor: int, schema: pa.Schema) -> pa.Table:
         present = [name for name in schema.names if name in file.schema_arrow.names]
         data = file.read(columns=present) if present else pa.table({"rows": pa.nulls(segment.num_rows)})
     return conform(data, schema).slice(max(0, cursor - segment.first))
+
+
+def is_whole(path: Path) -> bool:
+    """Whether all of a segment can be read. True for one that is not there any more."""
+    try:
+        with pq.ParquetFile(path) as file:
+            file.read()
+    except FileNotFoundError:
+        return True
+    except _DAMAGE as error:
+        if not _is_damage(error):
+            raise
+        return False
+    return True
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether pyarrow complains of a file's content; an error of the system has a number."""
+    return not isinstance(error, OSError) or error.errno is None
 
 
 def _latest(data: pa.Table, key: Sequence[str]) -> pa.Table:

@@ -3,7 +3,8 @@
 Owns the identity and the status of a run. Does not own its progress (table `steps`), its result (`summary.json`) or
 when the file is written (`attempt`).
 
-Invariant: `run.json` is replaced whole at the start and the end of every attempt, so that a status of `running` with
+Invariant: `run.json` is replaced whole at the start and the end of every attempt (and once between, when the accuracy
+before training is known), so that a status of `running` with
 no process behind it means that the attempt was killed.
 """
 
@@ -40,6 +41,10 @@ class RunInfo:
     tags: list[str] = field(default_factory=list)
     config_hash: str = ""
     process: dict[str, Any] = field(default_factory=dict)
+    num_steps: int | None = None
+    """Training steps that were asked for."""
+    heldout_before: float | None = None
+    """Held-out accuracy before training, from when it is known; at the end `summary.json` says it too."""
 
 
 def write_run_json(run_dir: Path | str, info: RunInfo) -> None:

@@ -39,7 +39,7 @@ was quicker can miss both a merge and its inputs."""
 LISTING_ATTEMPTS = 20
 """Listings until a gap counts as a lost file and not as a race with the writer."""
 
-_NAME = re.compile(r"^(\d+)-(\d+)\.(\d+)\.parquet$")
+SEGMENT_NAME = re.compile(r"^(\d+)-(\d+)\.(\d+)\.parquet$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def list_segments(directory: Path) -> list[Segment]:
     try:
         with os.scandir(directory) as entries:
             for entry in entries:
-                match = _NAME.match(entry.name)
+                match = SEGMENT_NAME.match(entry.name)
                 if match is None:
                     continue
                 try:

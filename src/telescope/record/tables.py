@@ -194,7 +194,7 @@ SAMPLES = Table(
         Column("step", INTEGER, "Step that trained it; for the others, the step the run was at."),
         Column("reward", NUMBER, "Total reward; null if it was never scored."),
         Column("advantage", NUMBER, "Advantage that it was trained with; null if it was not."),
-        Column("prompt_text", TEXT, "The prompt, decoded."),
+        Column("prompt_text", TEXT, "The prompt as the model read it: decoded, with the markers of its chat template."),
         Column("completion_text", TEXT, "What the model wrote, all turns, decoded."),
         Column("golden", TEXTS, "Gold answers that the environment named."),
         Column("metrics", NUMBERS, "The environment's metrics of this sample."),

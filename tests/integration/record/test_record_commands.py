@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import random
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -39,6 +41,19 @@ def test_runs_are_a_table_with_whole_paths(ask, root):
     assert status == 0
     assert "0 -> 0.5" in out
     assert all(str(root / folder) in out for folder in ("first", "second", "third"))
+
+
+def test_a_run_shows_its_progress_and_its_first_accuracy_before_it_ends(capsys, tmp_path):
+    with Recorder(tmp_path / "run", flush_seconds=0.01) as recorder:
+        info = begin_run(recorder, name="run", config_hash="", config_json="{}", num_steps=60)
+        recorder.write("steps", {"step": 0})
+        recorder.replace_json(recorder.files.run_json, asdict(replace(info, heldout_before=0.25)))
+        recorder.flush()
+        assert main(["runs", "--root", str(tmp_path)]) == 0
+        out = capsys.readouterr().out
+    assert "live" in out
+    assert " 1/60 " in out
+    assert "0.25 -> -" in out
 
 
 def test_runs_as_json(ask, root):
@@ -105,6 +120,107 @@ def test_what_is_wrong_is_said_with_exit_code_2(ask, arguments, parts):
     status, out, error = ask("query", *arguments)
     assert (status, out) == (2, "")
     assert all(part in error for part in parts), error
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "read_text('{file}')",
+        "read_csv('{file}')",
+        "glob('{folder}/*')",
+        "'{file}'",
+        "read_parquet('https://example.com/x')",
+    ],
+)
+def test_a_query_reads_no_files_but_the_tables(ask, tmp_path, source):
+    secret = tmp_path / "secret.csv"
+    secret.write_text("a,b\n1,2\n")
+    status, out, error = ask("query", "SELECT * FROM " + source.format(file=secret, folder=tmp_path))
+    assert (status, out) == (2, "")
+    assert "Traceback" not in error
+
+
+def test_a_query_cannot_lift_that_restriction(ask):
+    for sql in ("SET enable_external_access = true", "SELECT set_config('enable_external_access', 'true')"):
+        assert ask("query", sql)[0] == 2
+
+
+def test_names_of_this_process_are_no_tables(ask):
+    assert ask("query", "SELECT * FROM sql")[0] == 2
+
+
+def test_tables_are_read_from_a_relative_folder_with_odd_characters(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    with Recorder(tmp_path / "it's [1] * ?" / "run", flush_seconds=0.01) as recorder:
+        begin_run(recorder, name="odd", config_hash="", config_json="{}")
+        recorder.write("steps", {"step": 7})
+    assert main(["query", "SELECT step FROM steps", "--root", "it's [1] * ?", "--format", "csv"]) == 0
+    assert capsys.readouterr().out == "step\n7\n"
+
+
+def test_times_with_a_zone_are_text(ask):
+    sql = "SELECT to_timestamp(0) AS t, [to_timestamp(0)] AS l, 1 AS n, 2 AS n"
+    status, out, _ = ask("query", sql, "--format", "json")
+    row = json.loads(out)[0]
+    assert status == 0
+    assert row["t"].startswith(("1970-01-01", "1969-12-31"))
+    assert row["n"] == 2
+
+
+def test_an_error_of_sql_is_one_error_with_its_place(ask):
+    status, _, error = ask("query", "SELECT step, FROM FROM steps")
+    assert status == 2
+    assert error.startswith("telescope: Parser Error")
+    assert "problems" not in error
+    assert "LINE 1: SELECT step, FROM FROM steps" in error
+    assert "^" in error
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """The folder of two runs, and the file that holds the steps of the second, to be damaged."""
+    for folder, first in (("whole", 0), ("hurt", 100)):
+        with Recorder(tmp_path / "runs" / folder, flush_seconds=0.01) as recorder:
+            begin_run(recorder, name=folder, config_hash="", config_json="{}")
+            for step in range(first, first + 40):
+                recorder.write(
+                    "steps", {"step": step, "reward_mean": random.random(), "metrics": {"x": random.random()}}
+                )
+    (path,) = (tmp_path / "runs" / "hurt" / "tables" / "steps").glob("*.parquet")
+    return tmp_path / "runs", path
+
+
+def cut(content: bytes) -> bytes:
+    return content[:-1]
+
+
+def wipe_footer(content: bytes) -> bytes:
+    return content[:-60] + b"\xff" * 52 + content[-8:]
+
+
+def wipe_pages(content: bytes) -> bytes:
+    return content[:4] + b"\xff" * (len(content) // 2) + content[4 + len(content) // 2 :]
+
+
+@pytest.mark.parametrize("damage", [cut, wipe_footer, wipe_pages, lambda content: b""])
+def test_a_damaged_file_is_left_out_with_a_warning_and_an_exit_code(damaged, damage, capsys, caplog):
+    root, path = damaged
+    path.write_bytes(damage(path.read_bytes()))
+    status = main(["query", "SELECT * FROM steps", "--root", str(root), "--format", "json"])
+    out, error = capsys.readouterr()
+    assert status == 1
+    assert [row["step"] for row in json.loads(out)] == list(range(40))
+    assert "the answer is incomplete: 1 file of a table cannot be read" in error
+    assert sum(f"{path} is damaged" in record.message for record in caplog.records) == 1
+
+
+def test_runs_are_listed_around_a_damaged_file(damaged, capsys):
+    root, path = damaged
+    path.write_bytes(wipe_footer(path.read_bytes()))
+    assert main(["runs", "--root", str(root)]) == 0
+    out, error = capsys.readouterr()
+    assert "hurt" in out
+    assert "the list is incomplete: 1 file of a table cannot be read" in error
 
 
 def test_the_tables_are_described(capsys):
