@@ -124,10 +124,8 @@ class Trajectory:
     @property
     def version_range(self) -> tuple[int, int]:
         """Oldest and newest policy version among the sampled tokens, (-1, -1) when there are none."""
-        spans = [span for turn in self.turns for span in turn.generation.version_spans]
-        if not spans:
-            return -1, -1
-        return min(span[0] for span in spans), max(span[0] for span in spans)
+        versions = [span[0] for turn in self.turns for span in turn.generation.version_spans]
+        return (min(versions), max(versions)) if versions else (-1, -1)
 
     @property
     def completion_text(self) -> str:
