@@ -26,8 +26,9 @@ FAN_IN = 16
 """Segments of one level that are merged into one of the next. A table then has at most 15 files a level, and a row is
 rewritten once a level."""
 
-SEALED_BYTES = 64 * 2**20
-"""A segment of this size is never merged again, so that a merge costs a bounded amount of work."""
+SEALED_BYTES = 16 * 2**20
+"""A segment of this size is never merged again: a merge costs a bounded amount of work, and where a megabyte or more is
+flushed at a time a row is rewritten once. Larger files would not be read faster."""
 
 MAX_LEVEL = 4
 """Highest level: 16^4 flushes, about 36 hours at one flush in two seconds. Bounds how often a row is rewritten."""

@@ -23,6 +23,7 @@ from telescope.record.convert import conform, rows_to_table
 from telescope.record.files import TEMPORARY_PREFIX, temporary_name
 from telescope.record.pending import Row
 from telescope.record.segments import (
+    SEALED_BYTES,
     Segment,
     covered,
     final_merges,
@@ -84,7 +85,10 @@ class TableWriter:
         path = self._directory / segment_name(first, end, 0)
         temporary = temporary_name(path)
         try:
-            with _open_parquet(temporary, data.schema) as file:
+            # It is merged before long, or when the run ends, and compressed then; now it would be done twice. What is
+            # so large that it is never merged is compressed at once.
+            compression = "none" if data.nbytes < SEALED_BYTES else "zstd"
+            with _open_parquet(temporary, data.schema, compression=compression) as file:
                 file.write_table(data)
             os.rename(temporary, path)
         except BaseException:
@@ -150,11 +154,11 @@ class TableWriter:
             logger.warning("record: %s.%s %s", self._table.name, what, message)
 
 
-def _open_parquet(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+def _open_parquet(path: Path, schema: pa.Schema, *, compression: str = "zstd") -> pq.ParquetWriter:
     return pq.ParquetWriter(
         path,
         schema,
-        compression="zstd",
+        compression=compression,
         store_schema=False,
         use_dictionary=[name for name in schema.names if name in _CATEGORIES],
         write_statistics=[name for name in schema.names if name in _FILTERED],
