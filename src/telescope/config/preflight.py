@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import resource
 import socket
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
 
 LOOPBACK = "127.0.0.1"
+OTHER_OPEN_FILES = 512
+"""Files and sockets of the driver besides its requests: Ray, environment workers, the record, control calls."""
 PORTS_TO_TRY = 20  # blocks of ports to look at for a suggestion
 TRAINING_PACKAGES = ("torch", "transformers", "ray", "msgspec", "vllm")
 
@@ -114,6 +117,21 @@ def check_placement(config: TelescopeConfig) -> None:
     """The workers fit this machine, unless the run joins a cluster, which is asked when it is connected."""
     if not ray_cluster_is_configured(config.ray_address):
         plan_placement(config, local_resources())
+
+
+def check_open_files(config: TelescopeConfig) -> None:
+    """The driver may have a connection for every sample in flight: it raises its own limit, as far as it may."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lanes = config.num_inference_servers * config.lanes_per_server
+    if hard == resource.RLIM_INFINITY or lanes + OTHER_OPEN_FILES <= hard:
+        return
+    most = max(1, (hard - OTHER_OPEN_FILES) // (config.num_inference_servers * config.group_size))
+    raise ConfigError(
+        f"max_concurrent_prompts_per_server is {config.max_concurrent_prompts_per_server}, which with group_size "
+        f"{config.group_size} and {config.num_inference_servers} servers is {lanes:,} samples in flight, each with a "
+        f"connection, and a process may open {hard:,} files here. Raise that limit (`ulimit -Hn`, or LimitNOFILE of a "
+        f"service), or set max_concurrent_prompts_per_server to at most {most}"
+    )
 
 
 def check_run_dir(config: TelescopeConfig) -> None:
