@@ -44,7 +44,8 @@ class EngineClient:
     """One server's `Engine`, with its control calls. Create it anywhere; use it from one event loop.
 
     `secret` is the run's secret, sent with every request. `with_priority` says that the server runs the `priority`
-    policy. `initial_version` is the policy version of the weights that the server starts with. All times in seconds.
+    policy. `initial_version` is the policy version of the weights that the server starts with. `packed_answers` asks
+    for answers as arrays (see `packed_answers`); a server that does not know them sends JSON. All times in seconds.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class EngineClient:
         abort_grace: float = ABORT_GRACE_SECONDS,
         with_priority: bool = True,
         initial_version: int = 0,
+        packed_answers: bool = True,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.server_index = server_index
@@ -67,7 +69,11 @@ class EngineClient:
         """Version of the newest update that has ended; a request sent now is sampled by it or a newer one."""
         self._http = HttpClient(
             self.base_url,
-            {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"},
+            {
+                "Authorization": f"Bearer {secret}",
+                "Content-Type": "application/json",
+                "Accept": f"{wire.PACKED_TYPE}, application/json" if packed_answers else "application/json",
+            },
             keep_alive=KEEP_ALIVE_SECONDS,
             connect_timeout=CONNECT_TIMEOUT_SECONDS,
         )
@@ -216,9 +222,11 @@ class EngineClient:
         return Generation(*empty, "abort", [], server_index=self.server_index, total_seconds=seconds)
 
     def _parse(self, headers: Mapping[str, str], body: memoryview) -> wire.ParsedAnswer:
-        return wire.parse_generate(
-            body, spans_header=headers.get(wire.VERSION_SPANS_HEADER), initial_version=self.initial_version
-        )
+        if headers.get("content-type") == wire.PACKED_TYPE:
+            answer = wire.unpack_answer(body)
+        else:
+            answer = wire.read_generate(body, spans_header=headers.get(wire.VERSION_SPANS_HEADER))
+        return wire.resolve_versions(answer, initial_version=self.initial_version)
 
     async def _control(
         self, method: str, route: str, body: dict[str, Any] | bytes | None = None, *, within: float | None = None

@@ -27,6 +27,7 @@ from telescope.inference.client import raise_file_limit
 from telescope.inference.fake_answers import AnswerWriter
 from telescope.inference.fake_engine import AnswerFunction, FakeEngine, FakeEngineSettings
 from telescope.inference.lifeline import SUPERVISOR_PID_VARIABLE, die_with
+from telescope.inference.packed_answers import PackedAnswersMiddleware
 from telescope.inference.policy_version import PolicyVersionMiddleware, read_body
 from telescope.inference.supported_vllm import parse_version, reports_version_spans
 
@@ -308,7 +309,7 @@ class FakeEngineServer:
         note_spans = not reports_version_spans(parse_version(self.settings.vllm_version))
         versioned = PolicyVersionMiddleware(self.app, note_spans=note_spans)
         config = uvicorn.Config(
-            _with_app(self.app, RunSecretMiddleware(versioned, self.secret)),
+            _with_app(self.app, RunSecretMiddleware(PackedAnswersMiddleware(versioned), self.secret)),
             host=self.host,
             port=self.port,
             lifespan="off",

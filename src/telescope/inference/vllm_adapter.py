@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import struct
 from dataclasses import dataclass
 
 import msgspec
@@ -154,13 +155,21 @@ class ParsedAnswer:
     version_spans: list[tuple[int, int, int]]
 
 
-def parse_generate(
-    body: bytes | memoryview, *, spans_header: str | None = None, initial_version: int = 0
-) -> ParsedAnswer:
+@dataclass(slots=True)
+class LabelledAnswer:
+    """The same with the server's own names of its weights: (label, first token) pairs, None where it does not say."""
+
+    token_ids_N: np.ndarray
+    logprobs_N: np.ndarray
+    finish_reason: str
+    label_starts: list[tuple[str, int]] | None
+
+
+def read_generate(body: bytes | memoryview, *, spans_header: str | None = None) -> LabelledAnswer:
     """Read a generate answer of any supported version.
 
-    int32 ids and float32 logprobs, both [N]; N may be 0 for an aborted request. `initial_version` is what the weights
-    are called that the server started with. Raises `InfrastructureError` for an answer that is not of vLLM's form.
+    int32 ids and float32 logprobs, both [N]; N may be 0 for an aborted request. Raises `InfrastructureError` for an
+    answer that is not of vLLM's form.
     """
     try:
         answer = _generate_decoder.decode(body)
@@ -175,17 +184,70 @@ def parse_generate(
     logprobs_N = np.fromiter(map(_logprob_of, entries), dtype=np.float32, count=num_tokens)
     if choice.finish_reason not in FINISH_REASONS:
         raise InfrastructureError(f"the engine ended a request with {choice.finish_reason!r}")
+    starts = None
     if choice.weight_versions is not None:
-        spans = [(span.version, span.start) for span in choice.weight_versions]
+        starts = [(span.version, span.start) for span in choice.weight_versions]
     elif spans_header is not None:
-        spans = parse_spans_header(spans_header)
-    elif num_tokens == 0:
-        spans = []
-    else:
+        starts = parse_spans_header(spans_header)
+    return LabelledAnswer(token_ids_N, logprobs_N, choice.finish_reason, starts)
+
+
+def resolve_versions(answer: LabelledAnswer, *, initial_version: int = 0) -> ParsedAnswer:
+    """Labels to policy versions; `initial_version` is what the weights are called that the server started with.
+
+    Raises `InfrastructureError` where a token's weights are not known.
+    """
+    num_tokens = len(answer.token_ids_N)
+    if answer.label_starts is None and num_tokens:
         raise InfrastructureError("the engine does not say which weights sampled the tokens")
-    return ParsedAnswer(
-        token_ids_N, logprobs_N, choice.finish_reason, _close_spans(spans, num_tokens, initial_version=initial_version)
-    )
+    spans = _close_spans(answer.label_starts or [], num_tokens, initial_version=initial_version)
+    return ParsedAnswer(answer.token_ids_N, answer.logprobs_N, answer.finish_reason, spans)
+
+
+def parse_generate(
+    body: bytes | memoryview, *, spans_header: str | None = None, initial_version: int = 0
+) -> ParsedAnswer:
+    """`read_generate` and `resolve_versions` in one."""
+    return resolve_versions(read_generate(body, spans_header=spans_header), initial_version=initial_version)
+
+
+# --- answers as arrays ----------------------------------------------------------------------------------------------
+
+PACKED_TYPE = "application/x-telescope-generation"
+"""Media type of an answer that `pack_answer` wrote; a caller that can read it says so in its `Accept` header."""
+
+_PACKED_LENGTHS = struct.Struct("<II")
+
+
+class _PackedRest(msgspec.Struct):
+    finish_reason: str
+    label_starts: list[tuple[str, int]] | None
+
+
+_packed_decoder = msgspec.json.Decoder(_PackedRest)
+
+
+def pack_answer(answer: LabelledAnswer) -> bytes:
+    """Number of tokens N and length of the rest as little-endian uint32, N int32 ids, N float32 logprobs, the rest
+    (JSON)."""
+    rest = msgspec.json.encode(_PackedRest(answer.finish_reason, answer.label_starts))
+    ids_N, logprobs_N = answer.token_ids_N.astype("<i4", copy=False), answer.logprobs_N.astype("<f4", copy=False)
+    return b"".join((_PACKED_LENGTHS.pack(len(ids_N), len(rest)), ids_N.tobytes(), logprobs_N.tobytes(), rest))
+
+
+def unpack_answer(data: bytes | memoryview) -> LabelledAnswer:
+    """The inverse of `pack_answer`. Raises `InfrastructureError` for other bytes."""
+    try:
+        num_tokens, num_rest = _PACKED_LENGTHS.unpack_from(data)
+        at = _PACKED_LENGTHS.size + 8 * num_tokens
+        if len(data) != at + num_rest:
+            raise ValueError(f"{len(data)} bytes for {num_tokens} tokens")
+        ids_N = np.frombuffer(data, "<i4", num_tokens, _PACKED_LENGTHS.size).astype(np.int32)
+        logprobs_N = np.frombuffer(data, "<f4", num_tokens, at - 4 * num_tokens).astype(np.float32)
+        rest = _packed_decoder.decode(memoryview(data)[at:])
+    except (struct.error, ValueError, msgspec.DecodeError) as error:
+        raise InfrastructureError(f"the server's answer is no packed generation: {error}") from error
+    return LabelledAnswer(ids_N, logprobs_N, rest.finish_reason, rest.label_starts)
 
 
 def format_spans_header(starts: list[tuple[str, int]]) -> str:

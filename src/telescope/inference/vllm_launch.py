@@ -25,6 +25,7 @@ SCALE_OUT_FLAG_SINCE = (0, 30)
 
 MIDDLEWARES = (
     "telescope.inference.policy_version.PolicyVersionMiddleware",
+    "telescope.inference.packed_answers.PackedAnswersMiddleware",
     "telescope.inference.auth.RunSecretMiddleware",
 )
 """In vLLM's order: the last one is outermost, so nothing is seen without the secret."""

@@ -52,8 +52,9 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0"])
-async def test_generation_has_ids_logprobs_versions_and_server(connect, version: str) -> None:
-    _, client = await connect(mean_tokens=50, vllm_version=version)
+@pytest.mark.parametrize("packed", [True, False])
+async def test_generation_has_ids_logprobs_versions_and_server(connect, version: str, packed: bool) -> None:
+    _, client = await connect({"packed_answers": packed}, mean_tokens=50, vllm_version=version)
     generation = await client.generate(request())
     assert len(generation.token_ids_N) == len(generation.logprobs_N) == 50
     assert generation.finish_reason == "stop"
@@ -64,8 +65,9 @@ async def test_generation_has_ids_logprobs_versions_and_server(connect, version:
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0"])
-async def test_tokens_know_their_version_across_an_update(connect, version: str) -> None:
-    server, client = await connect(**SLOW, vllm_version=version)
+@pytest.mark.parametrize("packed", [True, False])
+async def test_tokens_know_their_version_across_an_update(connect, version: str, packed: bool) -> None:
+    server, client = await connect({"packed_answers": packed}, **SLOW, vllm_version=version)
     running = asyncio.create_task(client.generate(request("running")))
     await until(lambda: server.engine.num_running == 1, "admitted")
     await asyncio.sleep(0.1)
