@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +27,9 @@ from measure import LagMeter, TurnMeter, cpu_seconds, cpu_seconds_of, lag_of_tur
 
 from telescope.config import TelescopeConfig
 from telescope.inference.client import EngineClient
-from telescope.inference.fake_engine import FakeEngineSettings
+from telescope.inference.fake_answers import AnswerWriter
+from telescope.inference.fake_engine import FakeEngineSettings, FakeRequest
+from telescope.inference.vllm_adapter import read_generate
 from telescope.orchestrator.fake_run import FakeRun, FakeTrainer, fake_run
 from telescope.orchestrator.supervise import Supervisor
 
@@ -42,6 +44,9 @@ OPEN_GROUPS_PER_LANE = 8
 """Window, in groups per group's worth of lanes: wide enough that lanes alone bound what is in flight."""
 VLLM_VERSION = "0.32.0"
 
+FULL_SPEED_IN_FLIGHT = 4096
+"""With more in flight each request is slower in proportion, as on an engine that is full: the same answers a second."""
+
 FILL_SECONDS = 300.0
 """How long the run may take to fill its lanes; seconds on an idle machine."""
 
@@ -55,17 +60,21 @@ Measures the driver of a training run under load, on this machine, without a GPU
 
 Answers have a log-normal length with a mean of {MEAN_TOKENS} tokens (sigma {LENGTH_SIGMA}, cut at {MAX_TOKENS}). They
 come at a fixed speed per request and are written as vLLM {VLLM_VERSION} writes them, about 140 bytes
-a token. Groups of {GROUP_SIZE}, a batch of an eighth of what is in flight, a training step of {STEP_SECONDS} s,
-a weight sync after each."""
+a token; the middlewares that stand in front of vLLM stand in front of the fake engine too, and the
+last of them makes arrays of an answer, unless --answers json. Groups of {GROUP_SIZE}, a batch of an eighth of what
+is in flight, a training step of {STEP_SECONDS} s, a weight sync after each."""
 
 EPILOG = f"""\
 columns
+  answers     what the driver receives, see --answers
   held        samples in flight on average over the measured time; far below the first column, the
               machine could not carry the load and the row says little
   driver      CPU of the driver process, all threads, per finished sample and per 1,000 tokens
               (aim: {AIM_CPU_MS:g} ms with 4,096 in flight)
   loop        the part of it that ran on the event loop's thread
   recorder    the part of it that ran on the recorder's thread
+  reference   CPU of a fixed piece of work (reading one answer of {MEAN_TOKENS:,} tokens as JSON) at the end of
+              the case: what the machine's other work does to all CPU times of the row
   lag         how late the loop ran what was due, over points that are evenly spaced in time
               (aim: p99 {AIM_LAG_P99_MS:g} ms); includes waiting for a core, so run it on an idle machine
   turns       the same from the CPU of the loop's own thread alone: what the lag would be on a core that
@@ -78,6 +87,8 @@ columns
 examples
   python benchmarks/orchestrator.py --quick
   python benchmarks/orchestrator.py --json benchmarks/results/orchestrator.json
+  python benchmarks/orchestrator.py --in-flight 4096 --answers arrays json
+  python benchmarks/orchestrator.py --in-flight 16384 --repeats 1
   python benchmarks/orchestrator.py --in-flight 4096 --repeats 1 --profile driver.svg
 """
 
@@ -92,6 +103,8 @@ class Case:
     seconds: float
     tokenizer: str
     end_token: int
+    answers: str
+    """`arrays`: the server sends arrays, as a real one does. `json`: the driver reads vLLM's own JSON."""
 
 
 def config_of(case: Case) -> TelescopeConfig:
@@ -108,6 +121,7 @@ def config_of(case: Case) -> TelescopeConfig:
             "prompts_batch_size_for_trainer": batch,
             # A group is open until its longest answer is there, several times as long as a lane is held.
             "max_async_rollout": OPEN_GROUPS_PER_LANE * groups // batch,
+            "max_off_policy_steps": 1000,  # asked at every sync, and never the reason to throw a sample away
             "max_concurrent_prompts_per_server": groups // NUM_SERVERS,
             "inference_num_workers": NUM_SERVERS,
             "trainer_num_workers": 2,
@@ -134,7 +148,8 @@ async def started(case: Case, folder: Path) -> AsyncIterator[tuple[FakeRun, list
     )
     async with AsyncExitStack() as stack:
         servers = await stack.enter_async_context(fake_servers(NUM_SERVERS, settings))
-        clients = [EngineClient(server.url, SECRET, index) for index, server in enumerate(servers)]
+        packed = case.answers == "arrays"
+        clients = [EngineClient(s.url, SECRET, index, packed_answers=packed) for index, s in enumerate(servers)]
         for client in clients:
             stack.push_async_callback(client.close)
         trainer = FakeTrainer(seconds=STEP_SECONDS, keep=False)
@@ -194,6 +209,7 @@ async def _observe(
         "engines_ms": ms["engines"],
         "environments_ms": ms["environments"],
         "driver_cores": (after["driver"] - before["driver"]) / seconds,
+        "reference_ms": 1000 * reference_seconds(),
         "lag_p50_ms": 1000 * percentile(lags, 0.5),
         "lag_p99_ms": 1000 * percentile(lags, 0.99),
         "lag_max_ms": 1000 * max(lags),
@@ -213,12 +229,38 @@ async def _observe(
     }
 
 
+def reference_seconds() -> float:
+    """CPU of reading one answer of `MEAN_TOKENS` tokens as JSON, here and now: it shows what else the machine is doing,
+    because neighbours on its caches and cores make the same work take longer."""
+    settings = FakeEngineSettings(vocabulary=VOCABULARY, end_token=None, vllm_version=VLLM_VERSION)
+    answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    request = FakeRequest("reference", [1], MEAN_TOKENS, 1, 0, None, answered, total=MEAN_TOKENS, produced=MEAN_TOKENS)
+    request.versions = [("1", 0)]
+    body = AnswerWriter(settings).write(request, "length")
+    seconds = []
+    for _ in range(100):
+        started = time.thread_time()
+        read_generate(body)
+        seconds.append(time.thread_time() - started)
+    return statistics.median(seconds)
+
+
 async def _sleep(seconds: float, training: asyncio.Task[Any]) -> None:
     """Sleep, unless the run ends, which it must not: then raise why."""
     done, _ = await asyncio.wait([training], timeout=seconds)
     if done:
         training.result()
         raise RuntimeError("the run ended before the measurement did")
+
+
+def cases_of(arguments: argparse.Namespace, tokenizer: str, end_token: int) -> Iterator[Case]:
+    """What to measure, in order."""
+    for in_flight in arguments.in_flight:
+        speed = arguments.tokens_per_second * min(1.0, FULL_SPEED_IN_FLIGHT / in_flight)
+        # Long enough that starts and ends no longer come in waves: one and a half answers of mean length.
+        warm_up = 1.5 * MEAN_TOKENS / speed
+        for answers in arguments.answers:
+            yield Case(in_flight, speed, warm_up, arguments.seconds, tokenizer, end_token, answers)
 
 
 def run_case(case: Case, profile: str | None) -> dict[str, Any]:
@@ -234,11 +276,13 @@ def run_case(case: Case, profile: str | None) -> dict[str, Any]:
 
 COLUMNS = (
     ("in flight", "in_flight", "{:,.0f}"),
+    ("answers", "answers", "{}"),
     ("held", "in_flight_mean", "{:,.0f}"),
     ("driver ms", "driver_ms", "{:.2f}"),
     ("per 1,000 tokens", "driver_ms_per_1000_tokens", "{:.2f}"),
     ("loop ms", "loop_ms", "{:.2f}"),
     ("recorder ms", "recorder_ms", "{:.2f}"),
+    ("reference ms", "reference_ms", "{:.2f}"),
     ("lag p50 ms", "lag_p50_ms", "{:.1f}"),
     ("p99", "lag_p99_ms", "{:.1f}"),
     ("max", "lag_max_ms", "{:.0f}"),
@@ -250,10 +294,11 @@ COLUMNS = (
 )
 
 
-def median_of(in_flight: int, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def median_of(case: Case, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The median of every number over repeats, with the repeats."""
     medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-    return {"in_flight": in_flight, **medians, "runs": list(runs)}
+    named = {"in_flight": case.in_flight, "answers": case.answers, "tokens_per_second": case.tokens_per_second}
+    return {**named, **medians, "runs": list(runs)}
 
 
 def cells(result: dict[str, Any]) -> list[str]:
@@ -308,9 +353,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     unit = GROUP_SIZE * NUM_SERVERS
     add("--in-flight", type=int, nargs="+", metavar="N",
         help=f"samples in flight, each a multiple of {unit} (default: 256 1024 4096)")  # fmt: skip
+    add("--answers", nargs="+", choices=("arrays", "json"), default=["arrays"],
+        help="what the driver receives: arrays that the server made of vLLM's JSON, or that JSON itself "
+        "(default: arrays)")  # fmt: skip
     add("--seconds", type=float, default=40.0, help="measured seconds of each repeat (default: 40)")
     add("--tokens-per-second", type=float, default=50.0, metavar="S",
-        help="speed of each request; at 50, one of 1,000 tokens takes 20 s (default: 50)")  # fmt: skip
+        help="speed of each request; at 50, one of 1,000 tokens takes 20 s (default: 50), and with more than "
+        f"{FULL_SPEED_IN_FLIGHT:,} in flight it is lower in proportion")  # fmt: skip
     add("--repeats", type=int, default=3, help="fresh processes a case, of which the median counts (default: 3)")
     add("--quick", action="store_true", help="256 and 1024 in flight, once, 10 s each, at double speed")
     add("--json", type=Path, metavar="FILE", help="write everything there, and a table to FILE with .md")
@@ -333,19 +382,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(asyncio.run(measure(Case(**json.loads(arguments.case))))))
         return 0
     made = provenance(PACKAGES)
-    # Long enough that starts and ends no longer come in waves: one and a half answers of mean length.
-    warm_up = 1.5 * MEAN_TOKENS / arguments.tokens_per_second
     results = []
     with tempfile.TemporaryDirectory(prefix="telescope-benchmark-") as folder:
         end_token = save_tokenizer(Path(folder))
-        for in_flight in arguments.in_flight:
-            case = Case(in_flight, arguments.tokens_per_second, warm_up, arguments.seconds, folder, end_token)
+        for case in cases_of(arguments, folder, end_token):
             runs = []
             for repeat in range(arguments.repeats):
-                print(f"{in_flight} in flight, repeat {repeat + 1} of {arguments.repeats} ...", file=sys.stderr)
+                what = f"{case.in_flight} in flight, {case.answers}"
+                print(f"{what}, repeat {repeat + 1} of {arguments.repeats} ...", file=sys.stderr)
                 runs.append(run_case(case, arguments.profile))
                 print("  {driver_ms:.2f} ms a sample, lag p99 {lag_p99_ms:.1f} ms".format(**runs[-1]), file=sys.stderr)
-            results.append(median_of(in_flight, runs))
+            results.append(median_of(case, runs))
     show(results)
     if arguments.json:
         report = {
