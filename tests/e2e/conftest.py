@@ -7,7 +7,7 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,14 @@ from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervise import Supervisor
 from telescope.record.reader import Run
+from telescope.rollout.sample import RolloutSettings
 from telescope.tiny_model.cache import ensure_tiny_model
 
 DEMO = Path(__file__).parents[2] / "configs" / "examples" / "demo_countdown.yaml"
+
+ENVIRONMENTS = Path(__file__).parents[2] / "benchmarks" / "environments"
+OTHER_ENVIRONMENTS = ("puzzle_series",)
+"""What is loaded beside the demo's environment, for `Stack.run(environment=...)`."""
 
 
 @pytest.fixture(scope="session")
@@ -60,18 +65,22 @@ class Stack:
     folder: Path
     num_runs: int = 0
 
-    async def run(self, timeout: float = 240, **changes: Any) -> Outcome:
-        """Train from the first weights with `changes` of the config; only loop settings may change."""
+    async def run(self, timeout: float = 240, environment: str = "countdown", **changes: Any) -> Outcome:
+        """Train on one of the environments from the first weights, with `changes` of the config's loop settings."""
         await self.parts.trainer.restart()
         await self.parts.weights.sync()
-        config = self.parts.config.replace(**changes)
+        entries = self.parts.config.environments
+        position = [entry.name for entry in entries].index(environment)
+        config = self.parts.config.replace(environments=[entries[position]], **changes)
+        keys = replace(self.parts.keys, training=[self.parts.keys.training[position]], evals=[])
+        parts = replace(self.parts, config=config, keys=keys, settings=RolloutSettings.from_config(config))
         self.num_runs += 1
         directory = RunDirectory(self.folder / f"run-{self.num_runs}", config, [])
         directory.path.mkdir()
         status = RunStatus("e2e", config.number_of_steps)
         with directory.open_record(console=True):
             evaluation = Evaluation([], config, self.parts.environments, self.parts.lanes, directory.recorder, status)
-            orchestrator = await make_orchestrator(config, self.parts, evaluation, directory, status)
+            orchestrator = await make_orchestrator(config, parts, evaluation, directory, status)
             supervisor = Supervisor()
             supervisor.spawn(self.parts.servers.watch(), "server watch")
             async with asyncio.timeout(timeout):
@@ -104,7 +113,9 @@ async def stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> A
         "--use_wandb=false",
     ]
     flags.append("--max_model_len=256")  # room for two of vLLM's KV blocks: the test of the prefix cache needs one
-    config: TelescopeConfig = load_config(DEMO, flags, environ={}).config
+    flags.append(f"--environments_path=[{ENVIRONMENTS}]")
+    demo: TelescopeConfig = load_config(DEMO, flags, environ={}).config
+    config = demo.replace(environments=[*demo.environments, *({"name": name} for name in OTHER_ENVIRONMENTS)])
     async with AsyncExitStack() as exit_stack:
         directory = RunDirectory.create(config, [])
         exit_stack.enter_context(directory.open_record(console=True))

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
 
 CHECKPOINTS = "checkpoints and resuming"
-MULTI_TURN = "multi-turn rollouts"
 PERIODIC_EVALS = "evals during training"
 UPLOADS = "upload of code and logs"
 HARDWARE_METRICS = "hardware metrics and GPU timeline"
@@ -31,7 +30,6 @@ FIELD_STATUS: dict[str, str] = {
     "checkpoint_dir": CHECKPOINTS,
     "checkpoint_keep_last": CHECKPOINTS,
     "checkpoint_keep_every": CHECKPOINTS,
-    "interleaved_rollouts": MULTI_TURN,
     "eval_num_servers": PERIODIC_EVALS,
     "eval_start_end_use_all_servers": PERIODIC_EVALS,
     "evals.eval_every": PERIODIC_EVALS,

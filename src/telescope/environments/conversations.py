@@ -22,6 +22,7 @@ from telescope.environments.base import (
 )
 from telescope.environments.dialogue import Dialogue
 from telescope.environments.plain import MalformedResultError, plain_messages, plain_score, plain_verdict
+from telescope.environments.records import CONTEXT_EXHAUSTED
 from telescope.environments.rendering import Renderer
 from telescope.environments.steps import Steps, settled
 from telescope.environments.wire import pack_ids, unpack_floats, unpack_ids
@@ -118,9 +119,8 @@ class Conversations:
         state.trajectory.append(
             TrajectoryStep(played.prompt, text, played.prompt_ids, ids, unpack_floats(blob[4 * num_ids :]), truncated)
         )
-        done, reason = bool(header["last"]), header["last"]
-        if not done and truncated and not environment.continues_after_truncation:
-            done, reason = True, "truncated"
+        done = truncated and not environment.continues_after_truncation
+        reason: str | None = "truncated"
         if not done:
             done, reason = plain_verdict((yield from settled(environment.is_done(state))))
         added: list[ChatMessage] = []
@@ -137,6 +137,8 @@ class Conversations:
             played.prompt_ids = extension.token_ids
         else:
             played.prompt_ids = [*played.prompt_ids, *ids, *extension.token_ids]
+        if header["max_context"] is not None and len(played.prompt_ids) >= header["max_context"]:
+            return (yield from self._score(played, header["for_eval"], text, CONTEXT_EXHAUSTED)), []
         played.prompt = messages
         fields = {
             "done": False,

@@ -18,6 +18,7 @@ from typing import Any
 from telescope.environments.base import ChatMessage, Sample, sample_uid
 from telescope.environments.blame import describe
 from telescope.environments.conversations import Conversations
+from telescope.environments.dialogue import why_not_extendable
 from telescope.environments.plain import as_json, plain_messages, plain_score
 from telescope.environments.records import EnvironmentInfo, EnvironmentSpec
 from telescope.environments.rendering import Renderer
@@ -52,6 +53,7 @@ class Player:
         self.environments = [self._make(spec, path) for spec in specs]
         self.resources = [Resources(environment) for environment in self.environments]
         self.conversations = Conversations(renderer)
+        self.not_extendable: dict[int, str | None] = {}
 
     @contextlib.contextmanager
     def _loading(self, spec: EnvironmentSpec, stage: str, doing: str) -> Iterator[None]:
@@ -111,6 +113,7 @@ class Player:
                 raise UserError(
                     f"The first prompt of environment {spec.name!r} cannot be rendered: {type(error).__name__}: {error}"
                 ) from error
+        self.not_extendable[position] = self._why_not_extendable(spec, environment)
         return EnvironmentInfo(
             name=str(environment.name),
             num_samples=count,
@@ -119,9 +122,24 @@ class Player:
             reward_max=spec.reward_max if spec.reward_max is not None else environment.reward_max,
             metrics_ranges={key: dict(value) for key, value in environment.metrics_ranges.items()},
             tags_options={key: list(value) for key, value in environment.tags_options.items()},
+            not_extendable=self.not_extendable[position],
             dataset_digest=hashlib.sha256(identities.encode()).hexdigest()[:16],
             shares_resources=self.resources[position].overridden and self.resources[position].per_host,
         )
+
+    def _why_not_extendable(self, spec: EnvironmentSpec, environment: Any) -> str | None:
+        """See `dialogue.why_not_extendable`. Raises `UserError` when the template does not take the replies at all."""
+        if self.renderer is None or not environment.is_multi_turn:
+            return None
+        role = getattr(self.conversations.game(environment), "tool_role", "user")
+        try:
+            return why_not_extendable(self.renderer, reply_role=role)
+        except Exception as error:
+            raise UserError(
+                f"The environment {spec.name!r} replies as {role!r}, which the chat template of "
+                f"{self.renderer.spec.tokenizer_path!r} does not take: {error}. Set chat_template, or "
+                "the environment's tool_role."
+            ) from error
 
     def identities(self, position: int, start: int, stop: int) -> list[str]:
         """`sample_uid` of the items from `start` up to `stop`."""
@@ -150,7 +168,11 @@ class Player:
             sample = environment.get_sample(header["index"])
             messages = self._first_messages(environment, sample)
             ids = yield from self.conversations.begin(
-                header["rollout"], environment, sample, messages, interleaved=header["interleaved"]
+                header["rollout"],
+                environment,
+                sample,
+                messages,
+                interleaved=header["interleaved"] and not self.not_extendable.get(position),
             )
             return {"messages": messages}, pack_ids(ids)
         assert op == "respond", f"unknown operation {op!r}"

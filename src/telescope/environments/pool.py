@@ -188,21 +188,21 @@ class EnvironmentPool:
         completion_logprobs: Sequence[float] | np.ndarray = (),
         stop_reason: str = "stop",
         *,
-        last: str | None = None,
+        max_context: int | None = None,
         for_eval: bool = False,
     ) -> Advance:
         """Hand the rollout's environment the next completion. With `done` the answer holds the score and the rollout is
         over; otherwise it holds what the environment said, and the token ids that lead to the next completion.
 
-        A `stop_reason` other than `stop` says that the completion was cut off, which by default ends the rollout. With
-        `last`, a word for why (`context_exhausted`), the completion is the last one whatever the environment thinks,
-        and the trajectory so far is scored.
+        A `stop_reason` other than `stop` says that the completion was cut off, which by default ends the rollout. So
+        does a next prompt of `max_context` tokens or more, which leaves no room to answer: the trajectory so far is
+        scored then, and the reason is `context_exhausted`.
 
         Raises `EnvironmentFailure` as `advance` does and `RolloutLost` when the process that held the rollout has
         ended; after either the rollout is over. One call at a time for each rollout.
         """
         return await self._rollouts.respond(
-            rollout, completion_token_ids, completion_logprobs, stop_reason, for_eval=for_eval, last=last
+            rollout, completion_token_ids, completion_logprobs, stop_reason, for_eval=for_eval, max_context=max_context
         )
 
     def cancel(self, rollout: str) -> None:

@@ -79,7 +79,7 @@ class PoolRollouts:
         stop_reason: str,
         *,
         for_eval: bool,
-        last: str | None,
+        max_context: int | None,
     ) -> Advance:
         """See `EnvironmentPool.respond`."""
         record, position = self._known(rollout)
@@ -90,7 +90,7 @@ class PoolRollouts:
             "stop_reason": stop_reason,
             "num_ids": len(token_ids),
             "for_eval": for_eval,
-            "last": last,
+            "max_context": max_context,
         }
         blob = pack_ids(token_ids) + pack_floats(logprobs)
         call = self._call(header, blob, f"{record.label}: its turn", place=record.place, rollout=record)

@@ -14,6 +14,9 @@ from typing import Any
 from telescope.environments.base import ChatMessage
 from telescope.environments.limits import default_memory_limit
 
+CONTEXT_EXHAUSTED = "context_exhausted"
+"""`Advance.end_reason` of a rollout that had no room for another turn and was scored as it was."""
+
 
 @dataclass(slots=True, frozen=True)
 class EnvironmentSpec:
@@ -60,6 +63,8 @@ class EnvironmentInfo:
     reward_max: float | None = None
     metrics_ranges: dict[str, dict[str, float]] = field(default_factory=dict)
     tags_options: dict[str, list[str]] = field(default_factory=dict)
+    not_extendable: str | None = None
+    """Why conversations cannot be extended token by token with this chat template (`dialogue`); None when they can."""
     dataset_digest: str = ""
     """Identities of up to 64 items spread over the dataset, hashed; equal in all processes."""
     shares_resources: bool = False

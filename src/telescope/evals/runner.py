@@ -47,6 +47,7 @@ class PlannedEval:
     """Whether training never sees these items (`separate_eval_samples`)."""
     number: int = 0
     """Place among the evals of the run: two may have one name and differ in how they sample."""
+    is_multi_turn: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,9 @@ async def plan_eval(
         max_tokens=sampling.max_tokens if entry.max_tokens is None else entry.max_tokens,
     )
     items = [EvalItem(index, prompt) for index, prompt in enumerate(prompts)]
-    return PlannedEval(entry.name, environment_key, items, settings, entry.separate_eval_samples, number)
+    return PlannedEval(
+        entry.name, environment_key, items, settings, entry.separate_eval_samples, number, info.is_multi_turn
+    )
 
 
 async def run_eval(
@@ -124,6 +127,7 @@ async def run_eval(
             item_index=item.index,
             prompt_token_ids=item.prompt.token_ids,
             seed_of_turn=lambda turn: seed_of(item.index, turn),
+            is_multi_turn=plan.is_multi_turn,
         )
         trajectory = await run_rollout(
             task, lanes=lanes, engine_of=engine_of, environments=environments, settings=settings,

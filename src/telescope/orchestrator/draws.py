@@ -27,6 +27,21 @@ class Draw:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class DrawPosition:
+    """Where a run stands in its draws: what a checkpoint keeps so that no prompt is skipped and none asked twice.
+
+    Every draw below `next_draw` was trained, dropped or held out, but for `unfinished`, which are asked first.
+    """
+
+    next_draw: int = 0
+    unfinished: tuple[int, ...] = ()
+
+
+FIRST_DRAW = DrawPosition()
+"""Where a new run starts."""
+
+
 def _generator(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 

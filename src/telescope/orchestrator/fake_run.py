@@ -186,7 +186,8 @@ async def fake_run(
             servers.open(index)
         recorder = stack.enter_context(Recorder(run_dir, flush_seconds=flush_seconds))
         step_log = StepLog()
-        sizes = [(await environments.describe(key)).num_samples for key in keys.training]
+        infos = [await environments.describe(key) for key in keys.training]
+        sizes = [info.num_samples for info in infos]
         orchestrator = Orchestrator(
             config,
             Services(
@@ -198,8 +199,8 @@ async def fake_run(
                 weights=weights,
                 recorder=recorder,
                 step_log=step_log,
-                reward_ranges=[(entry.reward_min, entry.reward_max) for entry in config.environments],
                 filters=SampleFilters.from_config(config, vocab_size=VOCAB_SIZE),
+                infos=infos,
                 report_engine_failure=servers.report_failure,
             ),
             DrawSequence(config.seed, sizes, [entry.weight for entry in config.environments], [0] * len(sizes)),

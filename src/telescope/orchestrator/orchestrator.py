@@ -27,14 +27,14 @@ import numpy as np
 
 from telescope.config import TelescopeConfig
 from telescope.environments.pool import EnvironmentPool
-from telescope.environments.records import PreparedPrompt
+from telescope.environments.records import EnvironmentInfo, PreparedPrompt
 from telescope.errors import EnvironmentFailure, InfrastructureError, RunError
 from telescope.orchestrator import rows
 from telescope.orchestrator.batches import Batch, form_batch
 from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.changes import Changes
-from telescope.orchestrator.draws import Draw, DrawSequence, request_seed
-from telescope.orchestrator.filters import RewardRange, SampleFilters
+from telescope.orchestrator.draws import FIRST_DRAW, Draw, DrawPosition, DrawSequence, request_seed
+from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.garbage import rare_full_collections
 from telescope.orchestrator.groups import DiscardStreak, Group, Signal, zero_advantage_kind
 from telescope.orchestrator.journal import Journal, StepLogPort, TrainedStep
@@ -89,10 +89,10 @@ class Services:
     weights: WeightSyncPort
     recorder: Recorder
     step_log: StepLogPort
-    reward_ranges: Sequence[RewardRange]
-    """Of the environment of each entry of the config."""
     filters: SampleFilters
     """Judge every scored sample."""
+    infos: Sequence[EnvironmentInfo]
+    """What the environment of each entry of the config says of itself."""
     report_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None
 
 
@@ -107,7 +107,9 @@ class Orchestrator:
         held_out_uids: frozenset[str],
         rollout_settings: RolloutSettings,
         status: RunStatus,
+        start: DrawPosition = FIRST_DRAW,
     ) -> None:
+        """`start` is where an earlier attempt of the run was in its draws (`position`)."""
         self.config = config
         self.services = services
         self.status = status
@@ -120,7 +122,9 @@ class Orchestrator:
         services.lanes.on_change(self._changes.notify)
         self._prompts: deque[tuple[Draw, PreparedPrompt]] = deque()
         self._buffer_size = config.prompt_prefetch_buffer_size if config.enable_prompt_prefetch else 1
-        self._next_draw = 0
+        self._next_draw = start.next_draw
+        self._ask_first = deque(sorted(start.unfinished))
+        self._preparing: list[int] = []
         self._open: dict[int, Group] = {}
         self._finished: list[Group] = []
         self._unsettled: dict[int, Group] = {}
@@ -142,6 +146,12 @@ class Orchestrator:
         """End the run after the training step under way. Safe to call more than once."""
         self._stop_requested = True
         self._changes.notify()
+
+    def position(self) -> DrawPosition:
+        """Where the run stands in its draws: what is neither trained nor dropped is unfinished, wherever it is."""
+        buffered = {draw.n for draw, _ in self._prompts}
+        unfinished = {*self.ledger.open, *buffered, *self._preparing, *self._ask_first}
+        return DrawPosition(self._next_draw, tuple(sorted(unfinished)))
 
     async def run(self, supervisor: Supervisor) -> None:
         """Train `number_of_steps` steps, or until a stop is asked for. Raises the first error of any loop."""
@@ -175,10 +185,11 @@ class Orchestrator:
                 lambda: len(self._prompts) < self._buffer_size, "prompts", "a free place in the prompt buffer"
             )
             num_wanted = min(PREPARE_AT_ONCE, self._buffer_size - len(self._prompts))
-            draws = [self._draws.draw(self._next_draw + i) for i in range(num_wanted)]
+            self._preparing = [self._next_number() for _ in range(num_wanted)]
+            draws = [self._draws.draw(n) for n in self._preparing]
             self.status.set_part("prompts", f"preparing draw {draws[0].n}")
             prepared = await asyncio.gather(*(self._prepare(draw) for draw in draws))
-            self._next_draw += num_wanted
+            self._preparing = []
             num_fruitless = 0 if any(prepared) else num_fruitless + num_wanted
             if num_fruitless >= MAX_FRUITLESS_DRAWS:
                 raise RunError(
@@ -188,6 +199,13 @@ class Orchestrator:
                 )
             self._prompts.extend(pair for pair in zip(draws, prepared, strict=True) if pair[1] is not None)  # type: ignore[misc]
             self._changes.notify()
+
+    def _next_number(self) -> int:
+        """The draw to prepare next: those that an earlier attempt left first."""
+        if self._ask_first:
+            return self._ask_first.popleft()
+        self._next_draw += 1
+        return self._next_draw - 1
 
     async def _prepare(self, draw: Draw) -> PreparedPrompt | None:
         """Render and tokenise one prompt; None when it is held out for an eval or its environment failed."""
@@ -266,6 +284,7 @@ class Orchestrator:
             item_index=group.draw.index,
             prompt_token_ids=group.prompt.token_ids,
             seed_of_turn=lambda turn: request_seed(self.config.seed, group.group_id, index, turn),
+            is_multi_turn=self.services.infos[group.draw.environment].is_multi_turn,
             lane_key=group.opening,
         )
         return Rollout(
@@ -304,7 +323,8 @@ class Orchestrator:
 
     def _judge(self, group: Group, trajectory: Trajectory) -> None:
         """The reward that a scored sample is trained with, or the filter that leaves it out."""
-        scale = self.services.reward_ranges[group.draw.environment] if self.config.normalize_rewards else (None, None)
+        info = self.services.infos[group.draw.environment]
+        scale = (info.reward_min, info.reward_max) if self.config.normalize_rewards else (None, None)
         self.services.filters.judge(trajectory, scale)
         if trajectory.left_out is not None:
             logger.info("sample %s (%s) is left out: %s", trajectory.sample_id, group.environment, trajectory.left_out)

@@ -8,6 +8,7 @@ whatever happened. What is done with the parts is `run`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 from collections.abc import Callable
@@ -23,7 +24,6 @@ from telescope.config.machine import local_resources
 from telescope.config.plan import plan_placement
 from telescope.environments.pool import EnvironmentPool
 from telescope.environments.records import RendererSpec
-from telescope.errors import UserError
 from telescope.evals.runner import PlannedEval
 from telescope.orchestrator.environment_keys import EnvironmentKeys, environment_keys
 from telescope.orchestrator.evaluation import plan_evals
@@ -33,6 +33,8 @@ from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.weight_sync import SyncReport, WeightSync
 from telescope.rollout.sample import RolloutSettings
+
+logger = logging.getLogger(__name__)
 
 PROBE_TEXT_TOKENS = 64
 """Length of the fixed text whose logprobs are compared on both sides of a weight sync."""
@@ -74,7 +76,7 @@ async def start_parts(
     """
     status.phase = "loading environments"
     keys = environment_keys(config)
-    environments = await _start_environments(config, keys, directory, stack)
+    environments = await _start_environments(config, keys, directory, status, stack)
     settings = RolloutSettings.from_config(config)
     evals = await plan_evals(config, keys, environments, settings)
 
@@ -128,7 +130,11 @@ async def start_parts(
 
 
 async def _start_environments(
-    config: TelescopeConfig, keys: EnvironmentKeys, directory: RunDirectory, stack: AsyncExitStack
+    config: TelescopeConfig,
+    keys: EnvironmentKeys,
+    directory: RunDirectory,
+    status: RunStatus,
+    stack: AsyncExitStack,
 ) -> EnvironmentPool:
     environments = EnvironmentPool(
         keys.specs,
@@ -146,11 +152,14 @@ async def _start_environments(
     )
     stack.push_async_callback(environments.close)
     await environments.start()
-    for spec in keys.specs:
-        if (await environments.describe(spec.identity)).is_multi_turn:
-            raise UserError(
-                f"The environment {spec.name!r} has several turns; this version trains on single ones only."
-            )
+    for key in keys.training if config.interleaved_rollouts else ():
+        why = (await environments.describe(key)).not_extendable
+        if why is not None:
+            logger.warning(
+                "The chat template cannot be extended from turn to turn for environment %r: %s. Each turn is rendered "
+                "anew and is a training sample of its own, as with interleaved_rollouts: false.", key, why
+            )  # fmt: skip
+            status.messages.append(f"{key}: each turn is a sample of its own (the chat template rewrites history)")
     return environments
 
 

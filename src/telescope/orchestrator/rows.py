@@ -5,14 +5,33 @@ Pure functions; `telescope.record.tables` says what each column means. A sample 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
+from telescope.environments.records import EnvironmentInfo
 from telescope.orchestrator.groups import Group
 from telescope.rollout.trajectory import Trajectory
 
 MAX_FAILURE_MESSAGE = 4000
 """Characters kept of why a sample failed: user code may raise with a message of any length."""
+
+
+def environment_row(key: str, name: str, weight: float | None, info: EnvironmentInfo) -> dict[str, Any]:
+    """One row of `environments`; a `weight` of None is an eval."""
+    return {
+        "key": key,
+        "name": name,
+        "purpose": "eval" if weight is None else "training",
+        "weight": weight,
+        "num_samples": info.num_samples,
+        "is_multi_turn": info.is_multi_turn,
+        "reward_min": info.reward_min,
+        "reward_max": info.reward_max,
+        "metrics_ranges": json.dumps(info.metrics_ranges),
+        "tags_options": json.dumps(info.tags_options),
+        "not_extendable": info.not_extendable,
+    }
 
 
 def group_row(group: Group, *, status: str, reason: str | None, step: int | None) -> dict[str, Any]:
@@ -81,6 +100,9 @@ def sample_row(
         "failure_message": sample.failure_message and sample.failure_message[:MAX_FAILURE_MESSAGE],
         "eval_name": eval_name,
         "penalty": sample.penalty if reward is not None else None,
+        "environment_tokens": sample.num_environment_tokens,
+        "info_turns": json.dumps(reward.info_turns) if reward is not None and reward.info_turns else None,
+        "divergences": {name: float(count) for name, count in sample.divergences.items()},
     }
 
 
@@ -106,13 +128,33 @@ def in_flight_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
 
 
 def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
-    """The rows of `turns`: one per answer of the model, with what each token was sampled at."""
-    rows = []
+    """The rows of `turns`: what the model and the environment said, in order, with what each token was sampled at."""
+    rows: list[dict[str, Any]] = []
     for index, turn in enumerate(sample.turns):
+        asked_at = sample.turns[index - 1].ended_at if index else turn.started_at
+        for number, (role, text) in enumerate(turn.replies):
+            # Messages of one reply are tokenised together.
+            added = turn.added_token_ids if number == 0 else []
+            rows.append(
+                {
+                    "sample_id": sample.sample_id,
+                    "turn": len(rows),
+                    "role": role,
+                    "text": text,
+                    "num_tokens": len(added),
+                    "token_ids": added,
+                    "logprobs": None,
+                    "versions": None,
+                    "started_at": asked_at,
+                    "ended_at": turn.started_at,
+                    "restarts": turn.restarts,
+                    "divergence": turn.divergence,
+                }
+            )
         rows.append(
             {
                 "sample_id": sample.sample_id,
-                "turn": index,
+                "turn": len(rows),
                 "role": "assistant",
                 "text": turn.text,
                 "num_tokens": len(turn.generation.token_ids_N),
@@ -121,6 +163,8 @@ def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
                 "versions": turn.generation.version_N,
                 "started_at": turn.started_at,
                 "ended_at": turn.ended_at,
+                "restarts": None,
+                "divergence": None,
             }
         )
     return rows

@@ -15,6 +15,7 @@ from typing import Protocol
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig
 from telescope.config.model_files import vocabulary_size
+from telescope.orchestrator import rows
 from telescope.orchestrator.draws import DrawSequence
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.filters import SampleFilters
@@ -170,6 +171,12 @@ async def make_orchestrator(
 ) -> Orchestrator:
     """The loops over started parts. Items that an eval holds out are never drawn."""
     infos = [await parts.environments.describe(key) for key in parts.keys.training]
+    for key, entry, info in zip(parts.keys.training, config.environments, infos, strict=True):
+        directory.recorder.write("environments", rows.environment_row(key, entry.name, entry.weight, info))
+    for key, eval_entry in zip(parts.keys.evals, config.evals, strict=True):
+        if key not in parts.keys.training:
+            row = rows.environment_row(key, eval_entry.name, None, await parts.environments.describe(key))
+            directory.recorder.write("environments", row)
     draws = DrawSequence(
         config.seed,
         sizes=[info.num_samples for info in infos],
@@ -185,8 +192,8 @@ async def make_orchestrator(
         weights=parts.weights,
         recorder=directory.recorder,
         step_log=directory.step_log,
-        reward_ranges=[(info.reward_min, info.reward_max) for info in infos],
         filters=SampleFilters.from_config(config, vocabulary_size(config) if config.filter_gibberish else None),
+        infos=infos,
         report_engine_failure=parts.servers.report_failure,
     )
     return Orchestrator(config, services, draws, evaluation.held_out_uids, parts.settings, status)

@@ -59,18 +59,22 @@ def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version:
         **_spread("advantage/all", advantages),
         **_spread("rollouts/tokens_prompt", (s.num_prompt_tokens for s in samples)),
         **_spread("rollouts/tokens_completion", (s.num_completion_tokens for s in samples)),
-        **_spread("rollouts/tokens_total", (s.num_prompt_tokens + s.num_completion_tokens for s in samples)),
+        **_spread("rollouts/tokens_environment", (s.num_environment_tokens for s in samples)),
+        **_spread("rollouts/tokens_total", (s.num_tokens for s in samples)),
+        **_spread("rollouts/turns", (len(s.turns) for s in samples)),
         **_spread("staleness/steps", (version - s.version_range[0] for s in samples if s.version_range[0] >= 0)),
         "kept/groups": float(len(groups)),
         "kept/samples": float(len(samples)),
         "kept/tokens": float(sum(map(sum, lengths))),
         "reward/gini_mean": float(np.mean([gini(group.rewards_n.tolist()) for group in groups])),
-        "stop_reason_length_pct": 100.0 * float(np.mean([s.stop_reason == "length" for s in samples])),
+        "stop_reason_length_pct": 100.0 * float(np.mean([s.hit_length_limit for s in samples])),
         "group_length_gini_mean": float(np.mean([gini(row) for row in lengths])),
         "group_length_max_median_ratio_mean": float(
             np.mean([max(row) / max(float(np.median(row)), 1.0) for row in lengths])
         ),
     }
+    divergences = sum((sample.divergences for sample in samples), Counter[str]())
+    metrics.update({f"rollouts/divergences/{name}": float(count) for name, count in sorted(divergences.items())})
     by_name: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         assert sample.reward is not None

@@ -121,6 +121,27 @@ ATTEMPTS = Table(
     latest_wins=True,
 )
 
+ENVIRONMENTS = Table(
+    "environments",
+    "One row per environment and eval of an attempt: what it says of itself, for the scales of charts.",
+    (
+        ATTEMPT,
+        Column("key", TEXT, "What the run calls it; the name, unless two entries share one."),
+        Column("name", TEXT, "Name in the config."),
+        Column("purpose", TEXT, "`training` or `eval`; of one that serves both, `training`."),
+        Column("weight", NUMBER, "Sampling weight; null for an eval."),
+        Column("num_samples", INTEGER, "Items of its dataset."),
+        Column("is_multi_turn", BOOLEAN, "Whether the model and it take turns."),
+        Column("reward_min", NUMBER, "Smallest reward to expect; null where not known."),
+        Column("reward_max", NUMBER, "Largest reward to expect; null where not known."),
+        Column("metrics_ranges", TEXT, 'Ranges of its metrics, as JSON: `{"correct": {"min": 0.0, "max": 1.0}}`.'),
+        Column("tags_options", TEXT, "Values that its tags take, as JSON."),
+        Column("not_extendable", TEXT, "Why the chat template cannot be extended turn by turn; null when it can."),
+    ),
+    key=("attempt", "key"),
+    keep=Keep.ALWAYS,
+)
+
 STEPS = Table(
     "steps",
     "One row per training step.",
@@ -215,6 +236,13 @@ SAMPLES = Table(
         Column("failure_message", TEXT, "What failed."),
         Column("eval_name", TEXT, "The eval that it belongs to; null in training."),
         Column("penalty", NUMBER, "What was taken off its reward before advantages because the answer is overlong."),
+        Column("environment_tokens", INTEGER, "Tokens that the environment added between turns."),
+        Column("info_turns", TEXT, "What the environment noted of each turn, as a JSON list; null if nothing."),
+        Column(
+            "divergences",
+            NUMBERS,
+            "Joins between turns that differ from what the chat template writes, counted by name.",
+        ),
     ),
     key=("attempt", "sample_id"),
     keep=Keep.RESULT,
@@ -231,11 +259,17 @@ TURNS = Table(
         Column("role", TEXT, "`system`, `user`, `assistant`, `tool` or `environment`."),
         Column("text", TEXT, "The text, decoded."),
         Column("num_tokens", INTEGER, "Its length in tokens."),
-        Column("token_ids", INT32_LIST, "Token ids; null unless kept for this sample."),
+        Column(
+            "token_ids",
+            INT32_LIST,
+            "Token ids; null unless kept for this sample. Those of a reply of several messages are in its first row.",
+        ),
         Column("logprobs", FLOAT32_LIST, "The engine's logprob of each sampled token; null unless kept."),
         Column("versions", INT32_LIST, "Policy version of each sampled token; null unless kept."),
         Column("started_at", TIME, "When its request was sent, or the environment was asked."),
         Column("ended_at", TIME, "When the answer was there."),
+        Column("restarts", BOOLEAN, "Of a reply: the next prompt was rendered anew, and the ids are all of it."),
+        Column("divergence", TEXT, "Of a reply: how its join differs from the chat template; null if it does not."),
     ),
     key=("attempt", "sample_id", "turn"),
     keep=Keep.DETAIL,
@@ -292,7 +326,7 @@ LOGS = Table(
 )
 
 TABLES: dict[str, Table] = {
-    table.name: table for table in (RUNS, ATTEMPTS, LOGS, GAUGES, SPANS, TURNS, SAMPLES, GROUPS, STEPS)
+    table.name: table for table in (RUNS, ATTEMPTS, ENVIRONMENTS, LOGS, GAUGES, SPANS, TURNS, SAMPLES, GROUPS, STEPS)
 }
 """All tables. The order is the order of writing: a step's row follows the samples that it was trained on, so that a
 reader who lists the tables in the opposite order never sees a step without them."""

@@ -1,10 +1,11 @@
 """One sample from prompt to scored trajectory: generate, let the environment answer, and so on until it is done.
 
 Owns the turn loop and the retries after infrastructure failures. Does not own lanes, servers or environments: they come
-in through `Lanes`, `Engine` and `EnvironmentPool`. A single-turn sample is a loop that ends after one turn.
+in through `Lanes`, `Engine` and `Environments`. A single-turn sample is a loop that ends after one turn.
 
 Three kinds of failure, never mixed: a bad answer is a reward; an environment that fails masks the sample; an engine
-that fails is asked again, elsewhere if need be, and masks the sample only when the retries are used up.
+that fails is asked again, elsewhere if need be, and masks the sample only when the retries are used up. A conversation
+whose state is lost, with the process that held it or with a sandbox, begins again, and counts as a retry too.
 
 A sample can be cancelled at any moment. One that the engine works on is aborted there, and keeps the tokens that came
 of it, for the count of what was thrown away; any other wait is simply ended.
@@ -19,11 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from telescope.config import TelescopeConfig
-from telescope.environments.pool import EnvironmentPool
 from telescope.environments.records import Advance
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.trajectory import Trajectory, Turn
-from telescope.rollout.types import Engine, GenerateRequest, Generation, Lanes, Lease
+from telescope.rollout.types import Engine, Environments, GenerateRequest, Generation, Lanes, Lease
 
 MAX_INFRASTRUCTURE_RETRIES = 3
 """Times that a sample is asked again after its engine failed, before it is masked."""
@@ -50,6 +50,8 @@ class RolloutSettings:
     priority_by_turn: bool
     """Earlier turns first in the engine's queue (`vllm_scheduling_policy: priority`)."""
     for_eval: bool = False
+    interleaved: bool = True
+    """Later turns extend the ids of the earlier ones (`interleaved_rollouts`); else each renders its prompt anew."""
 
     @classmethod
     def from_config(cls, config: TelescopeConfig) -> RolloutSettings:
@@ -67,6 +69,7 @@ class RolloutSettings:
             lane_timeout=config.request_timeout_seconds + config.inference_start_timeout_seconds,
             max_infrastructure_retries=MAX_INFRASTRUCTURE_RETRIES,
             priority_by_turn=config.vllm_scheduling_policy == "priority",
+            interleaved=config.interleaved_rollouts,
         )
 
 
@@ -82,12 +85,22 @@ class RolloutTask:
     item_index: int
     prompt_token_ids: list[int]
     seed_of_turn: Callable[[int], int]
+    is_multi_turn: bool = False
+    """The environment holds the state of a conversation (`Environments.begin`), not of a single answer."""
     lane_key: int | None = None
     """What `Lanes` knows the group by, if not its id: a draw that is asked again is another group to them."""
 
     @property
     def lane_group(self) -> int:
         return self.group_id if self.lane_key is None else self.lane_key
+
+
+class _StateLost(Exception):
+    """The environment's state of a conversation is gone, through no fault of the model or of the environment."""
+
+    def __init__(self, error: InfrastructureError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Rollout:
@@ -102,7 +115,7 @@ class Rollout:
         *,
         lanes: Lanes,
         engine_of: Callable[[int], Engine],
-        environments: EnvironmentPool,
+        environments: Environments,
         settings: RolloutSettings,
         on_engine_failure: Callable[[int, InfrastructureError], None],
     ) -> None:
@@ -116,6 +129,9 @@ class Rollout:
         self._settings = settings
         self._on_engine_failure = on_engine_failure
         self._in_engine: tuple[int, str, int] | None = None
+        self._begun: str | None = None
+        """What the environments know the open conversation by."""
+        self._beginnings = 0
         self._running: asyncio.Task[Any] | None = None
 
     async def run(self) -> Trajectory:
@@ -164,40 +180,115 @@ class Rollout:
         return min(versions, default=None)
 
     async def _play(self) -> None:
-        task, trajectory, settings = self.task, self.trajectory, self._settings
-        added_token_ids = task.prompt_token_ids
+        """The sample from its beginning, again when the conversation's state is lost on the way."""
+        trajectory = self.trajectory
         while not trajectory.cancelled:
-            turn_index = len(trajectory.turns)
-            prompt_token_ids = trajectory.next_prompt(added_token_ids)
+            try:
+                await self._converse()
+                return
+            except _StateLost as lost:
+                trajectory.num_infrastructure_retries += 1
+                if trajectory.num_infrastructure_retries > self._settings.max_infrastructure_retries:
+                    raise lost.error from lost
+                trajectory.turns.clear()
+            finally:
+                if self._begun is not None:
+                    self._environments.cancel(self._begun)
+                    self._begun = None
+                self._beginnings += 1
+
+    async def _converse(self) -> None:
+        task, trajectory, settings = self.task, self.trajectory, self._settings
+        if task.is_multi_turn:
+            await self._begin()
+        added_token_ids, restarts = task.prompt_token_ids, False
+        said: Advance | None = None
+        while not trajectory.cancelled:
+            prompt_token_ids = trajectory.next_prompt(added_token_ids, restarts=restarts)
             room = settings.sampling.max_context - len(prompt_token_ids)
             if room <= 0:
-                what = f"the prompt of turn {turn_index} fills the context (max_model_len, seq_len)"
+                what = f"the prompt of turn {len(trajectory.turns)} fills the context (max_model_len, seq_len)"
                 raise EnvironmentFailure(what)
             started_at = time.time()
-            lane, generation = await self._generate(turn_index, prompt_token_ids, room)
+            lane, generation = await self._generate(len(trajectory.turns), prompt_token_ids, room)
             try:
                 if settings.free_lane_after_generation:
                     self._lanes.release(lane)
                 trajectory.generated_at = time.time()
-                turn = Turn(added_token_ids, generation, started_at=started_at, ended_at=trajectory.generated_at)
+                turn = Turn(
+                    added_token_ids,
+                    generation,
+                    started_at=started_at,
+                    ended_at=trajectory.generated_at,
+                    restarts=restarts,
+                )
+                if said is not None:
+                    turn.replies = [(str(m.get("role", "")), str(m.get("content", ""))) for m in said.messages]
+                    turn.divergence = said.divergence
                 trajectory.turns.append(turn)
                 if trajectory.cancelled:
                     return
-                advance: Advance = await self._environments.advance(
+                said = await self._ask_environment(generation)
+            finally:
+                if not settings.free_lane_after_generation:
+                    self._lanes.release(lane)
+            turn.text = said.completion_text
+            if said.done:
+                trajectory.reward, trajectory.end_reason = said.reward, said.end_reason
+                return
+            added_token_ids, restarts = said.append_token_ids, said.restarts
+
+    async def _begin(self) -> None:
+        """Have the environment make the state of a new conversation."""
+        # A conversation that is begun again is another one to the environment, so its id is new.
+        name = f"{self.task.sample_id}.{self._beginnings}"
+        self._begun = name
+        try:
+            await self._environments.begin(
+                name, self.task.environment_key, self.task.item_index, interleaved=self._settings.interleaved
+            )
+        except InfrastructureError as error:
+            self._begun = None
+            raise _StateLost(error) from error
+        except EnvironmentFailure:
+            self._begun = None
+            raise
+
+    async def _ask_environment(self, generation: Generation) -> Advance:
+        """Hand an answer over: the score, or what the environment says to it."""
+        task, trajectory, settings = self.task, self.trajectory, self._settings
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            try:
+                said = await self._environments.respond(
+                    begun,
+                    generation.token_ids_N,
+                    generation.logprobs_N,
+                    generation.finish_reason,
+                    for_eval=settings.for_eval,
+                    max_context=settings.sampling.max_context,
+                )
+            except InfrastructureError as error:
+                raise _StateLost(error) from error
+            except asyncio.CancelledError:
+                self._environments.cancel(begun)
+                raise
+            if not said.done:
+                self._begun = begun
+            return said
+        while True:
+            try:
+                return await self._environments.advance(
                     task.environment_key,
                     task.item_index,
                     generation.token_ids_N,
                     generation.finish_reason,
                     for_eval=settings.for_eval,
                 )
-            finally:
-                if not settings.free_lane_after_generation:
-                    self._lanes.release(lane)
-            turn.text = advance.completion_text
-            if advance.done:
-                trajectory.reward = advance.reward
-                return
-            added_token_ids = advance.append_token_ids
+            except InfrastructureError:
+                trajectory.num_infrastructure_retries += 1
+                if trajectory.num_infrastructure_retries > settings.max_infrastructure_retries:
+                    raise
 
     async def _generate(self, turn_index: int, prompt_token_ids: list[int], room: int) -> tuple[Lease, Generation]:
         """Sample one turn, again on a fresh lane after each infrastructure failure. The returned lane is still held."""
@@ -208,6 +299,7 @@ class Rollout:
             trajectory.server_index, trajectory.lane = lane.server, lane.slot
             try:
                 request = GenerateRequest(
+                    # Unique, since every further try of a turn, or of the whole conversation, counts as a retry.
                     request_id=f"{task.sample_id}.{turn_index}.{trajectory.num_infrastructure_retries}",
                     prompt_token_ids=prompt_token_ids,
                     max_tokens=min(sampling.max_tokens, room),
@@ -242,7 +334,7 @@ async def run_rollout(
     *,
     lanes: Lanes,
     engine_of: Callable[[int], Engine],
-    environments: EnvironmentPool,
+    environments: Environments,
     settings: RolloutSettings,
     on_engine_failure: Callable[[int, InfrastructureError], None],
 ) -> Trajectory:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from telescope.environments.records import RewardRecord
+from telescope.environments.records import CONTEXT_EXHAUSTED, RewardRecord
 from telescope.rollout.types import Generation
 from telescope.trainer.batch import TrainSample
 
@@ -109,6 +109,16 @@ class Trajectory:
             total += max(new, 0) if index else 0
             length = (0 if turn.restarts else length) + added + len(turn.generation.token_ids_N)
         return total
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt, answers and what the environment added."""
+        return self.num_prompt_tokens + self.num_completion_tokens + self.num_environment_tokens
+
+    @property
+    def hit_length_limit(self) -> bool:
+        """Whether the last answer was cut off, or the context had no room for another turn."""
+        return self.stop_reason in ("length", CONTEXT_EXHAUSTED)
 
     @property
     def stop_reason(self) -> str:

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+
+from telescope.environments.records import Advance
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,6 +68,52 @@ class Engine(Protocol):
 
     async def abort(self, request_ids: list[str]) -> None:
         """Stop these requests in the engine itself. Unknown ids are not an error."""
+        ...
+
+
+class Environments(Protocol):
+    """The environments, as a rollout sees them. `environments.pool.EnvironmentPool` is one.
+
+    Each method raises `EnvironmentFailure` for what user code did, `InfrastructureError` for what failed around it.
+    """
+
+    async def advance(
+        self,
+        env_key: str,
+        index: int,
+        completion_token_ids: Sequence[int] | np.ndarray,
+        stop_reason: str,
+        *,
+        for_eval: bool = False,
+    ) -> Advance:
+        """Have a single-turn environment score a completion."""
+        ...
+
+    async def begin(self, rollout: str, env_key: str, index: int, *, interleaved: bool = True) -> object:
+        """Begin a conversation, whose state is held until it is done, fails, or is cancelled.
+
+        With `interleaved` False every prompt is rendered anew.
+        """
+        ...
+
+    async def respond(
+        self,
+        rollout: str,
+        completion_token_ids: Sequence[int] | np.ndarray,
+        completion_logprobs: Sequence[float] | np.ndarray = (),
+        stop_reason: str = "stop",
+        *,
+        for_eval: bool = False,
+        max_context: int | None = None,
+    ) -> Advance:
+        """Hand over the next answer: the score, or what follows it in the next prompt.
+
+        A next prompt that would leave no room in `max_context` tokens is not given; what there is is scored.
+        """
+        ...
+
+    def cancel(self, rollout: str) -> None:
+        """Give a conversation up. Unknown ids are not an error."""
         ...
 
 

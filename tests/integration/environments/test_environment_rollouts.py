@@ -87,9 +87,11 @@ async def test_an_answer_that_was_cut_off_is_the_last(make_pool, encode):
 
 async def test_an_exhausted_context_ends_the_rollout_with_what_there_is(make_pool, encode):
     pool = await make_pool("talk")
-    await pool.begin("r", "talk", 0)
-    await say(pool, encode, "r", "hello")
-    advance = await say(pool, encode, "r", "there", last="context_exhausted")
+    first = await pool.begin("r", "talk", 0)
+    advance = await say(pool, encode, "r", "hello", max_context=10_000)
+    assert not advance.done
+    no_room = len(first.token_ids) + len(encode("hello")) + len(advance.append_token_ids) + 1
+    advance = await say(pool, encode, "r", "there", max_context=no_room)
     assert (advance.done, advance.end_reason, advance.reward.total_reward) == (True, "context_exhausted", 2.0)
 
 

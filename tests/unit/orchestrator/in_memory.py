@@ -12,7 +12,7 @@ from tests.unit.rollout.fakes import generation, tick
 from telescope.config import TelescopeConfig
 from telescope.environments.records import Advance, EnvironmentInfo, PreparedPrompt, RewardRecord
 from telescope.errors import InfrastructureError
-from telescope.orchestrator.draws import DrawSequence
+from telescope.orchestrator.draws import FIRST_DRAW, DrawPosition, DrawSequence
 from telescope.orchestrator.fake_run import VOCAB_SIZE
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.lanes import make_lanes
@@ -97,7 +97,12 @@ class InMemoryRun:
     """The parts, wired. `failures` are the engine failures that were reported."""
 
     def __init__(
-        self, config: TelescopeConfig, *, held_out: frozenset[str] = frozenset(), first_index: int = 0
+        self,
+        config: TelescopeConfig,
+        *,
+        held_out: frozenset[str] = frozenset(),
+        first_index: int = 0,
+        start: DrawPosition = FIRST_DRAW,
     ) -> None:
         self.config = config
         self.environments = cast(Any, NumberedItems())
@@ -126,8 +131,11 @@ class InMemoryRun:
                 weights=self.trainer,
                 recorder=self.recorder,
                 step_log=self.step_log,
-                reward_ranges=[(entry.reward_min, entry.reward_max) for entry in config.environments],
                 filters=SampleFilters.from_config(config, vocab_size=VOCAB_SIZE),
+                infos=[
+                    EnvironmentInfo(entry.name, size, reward_min=entry.reward_min, reward_max=entry.reward_max)
+                    for entry in config.environments
+                ],
                 report_engine_failure=lambda server, error: self.failures.append((server, error)),
             ),
             DrawSequence(
@@ -139,6 +147,7 @@ class InMemoryRun:
             held_out,
             RolloutSettings.from_config(config),
             self.status,
+            start,
         )
 
     async def run(self) -> None:

@@ -18,7 +18,7 @@ from tests.unit.orchestrator.fakes import StepLog, StrictRecorder
 
 from telescope.config import TelescopeConfig
 from telescope.environments.records import Advance, EnvironmentInfo, PreparedPrompt, RewardRecord
-from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.errors import EnvironmentFailure, InfrastructureError, RolloutLost
 from telescope.inference.fake_engine import FakeEngine, FakeEngineSettings, FakeRequest
 from telescope.orchestrator.draws import DrawSequence
 from telescope.orchestrator.filters import SampleFilters
@@ -44,6 +44,7 @@ class Pace:
     turns: tuple[int, int] = (1, 1)
     environment_failures: float = 0.0
     engine_failures: float = 0.0
+    lost_conversations: float = 0.0
     deaths: tuple[tuple[float, int, float], ...] = ()
     """(when, server, seconds that it is away)."""
 
@@ -117,6 +118,8 @@ class SimulatedEnvironment:
 
     def __init__(self, pace: Pace, rng: random.Random, num_items: int = 64) -> None:
         self.pace, self.rng, self.num_items = pace, rng, num_items
+        self.items: dict[str, int] = {}
+        """Item of every conversation whose state is held."""
 
     async def describe(self, key: str) -> EnvironmentInfo:
         return EnvironmentInfo(key, self.num_items)
@@ -131,10 +134,39 @@ class SimulatedEnvironment:
         await asyncio.sleep(self.rng.uniform(*self.pace.score))
         if self.rng.random() < self.pace.environment_failures:
             raise EnvironmentFailure("the environment failed")
-        if self.rng.randint(*self.pace.turns) > 1:
-            return Advance(False, [1], "turn", None)
         reward = 1.0 if index % 8 == 0 else float(token_ids[-1] % 2)
         return Advance(True, [], "text", RewardRecord(reward, {}, {}, [], {}))
+
+    async def begin(self, rollout: str, key: str, index: int, *, interleaved: bool = True) -> None:
+        assert rollout not in self.items, "a conversation is begun once"
+        await asyncio.sleep(0.01)
+        self.items[rollout] = index
+
+    async def respond(
+        self,
+        rollout: str,
+        token_ids: np.ndarray,
+        logprobs: np.ndarray,
+        stop_reason: str,
+        *,
+        for_eval: bool = False,
+        max_context: int | None = None,
+    ) -> Advance:
+        index = self.items[rollout]
+        try:
+            if self.rng.random() < self.pace.lost_conversations:
+                raise RolloutLost("the process that held the rollout ended")
+            said = await self.advance("", index, token_ids, stop_reason)
+        except (EnvironmentFailure, InfrastructureError):
+            del self.items[rollout]
+            raise
+        if self.rng.randint(*self.pace.turns) > 1:
+            return Advance(False, [1], "turn", None, restarts=self.rng.random() < 0.2)
+        del self.items[rollout]
+        return said
+
+    def cancel(self, rollout: str) -> None:
+        self.items.pop(rollout, None)
 
 
 @dataclass
@@ -199,8 +231,8 @@ class Simulation:
                 weights=self.trainer,
                 recorder=cast(Any, self.recorder),
                 step_log=self.step_log,
-                reward_ranges=[(None, None)] * len(config.environments),
                 filters=SampleFilters(),
+                infos=[EnvironmentInfo("simulated", 64, is_multi_turn=pace.turns[1] > 1)],
                 report_engine_failure=self._report,
             ),
             DrawSequence(config.seed, [self.environment.num_items], [1.0], [0]),
@@ -255,5 +287,6 @@ class Simulation:
         assert self.lanes.num_waiting == 0
         for server in self.servers:
             assert not server.engine.requests, "the engine works for nobody"
+        assert not self.environment.items, "the environment holds no state"
         ids = [row["sample_id"] for row in self.recorder.of("samples")]
         assert len(set(ids)) == len(ids), "a sample is written once"

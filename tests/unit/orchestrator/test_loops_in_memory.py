@@ -49,6 +49,24 @@ async def test_nothing_is_generated_that_no_step_is_left_for() -> None:
     assert len(run.recorder.of("groups")) == ledger.num_opened, "and so every group is on record"
 
 
+async def test_a_run_that_goes_on_from_a_position_asks_every_other_draw_once() -> None:
+    first = InMemoryRun(config_of(number_of_steps=4, max_async_rollout=2, prompt_prefetch_buffer_size=5))
+    running = asyncio.create_task(first.run())
+    while first.status.step < 2:
+        await tick(1)
+    position = first.orchestrator.position()
+    settled = {row["group_id"] for row in first.recorder.of("groups")}
+    assert set(position.unfinished) | settled == set(range(position.next_draw)), "no draw is skipped"
+    assert not set(position.unfinished) & settled, "none is asked twice"
+    await running
+    second = InMemoryRun(config_of(number_of_steps=4), start=position)
+    await second.run()
+    asked = [row["group_id"] for row in second.recorder.of("groups")]
+    assert not set(asked) & settled
+    assert len(set(asked)) == len(asked)
+    assert set(position.unfinished) <= set(asked) | second.orchestrator.ledger.open
+
+
 async def test_discarded_groups_are_on_record_with_their_reason_and_step() -> None:
     run = InMemoryRun(config_of(number_of_steps=6))
     await run.run()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.unit.orchestrator.fakes import group, sample
 
+from telescope.environments.records import EnvironmentInfo
 from telescope.orchestrator import rows
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
@@ -19,7 +20,12 @@ def rows_of_everything() -> dict[str, list[dict[str, Any]]]:
     made = group([0.5, None])
     made.samples = [kept, masked]
     common: dict[str, Any] = {"status": "kept", "reason": None, "step": 7}
+    info = EnvironmentInfo("arithmetic", 64, metrics_ranges={"correct": {"min": 0.0, "max": 1.0}})
     return {
+        "environments": [
+            rows.environment_row("arithmetic", "arithmetic", 0.5, info),
+            rows.environment_row("eval/arithmetic#0", "arithmetic", None, info),
+        ],
         "groups": [rows.group_row(made, **common)],
         "samples": [
             rows.sample_row(kept, "6 x 7?", advantage=1.5, age=2, **common),
@@ -31,13 +37,13 @@ def rows_of_everything() -> dict[str, list[dict[str, Any]]]:
     }
 
 
-@pytest.mark.parametrize("table", ["groups", "samples", "turns", "spans"])
+@pytest.mark.parametrize("table", ["environments", "groups", "samples", "turns", "spans"])
 def test_every_key_of_a_row_is_a_column_of_its_table(table: str) -> None:
     for row in rows_of_everything()[table]:
         assert set(row) <= COLUMN_NAMES[table]
 
 
-@pytest.mark.parametrize("table", ["groups", "samples", "turns"])
+@pytest.mark.parametrize("table", ["environments", "groups", "samples", "turns"])
 def test_a_row_fills_every_column_but_the_recorder_s_own(table: str) -> None:
     for row in rows_of_everything()[table]:
         assert set(TABLES[table].column_names) - set(row) == {"attempt"}

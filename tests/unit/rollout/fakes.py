@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from telescope.environments.records import Advance, RewardRecord
-from telescope.errors import InfrastructureError
+from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.sample import RolloutSettings, RolloutTask, SamplingSettings, run_rollout
 from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.types import GenerateRequest, Generation, Lease
@@ -93,6 +93,13 @@ class FakeEnvironments:
     advances: Iterable[Any] = ()
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     on_call: Callable[[], Any] | None = None
+    on_begin: BaseException | None = None
+    begun: list[str] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    open: set[str] = field(default_factory=set)
+    """Conversations whose state is held."""
+    interleaved: bool | None = None
+    max_context: int | None = None
 
     def __post_init__(self) -> None:
         self._advances: Iterator[Any] = iter(self.advances)
@@ -107,6 +114,40 @@ class FakeEnvironments:
         if isinstance(answer, BaseException):
             raise answer
         return Advance(True, [], "text", reward()) if answer is None else answer
+
+    async def begin(self, rollout: str, key: str, index: int, *, interleaved: bool = True) -> None:
+        assert rollout not in self.begun, "a conversation is begun once"
+        if isinstance(self.on_begin, BaseException):
+            raise self.on_begin
+        self.begun.append(rollout)
+        self.open.add(rollout)
+        self.interleaved = interleaved
+
+    async def respond(
+        self,
+        rollout: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float] = (),
+        stop_reason: str = "stop",
+        *,
+        for_eval: bool = False,
+        max_context: int | None = None,
+    ) -> Advance:
+        assert rollout in self.open, "nobody knows this conversation"
+        assert len(logprobs) == len(token_ids)
+        self.max_context = max_context
+        try:
+            said = await self.advance(rollout, -1, token_ids, stop_reason, for_eval=for_eval)
+        except (EnvironmentFailure, InfrastructureError):
+            self.open.discard(rollout)
+            raise
+        if said.done:
+            self.open.discard(rollout)
+        return said
+
+    def cancel(self, rollout: str) -> None:
+        self.cancelled.append(rollout)
+        self.open.discard(rollout)
 
 
 def settings(**changes: Any) -> RolloutSettings:
@@ -126,8 +167,11 @@ def settings(**changes: Any) -> RolloutSettings:
     return RolloutSettings(sampling=sampling, **{**defaults, **changes})
 
 
-def task(prompt: list[int] | None = None) -> RolloutTask:
-    return RolloutTask("5-0", 5, 0, "arithmetic", "arithmetic#1", 3, prompt or [1, 2, 3], lambda turn: 100 + turn)
+def task(prompt: list[int] | None = None, *, turns: bool = False) -> RolloutTask:
+    """A sample of the environment `arithmetic`; of several turns if `turns`."""
+    return RolloutTask(
+        "5-0", 5, 0, "arithmetic", "arithmetic#1", 3, prompt or [1, 2, 3], lambda turn: 100 + turn, is_multi_turn=turns
+    )
 
 
 @dataclass
@@ -142,12 +186,12 @@ class Bench:
     def on_engine_failure(self, server: int, error: InfrastructureError) -> None:
         self.failures.append((server, str(error)))
 
-    async def run(self, prompt: list[int] | None = None, **changes: Any) -> Trajectory:
+    async def run(self, prompt: list[int] | None = None, *, turns: bool = False, **changes: Any) -> Trajectory:
         return await run_rollout(
-            task(prompt),
+            task(prompt, turns=turns),
             lanes=self.lanes,
             engine_of=lambda server: self.engine,
-            environments=self.environments,  # type: ignore[arg-type]
+            environments=self.environments,
             settings=settings(**changes),
             on_engine_failure=self.on_engine_failure,
         )

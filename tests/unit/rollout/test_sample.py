@@ -15,14 +15,16 @@ from tests.unit.rollout.fakes import (
     FakeLanes,
     generation,
     reward,
+    task,
     tick,
 )
+from tests.unit.rollout.fakes import settings as sample_settings
 
 from telescope.config import TelescopeConfig
 from telescope.environments.records import Advance
-from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError
+from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError, RolloutLost
 from telescope.orchestrator.lanes import LanePool
-from telescope.rollout.sample import MAX_INFRASTRUCTURE_RETRIES, RolloutSettings
+from telescope.rollout.sample import MAX_INFRASTRUCTURE_RETRIES, Rollout, RolloutSettings
 
 DEAD = InfrastructureError("the server is gone")
 
@@ -95,10 +97,10 @@ async def test_the_turns_of_a_rollout_are_one_growing_sequence() -> None:
         FakeEngine([generation([7, 8]), generation([9]), generation([10])]),
         FakeEnvironments(
             [Advance(False, [20, 21], "first", None), Advance(False, [22], "second", None),
-             Advance(True, [], "third", reward(0.5))]
+             Advance(True, [], "third", reward(0.5), end_reason="won")]
         ),
     )  # fmt: skip
-    sample = await bench.run()
+    sample = await bench.run(turns=True)
     assert [request.prompt_token_ids for request in bench.engine.requests] == [
         [1, 2, 3],
         [1, 2, 3, 7, 8, 20, 21],
@@ -108,10 +110,43 @@ async def test_the_turns_of_a_rollout_are_one_growing_sequence() -> None:
     assert [request.request_id for request in bench.engine.requests] == ["5-0.0.0", "5-0.1.0", "5-0.2.0"]
     assert bench.lanes.turns == [0, 1, 2], "each turn takes a lane of its own, later turns first"
     assert sample.completion_text == "first\nsecond\nthird"
-    assert sample.total_reward == 0.5
+    assert (sample.total_reward, sample.stop_reason) == (0.5, "won")
     (train,) = sample.to_train_samples()
     assert train.token_ids_L.tolist() == [1, 2, 3, 7, 8, 20, 21, 9, 22, 10]
     assert train.trained_L.tolist() == [token in (7, 8, 9, 10) for token in train.token_ids_L]
+    assert sample.num_environment_tokens == 3
+    assert not bench.environments.open
+    assert not bench.environments.cancelled, "a conversation that is over is not given up"
+
+
+async def test_a_turn_whose_prompt_is_rendered_anew_begins_another_training_sample() -> None:
+    bench = Bench(
+        FakeEngine([generation([7, 8]), generation([9]), generation([10])]),
+        FakeEnvironments([
+            Advance(False, [1, 2, 3, 70, 20], "first", None, restarts=True, divergence="history"),
+            Advance(False, [22], "second", None),
+        ]),
+    )  # fmt: skip
+    sample = await bench.run(turns=True)
+    assert [request.prompt_token_ids for request in bench.engine.requests] == [
+        [1, 2, 3],
+        [1, 2, 3, 70, 20],
+        [1, 2, 3, 70, 20, 9, 22],
+    ]
+    first, second = sample.to_train_samples()
+    assert (first.token_ids_L.tolist(), second.token_ids_L.tolist()) == ([1, 2, 3, 7, 8], [1, 2, 3, 70, 20, 9, 22, 10])
+    assert second.trained_L.tolist() == [False] * 5 + [True, False, True]
+    assert len({first.sample_id, second.sample_id}) == 2
+    assert first.reward == second.reward == 1.0
+    assert sample.divergences == {"history": 1}
+    assert sample.num_environment_tokens == 1, "what was rendered again is not new"
+
+
+async def test_without_interleaving_the_environment_is_asked_to_render_anew() -> None:
+    bench = Bench()
+    await bench.run(turns=True, interleaved=False)
+    assert bench.environments.interleaved is False
+    await Bench().run(turns=True)
 
 
 async def test_an_engine_that_fails_in_a_later_turn_repeats_that_turn_alone() -> None:
@@ -119,10 +154,98 @@ async def test_an_engine_that_fails_in_a_later_turn_repeats_that_turn_alone() ->
         FakeEngine([generation([7]), DEAD, generation([9])]),
         FakeEnvironments([Advance(False, [20], "first", None)]),
     )
-    sample = await bench.run()
+    sample = await bench.run(turns=True)
     assert [len(request.prompt_token_ids) for request in bench.engine.requests] == [3, 5, 5]
     assert len(sample.turns) == 2
     assert len(bench.environments.calls) == 2
+    assert len(bench.environments.begun) == 1
+
+
+async def test_a_conversation_whose_state_is_lost_begins_again() -> None:
+    bench = Bench(
+        FakeEngine([generation([7]), generation([8]), generation([9]), generation([10])]),
+        FakeEnvironments(
+            [Advance(False, [20], "first", None), RolloutLost("the process ended"), Advance(False, [21], "a", None)]
+        ),
+    )
+    sample = await bench.run(turns=True)
+    assert len(bench.environments.begun) == 2
+    assert sample.total_reward == 1.0
+    sampled = [turn.generation.token_ids_N.tolist() for turn in sample.turns]
+    assert sampled == [[9], [10]], "nothing of the lost one stays"
+    ids = [request.request_id for request in bench.engine.requests]
+    assert len(set(ids)) == len(ids), "a request id is never used twice"
+    assert not bench.environments.open
+
+
+async def test_a_conversation_that_is_lost_again_and_again_masks_the_sample_as_infrastructure() -> None:
+    bench = Bench(environments=FakeEnvironments([RolloutLost("the process ended")] * 10))
+    sample = await bench.run(turns=True)
+    assert (sample.failure_kind, sample.failure_message) == ("infrastructure", "the process ended")
+    assert sample.reward is None
+    assert len(bench.environments.begun) == 1 + 3
+
+
+async def test_a_sandbox_that_dies_is_asked_again_about_the_same_answer() -> None:
+    bench = Bench(environments=FakeEnvironments([InfrastructureError("the sandbox is gone")]))
+    sample = await bench.run()
+    assert sample.total_reward == 1.0
+    assert len(bench.engine.requests) == 1
+    assert len(bench.environments.calls) == 2
+
+
+# Defect 16: infrastructure failures scored as reward 0.
+async def test_a_sandbox_that_stays_dead_masks_the_sample_and_never_scores_it() -> None:
+    bench = Bench(environments=FakeEnvironments([InfrastructureError("the sandbox is gone")] * 10))
+    sample = await bench.run()
+    assert (sample.reward, sample.failure_kind) == (None, "infrastructure")
+
+
+async def test_an_environment_that_cannot_begin_masks_the_sample() -> None:
+    bench = Bench(environments=FakeEnvironments(on_begin=EnvironmentFailure("KeyError: 'word'")))
+    sample = await bench.run(turns=True)
+    assert (sample.failure_kind, sample.failure_message) == ("environment", "KeyError: 'word'")
+    assert not bench.engine.requests
+
+
+@pytest.mark.parametrize(
+    ("wait", "sampled"), [("engine", [[7], [9]]), ("environment", [[7], [9]]), ("lane", [[7]])]
+)  # fmt: skip
+async def test_a_cancelled_sample_ends_wherever_it_waits_and_keeps_its_tokens(
+    wait: str, sampled: list[list[int]]
+) -> None:
+    reason = "abort" if wait == "engine" else "stop"
+    bench = Bench(
+        FakeEngine([generation([7]), generation([9], finish_reason=reason)]),
+        FakeEnvironments([Advance(False, [20], "first", None)]),
+    )
+    over = asyncio.Event()
+
+    async def hold_the_second_turn() -> None:
+        if len(bench.engine.requests) == (1 if wait == "lane" else 2):
+            await over.wait()
+
+    if wait == "environment":
+        bench.environments.on_call = hold_the_second_turn
+    elif wait == "engine":
+        bench.engine.wait = hold_the_second_turn
+    else:
+        bench.lanes.wait = hold_the_second_turn
+    rollout = Rollout(
+        task(turns=True), lanes=bench.lanes, engine_of=lambda server: bench.engine, environments=bench.environments,
+        settings=sample_settings(), on_engine_failure=bench.on_engine_failure,
+    )  # fmt: skip
+    running = asyncio.create_task(rollout.run())
+    await tick(20)
+    assert rollout.cancel() == ((0, "5-0.1.0") if wait == "engine" else None), "what is to be aborted in the engine"
+    if wait == "engine":
+        over.set()
+    sample = await running
+    assert sample.cancelled
+    assert (sample.reward, sample.failure_kind) == (None, None)
+    assert [turn.generation.token_ids_N.tolist() for turn in sample.turns] == sampled
+    assert not bench.environments.open, "the environment's state is given up"
+    assert bench.lanes.num_held == 0
 
 
 async def test_an_answer_may_use_the_room_that_the_prompt_leaves() -> None:
@@ -131,19 +254,24 @@ async def test_an_answer_may_use_the_room_that_the_prompt_leaves() -> None:
     assert bench.engine.requests[0].max_tokens == 4
 
 
-async def test_a_turn_that_finds_the_context_full_masks_the_sample() -> None:
-    bench = Bench(environments=FakeEnvironments([Advance(False, [20] * 10, "first", None)]))
-    sample = await bench.run(max_context=15)
-    assert sample.reward is None
-    assert sample.failure_kind == "environment"
-    assert "turn 1 fills the context (max_model_len, seq_len)" in str(sample.failure_message)
-    assert len(bench.engine.requests) == 1
+async def test_the_environment_is_told_how_much_context_there_is() -> None:
+    bench = Bench()
+    await bench.run(turns=True, max_context=15)
+    assert bench.environments.max_context == 15, "so that it scores what there is when the next turn has no room"
+
+
+async def test_a_prompt_that_fills_the_context_masks_the_sample() -> None:
+    bench = Bench()
+    sample = await bench.run(prompt=list(range(15)), max_context=15)
+    assert (sample.reward, sample.failure_kind) == (None, "environment")
+    assert "turn 0 fills the context (max_model_len, seq_len)" in str(sample.failure_message)
+    assert not bench.engine.requests
     assert bench.lanes.num_held == 0
 
 
 async def test_priorities_follow_turns_when_the_engine_sorts_by_them() -> None:
     bench = Bench(environments=FakeEnvironments([Advance(False, [20], "first", None)]))
-    await bench.run(priority_by_turn=True)
+    await bench.run(turns=True, priority_by_turn=True)
     assert [request.priority for request in bench.engine.requests] == [0, 1]
 
 
@@ -194,11 +322,12 @@ steps = st.sampled_from(["ok", "dead", "abort", "environment fails", "turn", "bu
 @given(
     script=st.lists(steps, max_size=8),
     free=st.booleans(),
+    turns=st.booleans(),
     cancel_after=st.integers(0, 30),
     delays=st.lists(st.integers(0, 3), min_size=1, max_size=6),
 )
 def test_a_lane_comes_back_exactly_once_whatever_fails_and_whenever_it_is_cancelled(
-    script: list[str], free: bool, cancel_after: int, delays: list[int]
+    script: list[str], free: bool, turns: bool, cancel_after: int, delays: list[int]
 ) -> None:
     answers: dict[str, Any] = {
         "dead": DEAD, "abort": generation([7], finish_reason="abort"), "bug": ArithmeticError("a bug")
@@ -217,7 +346,7 @@ def test_a_lane_comes_back_exactly_once_whatever_fails_and_whenever_it_is_cancel
             FakeEnvironments([advances.get(step) for step in script if step not in answers], on_call=pause),
         )
         bench.lanes.wait = pause
-        running = asyncio.create_task(bench.run(free_lane_after_generation=free, max_context=1000))
+        running = asyncio.create_task(bench.run(turns=turns, free_lane_after_generation=free, max_context=1000))
         await tick(cancel_after)
         running.cancel()
         (outcome,) = await asyncio.gather(running, return_exceptions=True)
@@ -227,6 +356,7 @@ def test_a_lane_comes_back_exactly_once_whatever_fails_and_whenever_it_is_cancel
 
     bench = asyncio.run(scenario())
     assert all(bench.lanes.releases[lease.slot] == 1 for lease in bench.lanes.leases)
+    assert not bench.environments.open, "and the environment holds no state"
 
 
 @settings(max_examples=50)

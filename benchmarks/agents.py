@@ -1,0 +1,83 @@
+"""Do runs of several turns, and with tools, learn? Trains both for several seeds and reports held-out accuracy.
+
+    python benchmarks/agents.py                            both tasks, seeds 0, 1 and 2
+    python benchmarks/agents.py --quick                    both tasks, seed 0, 10 steps
+    python benchmarks/agents.py --json results.json        written after every run, and continued if it is there
+
+Each run is a `train.py` process with the settings of configs/examples/demo_countdown.yaml but for the environment and
+what it needs: Ray, vLLM, two FSDP2 ranks, one step of staleness. `turns` is two puzzles in one conversation
+(benchmarks/environments/puzzle_series, scored by the share that is solved); `tools` is `calculator_agent`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from demo_runs import ACCURACY_COLUMNS, DemoRun, accuracy_cells, gain, run_all
+from rich.console import Console
+from rich.table import Table
+
+STEPS = 30
+
+AIM = 0.1
+"""Held-out accuracy must rise by at least this much, absolute, for every task and seed."""
+
+
+def task(name: str, **fields: Any) -> dict[str, Any]:
+    """The fields of a run that trains on an environment, and evaluates 200 of its items that training never sees."""
+    return {
+        "environments": [{"name": name}],
+        "environments_path": ["benchmarks/environments"],
+        "evals": [{"name": name, "num_samples": 200, "separate_eval_samples": True, "temperature": 1.0}],
+        "max_model_len": 256,
+        **fields,
+    }
+
+
+TASKS: dict[str, dict[str, Any]] = {
+    "turns": task("puzzle_series"),
+    "tools": task("calculator_agent", max_tokens=32),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of model and run")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps (default: {STEPS})")
+    parser.add_argument("--port", type=int, default=8100, help="inference_base_port")
+    parser.add_argument("--quick", action="store_true", help="seed 0, 10 steps")
+    parser.add_argument("--json", type=Path, help="write the results here, with machine and commit")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.seeds, arguments.steps = [0], 10
+
+    runs = [
+        DemoRun(seed, {**TASKS[name], "number_of_steps": arguments.steps})
+        for seed in arguments.seeds
+        for name in arguments.tasks
+    ]
+    results = run_all(runs, path=arguments.json, port=arguments.port)
+
+    table = Table("task", "seed", *ACCURACY_COLUMNS)
+    names = [name for _ in arguments.seeds for name in arguments.tasks]
+    rows = sorted(zip(names, runs, results, strict=True), key=lambda row: row[0])
+    failed = False
+    for name, run, result in rows:
+        short_of_aim = gain(result) < AIM
+        failed |= short_of_aim
+        table.add_row(name, str(run.seed), *accuracy_cells(result), style="red" if short_of_aim else None)
+    console = Console()
+    console.print(table)
+    for name in arguments.tasks:
+        gains = [gain(result) for task_name, _, result in rows if task_name == name]
+        console.print(f"{name}: median gain {statistics.median(gains):+.3f}, smallest {min(gains):+.3f}")
+    return 1 if failed and not arguments.quick else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

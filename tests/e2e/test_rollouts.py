@@ -1,0 +1,111 @@
+"""Rollouts on the real vLLM: several turns, what becomes too old, and what an abort does in the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from tests.e2e.conftest import Outcome, Stack
+from tests.e2e.test_inference import client_of, request
+from transformers import AutoTokenizer
+
+from telescope.rollout.types import GenerateRequest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
+
+KV_BLOCK_TOKENS = 128
+"""Tokens of one block of vLLM's KV cache on the CPU; whole blocks are shared."""
+
+PROMPTED = "<|im_start|>assistant\n"
+
+
+def turns_of(run: Outcome) -> dict[str, list[dict[str, Any]]]:
+    """The rows of `turns` of every sample, in order."""
+    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in sorted(run.record.table("turns").to_pylist(), key=lambda row: row["turn"]):
+        rows[row["sample_id"]].append(row)
+    return rows
+
+
+async def test_reward_rises_over_several_turns_whose_tokens_are_those_of_the_template(stack: Stack) -> None:
+    run = await stack.run(environment="puzzle_series", number_of_steps=24)
+    rewards = [row["reward_mean"] for row in run.steps()]
+    assert sum(rewards[-6:]) / 6 > sum(rewards[:6]) / 6 + 0.04, rewards
+    second = [row["metrics"]["sample_metrics/puzzle_series/correct_1"] for row in run.steps()]
+    assert sum(second[-6:]) > sum(second[:6]), "the second turn learns too"
+
+    tokenizer = AutoTokenizer.from_pretrained(stack.parts.config.model)
+    turns = turns_of(run)
+    kept = [sample for sample in run.samples(status="kept") if sample["num_turns"] == 2]
+    assert kept
+    for sample in kept:
+        first, reply, second_answer = turns[sample["sample_id"]]
+        assert [row["role"] for row in (first, reply, second_answer)] == ["assistant", "user", "assistant"]
+        prompt = tokenizer(sample["prompt_text"], add_special_tokens=False)["input_ids"]
+        joined = [*prompt, *first["token_ids"], *reply["token_ids"]]
+        written = tokenizer.decode(joined)
+        closed = first["text"] + "<|im_end|>\n"  # sampled, or added where the answer was cut off
+        assert written == f"{sample['prompt_text']}{closed}<|im_start|>user\n{reply['text']}<|im_end|>\n" + PROMPTED
+        assert sample["divergences"] == []
+        assert len(second_answer["token_ids"]) == len(second_answer["versions"])
+
+
+async def test_every_turn_is_a_sample_of_its_own_without_interleaving(stack: Stack) -> None:
+    run = await stack.run(environment="puzzle_series", number_of_steps=2, interleaved_rollouts=False)
+    replies = [row for rows in turns_of(run).values() for row in rows if row["role"] == "user"]
+    assert replies
+    assert all(row["restarts"] for row in replies)
+    steps = run.steps()
+    assert all(step["metrics"]["kl_divergence_inference"] < 1e-3 for step in steps), "each part has its own context"
+    assert steps[0]["num_samples"] == 16 * 8
+
+
+async def test_samples_that_became_too_old_are_aborted_and_asked_again(stack: Stack) -> None:
+    run = await stack.run(number_of_steps=8, max_async_rollout=2, max_off_policy_steps=1)
+    assert all(sample["age"] <= 1 for sample in run.samples(status="kept"))
+    assert run.status.num_returned_groups > 0
+    assert run.orchestrator.ledger.is_balanced()
+    client = client_of(stack)
+    assert client.num_in_flight == 0
+
+
+# Defect 11: a cancelled sample goes on generating in the engine.
+async def test_the_engine_s_running_requests_fall_to_none_at_once_when_they_are_aborted(stack: Stack) -> None:
+    client = client_of(stack)
+    names = [f"fall-{i}" for i in range(16)]
+    # At temperature 2 the tiny model hardly ever ends an answer by itself.
+    tasks = [
+        asyncio.create_task(client.generate(request(name, seed, temperature=2.0, max_tokens=200)))
+        for seed, name in enumerate(names)
+    ]
+    async with asyncio.timeout(30):
+        while await running(stack) < 4:  # noqa: ASYNC110  # an engine tells nobody
+            await asyncio.sleep(0.01)
+    await client.abort(names)
+    generations = [await task for task in tasks]
+    aborted = [generation for generation in generations if generation.finish_reason == "abort"]
+    assert len(aborted) >= 4
+    assert max(len(generation.token_ids_N) for generation in aborted) < 200
+    # One more request has the engine report its state again; nothing runs but that.
+    await client.generate(request("after-the-fall", max_tokens=2))
+    assert await running(stack) <= 1
+
+
+async def running(stack: Stack) -> float:
+    return (await client_of(stack).metrics())["vllm:num_requests_running"]
+
+
+# Defect 23: prefix cache off, or stale after a sync.
+async def test_the_prompt_of_a_group_is_prefilled_once(stack: Stack) -> None:
+    client = client_of(stack)
+    prompt = [30 + (13 * i) % 200 for i in range(200)]
+    before = await client.metrics()
+    group = [GenerateRequest(f"group-{i}", prompt, 4, 1.0, seed=i) for i in range(8)]
+    await asyncio.gather(*(client.generate(member) for member in group))
+    after = await client.metrics()
+    names = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
+    asked, hit = (after[name] - before[name] for name in names)
+    assert asked == 8 * len(prompt)
+    assert hit >= 7 * (len(prompt) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS)
