@@ -118,7 +118,10 @@ def _trainer_memory(config: TelescopeConfig, shape: ModelShape, device: str) -> 
     tokens = config.seq_len
     layer_input = tokens * shape.hidden_size * computed
     layer = tokens * shape.activation_elements_per_token() * computed
-    kept = shape.num_layers * layer_input + layer if config.gradient_checkpointing else shape.num_layers * layer
+    # Recomputed blocks keep their input and, unless that is recomputed too, what attention returned.
+    attention = 0 if config.recompute_attention else tokens * shape.num_heads * shape.head_dim * computed
+    recomputed = shape.num_layers * (layer_input + attention) + layer
+    kept = recomputed if config.gradient_checkpointing else shape.num_layers * layer
     chunk = min(config.entropy_chunk_size, tokens)
     return TrainerMemory(
         parameters=shard * stored,

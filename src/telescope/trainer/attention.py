@@ -6,17 +6,16 @@ only, whatever the kernel; no mask of T x T is ever built; padding rows produce 
 gradients of exactly zero. A feature that a kernel here does not have (soft-capped scores, attention sinks) is an error,
 never ignored.
 
-Kernels: `flash_attn` (FlashAttention 2, if installed) and `varlen` (torch's own) on GPU in half precision, by offsets;
-`padded` everywhere else: segments of similar length are laid side by side in one causal scaled-dot-product call, where
-padding on the right needs no mask, because causal queries never reach it.
+Kernels: by offsets on GPU in half precision, `flash_attn_4` (Hopper and newer) or `flash_attn` (FlashAttention 2) if
+such a package is installed, else `varlen`, which is torch's own FlashAttention 2; `padded` everywhere else: segments of
+similar length are laid side by side in one causal scaled-dot-product call, where padding on the right needs no mask,
+because causal queries never reach it.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,17 +23,21 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from telescope.errors import UserError
+from telescope.trainer import flash_attention_4
 
 ATTENTION_NAME = "telescope_packed"
-Kernel = Literal["flash_attn", "varlen", "padded"]
+Kernel = Literal["flash_attn_4", "flash_attn", "varlen", "padded"]
 
 BUCKET_FILL = 0.75
 """A segment joins a longer one's padded call if it fills at least this share of the length: at most 1.8 x the work."""
 MAX_HEAD_DIM = 256
-"""The largest head that FlashAttention 2 takes; it also wants a multiple of 8."""
+"""The largest head that FlashAttention takes; it also wants a multiple of 8."""
+VARLEN_KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether this torch's own kernel takes fewer key than query heads."""
 SHORT_SEGMENT = 64
 """Segments up to this length share one call whatever their lengths: the call costs more than the padding."""
 
@@ -71,9 +74,11 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ke
         return "padded"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
         return "padded"
-    if importlib.util.find_spec("flash_attn") is not None:
-        return "flash_attn"
-    return "varlen" if importlib.util.find_spec("torch.nn.attention.varlen") is not None else "padded"
+    if flash_attention_4.runs_on(device):
+        return "flash_attn_4"
+    # The two packages share their outermost name.
+    is_second = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.flash_attn_interface")
+    return "flash_attn" if is_second else "varlen"
 
 
 def make_layout(cu_seqlens: np.ndarray, device: torch.device, kernel: Kernel) -> PackedLayout:
@@ -192,32 +197,25 @@ def _by_offsets(
     scale: float,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    # Both kernels count the window as tokens behind the query, the query itself not included.
-    window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
     cu, longest = layout.cu_seqlens, layout.max_seqlen
+    if layout.kernel == "flash_attn_4":
+        return flash_attention_4.flash_attention_4(q_THD, k_TKD, v_TKD, cu, longest, scale, sliding_window)
+    # Both other kernels count the window as tokens behind the query, the query itself not included.
+    window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
     if layout.kernel == "flash_attn":
         from flash_attn import flash_attn_varlen_func
 
         return flash_attn_varlen_func(
             q_THD, k_TKD, v_TKD, cu, cu, longest, longest, softmax_scale=scale, causal=True, window_size=window
         )
-    attend, knows_groups = _varlen_kernel()
-    if not knows_groups and k_TKD.shape[1] != q_THD.shape[1]:
+    options: dict[str, Any] = {"scale": scale, "window_size": window}
+    if VARLEN_KNOWS_GROUPS:
+        options["enable_gqa"] = k_TKD.shape[1] != q_THD.shape[1]
+    elif k_TKD.shape[1] != q_THD.shape[1]:
         repeats = q_THD.shape[1] // k_TKD.shape[1]
         k_TKD, v_TKD = k_TKD.repeat_interleave(repeats, dim=1), v_TKD.repeat_interleave(repeats, dim=1)
-    options: dict[str, Any] = {"scale": scale, "window_size": window}
-    if knows_groups:
-        options["enable_gqa"] = k_TKD.shape[1] != q_THD.shape[1]
+    attend: Any = varlen_attn
     return attend(q_THD, k_TKD, v_TKD, cu, cu, longest, longest, **options)
-
-
-@functools.cache
-def _varlen_kernel() -> tuple[Callable[..., torch.Tensor], bool]:
-    """torch's varlen kernel, and whether this release of it takes fewer key than query heads."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    attend: Callable[..., Any] = varlen_attn
-    return attend, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def register_attention() -> None:

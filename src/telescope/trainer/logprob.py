@@ -2,19 +2,32 @@
 
 Owns the output layer of the policy during training. Invariants: log-softmax is computed in float32 (float64 for float64
 models) whatever the model's dtype; temperature is applied to the logits inside, so that a logprob means what the engine
-means by it; the logits of at most `chunk_size` tokens exist at a time and none survive the call, since backward
-computes them again. Every rank may call it with no tokens at all: the gradients are then exactly zero.
+means by it; the logits of at most `chunk_size` tokens (as many numbers as those have, that is) exist at a time and none
+survive the call, since backward computes them again. Every rank may call it with no tokens at all: the gradients are
+then exactly zero.
+
+The logits are made in blocks of tokens x vocabulary. The softmax of a block of tokens is gathered over its blocks of
+vocabulary by the online recurrence of Milakov and Gimelshein (arXiv:1805.02867), here with a third sum for the entropy.
+On GPU one kernel reads a block for all three sums, and one turns it into its gradient (`logprob_kernels`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-PRODUCT_ROWS = 32_768
-"""Vocabulary rows per product where products of half precision are added to a float32 sum: bounds the temporary."""
+VOCABULARY_BLOCKS = {"cuda": 8}
+"""By device type, the blocks that a long vocabulary is cut into; a block then has as many times more tokens. The
+gradient of the weight is so summed over fewer, longer products: at 64k tokens and a vocabulary of 152k, products of
+1,024 tokens would read and write 0.1 TB of sums."""
+LOWEST = -1e30
+"""Stands for minus infinity where differences are taken."""
+COLUMNS_MULTIPLE = 128
+"""Columns of a block, but for the last, are a multiple of this, so that its rows are aligned."""
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -30,14 +43,100 @@ def _matmul(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torc
     return left.to(dtype) @ right.to(dtype)
 
 
-def _add_product(total_VD: torch.Tensor, grad_CV: torch.Tensor, hidden_CD: torch.Tensor) -> None:
-    """total += grad^T @ hidden, summed in the dtype of `total`, with little memory besides it."""
-    if grad_CV.dtype == total_VD.dtype:
-        total_VD.addmm_(grad_CV.t(), hidden_CD)
-        return
-    for start in range(0, total_VD.shape[0], PRODUCT_ROWS):
-        rows = slice(start, start + PRODUCT_ROWS)
-        total_VD[rows] += _matmul(grad_CV[:, rows].t(), hidden_CD, total_VD.dtype)
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right, summed in the dtype of `total`."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+@dataclass(slots=True)
+class _Softmax:
+    """What is known of the softmax of C tokens after some blocks of the vocabulary: the largest logit z, the sum of
+    exp(z - top), the sum of exp(z - top) (z - top), and the target's logit if it was in one of them."""
+
+    top_C: torch.Tensor
+    total_C: torch.Tensor
+    moment_C: torch.Tensor
+    target_logit_C: torch.Tensor
+
+    @classmethod
+    def empty(cls, num_tokens: int, dtype: torch.dtype, device: torch.device) -> _Softmax:
+        zeros = [torch.zeros(num_tokens, dtype=dtype, device=device) for _ in range(3)]
+        return cls(torch.full_like(zeros[0], LOWEST), *zeros)
+
+    def add(self, logits_CB: torch.Tensor, target_C: torch.Tensor, temperature: float) -> None:
+        """Take in the logits of a block of B vocabulary entries; `target_C` counts from its first. Spoils the block."""
+        if _has_kernel(logits_CB):
+            from telescope.trainer.logprob_kernels import add_block
+
+            add_block(
+                logits_CB, target_C, self.top_C, self.total_C, self.moment_C, self.target_logit_C, temperature
+            )  # fmt: skip
+            return
+        z_CB = logits_CB.div_(temperature)
+        inside_C, column_C1 = _inside(target_C, z_CB)
+        self.target_logit_C = torch.where(inside_C, z_CB.gather(1, column_C1).squeeze(1), self.target_logit_C)
+        top_C = torch.maximum(self.top_C, z_CB.amax(dim=1))
+        shift_C = self.top_C - top_C
+        z_CB -= top_C[:, None]
+        p_CB = z_CB.exp()
+        self.moment_C = shift_C.exp() * (self.moment_C + shift_C * self.total_C)
+        self.total_C = shift_C.exp() * self.total_C + p_CB.sum(dim=1)
+        self.moment_C += p_CB.mul_(z_CB).sum(dim=1)
+        self.top_C = top_C
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(logprob of the target, entropy, log of the sum of exp(z)), each [C]."""
+        log_total_C = self.total_C.log()
+        logprob_C = (self.target_logit_C - self.top_C) - log_total_C
+        return logprob_C, log_total_C - self.moment_C / self.total_C, log_total_C + self.top_C
+
+
+def _has_kernel(logits: torch.Tensor) -> bool:
+    return logits.is_cuda and logits.dtype == torch.float32
+
+
+def _inside(target_C: torch.Tensor, block_CB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether a target is in the block, and its column there (any column if it is not), [C] and [C, 1]."""
+    num_columns = block_CB.shape[1]
+    return (target_C >= 0) & (target_C < num_columns), target_C.clamp(0, num_columns - 1)[:, None]
+
+
+def _block_gradient(
+    logits_CB: torch.Tensor,
+    target_C: torch.Tensor,
+    log_total_C: torch.Tensor,
+    entropy_C: torch.Tensor,
+    grad_logprob_C: torch.Tensor,
+    grad_entropy_C: torch.Tensor,
+    temperature: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The gradient in the logits of a block, in `dtype`. Spoils the block.
+
+    With z = logits / temperature and p = softmax(z): d logprob / dz = onehot - p,
+    d entropy / dz = -p (log p + entropy).
+    """
+    if _has_kernel(logits_CB):
+        from telescope.trainer.logprob_kernels import block_gradient
+
+        return block_gradient(
+            logits_CB, target_C, log_total_C, entropy_C, grad_logprob_C, grad_entropy_C, temperature, dtype
+        )
+    inside_C, column_C1 = _inside(target_C, logits_CB)
+    z_CB = logits_CB.div_(temperature)
+    z_CB -= log_total_C[:, None]
+    p_CB = z_CB.exp()
+    z_CB += entropy_C[:, None]
+    z_CB *= grad_entropy_C[:, None]
+    z_CB += grad_logprob_C[:, None]
+    p_CB *= z_CB.neg_()
+    p_CB.scatter_add_(1, column_C1, (grad_logprob_C * inside_C)[:, None])
+    return p_CB.div_(temperature).to(dtype)
 
 
 class _LogprobEntropy(torch.autograd.Function):
@@ -53,77 +152,73 @@ class _LogprobEntropy(torch.autograd.Function):
         temperature: float,
         chunk_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = _accumulation_dtype(hidden_ND.dtype)
-        num_tokens = hidden_ND.shape[0]
-        logprob_N = torch.empty(num_tokens, dtype=dtype, device=hidden_ND.device)
-        entropy_N = torch.empty_like(logprob_N)
-        log_total_N = torch.empty_like(logprob_N)
-        for start in range(0, num_tokens, chunk_size):
-            rows = slice(start, start + chunk_size)
-            z_CV = _scaled_logits(hidden_ND[rows], weight_VD, bias_V, temperature, dtype)
-            top_C1 = z_CV.amax(dim=1, keepdim=True)
-            z_CV -= top_C1
-            p_CV = z_CV.exp()
-            total_C = p_CV.sum(dim=1)
-            target_C = z_CV.gather(1, targets_N[rows, None]).squeeze(1)
-            logprob_N[rows] = target_C - total_C.log()
-            entropy_N[rows] = total_C.log() - p_CV.mul_(z_CV).sum(dim=1) / total_C
-            log_total_N[rows] = total_C.log() + top_C1.squeeze(1)
+        dtype, device, num_tokens = _accumulation_dtype(hidden_ND.dtype), hidden_ND.device, hidden_ND.shape[0]
+        logprob_N, entropy_N, log_total_N = (torch.empty(num_tokens, dtype=dtype, device=device) for _ in range(3))
+        for rows, blocks in _blocks(num_tokens, weight_VD.shape[0], chunk_size, device):
+            hidden_CD, target_C = hidden_ND[rows], targets_N[rows]
+            softmax = _Softmax.empty(hidden_CD.shape[0], dtype, device)
+            for columns in blocks:
+                logits_CB = _logits(hidden_CD, weight_VD, bias_V, columns, dtype)
+                softmax.add(logits_CB, target_C - columns.start, temperature)
+            logprob_N[rows], entropy_N[rows], log_total_N[rows] = softmax.result()
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, log_total_N, entropy_N)
         ctx.temperature = temperature
         ctx.chunk_size = chunk_size
-        ctx.set_materialize_grads(False)
         return logprob_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        grad_logprob_N, grad_entropy_N = grads
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # A gradient that is one number for all tokens comes with a stride of 0, which the kernels do not read.
+        grad_logprob_N, grad_entropy_N = (grad.contiguous() for grad in grads)
         hidden_ND, weight_VD, bias_V, targets_N, log_total_N, entropy_N = ctx.saved_tensors
-        if grad_logprob_N is None and grad_entropy_N is None:
-            return None, None, None, None, None, None
-        dtype = _accumulation_dtype(hidden_ND.dtype)
-        if grad_logprob_N is None:
-            grad_logprob_N = torch.zeros_like(log_total_N)
+        dtype, device = _accumulation_dtype(hidden_ND.dtype), hidden_ND.device
         grad_hidden_ND = torch.empty_like(hidden_ND)
-        grad_weight_VD = torch.zeros(weight_VD.shape, dtype=dtype, device=weight_VD.device)
-        grad_bias_V = None if bias_V is None else torch.zeros(bias_V.shape, dtype=dtype, device=bias_V.device)
-        for start in range(0, hidden_ND.shape[0], ctx.chunk_size):
-            rows = slice(start, start + ctx.chunk_size)
-            z_CV = _scaled_logits(hidden_ND[rows], weight_VD, bias_V, ctx.temperature, dtype)
-            z_CV -= log_total_N[rows, None]
-            p_CV = z_CV.exp()
-            # d logprob / dz = onehot - p;   d entropy / dz = -p (log p + entropy)
-            if grad_entropy_N is None:
-                p_CV *= -grad_logprob_N[rows, None]
-            else:
-                z_CV += entropy_N[rows, None]
-                z_CV *= grad_entropy_N[rows, None]
-                z_CV += grad_logprob_N[rows, None]
-                p_CV *= z_CV.neg_()
-            p_CV.scatter_add_(1, targets_N[rows, None], grad_logprob_N[rows, None])
-            p_CV /= ctx.temperature
-            if grad_bias_V is not None:
-                grad_bias_V += p_CV.sum(dim=0)
-            grad_CV = p_CV.to(hidden_ND.dtype)
-            grad_hidden_ND[rows] = _matmul(grad_CV, weight_VD, dtype).to(hidden_ND.dtype)
-            _add_product(grad_weight_VD, grad_CV, hidden_ND[rows])
+        grad_weight_VD = torch.zeros(weight_VD.shape, dtype=dtype, device=device)
+        grad_bias_V = None if bias_V is None else torch.zeros(bias_V.shape, dtype=dtype, device=device)
+        for rows, blocks in _blocks(hidden_ND.shape[0], weight_VD.shape[0], ctx.chunk_size, device):
+            hidden_CD = hidden_ND[rows]
+            grad_hidden_CD = torch.zeros(hidden_CD.shape, dtype=dtype, device=device)
+            for columns in blocks:
+                grad_CB = _block_gradient(
+                    _logits(hidden_CD, weight_VD, bias_V, columns, dtype),
+                    targets_N[rows] - columns.start,
+                    log_total_N[rows],
+                    entropy_N[rows],
+                    grad_logprob_N[rows],
+                    grad_entropy_N[rows],
+                    ctx.temperature,
+                    hidden_ND.dtype,
+                )
+                if grad_bias_V is not None:
+                    grad_bias_V[columns] += grad_CB.sum(dim=0, dtype=dtype)
+                _add_product(grad_hidden_CD, grad_CB, weight_VD[columns])
+                _add_product(grad_weight_VD[columns], grad_CB.t(), hidden_CD)
+            grad_hidden_ND[rows] = grad_hidden_CD
         grad_bias = None if grad_bias_V is None else grad_bias_V.to(weight_VD.dtype)
         return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), grad_bias, None, None, None
 
 
-def _scaled_logits(
-    hidden_CD: torch.Tensor,
-    weight_VD: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    temperature: float,
-    dtype: torch.dtype,
+def _logits(
+    hidden_CD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, columns: slice, dtype: torch.dtype
 ) -> torch.Tensor:
-    logits_CV = _matmul(hidden_CD, weight_VD.t(), dtype)
+    """Logits of some tokens in some columns of the vocabulary, before the temperature."""
+    logits_CB = _matmul(hidden_CD, weight_VD[columns].t(), dtype)
     if bias_V is not None:
-        logits_CV += bias_V
-    if temperature != 1.0:
-        logits_CV /= temperature
-    return logits_CV
+        logits_CB += bias_V[columns]
+    return logits_CB
+
+
+def _blocks(
+    num_tokens: int, vocab_size: int, chunk_size: int, device: torch.device
+) -> Iterator[tuple[slice, list[slice]]]:
+    """Rows, and for each the blocks of vocabulary, such that a block has about chunk_size x vocab_size numbers."""
+    num_blocks = max(1, min(VOCABULARY_BLOCKS.get(device.type, 1), -(-num_tokens // chunk_size)))
+    per_block = vocab_size
+    if num_blocks > 1:
+        per_block = -(-vocab_size // (num_blocks * COLUMNS_MULTIPLE)) * COLUMNS_MULTIPLE
+    blocks = [slice(first, min(first + per_block, vocab_size)) for first in range(0, vocab_size, per_block)]
+    for first in range(0, num_tokens, chunk_size * num_blocks):
+        yield slice(first, min(first + chunk_size * num_blocks, num_tokens)), blocks
 
 
 class LogprobHead(nn.Module):

@@ -118,15 +118,3 @@ def load_causal_lm(
         return AutoModelForCausalLM.from_pretrained(model, config=config, **options)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, **options)
-
-
-def enable_checkpointing(policy: PolicyModel) -> None:
-    """Recompute each block in backward instead of keeping its activations.
-
-    transformers only does so for blocks in training mode. The flag is set on the blocks alone: what is inside stays in
-    evaluation mode, so that no dropout can come back.
-    """
-    # No random number is drawn in a forward pass here, so none has to be replayed.
-    policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    for layer in policy.layers:
-        layer.training = True

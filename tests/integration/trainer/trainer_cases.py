@@ -55,7 +55,8 @@ def make_config(model: str, **changes: Any) -> Any:
     """The fields that the trainer reads, at float64 unless changed."""
     fields: dict[str, Any] = {
         "seed": 0, "model": model, "model_dtype": "float64", "mixed_precision_dtype": None, "device": "cpu",
-        "trainer_threads": 1, "gradient_checkpointing": False, "trust_remote_code": False, "learning_rate": 1e-2,
+        "trainer_threads": 1, "gradient_checkpointing": False, "recompute_attention": False,
+        "compile_blocks": True, "trust_remote_code": False, "learning_rate": 1e-2,
         "weight_decay": 0.0, "grad_clip": 1.0, "lr_scheduler": "constant", "warmup_steps": 0, "min_lr_ratio": 0.0,
         "train_backend": "fsdp", "algorithm": "grpo", "entropy_chunk_size": 7, "temperature": 1.0, "max_tokens": 32,
         "number_of_steps": 10, "hash": "0123456789ab", "environments": [SimpleNamespace(name="countdown")],

@@ -76,7 +76,9 @@ def test_checkpointing_saves_activations_and_length_costs_them():
     kept = estimate_memory(config(gradient_checkpointing=False), shape).trainer.activations
     recomputed = estimate_memory(config(), shape).trainer.activations
     longer = estimate_memory(config(seq_len=8192), shape).trainer.activations
-    assert kept > 5 * recomputed
+    least = estimate_memory(config(recompute_attention=True), shape).trainer.activations
+    assert kept > 5 * least
+    assert recomputed - least == 36 * 4096 * 16 * 128 * 2  # layers x tokens x heads x head dimension x bfloat16
     assert longer == 2 * recomputed
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from telescope.trainer import logprob
@@ -36,7 +39,10 @@ def make(num_tokens: int, dtype: torch.dtype, *, with_bias: bool = False, chunk_
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 3, 10])
-def test_values_and_gradients_equal_the_plain_ones(temperature, with_bias, num_tokens):
+@pytest.mark.parametrize("num_blocks", [1, 4])
+def test_values_and_gradients_equal_the_plain_ones(temperature, with_bias, num_tokens, num_blocks, monkeypatch):
+    monkeypatch.setitem(logprob.VOCABULARY_BLOCKS, "cpu", num_blocks)
+    monkeypatch.setattr(logprob, "COLUMNS_MULTIPLE", 8)
     hidden_ND, head, targets_N = make(num_tokens, torch.float64, with_bias=with_bias)
     inputs = [hidden_ND, head.weight, *([head.bias] if with_bias else [])]
     found = head(hidden_ND, targets_N, temperature)
@@ -61,11 +67,31 @@ def test_only_one_output_in_the_loss_gives_the_right_gradient():
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 7, 1000])
-def test_the_chunk_size_changes_nothing(chunk_size):
+@pytest.mark.parametrize("num_blocks", [1, 2, 8])
+def test_chunks_and_blocks_change_nothing(chunk_size, num_blocks, monkeypatch):
     hidden_ND, head, targets_N = make(11, torch.float64)
     whole = head(hidden_ND, targets_N, 1.0)
+    monkeypatch.setitem(logprob.VOCABULARY_BLOCKS, "cpu", num_blocks)
+    monkeypatch.setattr(logprob, "COLUMNS_MULTIPLE", 4)
     head.chunk_size = chunk_size
     torch.testing.assert_close(head(hidden_ND, targets_N, 1.0), whole, rtol=1e-13, atol=1e-13)
+
+
+@settings(deadline=None)
+@given(
+    num_tokens=st.integers(0, 500), vocab=st.integers(1, 400), chunk=st.integers(1, 200), num_blocks=st.integers(1, 8)
+)
+def test_blocks_cover_every_logit_once_and_none_is_larger_than_a_chunk(num_tokens, vocab, chunk, num_blocks):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(logprob.VOCABULARY_BLOCKS, "cpu", num_blocks)
+        patch.setattr(logprob, "COLUMNS_MULTIPLE", 8)
+        seen = np.zeros((num_tokens, vocab), dtype=int)
+        for rows, blocks in logprob._blocks(num_tokens, vocab, chunk, torch.device("cpu")):
+            for columns in blocks:
+                seen[rows, columns] += 1
+                rounding = 8 * (rows.stop - rows.start)
+                assert (rows.stop - rows.start) * (columns.stop - columns.start) <= chunk * vocab + rounding
+    assert (seen == 1).all()
 
 
 def test_no_tokens_give_no_outputs_and_a_gradient_of_zero():
@@ -86,8 +112,10 @@ def test_bfloat16_inputs_are_normalised_in_float32():
     torch.testing.assert_close(entropy_N.double(), exact_entropy_N, rtol=0, atol=1e-5)
 
 
-def test_bfloat16_gradients_are_summed_in_float32_over_slices_of_the_vocabulary(monkeypatch):
-    monkeypatch.setattr(logprob, "PRODUCT_ROWS", 10)
+@pytest.mark.parametrize("num_blocks", [1, 4])
+def test_bfloat16_gradients_are_summed_in_float32(num_blocks, monkeypatch):
+    monkeypatch.setitem(logprob.VOCABULARY_BLOCKS, "cpu", num_blocks)
+    monkeypatch.setattr(logprob, "COLUMNS_MULTIPLE", 8)
     hidden_ND, head, targets_N = make(64, torch.bfloat16)
     head(hidden_ND, targets_N, 1.0)[0].sum().backward()
     exact = [hidden_ND.detach().double().requires_grad_(), head.weight.detach().double().requires_grad_()]

@@ -32,7 +32,14 @@ class TrainerSection(Section):
     """Training backend: "fsdp", "megatron", or the path of an own subclass, "package.module:Class". FSDP suits
     models up to about 14B parameters."""
     gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass (FSDP). Off: faster, and a multiple of the activation memory."""
+    """Recompute activations in the backward pass (FSDP); what attention returned is kept. Off: faster, and a multiple
+    of the activation memory."""
+    recompute_attention: bool = False
+    """With `gradient_checkpointing`, recompute attention as well (FSDP). Saves about half of what is still kept, and
+    costs up to a fifth of the speed at long `seq_len`."""
+    compile_blocks: bool = True
+    """Compile the model's blocks with torch.compile (FSDP, on GPU in half precision; elsewhere it does nothing). Takes
+    about a minute at the first step. Turn it off for a model whose code does not compile."""
     fsdp_context_parallel_size: Workers = 1
     """Ranks that share one sequence (FSDP). Raise it when one sequence does not fit one GPU. Must divide
     trainer_num_workers."""

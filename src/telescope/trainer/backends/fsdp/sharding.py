@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from telescope.trainer.model import DTYPES, PREFIX, PolicyModel, enable_checkpointing, load_causal_lm
+from telescope.trainer.attention import choose_kernel
+from telescope.trainer.blocks import wrap_blocks
+from telescope.trainer.model import DTYPES, PREFIX, PolicyModel, load_causal_lm
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -33,8 +35,13 @@ def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) ->
     options = {"trust_remote_code": config.trust_remote_code}
     source = load_causal_lm(config.model, dtype, with_weights=True, **options) if dist.get_rank() == 0 else None
     policy = PolicyModel(load_causal_lm(config.model, dtype, with_weights=False, **options), config.entropy_chunk_size)
-    if config.gradient_checkpointing:
-        enable_checkpointing(policy)
+    wrap_blocks(
+        policy,
+        recompute=config.gradient_checkpointing,
+        recompute_attention=config.recompute_attention,
+        # The calls of the padded kernel are as many as a row has lengths: each row would be compiled anew.
+        compiled=config.compile_blocks and choose_kernel(device, compute_dtype(config), policy.head_dim) != "padded",
+    )
     is_tied = policy.is_tied
     shard(policy, mesh, compute_dtype(config))
     policy.to_empty(device=device)

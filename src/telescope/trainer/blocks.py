@@ -1,0 +1,75 @@
+"""How the decoder's blocks run: compiled, and which of their activations are recomputed in backward.
+
+Owns what takes the place of each block's `forward`. Does not own the blocks, nor how they are sharded: FSDP's hooks
+stay outside of what is compiled and recomputed here, so that weights are gathered before either. Invariant: nothing
+here changes what a block computes, only when and in how many kernels.
+
+One compiled function serves all blocks, with sizes that are not fixed: a micro-batch of another length compiles nothing
+anew.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from telescope.trainer.model import PolicyModel
+
+ATTENTION_OPERATORS = frozenset(
+    {
+        "telescope::flash_attention_4",
+        "torch_attn::_varlen_attn",
+        "flash_attn::_flash_attn_varlen_forward",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+    }
+)
+"""What attention comes down to in each kernel. At 64k tokens it is most of a block's work, and what it returns a
+tenth of its activations: that is kept, and the rest recomputed."""
+
+
+def wrap_blocks(policy: PolicyModel, *, recompute: bool, recompute_attention: bool, compiled: bool) -> None:
+    """Let each block of `policy` keep only its input (and what attention returned) if `recompute`; compile if asked."""
+    run: Callable[..., Any] = _run
+    if recompute:
+        run = functools.partial(_run_and_recompute, keep_attention=not recompute_attention)
+    if compiled:
+        run = torch.compile(run, dynamic=True)
+    for layer in policy.layers:
+        # Set on the object: `__call__`, where FSDP and transformers hook in, stays as it is.
+        layer.forward = functools.partial(_forward, layer, run)
+
+
+def _forward(layer: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Without a gradient (the probe of a few tokens) there is nothing to keep, and compiling once more would not pay.
+    return run(layer, *args, **kwargs) if torch.is_grad_enabled() else _run(layer, *args, **kwargs)
+
+
+def _run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+def _run_and_recompute(layer: nn.Module, *args: Any, keep_attention: bool, **kwargs: Any) -> Any:
+    options: dict[str, Any] = {"use_reentrant": False}
+    if keep_attention:
+        options["context_fn"] = _keep_attention
+    # No random number is drawn in a forward pass here, so none has to be replayed.
+    return checkpoint(type(layer).forward, layer, *args, preserve_rng_state=False, **options, **kwargs)
+
+
+def _choose(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_attention = isinstance(operator, torch._ops.OpOverload) and operator.name().partition(".")[0] in (
+        ATTENTION_OPERATORS
+    )
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_attention() -> Any:
+    return create_selective_checkpoint_contexts(_choose)

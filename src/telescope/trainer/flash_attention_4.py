@@ -1,0 +1,168 @@
+"""FlashAttention 4 over packed segments as a torch operator with a gradient.
+
+Owns the operator `telescope::flash_attention_4`, which `torch.compile` keeps whole and selective checkpointing can
+recognise, and nothing of the kernels: they are those of the `flash-attn-4` package (`flash_attn/cute` of
+github.com/Dao-AILab/flash-attention), by the two functions that torch's `activate_flash_attention_impl("FA4")` calls.
+Invariants: a token attends to earlier tokens of its own segment only; outputs and gradients are contiguous.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+MIN_COMPUTE_CAPABILITY = 9
+"""Hopper. On older GPUs the package has no faster kernels than torch."""
+
+NO_WINDOW = -1
+
+
+def is_installed() -> bool:
+    """Whether the package is there. Imports its parent package, but no kernel."""
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the package is there and has kernels for this GPU."""
+    return is_installed() and torch.cuda.get_device_capability(device)[0] >= MIN_COMPUTE_CAPABILITY
+
+
+def flash_attention_4(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Causal attention within segments, [T, H, D]. `window` counts the token itself; K divides H."""
+    behind = NO_WINDOW if window is None else window - 1
+    return _forward_operator(q_THD, k_TKD, v_TKD, cu_seqlens, max_seqlen, scale, behind)[0]
+
+
+def _segments(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float, behind: int) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": max_seqlen,
+        "max_seqlen_k": max_seqlen,
+        "softmax_scale": scale,
+        "causal": True,
+        "window_size_left": None if behind == NO_WINDOW else behind,
+        "window_size_right": None if behind == NO_WINDOW else 0,
+    }
+
+
+def run_forward(
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output [T, H, D], log-sum-exp of the scores [H, T]) by the package's kernel."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    out_THD, lse_HT, *_ = _flash_attn_fwd(q_THD, k_TKD, v_TKD, return_lse=True, **options)
+    return out_THD, lse_HT
+
+
+def run_backward(
+    grad_THD: torch.Tensor,
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    out_THD: torch.Tensor,
+    lse_HT: torch.Tensor,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value by the package's kernel."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    grad_q, grad_k, grad_v, *_ = _flash_attn_bwd(q_THD, k_TKD, v_TKD, out_THD, grad_THD, lse_HT, **options)
+    return grad_q, grad_k, grad_v
+
+
+@torch.library.custom_op("telescope::flash_attention_4", mutates_args=())
+def _forward_operator(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    behind: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out_THD, lse_HT = run_forward(
+        q_THD.contiguous(), k_TKD.contiguous(), v_TKD.contiguous(), _segments(cu_seqlens, max_seqlen, scale, behind)
+    )
+    return out_THD.contiguous(), lse_HT.contiguous()
+
+
+@_forward_operator.register_fake
+def _(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    behind: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens, num_heads, _ = q_THD.shape
+    return q_THD.new_empty(q_THD.shape), q_THD.new_empty((num_heads, num_tokens), dtype=torch.float32)
+
+
+@torch.library.custom_op("telescope::flash_attention_4_backward", mutates_args=())
+def _backward_operator(
+    grad_THD: torch.Tensor,
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    out_THD: torch.Tensor,
+    lse_HT: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    behind: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradients = run_backward(
+        grad_THD.contiguous(),
+        q_THD.contiguous(),
+        k_TKD.contiguous(),
+        v_TKD.contiguous(),
+        out_THD,
+        lse_HT,
+        _segments(cu_seqlens, max_seqlen, scale, behind),
+    )
+    grad_q, grad_k, grad_v = (gradient.contiguous() for gradient in gradients)
+    return grad_q, grad_k, grad_v
+
+
+@_backward_operator.register_fake
+def _(
+    grad_THD: torch.Tensor,
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    *_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q_THD.new_empty(q_THD.shape), k_TKD.new_empty(k_TKD.shape), v_TKD.new_empty(v_TKD.shape)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q_THD, k_TKD, v_TKD, cu_seqlens, *ctx.options = inputs
+    ctx.save_for_backward(q_THD, k_TKD, v_TKD, *output, cu_seqlens)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_THD: torch.Tensor | None, grad_lse_HT: torch.Tensor | None) -> tuple[Any, ...]:
+    assert grad_lse_HT is None, "the log-sum-exp is not an output of the module"
+    if grad_THD is None:
+        return (None,) * 7
+    return (*_backward_operator(grad_THD, *ctx.saved_tensors, *ctx.options), None, None, None, None)
+
+
+_forward_operator.register_autograd(_backward, setup_context=_keep_for_backward)
