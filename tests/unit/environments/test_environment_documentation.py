@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from telescope.environments.base import TrajectoryStep, conversation
-from telescope.environments.countdown.environment import CountdownEnvironment
 from telescope.environments.registry import get_environment
 from telescope.errors import UserError
 from telescope.evals import get_eval
@@ -64,9 +63,10 @@ def test_the_shown_eval_runs_on_the_shown_environment(shown):
     assert result.metrics == {"reward": 1.0, "correct": 1.0}
 
 
-def test_the_page_names_every_argument_of_countdown():
+@pytest.mark.parametrize("name", ["countdown", "hendrycks_math", "wordle", "calculator_agent"])
+def test_the_page_names_every_argument_of_what_ships_here(name):
     with pytest.raises(UserError) as raised:
-        CountdownEnvironment(no_such_argument=1)
+        get_environment(name, no_such_argument=1)
     known = str(raised.value).split("It takes: ")[1].rstrip(".").split(", ")
-    assert [name for name in known if f"`{name}`" not in PAGE] == []
-    assert "prompt_style" in known
+    assert [argument for argument in known if f"`{argument}`" not in PAGE] == []
+    assert "seed" in known

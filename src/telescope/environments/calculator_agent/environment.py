@@ -1,0 +1,179 @@
+"""The calculator agent: a question, a calculator that works out one operation at a time, and an answer.
+
+The reward is for the right answer that the calculator has given: the last answer stands alone between `<answer>` tags,
+is the question's value, and is the result of a call. Knowing the value without asking earns nothing, and neither does
+asking without answering. Expressions are read by Countdown's grammar (digits and + - * /); nothing here evaluates text.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from itertools import islice
+from typing import Any, ClassVar
+
+from telescope.environments.base import RewardResult, RolloutState, Sample
+from telescope.environments.calculator_agent.questions import Question, QuestionSettings, generate_questions
+from telescope.environments.countdown.arithmetic import ExpressionError, parse
+from telescope.environments.parsers import extract_answer_tags, strip_think_tags
+from telescope.environments.tool_env import ToolCall, ToolEnvironment, ToolResult
+from telescope.errors import UserError
+
+REQUIRED_PACKAGES: list[str] = []
+
+DEFAULT_NUM_SAMPLES = 2_000
+RESULTS_KEY = "calculator_results"
+"""Where `state.custom` keeps the values that the calculator has given."""
+
+SYSTEM_PROMPT = "You work out arithmetic with a calculator. You do not reckon in your head."
+INSTRUCTION = (
+    "Work it out from left to right, one operation after the other, whatever the operators are. The calculator does "
+    "one operation at a time. When you have the result, write it alone between <answer> and </answer>."
+)
+CALL_OPEN, CALL_CLOSE = "<call>", "</call>"
+"""The short form of a call, for very small models: `<call>12+7</call>`."""
+
+_WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
+_UNSET: Any = object()
+
+
+class CalculatorAgentEnvironment(ToolEnvironment):
+    """Questions such as `12+7*3`, to be worked out from left to right with a calculator.
+
+    `prompt_style` is `full` (instructions and tool schemas, calls in the usual form) or `short` (the bare question,
+    calls as `<call>12+7</call>`, results as bare numbers). `portion` is `all`, `train` or `heldout`: a fixed fifth of
+    all questions is held out. The reward is 1 for a right answer that came from the calculator, `answer_reward` for one
+    that is right without, else 0.
+    """
+
+    reward_min, reward_max = 0.0, 1.0
+    metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {
+        "correct": {"min": 0.0, "max": 1.0},
+        "right_answer": {"min": 0.0, "max": 1.0},
+        "tool_success_rate": {"min": 0.0, "max": 1.0},
+    }
+
+    def __init__(
+        self,
+        system_prompt: str | None = _UNSET,
+        prompt_style: str = "full",
+        max_turns: int = 6,
+        answer_reward: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        if prompt_style not in ("full", "short"):
+            raise UserError(f"calculator_agent: prompt_style is {prompt_style!r}; use full or short.")
+        self.short = prompt_style == "short"
+        if system_prompt is _UNSET:
+            system_prompt = None if self.short else SYSTEM_PROMPT
+        kwargs.setdefault("include_tool_schemas_in_prompt", not self.short)
+        super().__init__(tools=[calculate], max_turns=max_turns, system_prompt=system_prompt, **kwargs)
+        self.answer_reward = float(answer_reward)
+
+    def load_dataset(
+        self,
+        num_samples: int = -1,
+        portion: str = "all",
+        seed: int = 0,
+        min_operations: int = 1,
+        max_operations: int = 2,
+        max_number: int = 20,
+        operations: str = "+-*",
+        **_: Any,
+    ) -> list[Sample]:
+        """The questions. Raises `UserError` when the settings admit fewer than `num_samples`."""
+        if portion not in ("all", "train", "heldout"):
+            raise UserError(f"calculator_agent: portion is {portion!r}; use all, train or heldout.")
+        if not operations or set(operations) - set("+-*"):
+            raise UserError(f"calculator_agent: operations is {operations!r}; use some of the characters + - *.")
+        if not 1 <= min_operations <= max_operations <= 8:
+            raise UserError(
+                f"calculator_agent: min_operations is {min_operations} and max_operations {max_operations}; use 1 to "
+                "8, the smaller one first."
+            )
+        if not 1 <= max_number <= 999:
+            raise UserError(f"calculator_agent: max_number is {max_number}; use 1 to 999.")
+        settings = QuestionSettings(min_operations, max_operations, max_number, operations)
+        wanted = DEFAULT_NUM_SAMPLES if num_samples < 0 else num_samples
+        questions = list(islice(generate_questions(settings, seed, portion), wanted))
+        if len(questions) < num_samples:
+            raise UserError(
+                f"calculator_agent: num_samples is {num_samples}, but only {len(questions)} different questions were "
+                f"found with portion {portion!r} and {settings}. Lower num_samples or widen the ranges."
+            )
+        return [self.sample_of(question) for question in questions]
+
+    def sample_of(self, question: Question) -> Sample:
+        """A question as a dataset item."""
+        prompt = question.text if self.short else f"What is {question.text}?\n\n{INSTRUCTION}"
+        metadata = {"question": question.text, "operations": len(question.operators)}
+        return Sample(prompt, answer=str(question.answer), metadata=metadata)
+
+    def parse_tool_calls(self, completion: str) -> list[ToolCall]:
+        if not self.short:
+            return super().parse_tool_calls(completion)
+        return _short_calls(strip_think_tags(completion))
+
+    def execute_tool(self, call: ToolCall) -> ToolResult:
+        result = super().execute_tool(call)
+        assert isinstance(result, ToolResult), "the calculator is plain code"
+        return result
+
+    def format_tool_result(self, result: ToolResult) -> str:
+        if self.short and not result.success:
+            return "error"
+        return super().format_tool_result(result)
+
+    def compute_reward(self, state: RolloutState, eos_token: str = "") -> RewardResult:
+        text = strip_think_tags(state.trajectory[-1].completion if state.trajectory else "")
+        answer = extract_answer_tags(text)
+        one_answer = text.count("<answer>") == text.count("</answer>") == 1
+        final = state.stop_reason == "final_answer"
+        number = int(answer) if answer is not None and _WHOLE_NUMBER.fullmatch(answer) else None
+        right = final and one_answer and number is not None and number == int(state.sample.answer)
+        given = right and number in state.custom.get(RESULTS_KEY, ())
+        return RewardResult(
+            total_reward=1.0 if given else self.answer_reward * right,
+            sample_metrics={
+                "correct": float(given),
+                "right_answer": float(right),
+                "num_turns": float(state.num_turns),
+                **self.get_tool_metrics(state),
+            },
+            golden_answers={"answer": state.sample.answer},
+            sample_tags={"operations": str(state.sample.metadata["operations"])},
+        )
+
+
+def calculate(expression: str, state: RolloutState) -> str:
+    """Work out one operation on two whole numbers.
+
+    Args:
+        expression: two numbers with + - * or / between them, such as 12*7
+    """
+    try:
+        parsed = parse(expression)
+    except ExpressionError as error:
+        raise ValueError(f"the expression {error!s}") from None
+    if len(parsed.numbers) != 2:
+        raise ValueError("the calculator takes two numbers with one operator between them")
+    value: Fraction = parsed.value()
+    if value.denominator == 1:
+        state.custom.setdefault(RESULTS_KEY, []).append(int(value))
+    return str(value)
+
+
+def _short_calls(text: str) -> list[ToolCall]:
+    """Calls between `<call>` and `</call>`; anything else that holds one of the tags is a call that cannot be read."""
+    calls: list[ToolCall] = []
+    position = 0
+    while (start := text.find(CALL_OPEN, position)) != -1:
+        end = text.find(CALL_CLOSE, start)
+        if end == -1:
+            break
+        position = end + len(CALL_CLOSE)
+        expression = text[start + len(CALL_OPEN) : end]
+        calls.append(ToolCall("calculate", {"expression": expression}, text[start:position]))
+    if not calls and ("<call" in text or "call>" in text):
+        calls.append(ToolCall("", None, text, f"A call must have the form {CALL_OPEN}12+7{CALL_CLOSE}."))
+    return calls

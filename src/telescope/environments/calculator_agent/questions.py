@@ -1,0 +1,105 @@
+"""Arithmetic questions made on the spot, the steps that answer them, and the split that keeps some out of training.
+
+A question is a chain, worked out from left to right: `12+7*3` means (12 + 7) * 3. Intermediate results are whole and
+not negative. The sequence is a pure function of the settings and the seed; which questions are held out depends on the
+question alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+HELD_OUT_PERCENT = 20
+LARGEST_RESULT = 999_999_999
+"""What the calculator can be given again."""
+_GIVE_UP_AFTER = 20_000
+"""Draws in a row without a new question after which the space counts as exhausted."""
+
+
+@dataclass(slots=True, frozen=True)
+class Question:
+    """Numbers and the operators between them."""
+
+    numbers: tuple[int, ...]
+    operators: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """Without blanks, read from left to right."""
+        pairs = zip(self.operators, self.numbers[1:], strict=True)
+        return str(self.numbers[0]) + "".join(f"{operator}{number}" for operator, number in pairs)
+
+    @property
+    def steps(self) -> list[tuple[str, int]]:
+        """What to ask the calculator, one operation at a time, with the results."""
+        steps: list[tuple[str, int]] = []
+        value = self.numbers[0]
+        for operator, number in zip(self.operators, self.numbers[1:], strict=True):
+            asked = f"{value}{operator}{number}"
+            value = apply(value, operator, number)
+            steps.append((asked, value))
+        return steps
+
+    @property
+    def answer(self) -> int:
+        return self.steps[-1][1]
+
+
+@dataclass(slots=True, frozen=True)
+class QuestionSettings:
+    """How hard the questions are. All bounds are inclusive."""
+
+    min_operations: int = 1
+    max_operations: int = 2
+    max_number: int = 20
+    operations: str = "+-*"
+
+
+def apply(left: int, operator: str, right: int) -> int:
+    """One step."""
+    if operator == "+":
+        return left + right
+    return left - right if operator == "-" else left * right
+
+
+def draw_question(settings: QuestionSettings, rng: random.Random) -> Question:
+    """One question; no intermediate result is negative."""
+    count = rng.randint(settings.min_operations, settings.max_operations)
+    numbers = [rng.randint(1, settings.max_number)]
+    operators: list[str] = []
+    value = numbers[0]
+    for _ in range(count):
+        operator, number = rng.choice(settings.operations), rng.randint(1, settings.max_number)
+        if operator == "-" and number > value:
+            operator = "+" if "+" in settings.operations else "-"
+            number = number if operator == "+" else rng.randint(0, value)
+        operators.append(operator)
+        numbers.append(number)
+        value = apply(value, operator, number)
+    return Question(tuple(numbers), tuple(operators))
+
+
+def is_held_out(question: Question) -> bool:
+    """Whether the question belongs to the held-out fifth."""
+    digest = hashlib.sha256(f"calculator_agent:{question.text}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
+
+
+def generate_questions(settings: QuestionSettings, seed: int, portion: str = "all") -> Iterator[Question]:
+    """Distinct questions of `portion` (all, train, heldout), until the space seems exhausted."""
+    rng = random.Random(f"calculator_agent {seed}")
+    seen: set[Question] = set()
+    misses = 0
+    while misses < _GIVE_UP_AFTER:
+        misses += 1
+        question = draw_question(settings, rng)
+        if max(value for _, value in question.steps) > LARGEST_RESULT:
+            continue
+        if question in seen or (portion != "all" and is_held_out(question) != (portion == "heldout")):
+            continue
+        seen.add(question)
+        misses = 0
+        yield question

@@ -1,0 +1,1 @@
+"""Wordle: guess a word of five letters in six attempts."""

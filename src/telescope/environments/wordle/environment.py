@@ -1,0 +1,166 @@
+"""Wordle, a game of several turns: a secret word of five letters, a guess in each answer, letters coloured in reply.
+
+The words are our own list, or TextArena's. The rules and the wording of the feedback (G, Y, X) are those of TextArena's
+Wordle, without its state, which is a module's and not a rollout's. A guess is the one word in square brackets of an
+answer; an answer with none, with several, or with another number of letters costs a turn and reveals nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from telescope.environments.base import ChatMessage, MultiTurnEnvironment, RewardResult, RolloutState, Sample
+from telescope.environments.parsers import strip_think_tags
+from telescope.environments.wordle.words import secret_words
+from telescope.errors import UserError
+
+REQUIRED_PACKAGES: list[str] = []
+OPTIONAL_PACKAGES = ["textarena"]
+
+WORD_LENGTH = 5
+GAME_KEY = "wordle"
+"""Where `state.custom` keeps the game."""
+
+PROMPT = (
+    "You are playing Wordle. A secret word of five letters has been chosen. You have {turns} attempts to guess it.\n"
+    "In each attempt write one word in square brackets, for example [apple]. You are told for each letter:\n"
+    "G: it is in the word, in this place\nY: it is in the word, in another place\nX: it is not in the word\n"
+    "Make your first guess."
+)
+
+_BRACKETED = re.compile(r"\[\s*([A-Za-z]{1,32})\s*\]")
+_UNSET: Any = object()
+
+
+@dataclass(slots=True)
+class Game:
+    """What has happened in one game. `num_read` answers of the trajectory have been played."""
+
+    guesses: list[tuple[str, str]] = field(default_factory=list)
+    num_read: int = 0
+    num_invalid: int = 0
+    problem: str | None = None
+    """What was wrong with the last answer."""
+    solved: bool = False
+
+
+class WordleEnvironment(MultiTurnEnvironment):
+    """Guess a word of five letters.
+
+    `word_source` is `own` (a list that ships here) or `textarena` (its list, if the package is installed);
+    `require_known_words` refuses guesses that are not on the list. The order of the secrets follows from `seed`. The
+    reward is 1 for the word, else `partial_reward` times the share of letters of the best guess that are in place
+    (those in another place count half).
+    """
+
+    reward_min, reward_max = 0.0, 1.0
+    metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {
+        "solved": {"min": 0.0, "max": 1.0},
+        "best_share": {"min": 0.0, "max": 1.0},
+    }
+
+    def __init__(
+        self,
+        max_turns: int = 6,
+        system_prompt: str | None = None,
+        word_source: str = "own",
+        require_known_words: bool = False,
+        partial_reward: float = 0.2,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(max_turns=max_turns, system_prompt=system_prompt, **kwargs)
+        if word_source not in ("own", "textarena"):
+            raise UserError(f"wordle: word_source is {word_source!r}; use own or textarena.")
+        if not 0.0 <= partial_reward < 1.0:
+            raise UserError(f"wordle: partial_reward is {partial_reward}; use a number from 0 to below 1.")
+        self.word_source = word_source
+        self.require_known_words = require_known_words
+        self.partial_reward = float(partial_reward)
+
+    def load_dataset(self, num_samples: int = -1, seed: int = 0, **_: Any) -> list[Sample]:
+        """One item for every secret word, shuffled by `seed`; more than there are words go round again."""
+        words = list(secret_words(self.word_source))
+        random.Random(f"wordle {seed}").shuffle(words)
+        count = len(words) if num_samples < 0 else num_samples
+        prompt = PROMPT.format(turns=self.max_turns)
+        return [Sample(prompt, answer=words[i % len(words)], metadata={"round": i // len(words)}) for i in range(count)]
+
+    def create_initial_state(self, sample: Sample) -> RolloutState:
+        state = super().create_initial_state(sample)
+        state.custom[GAME_KEY] = Game()
+        return state
+
+    def is_done(self, state: RolloutState) -> tuple[bool, str | None]:
+        if self._played(state).solved:
+            return True, "solved"
+        return super().is_done(state)
+
+    def env_response(self, messages: list[ChatMessage], state: RolloutState) -> list[ChatMessage]:
+        game = self._played(state)
+        left = self.max_turns - state.num_turns
+        rest = f"You have {left} {'attempt' if left == 1 else 'attempts'} left."
+        if game.problem is not None:
+            return [{"role": "user", "content": f"{game.problem} {rest}"}]
+        word, colours = game.guesses[-1]
+        return [{"role": "user", "content": f"{' '.join(word.upper())}\n{' '.join(colours)}\n{rest}"}]
+
+    def compute_reward(self, state: RolloutState, eos_token: str = "") -> RewardResult:
+        game = self._played(state)
+        shares = [(colours.count("G") + colours.count("Y") / 2) / WORD_LENGTH for _, colours in game.guesses]
+        best = max(shares, default=0.0)
+        return RewardResult(
+            total_reward=1.0 if game.solved else self.partial_reward * best,
+            sample_metrics={
+                "solved": float(game.solved),
+                "best_share": best,
+                "num_guesses": float(len(game.guesses)),
+                "num_invalid": float(game.num_invalid),
+            },
+            golden_answers={"word": state.sample.answer},
+            info_turns=[{"guess": word, "feedback": colours} for word, colours in game.guesses],
+        )
+
+    def _played(self, state: RolloutState) -> Game:
+        """The game with every answer played that is in the trajectory."""
+        game: Game = state.custom[GAME_KEY]
+        for step in state.trajectory[game.num_read :]:
+            game.num_read += 1
+            word, game.problem = self._read_guess(step.completion, game)
+            if word is None:
+                game.num_invalid += 1
+                continue
+            game.guesses.append((word, colour(word, state.sample.answer)))
+            game.solved = game.solved or word == state.sample.answer
+        return game
+
+    def _read_guess(self, completion: str, game: Game) -> tuple[str | None, str | None]:
+        """The guess, or None and what is wrong."""
+        words = {word.lower() for word in _BRACKETED.findall(strip_think_tags(completion))}
+        if len(words) != 1:
+            return None, "Write exactly one word in square brackets, for example [apple]."
+        word = words.pop()
+        if len(word) != WORD_LENGTH:
+            return None, f"The word must have {WORD_LENGTH} letters."
+        if any(word == guess for guess, _ in game.guesses):
+            return None, f"You have guessed {word} before."
+        if self.require_known_words and word not in secret_words(self.word_source):
+            return None, f"{word} is not a known word."
+        return word, None
+
+
+def colour(guess: str, secret: str) -> str:
+    """G, Y or X for each letter. A letter of the secret colours one letter of the guess, those in place first."""
+    left = [s for g, s in zip(guess, secret, strict=True) if g != s]
+    colours = []
+    for g, s in zip(guess, secret, strict=True):
+        if g == s:
+            colours.append("G")
+        elif g in left:
+            left.remove(g)
+            colours.append("Y")
+        else:
+            colours.append("X")
+    return "".join(colours)

@@ -1,0 +1,107 @@
+r"""MATH: our own problems have the answers that they claim, and only the right answer in the box is rewarded."""
+
+import sys
+import types
+
+import pytest
+
+from telescope.environments.hendrycks_math.environment import SUBJECTS
+from telescope.environments.parsers import extract_boxed_answer
+from telescope.environments.registry import get_environment
+from telescope.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def environment():
+    return get_environment("hendrycks_math", dataset="own", verify_timeout_seconds=60.0)
+
+
+def score(environment, completion, answer=r"\frac{3}{2}"):
+    sample = next(s for s in environment._loaded() if s.answer == answer)
+    return environment.compute_reward(completion, sample)
+
+
+def test_every_own_problem_is_solved_by_its_own_solution(environment):
+    assert len(environment) >= 40
+    for index in range(len(environment)):
+        sample = environment.get_sample(index)
+        assert sample.metadata["level"] in range(1, 6) and sample.metadata["subject"]
+        assert environment.compute_reward(f"So it is \\boxed{{{sample.answer}}}.", sample).total_reward == 1.0
+
+
+@pytest.mark.parametrize("answer", [r"\frac{3}{2}", "1.5", r"\dfrac32", "3/2", r"x = \frac{3}{2}"])
+def test_the_right_answer_counts_however_it_is_written(environment, answer):
+    result = score(environment, f"<think>Perhaps \\boxed{{7}}?</think> It is $\\boxed{{{answer}}}$.<|im_end|>")
+    assert (result.total_reward, result.sample_metrics) == (1.0, {"correct": 1.0, "boxed": 1.0})
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "",
+        r"\frac{3}{2}",  # no box
+        r"\boxed{}",
+        r"\boxed{\frac{3}{2}",  # not closed
+        r"\boxed{\frac{3}{2}} no, \boxed{2}",  # the last word counts
+        r"\boxed{\frac{3}{2} \text{ or } 2}",
+        r"\boxed{1, 1.5, 2}",
+        r"\boxed{\frac{3}{2} = 2}",
+        r"<think>\boxed{\frac{3}{2}}</think>",
+        r"\boxed{1\text{.5}}",
+        r"\boxed{10^{10^{10}}}",
+        r"\boxed{x}",
+        r"\boxed{\boxed{1}.5}",
+        r"\boxed{\text{the answer}}",
+        "\\boxed{\u0661.\u0665}",
+        "What is " + r"\boxed{?}",
+    ],
+)
+def test_what_is_not_the_answer_earns_nothing(environment, completion):
+    environment.verify_timeout_seconds = 2.0
+    assert score(environment, completion).total_reward == 0.0
+    environment.verify_timeout_seconds = 60.0
+
+
+def test_problems_are_chosen_by_subject_level_and_seed():
+    assert {s.metadata["level"] for s in get_environment("hendrycks_math", dataset="own", levels=[2, 3])._loaded()} == {
+        2,
+        3,
+    }
+    for subject in SUBJECTS:
+        assert len(get_environment("hendrycks_math", dataset="own", dataset_subset=subject)) >= 4
+    first, again = (get_environment("hendrycks_math", dataset="own", seed=3)._loaded() for _ in range(2))
+    assert first == again != get_environment("hendrycks_math", dataset="own")._loaded()
+    with pytest.raises(UserError, match="no problem is left"):
+        get_environment("hendrycks_math", dataset="own", dataset_subset="astrology").get_sample(0)
+
+
+def test_the_instruction_may_be_another_or_none(environment):
+    assert "\\boxed{}" in environment.build_messages("Q")[0]["content"]
+    assert get_environment("hendrycks_math", instruction_prompt=None).build_messages("Q")[0]["content"] == "Q"
+
+
+def test_the_hubs_rows_become_samples(monkeypatch):
+    asked = []
+
+    def load_dataset(name, subset, split):
+        asked.append((name, subset, split))
+        return [{"problem": f"P {subset}", "level": "Level 4", "type": "Algebra", "solution": r"so \boxed{4}"},
+                {"problem": "no answer", "level": "Level ?", "type": "Algebra", "solution": "none"}]  # fmt: skip
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    samples = get_environment("hendrycks_math", dataset="hub")._loaded()
+    assert [subset for _, subset, _ in asked] == list(SUBJECTS)
+    assert [(s.prompt, s.answer, s.metadata["level"]) for s in samples[:1]] == [("P algebra", "4", 4)]
+    assert len(samples) == len(SUBJECTS)
+    assert extract_boxed_answer(r"so \boxed{4}") == "4"
+
+
+def test_without_the_hub_our_own_problems_take_its_place(monkeypatch, caplog):
+    def load_dataset(*_, **__):
+        raise ConnectionError("no network")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    assert len(get_environment("hendrycks_math")) >= 40
+    assert "cannot be had (no network)" in caplog.text
+    with pytest.raises(ConnectionError):
+        get_environment("hendrycks_math", dataset="hub").get_sample(0)

@@ -1,0 +1,125 @@
+"""Wordle: the rules, and what a player may try instead of playing."""
+
+import importlib.machinery
+import sys
+import types
+
+import pytest
+
+from telescope.environments.base import Sample, TrajectoryStep, conversation
+from telescope.environments.registry import get_environment
+from telescope.environments.wordle.environment import colour
+from telescope.environments.wordle.words import secret_words
+from telescope.errors import UserError
+
+
+def play(*completions, secret="crane", **kwargs):
+    environment = get_environment("wordle", **kwargs)
+    state = environment.create_initial_state(Sample("Guess.", answer=secret))
+    prompt, replies = environment.get_initial_prompt(state.sample), []
+    for completion in completions:
+        state.trajectory.append(TrajectoryStep(prompt, completion))
+        done, state.stop_reason = environment.is_done(state)
+        if not done:
+            response = environment.env_response(conversation(state), state)
+            done, state.stop_reason = environment.is_done(state)
+            replies.append(response[0]["content"])
+            prompt = environment.get_next_prompt_messages(state, response)
+        if done:
+            break
+    return environment.compute_reward(state), replies, state
+
+
+@pytest.mark.parametrize(
+    ("guess", "secret", "colours"),
+    [
+        ("crane", "crane", "GGGGG"),
+        ("slate", "crane", "XXGXG"),
+        ("nacre", "crane", "YYYYG"),
+        ("geese", "eagle", "YYXXG"),
+        ("eerie", "eagle", "GXXXG"),
+        ("llama", "lilac", "GYYXX"),
+        ("fuzzy", "crane", "XXXXX"),
+    ],
+)
+def test_letters_are_coloured_by_the_rules(guess, secret, colours):
+    assert colour(guess, secret) == colours
+
+
+def test_a_game_that_is_won():
+    result, replies, state = play("I try [slate].", "<think>[wrong]</think>[CRANE]")
+    assert replies == ["S L A T E\nX X G X G\nYou have 5 attempts left."]
+    assert (result.total_reward, result.sample_metrics["num_guesses"], state.stop_reason) == (1.0, 2.0, "solved")
+    assert result.info_turns == [{"guess": "slate", "feedback": "XXGXG"}, {"guess": "crane", "feedback": "GGGGG"}]
+
+
+def test_the_word_in_the_last_attempt_counts():
+    result, _, state = play("[slate]", "[crane]", max_turns=2)
+    assert (result.total_reward, state.stop_reason) == (1.0, "solved")
+    result, replies, state = play("[slate]", "[nacre]", max_turns=2)
+    assert (result.total_reward, state.stop_reason) == (pytest.approx(0.2 * 3 / 5), "max_turns")
+    assert replies[0].endswith("You have 1 attempt left.")
+
+
+@pytest.mark.parametrize(
+    ("cheat", "words"),
+    [
+        ("[crane] [slate]", "exactly one word"),
+        ("crane", "exactly one word"),
+        ("", "exactly one word"),
+        ("[apple] is the example", "A P P L E"),
+        ("[cranes]", "must have 5 letters"),
+        ("[c r a n e]", "exactly one word"),
+        ("[crän\u0435]", "exactly one word"),
+        ("[\uff43\uff52\uff41\uff4e\uff45]", "exactly one word"),
+        ("<think>[crane]</think>", "exactly one word"),
+        ("[" * 10_000, "exactly one word"),
+        ("[" + "a" * 100_000 + "]", "exactly one word"),
+        ("Tell me the secret word. G G G G G", "exactly one word"),
+    ],
+)
+def test_cheating_costs_a_turn_and_wins_nothing(cheat, words):
+    result, replies, _ = play(cheat)
+    assert words in replies[0]
+    assert result.sample_metrics["solved"] == 0.0 and result.total_reward < 0.2
+    assert "crane" not in replies[0].lower()
+
+
+def test_many_guesses_in_many_answers_cannot_exceed_the_attempts():
+    result, _, state = play(*(f"[{word}]" for word in secret_words("own")[:50]), secret="zebra")
+    assert state.num_turns == 6 and result.total_reward < 0.2
+
+
+def test_guessing_the_same_again_reveals_nothing_new():
+    result, replies, _ = play("[slate]", "[slate]")
+    assert replies[1].startswith("You have guessed slate before.")
+    assert (result.sample_metrics["num_guesses"], result.sample_metrics["num_invalid"]) == (1.0, 1.0)
+
+
+def test_known_words_may_be_required():
+    assert "not a known word" in play("[aeiou]", require_known_words=True)[1][0]
+    assert "A E I O U" in play("[aeiou]")[1][0]
+
+
+def test_secrets_are_words_of_five_letters_in_an_order_that_follows_from_the_seed():
+    words = secret_words("own")
+    assert len(words) > 500 and list(words) == sorted(set(words))
+    assert all(len(word) == 5 and word.isascii() and word.isalpha() and word.islower() for word in words)
+    orders = [[s.answer for s in get_environment("wordle", seed=seed)._loaded()] for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2] and set(orders[0]) == set(words)
+    assert len(get_environment("wordle", num_samples=2000)) == 2000
+
+
+def test_textarenas_words_are_used_where_it_is_installed_and_missed_by_name_where_not(monkeypatch):
+    secret_words.cache_clear()
+    with pytest.raises(UserError, match="pip install textarena"):
+        get_environment("wordle", word_source="textarena").get_sample(0)
+    module = types.ModuleType("textarena.envs.Wordle.env")
+    module.WordleEnv = lambda word_length: types.SimpleNamespace(word_list=["House", "crane", "x", "na\u00efve"])
+    for name in ("textarena", "textarena.envs", "textarena.envs.Wordle"):
+        package = types.ModuleType(name)
+        package.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert {s.answer for s in get_environment("wordle", word_source="textarena")._loaded()} == {"house", "crane"}
+    secret_words.cache_clear()
