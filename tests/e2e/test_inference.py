@@ -10,11 +10,12 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
+import torch
 from tests.e2e.conftest import Stack
 
 from telescope.inference import vllm_adapter as wire
 from telescope.inference.client import EngineClient, EngineRequestError
-from telescope.rollout.types import GenerateRequest
+from telescope.rollout.types import GenerateRequest, Generation
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
@@ -51,26 +52,66 @@ async def test_no_route_of_the_real_server_answers_without_the_secret(stack: Sta
                     await session.ws_connect(url + path, headers=headers)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
-async def test_logprobs_are_those_of_the_distribution_that_was_sampled(
-    stack: Stack, tiny_model: Path, temperature: float
-) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
+async def sampled(stack: Stack, name: str, temperature: float, top_p: float | None = None) -> list[Generation]:
+    """Eight answers under the model's first weights."""
     await stack.parts.trainer.restart()
     await stack.parts.weights.sync()
-    names = [f"parity-{temperature}-{seed}" for seed in range(8)]
-    generations = await asyncio.gather(
-        *(client_of(stack).generate(request(n, seed, temperature=temperature)) for seed, n in enumerate(names))
-    )
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    for generation in generations:
+    requests = [request(f"{name}-{seed}", seed, temperature=temperature, top_p=top_p) for seed in range(8)]
+    return list(await asyncio.gather(*(client_of(stack).generate(r) for r in requests)))
+
+
+class Transformers:
+    """The model computed by transformers alone: whole distributions at the places of sampled tokens."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    def logprobs_NV(self, generation: Generation, temperature: float) -> torch.Tensor:
         tokens_L = torch.tensor(PROMPT + generation.token_ids_N.tolist())
         with torch.no_grad():
-            logprobs_LV = torch.log_softmax(model(tokens_L[None]).logits[0].float() / temperature, -1)
-        expected_N = logprobs_LV[len(PROMPT) - 1 : -1].gather(1, tokens_L[len(PROMPT) :, None])[:, 0].numpy()
-        assert np.abs(expected_N - generation.logprobs_N).max() <= 1e-4
+            return torch.log_softmax(self.model(tokens_L[None]).logits[0, len(PROMPT) - 1 : -1] / temperature, -1)
+
+
+def at_sampled(logprobs_NV: torch.Tensor, generation: Generation) -> np.ndarray:
+    ids_N = torch.from_numpy(generation.token_ids_N.astype(np.int64))
+    return logprobs_NV.gather(1, ids_N[:, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+async def test_engine_trainer_and_transformers_agree_on_logprobs(
+    stack: Stack, tiny_model: Path, temperature: float
+) -> None:
+    """All three mean the distribution that was sampled from."""
+    reference = Transformers(tiny_model)
+    for generation in await sampled(stack, f"parity-{temperature}", temperature):
+        engine_N = generation.logprobs_N
+        assert np.abs(at_sampled(reference.logprobs_NV(generation, temperature), generation) - engine_N).max() <= 1e-4
+        async with stack.parts.trainer.queue:
+            trainer = await stack.parts.trainer.sequence_logprobs(PROMPT + generation.token_ids_N.tolist(), temperature)
+        assert np.abs(np.array(trainer)[len(PROMPT) - 1 :] - engine_N).max() <= 1e-4
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 0.9), (0.7, 0.5)])
+async def test_with_top_p_the_engine_reports_the_kept_tokens_renormalised(
+    stack: Stack, tiny_model: Path, temperature: float, top_p: float
+) -> None:
+    """The trainer's logprob is of the whole softmax, so the engine's is above it by -log of the kept mass, exactly."""
+    reference = Transformers(tiny_model)
+    largest = 0.0
+    for generation in await sampled(stack, f"top-p-{temperature}", temperature, top_p):
+        whole_NV = reference.logprobs_NV(generation, temperature)
+        sorted_NV = whole_NV.exp().sort(dim=-1, descending=True).values
+        # The most probable tokens, up to the one with which they reach top_p.
+        kept_NV = sorted_NV * (sorted_NV.cumsum(dim=-1) - sorted_NV < top_p)
+        kept_mass_N = kept_NV.sum(dim=-1).numpy()
+        above_N = generation.logprobs_N - at_sampled(whole_NV, generation)
+        assert np.abs(above_N + np.log(kept_mass_N)).max() <= 1e-4
+        assert above_N.min() >= -1e-4
+        assert above_N.max() <= -np.log(top_p) + 1e-4
+        largest = max(largest, float(above_N.max()))
+    assert largest > 0.01, "no token had another one cut off beside it: the test shows nothing"
 
 
 async def test_an_answer_follows_from_its_seed_whatever_comes_beside_it(stack: Stack) -> None:

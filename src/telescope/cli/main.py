@@ -16,7 +16,9 @@ from telescope import __version__
 from telescope.errors import ConfigError, RunError, UserError
 
 # In the order in which the help lists them: what one does first comes first.
-COMMANDS = ("train", "config", "doctor", "tiny_model", "runs", "query")
+COMMANDS = ("train", "verify", "config", "doctor", "tiny_model", "runs", "query")
+OWN_ARGUMENTS = ("train", "verify")
+"""Commands that take a flag for every field of the schema, and so read their own arguments."""
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -63,11 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if arguments and arguments[0] == "train":
-        # Takes a flag for every field of the schema, and so reads its own arguments.
-        from telescope.cli import train
-
-        return train.run(arguments[1:])
+    if arguments and arguments[0] in OWN_ARGUMENTS:
+        return int(importlib.import_module(f"telescope.cli.{arguments[0]}").run(arguments[1:]))
     parser = build_parser()
     if not arguments:
         parser.print_help()

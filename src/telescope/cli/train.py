@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
         from telescope.cli.dry_run import print_dry_run
 
         if print_dry_run(loaded, _console()):
-            _try_environments(loaded.config)
+            try_environments_of(loaded.config)
         return 0
     return _train(loaded)
 
@@ -93,7 +93,7 @@ def _train(loaded: LoadedConfig) -> int:
     from telescope.config import preflight
 
     preflight.check(loaded.config)
-    _try_environments(loaded.config)
+    try_environments_of(loaded.config)
 
     from telescope.cli.live_view import LiveView
     from telescope.orchestrator.run import run_training
@@ -103,7 +103,7 @@ def _train(loaded: LoadedConfig) -> int:
     return 0 if summary.status == "finished" else EXIT_STOPPED
 
 
-def _try_environments(config: TelescopeConfig) -> None:
+def try_environments_of(config: TelescopeConfig) -> None:
     """Load the environments once, before anything is made or started that would have to be taken back."""
     from telescope.environments.trial import try_environments
     from telescope.orchestrator.environment_keys import environment_keys

@@ -131,12 +131,25 @@ class TrainerActor:
         """Break off the transfer to one engine; a send that is blocked on it goes on with the others."""
         self._sender.abort(engine, reason)
 
-    def send_weights(self, update: UpdateInfo, engines: list[int], fingerprints: bool) -> Any:
+    def send_weights(self, update: UpdateInfo, engines: list[int], fingerprints: bool, spoil: str | None = None) -> Any:
         """Gather the weights with the other ranks and send them to those of `engines` that this rank serves."""
-        return self._sender.send(self._trainer.named_weights(), update, engines, fingerprints=fingerprints)
+        weights = self._trainer.named_weights()
+        return self._sender.send(weights, update, engines, fingerprints=fingerprints, spoil=spoil)
 
-    def sequence_logprobs(self, token_ids: list[int]) -> list[float]:
-        return list(self._trainer.sequence_logprobs(token_ids))
+    def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+        return list(self._trainer.sequence_logprobs(token_ids, temperature))
+
+    def packed_logprobs(self, step_input: Any) -> Any:
+        """See `trainer.proofs`."""
+        from telescope.trainer.proofs import packed_logprobs
+
+        return packed_logprobs(self._trainer.backend, step_input)
+
+    def compare_gradients(self, first: Any, second: Any) -> Any:
+        """See `trainer.proofs`."""
+        from telescope.trainer.proofs import compare_gradients
+
+        return compare_gradients(self._trainer.backend, first, second)
 
     def save_hf(self, directory: str) -> None:
         self._trainer.save_hf(Path(directory))

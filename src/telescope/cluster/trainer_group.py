@@ -22,6 +22,9 @@ from telescope.trainer.batch import Span, StepInput, StepResult
 from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo, sender_rank
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from telescope.trainer.proofs import GradientComparison
     from telescope.weights.sender import SendReport
 
 logger = logging.getLogger(__name__)
@@ -102,11 +105,13 @@ class TrainerGroup:
         """Make a send or a connecting that is blocked on this engine give it up; sends to other engines go on."""
         await answer(self._sender_of(engine).abort_engine.remote(engine, reason), f"abort of engine {engine}")
 
-    async def send_weights(self, update: UpdateInfo, engines: list[int], *, fingerprints: bool) -> list[SendReport]:
-        """Send the current weights to these engines. Returns each rank's report."""
+    async def send_weights(
+        self, update: UpdateInfo, engines: list[int], *, fingerprints: bool, spoil: str | None = None
+    ) -> list[SendReport]:
+        """Send the current weights to these engines. Returns each rank's report. `spoil`: see `WeightSender.send`."""
         return await self._all(
             f"sending weights of version {update.version}",
-            lambda rank: self._ranks[rank].send_weights.remote(update, engines, fingerprints),
+            lambda rank: self._ranks[rank].send_weights.remote(update, engines, fingerprints, spoil),
             # The transfer has a deadline of its own; this one catches a rank that does not keep it.
             self._sync_timeout + 60,
         )
@@ -115,10 +120,30 @@ class TrainerGroup:
         """Names, shapes and types of what `send_weights` sends, in its order."""
         return (await self._all("weight metadata", lambda rank: self._ranks[rank].weight_metadata.remote(), 300))[0]
 
-    async def sequence_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Logprobs of tokens 1..L-1 of a fixed text under the trainer's current weights, at temperature 1."""
+    async def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
+        """Logprobs of tokens 1..L-1 of one text, computed by itself, under the trainer's current weights."""
         results = await self._all(
-            "logprobs of the probe text", lambda rank: self._ranks[rank].sequence_logprobs.remote(token_ids), 300
+            "logprobs of a text",
+            lambda rank: self._ranks[rank].sequence_logprobs.remote(token_ids, temperature),
+            300,
+        )
+        return results[0]
+
+    async def packed_logprobs(self, inputs: list[StepInput]) -> dict[str, np.ndarray]:
+        """Logprobs of the trained tokens of every sample in `inputs`, as packed there, by sample id."""
+        shares = await self._all(
+            "logprobs of packed samples",
+            lambda rank: self._ranks[rank].packed_logprobs.remote(inputs[rank]),
+            self._step_timeout,
+        )
+        return {name: values_N for share in shares for name, values_N in share.items()}
+
+    async def compare_gradients(self, first: list[StepInput], second: list[StepInput]) -> GradientComparison:
+        """The gradients of two packings of the same samples, on the ranks that would train them. Nothing is updated."""
+        results = await self._all(
+            "gradients of two packings",
+            lambda rank: self._ranks[rank].compare_gradients.remote(first[rank], second[rank]),
+            2 * self._step_timeout,
         )
         return results[0]
 

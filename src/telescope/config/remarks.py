@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
+
+from telescope.config.algorithms import ALGORITHM_FACTS
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
@@ -27,4 +30,25 @@ def remarks(config: TelescopeConfig) -> list[str]:
                 f"gspo clips the ratio of a whole answer, which hardly leaves 1, so {values} will not bind. "
                 "The paper's values are clip_low 3e-4 and clip_high 4e-4."
             )
+    if config.top_p is not None and config.top_p < 1:
+        found.append(_top_p(config, config.top_p))
     return found
+
+
+def _top_p(config: TelescopeConfig, top_p: float) -> str:
+    """What nucleus sampling does to everything that compares the engine's logprobs with the trainer's."""
+    said = (
+        f"top_p is {top_p:g}: the engine's logprobs are those of the kept tokens, renormalised, and so up to "
+        f"{-math.log(top_p):.2g} nats above the trainer's. kl_divergence_inference includes that"
+    )
+    clips = config.use_ppo_clip or ALGORITHM_FACTS[config.algorithm].holds_ratio
+    if clips and config.ppo_clip_ref_logprobs == "rollout":
+        too_narrow = config.algorithm == "gspo" and config.clip_low <= GSPO_BOUND_THAT_BINDS
+        return (
+            f"{said}, and so does the ratio that {config.algorithm} bounds"
+            + ("; gspo would learn nothing from answers worse than their group" if too_narrow else "")
+            + '. Set ppo_clip_ref_logprobs to "batch", or top_p to 1.'
+        )
+    if config.use_tis or config.seq_is_masking or config.kl_penalty_tau > 0:
+        return f"{said}, and so do importance weights against the engine. top_p 1 avoids it."
+    return f"{said}; the loss does not."

@@ -145,7 +145,20 @@ class WeightSync:
                     raise InfrastructureError(f"server {server} failed its probe: {report.servers[0].failure}")
             on_held()
 
-    async def _send(self, version: int, servers: list[int], *, fingerprints: bool) -> SyncReport:
+    async def prove(self, *, spoil: str | None = None) -> dict[int, ProbeReport]:
+        """Sync and probe every server that is up, whatever the config says, and return the verdicts instead of raising.
+
+        `spoil` names a tensor that is sent with one bit changed, which the probe must notice. The engines then hold
+        wrong weights until the next sync. A server that fails on the way is reported as ever and has no verdict.
+        """
+        async with self._trainer.queue:
+            report = await self._send(self._trainer.version, self._engines_up(), fingerprints=True, spoil=spoil)
+            self._num_syncs += 1
+            return await self._examine(report)
+
+    async def _send(
+        self, version: int, servers: list[int], *, fingerprints: bool, spoil: str | None = None
+    ) -> SyncReport:
         config = self._config
         report = SyncReport(version, time.time(), servers=[ServerSync(server, time.time()) for server in servers])
         if self._metas is None:
@@ -172,7 +185,9 @@ class WeightSync:
             part.transfer_seconds = time.monotonic() - started
 
         started = time.monotonic()
-        send = asyncio.ensure_future(self._trainer.send_weights(update, report.held_by, fingerprints=fingerprints))
+        send = asyncio.ensure_future(
+            self._trainer.send_weights(update, report.held_by, fingerprints=fingerprints, spoil=spoil)
+        )
         receiving = asyncio.ensure_future(self._each(report, receive))
         try:
             sent, _ = await asyncio.gather(send, receiving)
@@ -245,8 +260,19 @@ class WeightSync:
         return self._num_syncs == 0 or (every > 0 and self._num_syncs % every == 0)
 
     async def _probe(self, report: SyncReport) -> None:
+        """Raise WeightMismatch unless every server of the sync holds what was sent to it."""
+        for server, probe in (await self._examine(report)).items():
+            if not probe.ok:
+                raise WeightMismatch(
+                    f"server {server} does not hold the weights of version {report.version} that the trainer sent: "
+                    f"{probe}"
+                )
+            logger.info("weights of version %d proven on server %d: %s", report.version, server, probe)
+
+    async def _examine(self, report: SyncReport) -> dict[int, ProbeReport]:
         """Compare what each server holds with what was sent, and the logprobs of a fixed text on both sides."""
         trainer_logprobs = await self._trainer.sequence_logprobs(self._probe_token_ids)
+        probes: dict[int, ProbeReport] = {}
         for server in report.held_by:
             client = self._clients[server]
             try:
@@ -256,17 +282,11 @@ class WeightSync:
                 # Unproven is as good as failed: it is given the weights again, and asked again, before it serves.
                 self._fail(report, server, error)
                 continue
-            probe = compare(
+            probes[server] = self.last_probe[server] = compare(
                 sent=report.fingerprints,
                 held=held,
                 trainer_logprobs=trainer_logprobs,
                 engine_logprobs=engine_logprobs,
                 dtype=self._config.engine_dtype,
             )
-            self.last_probe[server] = probe
-            if not probe.ok:
-                raise WeightMismatch(
-                    f"server {server} does not hold the weights of version {report.version} that the trainer sent: "
-                    f"{probe}"
-                )
-            logger.info("weights of version %d proven on server %d: %s", report.version, server, probe)
+        return probes

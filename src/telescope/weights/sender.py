@@ -146,13 +146,16 @@ class WeightSender:
         engines: list[int],
         *,
         fingerprints: bool = False,
+        spoil: str | None = None,
     ) -> SendReport:
         """Send one sync to those of `engines` that belong to this rank; collective over all trainer ranks.
 
         `named_weights` yields (name, full tensor) in the order of `update.names`, tied duplicates left out or marked in
-        `update.tied`. Engine failures are in the report; what the iterator raises is raised.
+        `update.tied`. Engine failures are in the report; what the iterator raises is raised. `spoil` names a tensor of
+        which one bit is changed after its fingerprint was taken: what a broken transport would do, so that a probe can
+        be seen to notice it.
         """
-        return _Send(self, named_weights, update, engines, fingerprints).run()
+        return _Send(self, named_weights, update, engines, fingerprints, spoil).run()
 
 
 class _Send:
@@ -165,8 +168,10 @@ class _Send:
         update: UpdateInfo,
         engines: list[int],
         fingerprints: bool,
+        spoil: str | None,
     ) -> None:
         self.update = update
+        self.spoil = spoil
         self.tied = set(update.tied)
         self.named_weights = named_weights
         self.want_fingerprints = fingerprints
@@ -228,6 +233,8 @@ class _Send:
             cast = tensor.detach().to(dtype)
             if self.want_fingerprints:
                 self.report.fingerprints[name] = to_hex(fingerprint(cast))
+            if name == self.spoil:
+                cast = with_one_bit_changed(cast)
             target = flat[entry.offset : entry.offset + entry.numel].view(entry.shape)
             target.copy_(cast, non_blocking=self.pinned)
         if flat is not None and self.staged_from_gpu:
@@ -283,3 +290,11 @@ class _Send:
         communicator = self.live.pop(engine)
         communicator.abort(str(error))
         self.report.errors[engine] = str(error)
+
+
+def with_one_bit_changed(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose largest element differs in its last bit, the smallest fault there is."""
+    spoiled = tensor.clone()
+    bits = spoiled.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]).view(-1)
+    bits[int(tensor.abs().argmax())] ^= 1
+    return spoiled

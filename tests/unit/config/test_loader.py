@@ -310,6 +310,29 @@ def test_gspo_says_that_bounds_of_token_ratios_do_not_bind():
     assert "so clip_high 0.5 will not bind" in note
 
 
+@pytest.mark.parametrize(
+    ("flags", "ending"),
+    [
+        ([], "; the loss does not."),
+        (["--use_tis", "true"], "and so do importance weights against the engine. top_p 1 avoids it."),
+        (["--kl_penalty_tau", "0.1"], "and so do importance weights against the engine. top_p 1 avoids it."),
+        (["--algorithm", "cispo"], 'the ratio that cispo bounds. Set ppo_clip_ref_logprobs to "batch", or top_p to 1.'),
+        (["--use_ppo_clip", "true"], 'grpo bounds. Set ppo_clip_ref_logprobs to "batch", or top_p to 1.'),
+        (["--use_ppo_clip", "true", "--ppo_clip_ref_logprobs", "batch"], "; the loss does not."),
+        (
+            ["--algorithm", "gspo", "--clip_low", "3e-4", "--clip_high", "4e-4"],
+            'nothing from answers worse than their group. Set ppo_clip_ref_logprobs to "batch", or top_p to 1.',
+        ),
+    ],
+)
+def test_top_p_says_what_it_does_to_the_ratios_that_the_run_takes(flags, ending):
+    (note,) = load(None, "--environments", "[{name: a}]", "--top_p", "0.9", *flags).notes
+    assert note.startswith("top_p is 0.9: ")
+    assert "up to 0.11 nats above" in note
+    assert note.endswith(ending)
+    assert load(None, "--environments", "[{name: a}]", "--top_p", "1").notes == []
+
+
 @pytest.mark.parametrize(("algorithm", "ending"), [("rloo", "is its reward."), ("reinforce_pp", "over the batch.")])
 def test_a_group_of_one_is_said_at_start(algorithm, ending):
     notes = load(None, "--environments", "[{name: a}]", "--algorithm", algorithm, "--group_size", "1").notes

@@ -33,6 +33,7 @@ class FakeTrainer:
         self.send_error: BaseException | None = None
         self.engine_errors: dict[int, str] = {}
         self.sent: list[tuple[int, list[int], bool]] = []
+        self.spoiled: list[str | None] = []
 
     @property
     def weights_identity(self) -> tuple[int, int]:
@@ -58,8 +59,11 @@ class FakeTrainer:
     async def abort_engine(self, engine: int, reason: str) -> None:
         self._called("abort", engine)
 
-    async def send_weights(self, update: UpdateInfo, engines: list[int], *, fingerprints: bool) -> list[Any]:
+    async def send_weights(
+        self, update: UpdateInfo, engines: list[int], *, fingerprints: bool, spoil: str | None
+    ) -> list[Any]:
         self._called("send", tuple(engines))
+        self.spoiled.append(spoil)
         self.sent.append((update.version, engines, fingerprints))
         if self.send_error is not None:
             raise self.send_error
@@ -391,3 +395,22 @@ async def test_a_server_that_dies_during_its_probe_is_proven_before_it_serves_ag
     del bench.calls[:]
     await bench.weights.sync_one(0, lambda: None, fresh=False)
     assert ("fingerprints", 0) in bench.calls
+
+
+async def test_a_proof_that_is_asked_for_returns_what_it_found_and_ends_nothing() -> None:
+    bench = Bench(fields={"weight_probe_every": 0})
+    await bench.step()
+    assert all(probe.ok for probe in (await bench.weights.prove()).values())
+    bench.clients[1].held["tensors"]["lm_head"][0]["fingerprint"] = to_hex(1)
+    probes = await bench.weights.prove(spoil="lm_head")
+    assert bench.trainer.spoiled == [None, None, "lm_head"]
+    assert probes[0].ok
+    assert list(probes[1].mismatched) == ["lm_head"]
+    assert bench.up == [0, 1]
+
+
+async def test_a_server_that_fails_during_a_proof_that_was_asked_for_has_no_verdict() -> None:
+    bench = Bench()
+    bench.clients[0].fails_at = "receive"
+    assert list(await bench.weights.prove()) == [1]
+    assert bench.up == [1]

@@ -1,0 +1,203 @@
+"""`telescope verify`: proves on this machine, with this configuration, what training relies on.
+
+Arguments and printing only; the proofs are `telescope.verify`. Exit code 0 when every claim holds, 1 when one does not,
+2 for bad input, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from telescope.config import LoadedConfig, load_config
+from telescope.errors import ConfigError, InfrastructureError, RunError, UserError
+
+if TYPE_CHECKING:
+    from telescope.orchestrator.status import RunStatus
+    from telescope.verify.report import Check, Report
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+PIPE_WIDTH = 140
+TINY_CONFIG = Path(__file__).parents[1] / "verify" / "tiny.yaml"
+
+HELP = """\
+usage: telescope verify [--config FILE] [--json FILE] [--FIELD VALUE ...]
+
+Starts engine and trainer as a run would, and proves on this machine:
+  - engine and trainer mean the same by a logprob, at the run's temperature, and what top_p does to that;
+  - packed samples do not see each other, and the gradient does not depend on how samples are packed;
+  - the first training step is on-policy;
+  - weights arrive in the engine bit for bit, and one wrong bit would be noticed.
+
+options:
+  --config FILE   the configuration of a run (default: the tiny model on the CPU, made if there is none)
+  --json FILE     write the results here as well
+  --FIELD VALUE   any field of the configuration, as for `telescope train`; a smaller max_tokens makes it quicker
+
+Nothing is kept of what is trained. Exit code: 0 every claim holds, 1 one does not, 2 bad input."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the subcommand for the list of commands. `main` hands its arguments to `run` directly."""
+    parser = subparsers.add_parser("verify", help="prove engine, trainer and weights on this machine", add_help=False)
+    parser.set_defaults(func=lambda _: run([]))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
+    if "-h" in argv or "--help" in argv:
+        print(HELP)
+        return 0
+    config_file, argv = _take(argv, "--config", "the path of a YAML file")
+    json_file, overrides = _take(argv, "--json", "the path of a file to write")
+    target = None if json_file is None else Path(json_file).expanduser()
+    if target is not None and not target.parent.is_dir():
+        raise UserError(f"--json: {target.parent} is not a folder; make it first or name another file")
+    loaded = _load(config_file, overrides)
+
+    from telescope.cli.train import try_environments_of
+    from telescope.config import preflight
+
+    preflight.check(loaded.config)
+    try_environments_of(loaded.config)
+    return _verify(loaded, target)
+
+
+def _take(argv: Sequence[str], flag: str, what: str) -> tuple[str | None, list[str]]:
+    """The value of `--flag VALUE` or `--flag=VALUE`, and the arguments without it."""
+    rest, value = [], None
+    arguments = list(argv)
+    while arguments:
+        argument = arguments.pop(0)
+        name, equals, text = argument.partition("=")
+        if name != flag:
+            rest.append(argument)
+            continue
+        if not equals:
+            if not arguments or arguments[0].startswith("--"):
+                raise ConfigError(f"{flag} needs {what}")
+            text = arguments.pop(0)
+        if value is not None:
+            raise ConfigError(f"{flag} is given twice: {value} and {text}")
+        value = text
+    return value, rest
+
+
+def _load(config_file: str | None, overrides: list[str]) -> LoadedConfig:
+    if config_file is not None:
+        return load_config(Path(config_file).expanduser(), overrides)
+    if not any(argument.partition("=")[0] == "--model" for argument in overrides):
+        from telescope.tiny_model.cache import ensure_tiny_model
+
+        print("no --config: the tiny model on the CPU", file=sys.stderr)
+        overrides = [f"--model={ensure_tiny_model(report=_ModelProgress())}", *overrides]
+    return load_config(TINY_CONFIG, overrides)
+
+
+def _verify(loaded: LoadedConfig, target: Path | None) -> int:
+    from telescope.orchestrator.summary import Interrupted
+    from telescope.verify.run import run_verification
+
+    view = PhaseView(Console(stderr=True))
+    for note in loaded.notes:
+        view.say(f"· {note}")
+    try:
+        report, logs = run_verification(loaded.config, view, lambda check: view.say(_line(check)))
+    except Interrupted:
+        print("Interrupted; every process was ended", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except InfrastructureError as error:
+        raise RunError(f"the verification could not go on: {error}") from error
+    finally:
+        view.stop()
+    if target is not None:
+        target.write_text(json.dumps(report.to_json(), indent=1) + "\n")
+    print_report(report, _console(), logs)
+    return 0 if report.ok else EXIT_FAILED
+
+
+def print_report(report: Report, console: Console, logs: Path | None) -> None:
+    """The table of checks, and one line that sums them up."""
+    table = Table("check", "measured", "bound", "verdict", "s", highlight=False)
+    for check in report.checks:
+        verdict = Text("holds", style="green") if check.ok else Text("FAILS", style="bold red")
+        table.add_row(Text(check.name), Text(check.measured), Text(check.bound), verdict, f"{check.seconds:.1f}")
+    console.print(table)
+    num_failed = sum(not check.ok for check in report.checks)
+    said = (
+        f"{num_failed} of {len(report.checks)} checks FAIL" if num_failed else f"all {len(report.checks)} checks hold"
+    )
+    console.print(f"{said}; config {report.config_hash}, {report.seconds:.0f} s", highlight=False)
+    if logs is not None:
+        console.print(f"logs of its processes: {logs / 'logs'}", highlight=False, soft_wrap=True)
+
+
+def _line(check: Check) -> str:
+    return f"{'holds' if check.ok else 'FAILS'}  {check.name}: {check.measured}"
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+
+
+class PhaseView:
+    """What the verification is doing: a line that is redrawn on a terminal, a line per phase elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def say(self, text: str) -> None:
+        """Print one line above whatever is being drawn."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def start(self, status: RunStatus) -> None:
+        """Begin to show `status`."""
+        self._thread = threading.Thread(target=self._show, args=(status,), name="phase view", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Give the terminal back. Calling it again changes nothing."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+            self._thread = None
+
+    def _show(self, status: RunStatus) -> None:
+        if self._console.is_terminal:
+            with self._console.status("") as line:
+                while not self._stop.wait(0.2):
+                    parts = ", ".join(f"{part}: {doing}" for part, doing in sorted(status.parts.items()))
+                    starting = status.phase.startswith("starting the")
+                    seconds = time.time() - status.started_at
+                    line.update(Text(f"{seconds:.0f} s  {status.phase}" + (f" ({parts})" if starting else "")))
+            return
+        shown = ""
+        while not self._stop.wait(0.2):
+            if status.phase != shown:
+                shown = status.phase
+                self.say(f"[{time.time() - status.started_at:.0f} s] {shown}")
+
+
+class _ModelProgress:
+    """Says now and then how far the warm start of a new tiny model is."""
+
+    def __init__(self) -> None:
+        self._said_at = 0.0
+
+    def __call__(self, progress: Any) -> None:
+        if time.monotonic() - self._said_at > 5:
+            self._said_at = time.monotonic()
+            print(f"making the tiny model: step {progress.step}/{progress.num_steps}", file=sys.stderr)

@@ -1,0 +1,88 @@
+"""Checks and their verdicts: plain data, pure functions. What is measured is the other modules' business."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from telescope.weights.probe import TOLERANCES, Tolerance
+
+
+@dataclass(frozen=True)
+class Check:
+    """One claim, what was measured, what is allowed, and whether it holds. `values` are the numbers in full."""
+
+    name: str
+    measured: str
+    bound: str
+    ok: bool
+    seconds: float = 0.0
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Report:
+    """All checks of one verification, in their order."""
+
+    checks: list[Check] = field(default_factory=list)
+    config_hash: str = ""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether every claim holds. An empty report proves nothing."""
+        return bool(self.checks) and all(check.ok for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of `--json`."""
+        return {
+            "ok": self.ok,
+            "config_hash": self.config_hash,
+            "seconds": round(self.seconds, 3),
+            "checks": [asdict(check) for check in self.checks],
+        }
+
+
+def loosest_tolerance(dtypes: Sequence[str], temperature: float) -> tuple[str, Tolerance]:
+    """The dtype that rounds most among these, and the bounds on logprob differences that it needs.
+
+    A temperature below 1 magnifies differences of logits by its inverse.
+    """
+    loosest = max(dtypes, key=lambda dtype: _tolerance(dtype).mean)
+    scale = 1.0 / min(temperature, 1.0)
+    return loosest, Tolerance(_tolerance(loosest).maximum * scale, _tolerance(loosest).mean * scale)
+
+
+def _tolerance(dtype: str) -> Tolerance:
+    # float64 is never what an engine computes in, so float32 is the narrowest that matters.
+    return TOLERANCES.get(dtype, TOLERANCES["float32"])
+
+
+def compare_logprobs(
+    name: str, one_N: np.ndarray, other_N: np.ndarray, dtypes: Sequence[str], temperature: float
+) -> Check:
+    """Whether two computations of the same logprobs agree, as far as their dtypes can.
+
+    In float32 every token counts; in half precision a rare token can be far off, so the 99th percentile does. The mean
+    counts always.
+    """
+    difference_N = np.abs(np.asarray(one_N, np.float64) - np.asarray(other_N, np.float64))
+    if difference_N.size == 0:
+        return Check(name, "no token to compare", "", ok=False)
+    dtype, tolerance = loosest_tolerance(dtypes, temperature)
+    maximum, mean, p99 = difference_N.max(), difference_N.mean(), np.quantile(difference_N, 0.99)
+    outermost, of = (p99, "p99") if dtype in ("bfloat16", "float16") else (maximum, "max")
+    return Check(
+        name,
+        f"mean {mean:.1e}, p99 {p99:.1e}, max {maximum:.1e} nats over {difference_N.size:,} tokens",
+        f"mean {tolerance.mean:.1e}, {of} {tolerance.maximum:.1e} ({dtype})",
+        # Written so that NaN fails.
+        ok=bool(mean <= tolerance.mean and outermost <= tolerance.maximum),
+        values={
+            "tokens": int(difference_N.size), "mean": float(mean), "p99": float(p99), "max": float(maximum),
+            "allowed_mean": tolerance.mean, f"allowed_{of}": tolerance.maximum, "temperature": temperature,
+        },
+    )  # fmt: skip

@@ -1,0 +1,95 @@
+"""Real samples for the proofs: prompts of the run's environments, answered by its engines, scored by its environments.
+
+Owns how many, and how they become training samples. They go the way of every rollout (`rollout.sample`), through lanes
+and all servers. Invariant: advantages are drawn at random and never 0, so that every sample counts in a gradient, also
+where all rewards of a group are equal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+
+from telescope.errors import RunError
+from telescope.orchestrator.draws import request_seed
+from telescope.orchestrator.parts import Parts
+from telescope.rollout.sample import RolloutTask, run_rollout
+from telescope.rollout.trajectory import Trajectory
+from telescope.trainer.batch import TrainSample
+from telescope.trainer.packing import truncate_to
+
+NUM_SAMPLES = 32
+"""About so many: enough tokens to see a fault, few enough to wait for."""
+
+FIRST_GROUP = -1_000_000_000
+"""Group ids below those that draws and evals use."""
+
+
+async def sample_groups(
+    parts: Parts, *, top_p: float | None, on_sample: Callable[[], None] = lambda: None
+) -> list[TrainSample]:
+    """Sample whole groups at the run's temperature, at least one for every server; `top_p` replaces the run's.
+
+    Raises RunError when no sample came back scored.
+    """
+    config = parts.config
+    num_groups = max(config.num_inference_servers, math.ceil(NUM_SAMPLES / config.group_size))
+    settings = dataclasses.replace(parts.settings, sampling=dataclasses.replace(parts.settings.sampling, top_p=top_p))
+    key = parts.keys.training[0]
+    num_items = (await parts.environments.describe(key)).num_samples
+
+    async def one(group: int, index: int, prompt_token_ids: list[int]) -> Trajectory:
+        group_id = FIRST_GROUP + group
+        task = RolloutTask(
+            sample_id=f"verify-{top_p}-{group}-{index}",
+            group_id=group_id,
+            sample_index=index,
+            environment=config.environments[0].name,
+            environment_key=key,
+            item_index=group % num_items,
+            prompt_token_ids=prompt_token_ids,
+            seed_of_turn=lambda turn: request_seed(config.seed, "verify", group, index, turn),
+        )
+        trajectory = await run_rollout(
+            task,
+            lanes=parts.lanes,
+            engine_of=lambda server: parts.servers.clients[server],
+            environments=parts.environments,
+            settings=settings,
+            on_engine_failure=parts.servers.report_failure,
+        )
+        on_sample()
+        return trajectory
+
+    prompts = await asyncio.gather(*(parts.environments.prepare(key, group % num_items) for group in range(num_groups)))
+    trajectories = await asyncio.gather(
+        *(
+            one(group, index, prompt.token_ids)
+            for group, prompt in enumerate(prompts)
+            for index in range(config.group_size)
+        )
+    )
+    for group in range(num_groups):
+        parts.lanes.forget_group(FIRST_GROUP + group)
+    scored = [trajectory for trajectory in trajectories if trajectory.reward is not None]
+    samples = [sample for trajectory in scored for sample in trajectory.to_train_samples()]
+    samples, _ = truncate_to([sample for sample in samples if sample.num_trained], config.seq_len)
+    if not samples:
+        reasons = {trajectory.failure_message for trajectory in trajectories}
+        raise RunError(
+            f"no sample to verify with: all {len(trajectories)} were masked ({'; '.join(map(str, reasons))})"
+        )
+    for sample in samples:
+        rng = np.random.default_rng(zlib.crc32(sample.sample_id.encode()))
+        sample.advantage = float(rng.choice([-1.0, 1.0]) * rng.uniform(0.5, 1.5))
+    return samples
+
+
+def engine_logprobs(samples: list[TrainSample]) -> np.ndarray:
+    """The engine's logprobs of all trained tokens, sample after sample."""
+    return np.concatenate([sample.engine_logprob_L[sample.trained_L] for sample in samples])

@@ -1,0 +1,60 @@
+"""`telescope verify`: every proof holds on the real thing, and what is broken on purpose fails its own proof."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.e2e.conftest import Stack
+
+from telescope.orchestrator.parts import Parts
+from telescope.orchestrator.status import RunStatus
+from telescope.verify.report import Check
+from telescope.verify.run import run_proofs
+
+pytestmark = pytest.mark.e2e
+
+in_session_loop = pytest.mark.asyncio(loop_scope="session")
+
+
+async def proofs(stack: Stack, parts: Parts) -> dict[str, Check]:
+    await stack.parts.trainer.restart()
+    checks: list[Check] = []
+    await run_proofs(parts, RunStatus("e2e", 0), checks.append)
+    return {check.name: check for check in checks}
+
+
+@in_session_loop
+async def test_a_trainer_that_forgets_the_temperature_fails_parity_and_the_first_step_and_nothing_else(
+    stack: Stack,
+) -> None:
+    """The engine samples at 0.7, the trainer computes at 1: the fault that looks like a strange KL for ever."""
+    sampling = dataclasses.replace(stack.parts.settings.sampling, temperature=0.7)
+    settings = dataclasses.replace(stack.parts.settings, sampling=sampling)
+    checks = await proofs(stack, dataclasses.replace(stack.parts, settings=settings))
+    failed = {name for name, check in checks.items() if not check.ok}
+    assert failed == {
+        "engine and trainer logprobs agree (temperature 1)",
+        "the first training step is on-policy",
+    }  # fmt: skip
+    assert len(checks) == 7
+
+
+def test_the_command_proves_everything_and_ends_with_0(tmp_path: Path) -> None:
+    target = tmp_path / "verify.json"
+    command = [sys.executable, "-m", "telescope.cli.main", "verify", f"--json={target}", "--inference_base_port=18640"]
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "all 8 checks hold" in finished.stdout
+    report = json.loads(target.read_text())
+    assert report["ok"]
+    by_name = {check["name"]: check["values"] for check in report["checks"]}
+    assert by_name["engine and trainer logprobs agree (temperature 0.7)"]["max"] <= 1e-4
+    assert by_name["packed and single samples have equal logprobs"]["max"] <= 1e-4
+    assert by_name["the gradient does not depend on packing"]["relative_error"] <= 1e-5
+    assert by_name["a tensor with one wrong bit is noticed"]["noticed_by"] == [0]
+    assert not list(tmp_path.glob("runs*")), "nothing is kept"

@@ -1,0 +1,65 @@
+"""A benchmark that is cut off goes on where it stopped, and repeats nothing that it has."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def demo_runs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module, with runs that take no time: each returns how many there were."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import demo_runs
+
+    trained: list[Any] = []
+
+    def train(run: Any, port: int) -> dict[str, Any]:
+        trained.append(run)
+        if run.fields.get("algorithm") == "broken":
+            raise RuntimeError("this one fails")
+        return {"heldout_before": 0.1, "heldout_after": 0.1 * len(trained), "steps": 1, "seconds": 1.0}
+
+    monkeypatch.setattr(demo_runs.DemoRun, "train", train)
+    monkeypatch.setattr(demo_runs, "provenance", lambda packages: {"commit": f"c{len(trained)}"})
+    yield demo_runs, trained
+    for name in ("demo_runs", "measure"):
+        sys.modules.pop(name, None)
+
+
+def test_what_the_file_holds_is_not_run_again(demo_runs: Any, tmp_path: Path) -> None:
+    module, trained = demo_runs
+    path = tmp_path / "results.json"
+    grpo, rloo, broken = (module.DemoRun(0, {"algorithm": name}) for name in ("grpo", "rloo", "broken"))
+    with pytest.raises(RuntimeError, match="this one fails"):
+        module.run_all([grpo, broken, rloo], path=path, port=1)
+    assert trained == [grpo, broken]
+    results = module.run_all([grpo, rloo, module.DemoRun(1, {"algorithm": "grpo"})], path=path, port=1)
+    assert len(trained) == 4, "grpo with seed 0 was there, grpo with seed 1 and rloo were not"
+    assert [result["settings"]["seed"] for result in results] == [0, 0, 1]
+    assert results[0]["measured"] == {"commit": "c0"}, "each result says where it comes from"
+    assert len(json.loads(path.read_text())["results"]) == 3
+
+
+def test_other_fields_are_another_run(demo_runs: Any, tmp_path: Path) -> None:
+    module, trained = demo_runs
+    path = tmp_path / "results.json"
+    module.run_all([module.DemoRun(0, {"algorithm": "grpo", "number_of_steps": 30})], path=path, port=1)
+    module.run_all([module.DemoRun(0, {"algorithm": "grpo", "number_of_steps": 40})], path=path, port=1)
+    module.run_all([module.DemoRun(0, {"algorithm": "grpo", "number_of_steps": 40}, tied=True)], path=path, port=1)
+    assert len(trained) == 3
+
+
+def test_every_algorithm_of_the_configuration_is_benchmarked(demo_runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import algorithms
+
+    from telescope.config.algorithms import ALGORITHM_FACTS
+
+    monkeypatch.delitem(sys.modules, "algorithms")
+    assert set(algorithms.SETTINGS) == set(ALGORITHM_FACTS)

@@ -1,0 +1,179 @@
+"""When a check holds and when it fails: on numbers, and on what probes report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from telescope.errors import ConfigError, InfrastructureError, RunError, UserError
+from telescope.verify.report import Check, Report, compare_logprobs
+from telescope.verify.weights import check_spoiled_tensor, check_weights, tensor_to_spoil
+from telescope.weights.plan import TensorMeta
+from telescope.weights.probe import ProbeReport
+
+METAS = [
+    TensorMeta("embed", (8, 2)),
+    TensorMeta("layer.q", (2, 2)),
+    TensorMeta("norm", (2,)),
+    TensorMeta("head", (8, 2)),
+]
+
+
+def logprobs(difference: float, *, outlier: float = 0.0, num_tokens: int = 1000) -> tuple[np.ndarray, np.ndarray]:
+    one_N = np.full(num_tokens, -1.0)
+    other_N = one_N + difference
+    other_N[0] += outlier
+    return one_N, other_N
+
+
+def test_logprobs_that_agree_hold_and_others_fail() -> None:
+    assert compare_logprobs("parity", *logprobs(1e-5), ("float32",), 1.0).ok
+    assert not compare_logprobs("parity", *logprobs(1e-3), ("float32",), 1.0).ok
+    assert compare_logprobs("parity", *logprobs(1e-2), ("bfloat16",), 1.0).ok
+    assert not compare_logprobs("parity", *logprobs(0.2), ("bfloat16",), 1.0).ok
+
+
+def test_one_token_far_off_fails_in_float32_and_is_reported_in_bfloat16() -> None:
+    assert not compare_logprobs("parity", *logprobs(0.0, outlier=0.1), ("float32",), 1.0).ok
+    check = compare_logprobs("parity", *logprobs(0.0, outlier=5.0), ("float32", "bfloat16"), 1.0)
+    assert check.ok
+    assert check.values["max"] == pytest.approx(5.0)
+
+
+def test_the_less_exact_side_and_a_low_temperature_widen_the_bound() -> None:
+    assert not compare_logprobs("parity", *logprobs(3e-4), ("float32", "float32"), 1.0).ok
+    assert compare_logprobs("parity", *logprobs(3e-4), ("float32", "float32"), 0.5).ok
+    assert compare_logprobs("parity", *logprobs(3e-4), ("float32", "float16"), 1.0).ok
+    assert not compare_logprobs("parity", *logprobs(3e-4), ("float32", "float32"), 2.0).ok
+
+
+def test_nothing_to_compare_and_nan_are_failures() -> None:
+    assert not compare_logprobs("parity", np.array([]), np.array([]), ("float32",), 1.0).ok
+    assert not compare_logprobs("parity", *logprobs(math.nan), ("bfloat16",), 1.0).ok
+
+
+def test_a_report_holds_if_all_of_its_checks_do_and_it_has_one() -> None:
+    holds, fails = Check("a", "0", "1", ok=True), Check("b", "2", "1", ok=False)
+    assert not Report().ok
+    assert Report([holds]).ok
+    assert not Report([holds, fails]).ok
+    assert json.loads(json.dumps(Report([fails]).to_json()))["checks"][0]["name"] == "b"
+
+
+class FakeWeights:
+    """Servers that report what they are told to; `notices` says what a probe after a spoiled sync finds."""
+
+    def __init__(self, notices: list[str], *, num_servers: int = 1, mends: bool = True) -> None:
+        self.notices, self.num_servers, self.mends = notices, num_servers, mends
+        self.syncs: list[str | None] = []
+
+    async def prove(self, *, spoil: str | None = None) -> dict[int, ProbeReport]:
+        self.syncs.append(spoil)
+        wrong = self.notices if spoil or (len(self.syncs) > 1 and not self.mends) else []
+        report = ProbeReport(num_tensors=4, mismatched=dict.fromkeys(wrong, "fingerprint"))
+        return dict.fromkeys(range(self.num_servers), report)
+
+
+def parts_with(weights: FakeWeights, num_servers: int = 1) -> Any:
+    async def weight_metadata() -> list[TensorMeta]:
+        return METAS
+
+    trainer = SimpleNamespace(queue=asyncio.Lock(), weight_metadata=weight_metadata)
+    return SimpleNamespace(
+        trainer=trainer, weights=weights, config=SimpleNamespace(num_inference_servers=num_servers)
+    )  # fmt: skip
+
+
+async def test_a_probe_that_names_the_spoiled_tensor_holds_and_the_weights_are_sent_again() -> None:
+    weights = FakeWeights(["layer.q"])
+    assert tensor_to_spoil(METAS) == "layer.q"
+    assert (await check_spoiled_tensor(parts_with(weights))).ok
+    assert weights.syncs == ["layer.q", None]
+
+
+@pytest.mark.parametrize("notices", [[], ["head"], ["layer.q", "head"]])
+async def test_a_probe_that_names_nothing_or_something_else_fails(notices: list[str]) -> None:
+    check = await check_spoiled_tensor(parts_with(FakeWeights(notices)))
+    assert not check.ok
+    assert "named" in check.measured
+
+
+async def test_weights_that_the_next_sync_does_not_mend_are_a_failure() -> None:
+    check = await check_spoiled_tensor(parts_with(FakeWeights(["layer.q"], mends=False)))
+    assert not check.ok
+    assert "not mended" in check.measured
+
+
+async def test_a_server_that_could_not_be_probed_fails_the_check() -> None:
+    assert (await check_weights(parts_with(FakeWeights([], num_servers=2), 2), "at the start")).ok
+    check = await check_weights(parts_with(FakeWeights([], num_servers=1), 2), "at the start")
+    assert not check.ok
+    check = await check_spoiled_tensor(parts_with(FakeWeights(["layer.q"], num_servers=1), 2))
+    assert not check.ok
+
+
+# The command
+
+
+def verdict(*oks: bool) -> Report:
+    return Report([Check(f"claim {i}", "1", "2", ok=ok) for i, ok in enumerate(oks)], "cafe", 1.0)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs the command with a verification that ends as it is told to: a report, or an exception."""
+    from telescope.cli import verify
+    from telescope.config import preflight
+
+    def run(outcome: Report | BaseException, *arguments: str) -> int:
+        def run_verification(config: Any, view: Any, on_check: Any) -> tuple[Report, Path | None]:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            for check in outcome.checks:
+                on_check(check)
+            return outcome, None if outcome.ok else tmp_path
+
+        monkeypatch.setattr("telescope.verify.run.run_verification", run_verification)
+        monkeypatch.setattr(preflight, "check", lambda config: None)
+        return verify.run([f"--model={tmp_path}", *arguments])
+
+    return run
+
+
+def test_the_exit_code_says_whether_every_claim_holds(command: Any, tmp_path: Path, capsys: Any) -> None:
+    target = tmp_path / "verify.json"
+    assert command(verdict(True, True), f"--json={target}") == 0
+    assert json.loads(target.read_text())["ok"] is True
+    assert "all 2 checks hold" in capsys.readouterr().out
+    assert command(verdict(True, False), "--json", str(target)) == 1
+    assert json.loads(target.read_text())["ok"] is False
+    printed = capsys.readouterr()
+    assert "1 of 2 checks FAIL" in printed.out
+    assert str(tmp_path / "logs") in printed.out.replace("\n", "")
+    assert "FAILS  claim 1" in printed.err
+
+
+def test_an_interrupt_is_130_and_a_broken_engine_is_explained(command: Any) -> None:
+    from telescope.orchestrator.summary import Interrupted
+
+    assert command(Interrupted("stopped by a signal")) == 130
+    with pytest.raises(RunError, match="server 0 is gone"):
+        command(InfrastructureError("server 0 is gone"))
+
+
+def test_bad_arguments_name_the_fix(command: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--json needs the path"):
+        command(verdict(True), "--json")
+    with pytest.raises(UserError, match="is not a folder"):
+        command(verdict(True), f"--json={tmp_path}/nowhere/out.json")
+    with pytest.raises(ConfigError, match="temprature"):
+        command(verdict(True), "--temprature=0.5")
+    with pytest.raises(ConfigError, match="given twice"):
+        command(verdict(True), "--config=a.yaml", "--config=b.yaml")
