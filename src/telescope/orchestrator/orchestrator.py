@@ -255,7 +255,8 @@ class Orchestrator:
     def _may_open(self) -> bool:
         # No group is opened that no step is left for: all that is generated then would be thrown away.
         is_wanted = self.window.outstanding < self.config.number_of_steps * self.config.prompts_batch_size_for_trainer
-        return is_wanted and not self._stop_requested and self.window.may_open()
+        may_go_on = not self._stop_requested and not self._has_ended
+        return is_wanted and may_go_on and self.window.may_open()
 
     def _open_group(self, draw: Draw, prompt: PreparedPrompt) -> Group:
         self.window.opened()
