@@ -11,6 +11,10 @@ from typing import Any
 
 from telescope.environments.base import ChatMessage, EvalMetricsResult, RewardResult
 
+LARGEST_NUMBER = 1e30
+"""Of a reward or a metric. Squares of such numbers are finite in float64, and advantages, and their sum over the tokens
+of a batch, in float32."""
+
 
 class MalformedResultError(TypeError):
     """User code returned something that its interface does not allow."""
@@ -55,6 +59,8 @@ def _number(value: Any, field: str) -> float:
         raise MalformedResultError(f"{field} is {_shown(value)}, not a number") from None
     if not math.isfinite(number):
         raise MalformedResultError(f"{field} is {number}, not a finite number")
+    if abs(number) > LARGEST_NUMBER:
+        raise MalformedResultError(f"{field} is {number}, which is out of range: at most {LARGEST_NUMBER:g} either way")
     return number
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telescope.environments.base import EvalMetricsResult, RewardResult, Sample, sample_uid
-from telescope.environments.plain import MalformedResultError, plain_score
+from telescope.environments.plain import LARGEST_NUMBER, MalformedResultError, plain_score
 from telescope.environments.wire import BrokenFrameError, FrameReader, pack_frame, pack_ids, unpack_ids
 
 JSON = st.recursive(
@@ -66,6 +66,15 @@ def test_scores_become_plain_values():
     assert score["sample_tags"] == {"level": "4"}
 
 
+@pytest.mark.filterwarnings("error")
+def test_the_largest_scores_have_finite_statistics():
+    ends = [plain_score(RewardResult(sign * LARGEST_NUMBER), for_eval=False)["total_reward"] for sign in (1, -1)]
+    rewards_n = np.array(ends * 8)
+    deviations_n = (rewards_n - rewards_n.mean()).astype(np.float32)
+    assert np.isfinite([rewards_n.mean(), rewards_n.std(ddof=1), *deviations_n, deviations_n.sum()]).all()
+    assert np.isfinite(np.abs(deviations_n).sum() * np.float32(1_000_000))  # over the tokens of a batch
+
+
 @pytest.mark.parametrize(
     ("result", "words"),
     [
@@ -78,6 +87,8 @@ def test_scores_become_plain_values():
         (RewardResult(1.0, sample_tags=[]), "sample_tags is list"),
         (RewardResult(1.0, info_turns=[{(1, 2): 3}]), "info_turns cannot be written as JSON"),
         (RewardResult(10**400), "not a number"),
+        (RewardResult(1e308), r"total_reward is 1e\+308, which is out of range: at most 1e\+30 either way"),
+        (RewardResult(1.0, {"a": -1e300}), r"sample_metrics\['a'\] is -1e\+300, which is out of range"),
     ],
 )
 def test_malformed_scores_are_refused_by_name_and_value(result, words):
