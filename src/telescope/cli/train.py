@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from telescope.config import LoadedConfig, TelescopeConfig, load_config
 from telescope.errors import ConfigError, UserError
@@ -118,6 +119,8 @@ def try_environments_of(config: TelescopeConfig) -> None:
 
 def print_summary(summary: RunSummary, console: Console) -> None:
     """The closing lines of a run: what came out, where it lies, and what to type next."""
+    from telescope.record.files import RunFiles
+
     run_dir = _short(summary.run_dir)
     console.print()
     console.print(f"[bold]{summary.run_name}[/] {summary.sentence}", highlight=False)
@@ -135,9 +138,18 @@ def print_summary(summary: RunSummary, console: Console) -> None:
             f"  training reward    {summary.reward_first:.3f} → {summary.reward_last:.3f} (groups that were trained)",
             highlight=False,
         )
-    console.print(f"  run directory      {run_dir}", highlight=False, soft_wrap=True)
+    if summary.record_error is not None:
+        console.print(
+            f"  [bold red]the record is incomplete[/]: {escape(summary.record_error)}", highlight=False, soft_wrap=True
+        )
+    is_there = RunFiles(summary.run_dir).run_json.exists()
+    where = run_dir if is_there else f"{run_dir} is gone; what was recorded there is lost"
+    console.print(f"  run directory      {where}", highlight=False, soft_wrap=True)
     if summary.model_dir is not None:
         console.print(f"  trained model      {_short(summary.model_dir)}", highlight=False, soft_wrap=True)
+    if not is_there:
+        sys.stdout.flush()
+        return
     command = _own_command()
     console.print("\nNext:", highlight=False)
     console.print(f"  {command} runs", highlight=False)

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from telescope.environments.fork_server import PACKET_BYTES
 from telescope.environments.records import RendererSpec
 from telescope.errors import DeadlineExceeded, InfrastructureError, UserError
+from telescope.log_file import log_tail, open_log
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from telescope.environments.fork_server import main; "
@@ -105,7 +106,7 @@ class Launcher:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         renderer = asdict(self._renderer) if self._renderer is not None else None
         arguments = [json.dumps(sys.path), "telescope-environment-server", str(theirs.fileno()), str(os.getpid())]
-        with theirs, self.log_path.open("ab") as log:
+        with theirs, open_log(self.log_path) as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, *arguments, json.dumps(renderer)],
                 stdin=subprocess.DEVNULL,
@@ -158,7 +159,7 @@ class Launcher:
 
     def log_tail(self) -> str:
         """The last lines of the server's log."""
-        return self.log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode("utf-8", "replace").strip()
+        return log_tail(self.log_path, _LOG_TAIL_BYTES)
 
     def _send(self, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
         if self._replacing is not None or self._broken is not None:

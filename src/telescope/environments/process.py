@@ -19,6 +19,7 @@ from typing import Any
 from telescope.environments.launcher import Launcher
 from telescope.environments.slot import Slot
 from telescope.environments.wire import BrokenFrameError, FrameReader, pack_frame
+from telescope.log_file import log_size, log_tail, open_log
 
 _LINGER_SECONDS = 0.5
 """How long a process may live on after it has closed its socket."""
@@ -53,14 +54,14 @@ class WorkerProcess:
         self.is_lost = False
         """It went with the server that it was forked from."""
         self._hung_up = False
-        self._log_start = log_path.stat().st_size if log_path.exists() else 0
+        self._log_start = log_size(log_path)
 
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         slot_descriptor = Slot.create()
         self.slot = Slot(slot_descriptor)
         try:
-            with theirs, log_path.open("ab") as log:
+            with theirs, open_log(log_path) as log:
                 launcher.fork(self, (theirs.fileno(), slot_descriptor, log.fileno()))
         except BaseException:
             self._socket.close()
@@ -175,10 +176,7 @@ class WorkerProcess:
 
     def log_tail(self) -> str:
         """The last lines that this process wrote."""
-        with self.log_path.open("rb") as log:
-            end = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start, end - _LOG_TAIL_BYTES))
-            return log.read().decode("utf-8", "replace").strip()
+        return log_tail(self.log_path, _LOG_TAIL_BYTES, start=self._log_start)
 
     def _readable(self) -> None:
         try:

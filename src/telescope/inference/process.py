@@ -20,6 +20,7 @@ from pathlib import Path
 
 from telescope.errors import InfrastructureError
 from telescope.inference.lifeline import kill_group
+from telescope.log_file import log_size, log_tail, open_log
 
 TAIL_BYTES = 64 * 1024
 
@@ -31,13 +32,12 @@ class EngineProcess:
     """A running command and its process group. `pid` is the shim's, which is also the group's id."""
 
     def __init__(self, arguments: list[str], environment: Mapping[str, str], log_path: Path) -> None:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
         self.log_path = log_path
         self._lock = threading.Lock()
-        self._log_start = log_path.stat().st_size if log_path.exists() else 0
+        self._log_start = log_size(log_path)
         read_end, self._write_end = os.pipe()
         try:
-            with log_path.open("ab") as log:
+            with open_log(log_path) as log:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "telescope.inference.lifeline", str(read_end), *arguments],
                     stdin=subprocess.DEVNULL,
@@ -85,13 +85,7 @@ class EngineProcess:
 
     def log_tail(self, num_lines: int = 30) -> list[str]:
         """The last lines that this process wrote, without blank ones."""
-        try:
-            size = self.log_path.stat().st_size
-            with self.log_path.open("rb") as log:
-                log.seek(max(self._log_start, size - TAIL_BYTES))
-                text = log.read().decode("utf-8", "replace")
-        except FileNotFoundError:
-            return []
+        text = log_tail(self.log_path, TAIL_BYTES, start=self._log_start)
         return [line for line in text.splitlines() if line.strip()][-num_lines:]
 
 

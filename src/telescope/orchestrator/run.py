@@ -15,6 +15,7 @@ from typing import Protocol
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig
 from telescope.config.model_files import vocabulary_size
+from telescope.errors import RunError
 from telescope.orchestrator import rows
 from telescope.orchestrator.draws import DrawSequence
 from telescope.orchestrator.evaluation import Evaluation
@@ -79,7 +80,7 @@ class _TrainingRun:
                 await self._start_and_train()
             except BaseException as caught:
                 error = caught
-            summary = self._summarise(error)
+            summary = self._summarise(error, await asyncio.to_thread(self._directory.record_problem))
             self._directory.ended(summary)
             self._status.phase = summary.sentence
         if error is not None and not isinstance(error, Interrupted):
@@ -119,11 +120,19 @@ class _TrainingRun:
         self._training_seconds = time.time() - started_at
         if config.save_final_model and status.version > 0:
             status.phase = "saving the trained model"
-            async with parts.trainer.queue:
-                await parts.trainer.save_hf(RunFiles(self._directory.path).model)
-            self._model_dir = RunFiles(self._directory.path).model
+            self._model_dir = await self._save_model(parts)
         if evaluation.plans and config.eval_after_training and not self._interrupt.requested:
             await self._interrupt.run_until_first(evaluation.run_all(status.version, parts.settings, parts.servers))
+
+    async def _save_model(self, parts: Parts) -> Path:
+        """Write the trained model; returns its folder."""
+        folder = RunFiles(self._directory.path).model
+        try:
+            async with parts.trainer.queue:
+                await parts.trainer.save_hf(folder)
+        except OSError as error:
+            raise RunError(f"The trained model cannot be written to {folder}: {error}") from error
+        return folder
 
     async def _take_gauges(self, parts: Parts) -> None:
         """Keep the numbers of the live view, and the record's gauges, up to date."""
@@ -135,6 +144,9 @@ class _TrainingRun:
             await asyncio.sleep(GAUGE_SECONDS)
             lag = max(loop.time() - before - GAUGE_SECONDS, 0.0)
             status.num_generating = parts.lanes.num_used
+            news = self._directory.record_news()
+            if news is not None:
+                status.messages.append(news)
             now = time.time()
             for name, value in (
                 ("event_loop_lag_seconds", lag),
@@ -145,7 +157,7 @@ class _TrainingRun:
             ):
                 write("gauges", {"time": now, "name": name, "component": "orchestrator", "value": value})
 
-    def _summarise(self, error: BaseException | None) -> RunSummary:
+    def _summarise(self, error: BaseException | None, record_error: str | None) -> RunSummary:
         return summarise(
             self._config,
             self._directory.path,
@@ -156,6 +168,7 @@ class _TrainingRun:
             model_dir=self._model_dir,
             error=error,
             interrupted=self._interrupt.requested,
+            record_error=record_error,
         )
 
     def _say_shutting_down(self) -> None:

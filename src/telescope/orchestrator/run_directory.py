@@ -25,6 +25,9 @@ from telescope.record.recorder import Recorder
 from telescope.record.run_info import RunInfo, next_attempt, write_run_json
 from telescope.record.wandb_sink import WandbSink
 
+FLUSH_SECONDS = 5.0
+"""Given to the record to write its last rows before the run is summed up; closing gives it more."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -39,6 +42,7 @@ class RunDirectory:
         self._config = config
         self._notes = notes
         self._info: RunInfo | None = None
+        self._known_problem: str | None = None
 
     @classmethod
     def create(cls, config: TelescopeConfig, notes: list[str]) -> RunDirectory:
@@ -97,8 +101,27 @@ class RunDirectory:
             error = "ended at once by a second interrupt"
             write_run_json(self.path, replace(self._info, status="stopped", ended_at=time.time(), error=error))
 
+    def record_problem(self) -> str | None:
+        """Why the record cannot be written, None while it can. Waits a moment for what was just written."""
+        if self.recorder.health().error is None:
+            self.recorder.flush(FLUSH_SECONDS)
+        return self.recorder.health().error
+
+    def record_news(self) -> str | None:
+        """A line for people when the record has just begun to fail, or works again. The run goes on either way."""
+        problem = self.recorder.health().error
+        if (problem is None) == (self._known_problem is None):
+            return None
+        self._known_problem = problem
+        if problem is None:
+            return "the record of this run is being written again"
+        return f"THE RECORD OF THIS RUN CANNOT BE WRITTEN ({problem}): the run goes on, its rows wait in memory"
+
     def ended(self, summary: RunSummary) -> None:
-        """Write `summary.json` and the end of the attempt."""
+        """Write `summary.json` and the end of the attempt. A disk that does not take them is no failure of the run."""
         assert self._info is not None
-        replace_json(RunFiles(self.path).summary, summary.to_json())
+        try:
+            replace_json(RunFiles(self.path).summary, summary.to_json())
+        except OSError as error:
+            logger.error("The summary of this run cannot be written: %s", error)
         end_run(self.recorder, self._info, summary.status, config_json=self._config.to_json(), error=summary.error)

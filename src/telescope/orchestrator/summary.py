@@ -42,6 +42,8 @@ class RunSummary:
     error: str | None = None
     model_dir: str | None = None
     """The trained model in Hugging Face form, None when none was written."""
+    record_error: str | None = None
+    """Why the record is incomplete; None when it is whole."""
     evals: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -74,6 +76,7 @@ def summarise(
     model_dir: Path | None = None,
     error: BaseException | None,
     interrupted: bool,
+    record_error: str | None = None,
 ) -> RunSummary:
     """Sum up a run that has ended, however it ended."""
     if error is not None and not isinstance(error, asyncio.CancelledError | Interrupted):
@@ -103,6 +106,7 @@ def summarise(
         reward_last=rewards[-1] if rewards else None,
         tokens_generated=status.num_tokens_generated,
         error=message,
+        record_error=record_error,
         model_dir=None if model_dir is None else str(model_dir),
         evals=[
             {

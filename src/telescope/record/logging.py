@@ -7,6 +7,7 @@ Invariants: logging never raises and never waits for the record. A disk that tak
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -70,6 +71,8 @@ class _FileHandler(_Ours, logging.FileHandler):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8", errors="replace", delay=True)
+        with contextlib.suppress(OSError):  # reported with the first line
+            path.parent.mkdir(parents=True, exist_ok=True)
         self._reported = False
         formatter = logging.Formatter(_FORMAT, _TIME_FORMAT)
         formatter.converter = time.gmtime
@@ -78,7 +81,8 @@ class _FileHandler(_Ours, logging.FileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             if self.stream is None:
-                Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+                # Without its parents: a run directory that was removed is not made again for the sake of a log.
+                Path(self.baseFilename).parent.mkdir(exist_ok=True)
             super().emit(record)
         except OSError:
             self.handleError(record)

@@ -17,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -216,8 +217,8 @@ class Recorder:
     def _cycle(self, cut: dict[str, int]) -> bool:
         """Flush the rows before `cut`, and merge a little. False if the disk failed; the rows wait then."""
         try:
-            self._write_heartbeat()
             self._take_writer_lock()
+            self._write_heartbeat()
             for name in TABLES:
                 self._flush_table(name, cut.get(name, 0))
             self._write_small_files()
@@ -324,8 +325,11 @@ class Recorder:
             self._heartbeat_due = now + HEARTBEAT_SECONDS
 
     def _take_writer_lock(self) -> None:
-        """Become the one writer. `UserError` if another process is, `OSError` if the folder cannot be made."""
+        """Become the one writer, or see that this still is. `UserError` if another process is, `OSError` if the folder
+        cannot be made, or was taken away: it is not made again then, for its rows so far would be missing in it.
+        """
         if self._writer_lock is not None:
+            self._see_that_the_folder_is_there(self._writer_lock)
             return
         self.files.tables.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.files.writer_lock, os.O_RDWR | os.O_CREAT, 0o644)
@@ -339,6 +343,14 @@ class Recorder:
             logger.warning("record: %s cannot be locked (%s): start no second run in it", self.files.tables, error)
         self._writer_lock = descriptor
 
+    def _see_that_the_folder_is_there(self, writer_lock: int) -> None:
+        try:
+            found = os.stat(self.files.writer_lock)
+        except FileNotFoundError:
+            found = None
+        if found is None or not os.path.samestat(found, os.fstat(writer_lock)):
+            raise FileNotFoundError(errno.ENOENT, "the run directory was removed or replaced", str(self.files.run_dir))
+
     def _note_failure(self, error: Exception) -> None:
         with self._lock:
             first = self._error is None
@@ -346,7 +358,8 @@ class Recorder:
         if first:
             logger.error(
                 "THE RECORD OF THIS RUN CANNOT BE WRITTEN: %s. The run goes on; its rows wait in memory (%d rows or "
-                "%d MiB at most, then the least important are dropped). Make room in %s, or make it writable.",
+                "%d MiB at most, then the least important are dropped). Make room in %s, make it writable, or put back "
+                "what was taken away.",
                 error,
                 self._pending.max_rows,
                 self._pending.max_bytes // 2**20,

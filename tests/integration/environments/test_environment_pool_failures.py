@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -172,6 +173,15 @@ async def test_the_stack_of_a_hanging_reward_is_in_the_log(make_pool, encode, tm
     with pytest.raises(EnvironmentFailure, match=r"environment-0\.log"):
         await do(pool, encode, "sleep 3600")
     await eventually(lambda: b"in sleep" in (tmp_path / "logs-0" / "environment-0.log").read_bytes())
+
+
+async def test_workers_are_replaced_though_the_folder_of_their_logs_is_gone(make_pool, encode, tmp_path):
+    pool = await make_pool("hostile")
+    shutil.rmtree(tmp_path / "logs-0")
+    (tmp_path / "logs-0").write_text("in the way")
+    with pytest.raises(EnvironmentFailure, match="exit code 7; its log is empty"):
+        await do(pool, encode, "end")
+    assert (await do(pool, encode, FINE)).total_reward == 1.0
 
 
 async def test_close_ends_processes_that_are_busy_and_fails_their_calls(make_pool, encode):

@@ -144,6 +144,24 @@ def test_killed_shim_takes_the_engine_with_it(make_server) -> None:
     wait_for(lambda: group_members(info.pid) == [], "end of the group")
 
 
+def test_an_engine_that_is_stopped_is_noticed_by_its_health_check_and_restarted(
+    make_server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("telescope.inference.server.HEALTH_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr("telescope.inference.server.HEALTH_INTERVAL_SECONDS", 0.1)
+    limits = SupervisionLimits(start_timeout=60, stop_grace=3, unhealthy_seconds=2, first_backoff=0.05)
+    server = make_server(limits=limits)
+    info = server.start()
+    for pid in group_members(info.pid):
+        if pid != info.pid:
+            os.kill(pid, signal.SIGSTOP)
+    errors = set()
+    wait_for(lambda: errors.add(server.status().error) or server.status().restarts == 1, "restart", 60)
+    wait_for(lambda: server.status().state == "ready", "ready again", 60)
+    assert any("did not answer for" in (error or "") for error in errors)
+    assert group_members(info.pid) == []
+
+
 def test_killed_shim_takes_a_command_with_it_that_has_not_got_far_enough_to_watch(tmp_path: Path) -> None:
     process = EngineProcess([sys.executable, "-c", "import time; time.sleep(600)"], {}, tmp_path / "log")
     wait_for(lambda: len(group_members(process.pid)) == 2, "start of the command")

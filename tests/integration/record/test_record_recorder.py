@@ -1,6 +1,7 @@
 """A run never waits for its record and never dies of it."""
 
 import logging
+import shutil
 import subprocess
 import sys
 import threading
@@ -95,6 +96,36 @@ def test_a_folder_that_cannot_be_made_is_reported_once_and_used_once_it_can(tmp_
     assert recorder.close()
     assert len(reports(caplog)) == 1
     assert Run(tmp_path).table("steps")["step"].to_pylist() == list(range(50))
+
+
+def test_a_run_directory_that_is_removed_is_reported_once_and_not_made_again(tmp_path, caplog):
+    recorder = Recorder(tmp_path / "run", flush_seconds=0.01)
+    recorder.write("steps", {"step": 1})
+    assert recorder.flush(30)
+    shutil.rmtree(tmp_path / "run")
+    recorder.write("steps", {"step": 2})
+    recorder.write("groups", {"group_id": 1})
+    assert not recorder.flush(0.3)
+    assert len(reports(caplog)) == 1
+    assert "was removed or replaced" in reports(caplog)[0]
+    assert not recorder.close(timeout=2.0)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_directory_that_is_moved_away_and_put_back_misses_nothing(tmp_path, caplog):
+    recorder = Recorder(tmp_path / "run", flush_seconds=0.01)
+    recorder.write("steps", {"step": 1})
+    assert recorder.flush(30)
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    (tmp_path / "run").mkdir()
+    recorder.write("steps", {"step": 2})
+    assert not recorder.flush(0.3)
+    (tmp_path / "run").rmdir()
+    (tmp_path / "elsewhere").rename(tmp_path / "run")
+    assert recorder.flush(30)
+    assert recorder.close()
+    assert Run(tmp_path / "run").table("steps")["step"].to_pylist() == [1, 2]
+    assert len(reports(caplog)) == 1
 
 
 def test_closing_on_a_disk_that_never_works_ends_within_its_deadline(tmp_path, caplog):

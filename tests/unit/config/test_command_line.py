@@ -127,12 +127,18 @@ class Summary:
     reward_first: float | None = None
     reward_last: float | None = None
     model_dir: str | None = "/somewhere/else/runs/demo/model"
+    record_error: str | None = None
 
 
-def test_the_closing_lines_say_what_came_out_and_what_to_type_next():
+def closing_lines(summary):
     console = Console(file=io.StringIO(), width=120)
-    print_summary(Summary(), console)
-    text = console.file.getvalue()
+    print_summary(summary, console)
+    return console.file.getvalue()
+
+
+def test_the_closing_lines_say_what_came_out_and_what_to_type_next(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    text = closing_lines(Summary(run_dir=str(tmp_path)))
     for word in (
         "0.220 → 0.530",
         "+0.310",
@@ -141,6 +147,15 @@ def test_the_closing_lines_say_what_came_out_and_what_to_type_next():
         "telescope query",
     ):
         assert word in text
+
+
+def test_the_closing_lines_do_not_point_into_a_run_directory_that_is_gone(tmp_path):
+    gone = tmp_path / "gone"
+    text = closing_lines(Summary(run_dir=str(gone), record_error=f"[Errno 2] it was removed: '{gone}'"))
+    assert f"{gone} is gone" in text
+    assert f"the record is incomplete: [Errno 2] it was removed: '{gone}'" in text
+    assert "0.220 → 0.530" in text
+    assert "telescope query" not in text
 
 
 def test_training_without_its_packages_says_how_to_install_them(monkeypatch, tmp_path, capsys):

@@ -1,0 +1,42 @@
+"""The log file that a process is given as its output, on a disk that may fail, in a folder that may go away.
+
+Invariant: a log never keeps a process from being started or its end from being explained.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+logger = logging.getLogger(__name__)
+
+
+def open_log(path: Path) -> BinaryIO:
+    """The file, open for appending, its folder made; or a sink, with a warning, when it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab")
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): what the process says is lost", path, error.strerror or error)
+        return open(os.devnull, "ab")
+
+
+def log_size(path: Path) -> int:
+    """Bytes in the file, 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def log_tail(path: Path, num_bytes: int, *, start: int = 0) -> str:
+    """The last `num_bytes` of what was written after byte `start`, as text; empty when it cannot be read."""
+    try:
+        with path.open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(start, end - num_bytes) if start <= end else max(0, end - num_bytes))
+            return log.read().decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
