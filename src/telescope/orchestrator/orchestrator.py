@@ -1,6 +1,6 @@
 """The loops of a training run. Everything here runs on one asyncio event loop and touches no tensor.
 
-    _prompt_loop    fills the prompt buffer (tokenised, ready)        waits for: a free place in the buffer
+    _prompt_loop    fills the prompt buffer (`prompts`)               waits for: a free place in the buffer
     _dispatch_loop  opens a group, starts a task per sample           waits for: the async window, a prompt, a lane
     _sample         generate -> environment -> ... -> reward          waits for: a lane, the engine, the environment
     _batch_loop     takes finished groups, oldest first, and packs    waits for: B usable groups
@@ -18,7 +18,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,7 +28,7 @@ import numpy as np
 from telescope.config import TelescopeConfig
 from telescope.environments.pool import EnvironmentPool
 from telescope.environments.records import EnvironmentInfo, PreparedPrompt
-from telescope.errors import EnvironmentFailure, InfrastructureError, RunError
+from telescope.errors import InfrastructureError, RunError
 from telescope.orchestrator import rows
 from telescope.orchestrator.batches import Batch, form_batch
 from telescope.orchestrator.budget import ErrorBudget
@@ -39,6 +39,7 @@ from telescope.orchestrator.garbage import rare_full_collections
 from telescope.orchestrator.groups import DiscardStreak, Group, Signal, zero_advantage_kind
 from telescope.orchestrator.journal import Journal, StepLogPort, TrainedStep
 from telescope.orchestrator.lanes import LanePool
+from telescope.orchestrator.prompts import PromptBuffer
 from telescope.orchestrator.staleness import MAX_ASYNC, MAX_RETURNS, TOO_SLOW, Staleness
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervise import Supervisor
@@ -50,12 +51,6 @@ from telescope.rollout.types import Engine
 from telescope.trainer.batch import StepInput, StepResult
 
 logger = logging.getLogger(__name__)
-
-PREPARE_AT_ONCE = 8
-"""Prompts rendered concurrently by the prefetch: enough to keep every environment worker busy."""
-
-MAX_FRUITLESS_DRAWS = 10_000
-"""Draws in a row without a usable prompt, after which the run stops instead of looking for ever."""
 
 IN_FLIGHT_SECONDS = 2.0
 """How often the list of samples under way is replaced; the record writes no oftener."""
@@ -115,16 +110,15 @@ class Orchestrator:
         self.status = status
         self.window = AsyncWindow(config.prompts_batch_size_for_trainer, config.max_async_rollout)
         self.ledger = Ledger()
-        self._draws = draws
-        self._held_out_uids = held_out_uids
         self._settings = rollout_settings
         self._changes = Changes(status)
         services.lanes.on_change(self._changes.notify)
-        self._prompts: deque[tuple[Draw, PreparedPrompt]] = deque()
-        self._buffer_size = config.prompt_prefetch_buffer_size if config.enable_prompt_prefetch else 1
-        self._next_draw = start.next_draw
-        self._ask_first = deque(sorted(start.unfinished))
-        self._preparing: list[int] = []
+        self._budget = ErrorBudget(config.environment_error_budget)
+        self._prompts = PromptBuffer(
+            config, services.environments, services.environment_keys, draws, held_out_uids, start,
+            max_context=rollout_settings.sampling.max_context, budget=self._budget, changes=self._changes,
+            status=status,
+        )  # fmt: skip
         self._open: dict[int, Group] = {}
         self._finished: list[Group] = []
         self._unsettled: dict[int, Group] = {}
@@ -138,7 +132,6 @@ class Orchestrator:
         self._openings = itertools.count()
         self._journal = Journal(services.recorder, services.step_log, status)
         self._streak = DiscardStreak(DISCARD_LIMIT_BATCHES * config.prompts_batch_size_for_trainer)
-        self._budget = ErrorBudget(config.environment_error_budget)
         self._stop_requested = False
         self._supervisor: Supervisor | None = None
 
@@ -149,16 +142,15 @@ class Orchestrator:
 
     def position(self) -> DrawPosition:
         """Where the run stands in its draws: what is neither trained nor dropped is unfinished, wherever it is."""
-        buffered = {draw.n for draw, _ in self._prompts}
-        unfinished = {*self.ledger.open, *buffered, *self._preparing, *self._ask_first}
-        return DrawPosition(self._next_draw, tuple(sorted(unfinished)))
+        return self._prompts.position(self.ledger.open)
 
     async def run(self, supervisor: Supervisor) -> None:
         """Train `number_of_steps` steps, or until a stop is asked for. Raises the first error of any loop."""
         self._supervisor = supervisor
         self.status.training_started_at = time.time()
         self.status.progressed()
-        for loop in (self._prompt_loop, self._dispatch_loop, self._batch_loop, self._in_flight_loop):
+        supervisor.spawn(self._prompts.fill(), "_prompt_loop")
+        for loop in (self._dispatch_loop, self._batch_loop, self._in_flight_loop):
             supervisor.spawn(loop(), loop.__name__)
         try:
             with rare_full_collections():
@@ -175,62 +167,6 @@ class Orchestrator:
         self._unsettled.clear()
         self.services.recorder.set_in_flight([])
 
-    # Prompts
-
-    async def _prompt_loop(self) -> None:
-        """Keep the buffer full of tokenised prompts, in the order of their draws."""
-        num_fruitless = 0
-        while True:
-            await self._changes.wait_until(
-                lambda: len(self._prompts) < self._buffer_size, "prompts", "a free place in the prompt buffer"
-            )
-            num_wanted = min(PREPARE_AT_ONCE, self._buffer_size - len(self._prompts))
-            self._preparing = [self._next_number() for _ in range(num_wanted)]
-            draws = [self._draws.draw(n) for n in self._preparing]
-            self.status.set_part("prompts", f"preparing draw {draws[0].n}")
-            prepared = await asyncio.gather(*(self._prepare(draw) for draw in draws))
-            self._preparing = []
-            num_fruitless = 0 if any(prepared) else num_fruitless + num_wanted
-            if num_fruitless >= MAX_FRUITLESS_DRAWS:
-                raise RunError(
-                    f"{num_fruitless} draws in a row gave no prompt to train on: every item is held out for an eval "
-                    "(evals: separate_eval_samples, num_samples) or too long (max_model_len, seq_len). The run's log "
-                    "names those that are too long."
-                )
-            self._prompts.extend(pair for pair in zip(draws, prepared, strict=True) if pair[1] is not None)  # type: ignore[misc]
-            self._changes.notify()
-
-    def _next_number(self) -> int:
-        """The draw to prepare next: those that an earlier attempt left first."""
-        if self._ask_first:
-            return self._ask_first.popleft()
-        self._next_draw += 1
-        return self._next_draw - 1
-
-    async def _prepare(self, draw: Draw) -> PreparedPrompt | None:
-        """Render and tokenise one prompt; None when it is held out for an eval or its environment failed."""
-        name = self.config.environments[draw.environment].name
-        try:
-            prompt = await self.services.environments.prepare(
-                self.services.environment_keys[draw.environment], draw.index
-            )
-        except EnvironmentFailure as error:
-            logger.warning("draw %d (%s, item %d): the prompt could not be made: %s", draw.n, name, draw.index, error)
-            self._budget.failed(name, str(error))
-            return None
-        self._budget.succeeded(name)
-        if prompt.sample_uid in self._held_out_uids:
-            return None
-        room = self._settings.sampling.max_context - len(prompt.token_ids)
-        if room <= 0:
-            self._budget.failed(name, f"item {draw.index}: a prompt of {len(prompt.token_ids)} tokens leaves no room")
-            logger.warning(
-                "draw %d (%s, item %d): prompt of %d tokens, max_model_len and seq_len allow %d; left out",
-                draw.n, name, draw.index, len(prompt.token_ids), self._settings.sampling.max_context,
-            )  # fmt: skip
-            return None
-        return prompt
-
     # Groups and samples
 
     async def _dispatch_loop(self) -> None:
@@ -238,11 +174,11 @@ class Orchestrator:
         assert self._supervisor is not None
         while True:
             await self._changes.wait_until(self._may_open, "dispatch", "the async window")
-            await self._changes.wait_until(lambda: bool(self._prompts), "dispatch", "a prompt")
+            await self._changes.wait_until(lambda: len(self._prompts) > 0, "dispatch", "a prompt")
             await self._changes.wait_until(lambda: self.services.lanes.has_spare_lane, "dispatch", "an inference lane")
             if not self._may_open():
                 continue
-            draw, prompt = self._prompts.popleft()
+            draw, prompt = self._prompts.take()
             group = self._open_group(draw, prompt)
             self.status.set_part("dispatch", f"opened group {group.group_id}")
             for index in range(group.size):
@@ -401,7 +337,7 @@ class Orchestrator:
         if group.num_returns < MAX_RETURNS:
             self.window.given_up()
             self.ledger.returned(group.group_id)
-            self._prompts.appendleft((group.draw, group.prompt))
+            self._prompts.give_back(group.draw, group.prompt)
             self._journal.withdrawn(group, MAX_ASYNC, version)
         else:
             self._discard(group, TOO_SLOW, None, group.rewards_n)
