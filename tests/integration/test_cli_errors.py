@@ -306,8 +306,8 @@ def test_the_script_in_the_root_is_the_same_command(tmp_path):
 
 
 def test_help_teaches_every_field_by_section(train):
-    result = train("--help", config=None)
+    result = train("--help-all", config=None)
     assert result.code == 0
     assert "imported: []" in result.out
-    for word in ("--learning_rate", "Weight Broadcasting", "--dry-run", "Every field below is a flag"):
+    for word in ("--learning_rate", "Weight Broadcasting", "--dry-run", "Every field is a flag"):
         assert word in result.out

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.model_folder import write_model_folder
 
-from telescope.cli.main import COMMANDS
+from telescope.cli.main import COMMANDS, main
 from telescope.config.loader import load_config
+from telescope.environments.countdown.environment import CountdownEnvironment
 from telescope.environments.registry import get_environment
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +18,8 @@ README = (ROOT / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    return [text for of, text in found if of == language]
 
 
 @pytest.fixture
@@ -31,11 +34,33 @@ def example_environment(tmp_path: Path) -> Path:
 
 
 def test_the_environment_of_the_readme_scores_answers(example_environment: Path):
-    environment = get_environment("reverse", environments_path=[example_environment], num_samples=5)
+    environment = get_environment("add_up", environments_path=[example_environment], num_samples=5)
     sample = environment.get_sample(0)
     assert len(environment) == 5
-    assert environment.compute_reward(f" {sample.answer}\n", sample).total_reward == 1.0
-    assert environment.compute_reward("elephant", sample).sample_metrics == {"correct": 0.0}
+    assert environment.compute_reward(f"<answer>{sample.answer}</answer>", sample).total_reward == 1.0
+    assert environment.compute_reward("<answer>1-1</answer>", sample).sample_metrics == {"correct": 0.0}
+
+
+def test_the_environment_of_the_readme_asks_as_the_demo_does(example_environment: Path):
+    prompt = get_environment("add_up", environments_path=[example_environment]).get_sample(0).prompt
+    *numbers, arrow, target = prompt.split()
+    assert arrow == "->"
+    assert prompt == CountdownEnvironment(prompt_style="short").question(map(int, numbers), int(target))
+
+
+def test_the_command_that_trains_on_it_would_start(example_environment, monkeypatch, capsys):
+    (command,) = (
+        line for block in blocks("") for line in block.replace("\\\n", " ").splitlines() if "my_environments" in line
+    )
+    program, *arguments = shlex.split(command)
+    folder = example_environment.parent
+    (folder / "configs").symlink_to(ROOT / "configs")
+    (folder / "models").mkdir()
+    write_model_folder(folder / "models" / "tiny-countdown")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("telescope.config.preflight.TRAINING_PACKAGES", ())
+    assert program == ".venv/bin/telescope"
+    assert main([*arguments, "--dry-run", "--inference_base_port=22431"]) == 0, capsys.readouterr().err
 
 
 def test_the_environment_of_the_readme_takes_twenty_lines():

@@ -44,7 +44,7 @@ ENOUGH_SHARED_MEMORY_BYTES = 2 * GIB  # batches in Ray's object store, and NCCL'
 ENOUGH_DISK_BYTES = 5 * GIB
 ENOUGH_OPEN_FILES = 8192  # a socket per sample in flight (4,096 in the largest setting measured), on both ends
 DASHBOARD_PORT = 8005
-SET_UP = '`make setup` in a checkout, or `pip install "telescope[cuda]"`'
+SET_UP = '`make setup` in a checkout, or `pip install ".[cuda]"` there'
 
 Status = Literal["ok", "note", "bad"]
 

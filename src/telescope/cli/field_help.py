@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -20,17 +22,25 @@ ENTRIES: dict[str, type[Section]] = {"environments": EnvironmentEntry, "evals": 
 WIDEST = 118  # columns beyond which lines of prose become hard to follow
 
 
-def print_train_help(console: Console) -> None:
-    """What `telescope train` takes: its own options, how fields are set, and every field by section."""
+MOST_USED = (
+    "model", "environments", "evals", "run_dir", "inference_num_workers", "trainer_num_workers", "number_of_steps",
+    "prompts_batch_size_for_trainer", "group_size", "max_tokens", "learning_rate", "max_async_rollout",
+)  # fmt: skip
+"""What one changes first, for the short help."""
+
+
+def print_train_help(console: Console, *, all_fields: bool = False) -> None:
+    """What `telescope train` takes: its own options, how fields are set, and the most used fields or every one."""
     console.print("[bold]telescope train[/] --config FILE [--dry-run] [--FIELD VALUE ...]\n", highlight=False)
     console.print("Trains a model with reinforcement learning, as the YAML file and the flags say.\n")
     options = _grid()
     options.add_row("--config FILE", "YAML file with the fields of this run; -c for short")
     options.add_row("--dry-run", "print the resolved configuration, placement and memory estimate; start nothing")
-    options.add_row("--help", "this text")
+    options.add_row("--help", "this text" if not all_fields else "the most used fields")
+    options.add_row("--help-all", "every field" if not all_fields else "this text")
     console.print(options)
     console.print(
-        "\nEvery field below is a flag. --learning_rate 5e-7, --learning-rate 5e-7 and --learning_rate=5e-7 are the "
+        "\nEvery field is a flag. --learning_rate 5e-7, --learning-rate 5e-7 and --learning_rate=5e-7 are the "
         "same; values are YAML (true, null, [a, b], {key: value}); a boolean alone means true. Later wins: defaults, "
         "environment variables, the YAML file, flags.\n",
         highlight=False,
@@ -38,13 +48,24 @@ def print_train_help(console: Console) -> None:
         width=WIDEST,
     )
     _example(console)
-    print_sections(console, SECTIONS)
-    console.print(
-        "Fields marked with · are accepted and have no effect in this version. "
-        "`telescope config explain FIELD` says more about one.",
-        style="dim",
-        width=WIDEST,
-    )
+    if all_fields:
+        print_sections(console, SECTIONS)
+        console.print(
+            "Fields marked with · are accepted and have no effect in this version. "
+            "`telescope config explain FIELD` says more about one.",
+            style="dim",
+            width=WIDEST,
+        )
+        return
+    console.print(Text("Most used fields", style="bold cyan"))
+    grid = _grid()
+    described = {field.name: field for field in describe_all()}
+    for name in MOST_USED:
+        _add_field(grid, described[name])
+    console.print(grid)
+    console.print(f"\nThe {len(described)} fields come in sections, which `telescope config explain SECTION` lists:")
+    console.print(Text(", ".join(section.TITLE for section in SECTIONS)), width=WIDEST)
+    console.print("`telescope config explain FIELD` explains one field, `telescope train --help-all` lists them all.")
 
 
 def print_sections(console: Console, sections: Sequence[type[Section]]) -> None:
@@ -53,30 +74,53 @@ def print_sections(console: Console, sections: Sequence[type[Section]]) -> None:
         console.print(Text(section.TITLE, style="bold cyan"))
         grid = _grid()
         for field in describe_section(section):
-            name = Text(f"--{field.name}")
-            if field.waits_for:
-                name.append(" ·", style="dim")
-            value = Text(field.type if field.required or field.default in (None, [], {}) else _short_default(field))
-            grid.add_row(name, value, Text(field.summary))
+            _add_field(grid, field)
         console.print(grid)
         console.print()
 
 
+def _add_field(grid: Table, field: FieldDescription) -> None:
+    name = Text(f"--{field.name}")
+    if field.waits_for:
+        name.append(" ·", style="dim")
+    value = Text(field.type if field.required or field.default in (None, [], {}) else _short_default(field))
+    grid.add_row(name, value, Text(field.summary))
+
+
 def explain(console: Console, name: str) -> None:
-    """Everything about one field (or every field of one section). Raises `UserError` for a name that is neither."""
-    wanted = name.strip().lstrip("-").replace("-", "_")
+    """Everything about one field, about one key of a list's entries (`evals.num_samples`, `evals[0].num_samples`), or
+    about every field of one section. Raises `UserError` for a name that is none of these."""
+    wanted = re.sub(r"\[\d*\]", "", name.strip().lstrip("-")).replace("-", "_")
     for field in describe_all():
         if field.name == wanted:
             _print_field(console, field)
             return
+    entries, dot, key = wanted.partition(".")
+    if dot and entries in ENTRIES:
+        _explain_key(console, entries, key)
+        return
+    if dot and entries in {field.name for field in describe_all()}:
+        raise UserError(
+            f"{entries} has no keys that the schema knows; `telescope config explain {entries}` explains it"
+        )
     for section in SECTIONS:
         if section.TITLE.lower() == name.strip().lower():
             print_sections(console, [section])
             return
     known = [field for section in SECTIONS for field in section.model_fields]
+    known += [f"{entries}.{key}" for entries, kind in ENTRIES.items() for key in kind.model_fields]
     near = nearest_name(wanted, known)
     hint = f" Did you mean '{near}'?" if near else ""
     raise UserError(f"There is no field or section '{name}'.{hint} `telescope config explain` lists all fields")
+
+
+def _explain_key(console: Console, entries: str, key: str) -> None:
+    keys = {field.name: field for field in describe_section(ENTRIES[entries], f"{entries}.")}
+    if key not in keys:
+        near = nearest_name(key, keys)
+        hint = f" Did you mean '{entries}.{near}'?" if near else ""
+        raise UserError(f"An entry of {entries} has no key '{key}'.{hint} The keys are {', '.join(keys)}")
+    _print_field(console, replace(keys[key], name=f"{entries}[].{key}", section=f"a key of each entry of {entries}"))
 
 
 def _print_field(console: Console, field: FieldDescription) -> None:

@@ -72,11 +72,19 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Make or find the model. Returns the exit status."""
     values = {field.name: getattr(arguments, field.name) for field in fields(TinyModelSettings)}
-    with _progress() as report:
-        if arguments.output is not None:
-            folder = write_tiny_model(arguments.output, TinyModelSettings(**values), report=report)
-        else:
-            folder = ensure_tiny_model(arguments.cache_dir, report=report, **values)
+    try:
+        with _progress() as report:
+            if arguments.output is not None:
+                folder = write_tiny_model(arguments.output, TinyModelSettings(**values), report=report)
+            else:
+                folder = ensure_tiny_model(arguments.cache_dir, report=report, **values)
+    except KeyboardInterrupt:
+        print(
+            "The model was not finished, and nothing of it is kept: it is written when its warm start ends. A model "
+            "that was there before is untouched. The same command starts anew.",
+            file=sys.stderr,
+        )
+        raise
     print(folder)
     return 0
 

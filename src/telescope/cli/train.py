@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -31,7 +31,7 @@ class TrainArguments:
 
     config: Path | None
     dry_run: bool
-    help: bool
+    help: Literal["short", "all"] | None
     overrides: list[str]
 
 
@@ -47,12 +47,12 @@ def run(argv: Sequence[str]) -> int:
     if arguments.help:
         from telescope.cli.field_help import print_train_help
 
-        print_train_help(_console())
+        print_train_help(_console(), all_fields=arguments.help == "all")
         return 0
     if arguments.config is None and not arguments.overrides:
         raise UserError(
             "train needs a configuration: telescope train --config configs/examples/demo_countdown.yaml. "
-            "`telescope train --help` shows every field"
+            "`telescope train --help` shows what it takes"
         )
     loaded = load_config(arguments.config, arguments.overrides)
     if arguments.dry_run:
@@ -67,14 +67,17 @@ def run(argv: Sequence[str]) -> int:
 def parse_arguments(argv: Sequence[str]) -> TrainArguments:
     """Split what is meant for the command itself from the flags of fields."""
     config: Path | None = None
-    dry_run = wants_help = False
+    dry_run = False
+    wants_help: Literal["short", "all"] | None = None
     overrides: list[str] = []
     rest = list(argv)
     while rest:
         argument = rest.pop(0)
         flag, equals, value = argument.partition("=")
         if argument in ("-h", "--help"):
-            wants_help = True
+            wants_help = wants_help or "short"
+        elif argument in ("--help-all", "--help_all"):
+            wants_help = "all"
         elif argument in ("--dry-run", "--dry_run"):
             dry_run = True
         elif flag in ("--config", "-c"):

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from telescope.config.plan import plan_placement
 from telescope.environments.pool import EnvironmentPool
 from telescope.environments.records import RendererSpec
 from telescope.evals.runner import PlannedEval
+from telescope.inference.start_stages import FIRST_STAGE, start_stage
 from telescope.orchestrator.environment_keys import EnvironmentKeys, environment_keys
 from telescope.orchestrator.evaluation import plan_evals
 from telescope.orchestrator.lanes import LanePool, make_lanes
@@ -204,12 +206,13 @@ async def _start_workers(
 
 
 async def _show_start(inference: InferenceGroup, index: int, status: RunStatus) -> None:
-    """The newest log line of a starting server, for the live view: loading takes minutes for a large model."""
+    """The stage of a starting server, for the live view: loading takes minutes for a large model."""
+    started_at = time.monotonic()
+    stage = FIRST_STAGE
     while True:
         await asyncio.sleep(1.0)
-        lines = (await inference.handles[index].status()).last_log_lines
-        if lines:
-            status.set_part(f"server {index}", f"starting vLLM: {lines[-1].strip()[-70:]}")
+        stage = start_stage((await inference.handles[index].status()).last_log_lines) or stage
+        status.set_part(f"server {index}", f"starting vLLM: {stage} ({time.monotonic() - started_at:.0f} s)")
 
 
 def _check_hash(config: TelescopeConfig, process: str, config_hash: str) -> None:

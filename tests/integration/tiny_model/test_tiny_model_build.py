@@ -198,3 +198,13 @@ def test_the_command_refuses_a_setting_that_makes_no_model(tmp_path, capsys):
 def test_the_default_cache_follows_the_desktop_convention(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache.default_cache_dir() == tmp_path / "telescope"
+
+
+def test_an_interrupted_build_says_that_nothing_is_kept(tmp_path, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("telescope.tiny_model.build.warm_start", interrupted)
+    assert cli.main(["tiny-model", "--output", str(tmp_path / "model")]) == 130
+    assert "nothing of it is kept" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

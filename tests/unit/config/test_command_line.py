@@ -74,9 +74,10 @@ def test_version_is_printed(capsys):
 
 def test_the_arguments_of_train_are_told_from_fields():
     assert parse_arguments(["--config", "a.yaml", "--seed", "1", "--dry-run", "--debug"]) == TrainArguments(
-        Path("a.yaml"), True, False, ["--seed", "1", "--debug"]
+        Path("a.yaml"), True, None, ["--seed", "1", "--debug"]
     )
-    assert parse_arguments(["-c", "a.yaml", "-h"]) == TrainArguments(Path("a.yaml"), False, True, [])
+    assert parse_arguments(["-c", "a.yaml", "-h"]) == TrainArguments(Path("a.yaml"), False, "short", [])
+    assert parse_arguments(["--help-all", "-h"]).help == "all"
     assert parse_arguments(["--seed=1", "--config=a=b.yaml"]).config == Path("a=b.yaml")
 
 
@@ -166,3 +167,34 @@ def test_training_without_its_packages_says_how_to_install_them(monkeypatch, tmp
     assert code == 2
     assert "no_such_package_anywhere" in err
     assert "make setup" in err
+
+
+def test_the_short_help_fits_a_screen_and_says_where_the_rest_is(capsys):
+    code, out, _ = run(capsys, "train", "--help")
+    assert code == 0
+    assert len(out.splitlines()) <= 45
+    for word in ("--learning_rate", "Weight Broadcasting", "--dry-run", "--help-all", "telescope config explain"):
+        assert word in out
+
+
+def test_a_key_of_an_entry_is_explained(capsys):
+    for name in ("evals.num_samples", "evals[0].num_samples", "evals.num-samples"):
+        code, out, _ = run(capsys, "config", "explain", name)
+        assert code == 0
+        assert "evals[].num_samples" in out
+        assert "-1: the full dataset" in out
+    assert "weight" in run(capsys, "config", "explain", "environments.weight")[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("evals.num_sample", "Did you mean 'evals.num_samples'? The keys are name,"),
+        ("learning_rate.x", "learning_rate has no keys"),
+        ("eval.num_samples", "Did you mean 'evals.num_samples'?"),
+    ],
+)
+def test_a_key_that_does_not_exist_names_the_nearest(capsys, name, words):
+    code, _, err = run(capsys, "config", "explain", name)
+    assert code == 2
+    assert words in err
