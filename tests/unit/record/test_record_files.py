@@ -1,0 +1,33 @@
+"""A small file is replaced by the JSON of any value, with or without line breaks."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from telescope.record.files import read_json, replace_json
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"rows": [{"a": 1, "b": None, "c": "\u00e9\u4e2d"}]}, None),
+        ({"array": np.array([1, 2]), "number": np.float32(0.5)}, {"array": [1, 2], "number": 0.5}),
+        ({"lone surrogate": "\ud800"}, None),
+    ],
+)
+def test_values_are_read_back_as_they_were(tmp_path, value, expected, indent):
+    path = tmp_path / "file.json"
+    num_bytes = replace_json(path, value, indent=indent)
+    assert num_bytes == path.stat().st_size
+    assert read_json(path) == (value if expected is None else expected)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_numbers_that_json_does_not_know_are_read_back_too(tmp_path, indent):
+    replace_json(tmp_path / "file.json", [math.nan, math.inf], indent=indent)
+    nan, infinite = json.loads((tmp_path / "file.json").read_text())
+    assert math.isnan(nan)
+    assert infinite == math.inf
