@@ -50,6 +50,8 @@ async def test_reward_rises_over_several_turns_whose_tokens_are_those_of_the_tem
         assert written == f"{sample['prompt_text']}{closed}<|im_start|>user\n{reply['text']}<|im_end|>\n" + PROMPTED
         assert sample["divergences"] == []
         assert len(second_answer["token_ids"]) == len(second_answer["versions"])
+    (described,) = run.record.table("environments").to_pylist()
+    assert (described["name"], described["is_multi_turn"], described["not_extendable"]) == ("puzzle_series", True, None)
 
 
 async def test_every_turn_is_a_sample_of_its_own_without_interleaving(stack: Stack) -> None:

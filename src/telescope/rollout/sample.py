@@ -201,10 +201,10 @@ class Rollout:
         task, trajectory, settings = self.task, self.trajectory, self._settings
         if task.is_multi_turn:
             await self._begin()
-        added_token_ids, restarts = task.prompt_token_ids, False
+        prompt_token_ids = added_token_ids = task.prompt_token_ids
+        restarts = False
         said: Advance | None = None
         while not trajectory.cancelled:
-            prompt_token_ids = trajectory.next_prompt(added_token_ids, restarts=restarts)
             room = settings.sampling.max_context - len(prompt_token_ids)
             if room <= 0:
                 what = f"the prompt of turn {len(trajectory.turns)} fills the context (max_model_len, seq_len)"
@@ -237,6 +237,8 @@ class Rollout:
                 trajectory.reward, trajectory.end_reason = said.reward, said.end_reason
                 return
             added_token_ids, restarts = said.append_token_ids, said.restarts
+            before = [] if restarts else [*prompt_token_ids, *generation.token_ids_N.tolist()]
+            prompt_token_ids = before + added_token_ids
 
     async def _begin(self) -> None:
         """Have the environment make the state of a new conversation."""

@@ -141,15 +141,6 @@ class Trajectory:
     def completion_text(self) -> str:
         return "\n".join(turn.text for turn in self.turns)
 
-    def next_prompt(self, added_token_ids: list[int], *, restarts: bool = False) -> list[int]:
-        """The prompt of the next turn: all ids since the last restart followed by `added_token_ids`."""
-        ids: list[int] = []
-        for turn in () if restarts else self._segments()[-1]:
-            ids.extend(turn.added_token_ids)
-            ids.extend(turn.generation.token_ids_N.tolist())
-        ids.extend(added_token_ids)
-        return ids
-
     def to_train_samples(self) -> list[TrainSample]:
         """The trainer's view: one sample, or one for each part that a restart ended, in their order.
 

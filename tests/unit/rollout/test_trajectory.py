@@ -19,20 +19,14 @@ def trajectory(turns: list[tuple[list[int], list[int]]]) -> Trajectory:
     return sample
 
 
-@given(st.lists(st.tuples(tokens, tokens), max_size=4), tokens)
-def test_the_next_prompt_is_every_id_so_far_and_then_what_is_added(
-    turns: list[tuple[list[int], list[int]]], added: list[int]
-) -> None:
-    so_far = [token for pair in turns for part in pair for token in part]
-    assert trajectory(turns).next_prompt(added) == so_far + added
-
-
 @given(st.lists(st.tuples(tokens, tokens), min_size=1, max_size=4))
-def test_the_training_sequence_is_the_last_prompt_with_its_answer(turns: list[tuple[list[int], list[int]]]) -> None:
+def test_the_training_sequence_is_all_that_was_added_and_sampled_in_order(
+    turns: list[tuple[list[int], list[int]]],
+) -> None:
     sample = trajectory(turns)
     sample.reward = reward()
     (train,) = sample.to_train_samples()
-    assert train.token_ids_L.tolist() == sample.next_prompt([])
+    assert train.token_ids_L.tolist() == [token for pair in turns for part in pair for token in part]
     assert train.num_trained == sample.num_completion_tokens == sum(len(sampled) for _, sampled in turns)
     assert train.token_ids_L[train.trained_L].tolist() == [token for _, sampled in turns for token in sampled]
 
