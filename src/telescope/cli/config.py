@@ -16,7 +16,12 @@ from telescope.config.sections import SECTIONS
 
 def add_parser(subparsers: Any) -> None:
     """Register the subcommand."""
-    parser = subparsers.add_parser("config", help="explain configuration fields, show what a file resolves to")
+    parser = subparsers.add_parser(
+        "config",
+        help="explain configuration fields, show what a file resolves to",
+        epilog="examples: telescope config explain learning_rate evals.num_samples Trainer; "
+        "telescope config show configs/examples/demo_countdown.yaml --set seed=1",
+    )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     explain = actions.add_parser("explain", help="what a field or section means; all fields without a name")
@@ -38,9 +43,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from telescope.cli.field_help import explain, print_sections
+    from telescope.cli.field_help import WIDEST, explain, print_sections
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDEST)  # a pipe has no width of its own
     if not arguments.names:
         print_sections(console, SECTIONS)
     for name in arguments.names:

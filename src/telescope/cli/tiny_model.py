@@ -45,12 +45,17 @@ def add_parser(subparsers: Any) -> None:
     """Register the subcommand on `telescope`'s parser."""
     parser = subparsers.add_parser(
         "tiny-model",
+        usage="telescope tiny-model [--output DIR] [options]",
         help="make a model of a million parameters that can be trained on a CPU",
         description="Make a small Qwen2 model with tokenizer and chat template, and teach it a little Countdown. "
         "The last line printed is its folder.",
     )
-    parser.add_argument("--output", type=Path, help="folder of the model (default: one in the cache, by settings)")
-    parser.add_argument("--cache-dir", type=Path, help="cache to use (default: $XDG_CACHE_HOME/telescope)")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="folder of the model (default: one in the cache, by settings)"
+    )
+    parser.add_argument(
+        "--cache-dir", type=Path, metavar="DIR", help="cache to use (default: $XDG_CACHE_HOME/telescope)"
+    )
     parser.add_argument(
         "--tied",
         action=argparse.BooleanOptionalAction,
@@ -64,6 +69,7 @@ def add_parser(subparsers: Any) -> None:
                 f"--{field.name.replace('_', '-')}",
                 type=type(default),
                 default=default,
+                metavar="X" if isinstance(default, float) else "N",
                 help=f"{_HELP[field.name]} (default: {default})",
             )
     parser.set_defaults(func=run)

@@ -110,9 +110,11 @@ def connect(config: TelescopeConfig, run_dir: Path, *, local_cpus: float, local_
                 **common,
             )
     except Exception as error:  # Ray raises plain exceptions when one of its daemons does not come up
+        words = str(error).strip().rstrip(".") or type(error).__name__
+        logs = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "session_latest", "logs")
         raise RunError(
-            f"Ray could not be started on this machine: {error}. Its logs are under /tmp/ray/session_latest/logs; "
-            "`telescope doctor` looks at what it needs (memory, /dev/shm, open files, a writable temporary folder)"
+            f"Ray could not be started on this machine: {words}. Its logs are under {logs.resolve()}; `telescope "
+            "doctor` looks at what it needs (memory, /dev/shm, open files, a writable temporary folder)"
         ) from error
     return Cluster(started_here=True, resources=_resources())
 

@@ -17,7 +17,7 @@ from telescope.cluster.inference_group import bind_host
 from telescope.cluster.ray_cluster import Cluster, connect, disconnect, runtime_environment
 from telescope.config import TelescopeConfig
 from telescope.config.plan import ClusterResources, NodeResources
-from telescope.errors import UserError
+from telescope.errors import RunError, UserError
 
 RUN_DIR = Path("/runs/demo")
 NODE = {"NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": {"CPU": 8.0, "GPU": 2.0}}
@@ -207,3 +207,27 @@ def test_a_cluster_of_others_is_ended_only_when_asked(
     fake_ray.is_running = False
     disconnect(Cluster(started_here, nodes(1)), config_of())
     assert fake_ray.num_shutdowns == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            Exception("The current node timed out during startup."),
+            "machine: The current node timed out during startup. ",
+        ),
+        (AssertionError(), "machine: AssertionError. "),
+    ],
+)
+def test_a_ray_that_does_not_start_is_told_in_its_own_words_with_its_logs(
+    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, words: str
+) -> None:
+    logs = tmp_path / "ray" / "session_1" / "logs"
+    logs.mkdir(parents=True)
+    (tmp_path / "ray" / "session_latest").symlink_to(logs.parent)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    fake_ray.errors = [error]
+    with pytest.raises(RunError) as raised:
+        connect(config_of(ray_address="local"), RUN_DIR, local_cpus=2, local_gpus=0)
+    assert words in str(raised.value)
+    assert str(logs) in str(raised.value)
