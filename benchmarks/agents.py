@@ -6,7 +6,8 @@
 
 Each run is a `train.py` process with the settings of configs/examples/demo_countdown.yaml but for the environment and
 what it needs: Ray, vLLM, two FSDP2 ranks, one step of staleness. `turns` is two puzzles in one conversation
-(benchmarks/environments/puzzle_series, scored by the share that is solved); `tools` is `calculator_agent`.
+(benchmarks/environments/puzzle_series, scored by the share that is solved); `tools` is a puzzle with a tool that says
+whether an answer is right, and one more try (benchmarks/environments/checked_puzzles).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def task(name: str, **fields: Any) -> dict[str, Any]:
 
 TASKS: dict[str, dict[str, Any]] = {
     "turns": task("puzzle_series"),
-    "tools": task("calculator_agent", max_tokens=32),
+    "tools": task("checked_puzzles"),
 }
 
 

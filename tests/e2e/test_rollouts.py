@@ -54,6 +54,21 @@ async def test_reward_rises_over_several_turns_whose_tokens_are_those_of_the_tem
     assert (described["name"], described["is_multi_turn"], described["not_extendable"]) == ("puzzle_series", True, None)
 
 
+async def test_reward_rises_with_a_tool_that_the_model_calls(stack: Stack) -> None:
+    run = await stack.run(environment="checked_puzzles", number_of_steps=20)
+    rewards = [row["reward_mean"] for row in run.steps()]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.04, rewards
+    turns = turns_of(run)
+    mended = [sample for sample in run.samples(status="kept") if sample["num_turns"] == 2]
+    assert mended
+    for sample in mended:
+        assert [row["role"] for row in turns[sample["sample_id"]]] == ["assistant", "tool", "assistant"]
+        assert turns[sample["sample_id"]][1]["text"] == "wrong"
+    for step in run.steps():
+        assert step["metrics"]["sample_metrics/checked_puzzles/check_calls"] > 0.9
+        assert step["metrics"]["sample_metrics/checked_puzzles/tool_success_rate"] > 0.5
+
+
 async def test_every_turn_is_a_sample_of_its_own_without_interleaving(stack: Stack) -> None:
     run = await stack.run(environment="puzzle_series", number_of_steps=2, interleaved_rollouts=False)
     replies = [row for rows in turns_of(run).values() for row in rows if row["role"] == "user"]

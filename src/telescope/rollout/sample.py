@@ -246,7 +246,7 @@ class Rollout:
         name = f"{self.task.sample_id}.{self._beginnings}"
         self._begun = name
         try:
-            await self._environments.begin(
+            first = await self._environments.begin(
                 name, self.task.environment_key, self.task.item_index, interleaved=self._settings.interleaved
             )
         except InfrastructureError as error:
@@ -255,6 +255,11 @@ class Rollout:
         except EnvironmentFailure:
             self._begun = None
             raise
+        if first.token_ids != self.task.prompt_token_ids:
+            raise EnvironmentFailure(
+                "the first prompt differs between two calls of get_initial_prompt for one item; the samples of a group "
+                "share it, so it must be the same at every call"
+            )
 
     async def _ask_environment(self, generation: Generation) -> Advance:
         """Hand an answer over: the score, or what the environment says to it."""

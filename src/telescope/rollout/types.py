@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from telescope.environments.records import Advance
+from telescope.environments.records import Advance, FirstPrompt
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,10 +89,10 @@ class Environments(Protocol):
         """Have a single-turn environment score a completion."""
         ...
 
-    async def begin(self, rollout: str, env_key: str, index: int, *, interleaved: bool = True) -> object:
+    async def begin(self, rollout: str, env_key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
         """Begin a conversation, whose state is held until it is done, fails, or is cancelled.
 
-        With `interleaved` False every prompt is rendered anew.
+        With `interleaved` False every prompt is rendered anew. The first one is that of the whole group.
         """
         ...
 

@@ -17,7 +17,7 @@ import numpy as np
 from tests.unit.orchestrator.fakes import StepLog, StrictRecorder
 
 from telescope.config import TelescopeConfig
-from telescope.environments.records import Advance, EnvironmentInfo, PreparedPrompt, RewardRecord
+from telescope.environments.records import Advance, EnvironmentInfo, FirstPrompt, PreparedPrompt, RewardRecord
 from telescope.errors import EnvironmentFailure, InfrastructureError, RolloutLost
 from telescope.inference.fake_engine import FakeEngine, FakeEngineSettings, FakeRequest
 from telescope.orchestrator.draws import DrawSequence
@@ -137,10 +137,11 @@ class SimulatedEnvironment:
         reward = 1.0 if index % 8 == 0 else float(token_ids[-1] % 2)
         return Advance(True, [], "text", RewardRecord(reward, {}, {}, [], {}))
 
-    async def begin(self, rollout: str, key: str, index: int, *, interleaved: bool = True) -> None:
+    async def begin(self, rollout: str, key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
         assert rollout not in self.items, "a conversation is begun once"
         await asyncio.sleep(0.01)
         self.items[rollout] = index
+        return FirstPrompt([index + 1], [])
 
     async def respond(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from telescope.environments.records import Advance, RewardRecord
+from telescope.environments.records import Advance, FirstPrompt, RewardRecord
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.sample import RolloutSettings, RolloutTask, SamplingSettings, run_rollout
 from telescope.rollout.trajectory import Trajectory
@@ -98,6 +98,7 @@ class FakeEnvironments:
     cancelled: list[str] = field(default_factory=list)
     open: set[str] = field(default_factory=set)
     """Conversations whose state is held."""
+    first_prompt: list[int] = field(default_factory=lambda: [1, 2, 3])
     interleaved: bool | None = None
     max_context: int | None = None
 
@@ -115,13 +116,14 @@ class FakeEnvironments:
             raise answer
         return Advance(True, [], "text", reward()) if answer is None else answer
 
-    async def begin(self, rollout: str, key: str, index: int, *, interleaved: bool = True) -> None:
+    async def begin(self, rollout: str, key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
         assert rollout not in self.begun, "a conversation is begun once"
         if isinstance(self.on_begin, BaseException):
             raise self.on_begin
         self.begun.append(rollout)
         self.open.add(rollout)
         self.interleaved = interleaved
+        return FirstPrompt(self.first_prompt, [])
 
     async def respond(
         self,

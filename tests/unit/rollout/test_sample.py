@@ -208,6 +208,15 @@ async def test_an_environment_that_cannot_begin_masks_the_sample() -> None:
     assert not bench.engine.requests
 
 
+async def test_an_environment_that_puts_another_question_to_each_sample_of_a_group_is_found_out() -> None:
+    bench = Bench(environments=FakeEnvironments(first_prompt=[1, 2, 4]))
+    sample = await bench.run(turns=True)
+    assert sample.failure_kind == "environment"
+    assert "get_initial_prompt" in str(sample.failure_message)
+    assert not bench.engine.requests
+    assert not bench.environments.open
+
+
 @pytest.mark.parametrize(
     ("wait", "sampled"), [("engine", [[7], [9]]), ("environment", [[7], [9]]), ("lane", [[7]])]
 )  # fmt: skip
