@@ -71,7 +71,7 @@ class Stack:
         await self.parts.weights.sync()
         entries = self.parts.config.environments
         position = [entry.name for entry in entries].index(environment)
-        config = self.parts.config.replace(environments=[entries[position]], **changes)
+        config = self.parts.config.replace(environments=[entries[position]], evals=[], **changes)
         keys = replace(self.parts.keys, training=[self.parts.keys.training[position]], evals=[])
         parts = replace(self.parts, config=config, keys=keys, settings=RolloutSettings.from_config(config))
         self.num_runs += 1
