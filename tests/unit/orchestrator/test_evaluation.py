@@ -10,7 +10,7 @@ from tests.unit.orchestrator.fakes import StrictRecorder, config_of
 from tests.unit.orchestrator.in_memory import CountingEngine, CountingTrainer, InMemoryRun, NumberedItems
 
 from telescope.config import TelescopeConfig
-from telescope.environments.records import Advance, RewardRecord
+from telescope.environments.records import Advance, EnvironmentInfo, FirstPrompt, RewardRecord
 from telescope.errors import ConfigError, EnvironmentFailure, InfrastructureError
 from telescope.orchestrator.draws import request_seed
 from telescope.orchestrator.environment_keys import environment_keys
@@ -139,6 +139,40 @@ async def test_an_eval_averages_what_the_environment_says_and_records_each_sampl
     assert {request.temperature for request in servers.engine.requests} == {0.0}
     assert len(written.of("spans", name="eval")) == 1
     assert evaluation.lanes.num_used == 0
+
+
+class TwoTurns(NumberedItems):
+    """The same items as a conversation: after the first answer the environment says token 9."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: dict[str, int] = {}
+
+    async def describe(self, key: str) -> EnvironmentInfo:
+        return EnvironmentInfo(key, self.num_items, is_multi_turn=True)
+
+    async def begin(self, rollout: str, key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
+        self.answers[rollout] = 0
+        return FirstPrompt([index + 1], [])
+
+    async def respond(self, rollout: str, token_ids: Any, *arguments: Any, for_eval: bool, **options: Any) -> Advance:
+        assert for_eval
+        self.answers[rollout] += 1
+        if self.answers[rollout] == 1:
+            return Advance(False, [9], "first", None)
+        return Advance(True, [], "second", RewardRecord(1.0, {"correct": 1.0}, {}, [], {}))
+
+
+async def test_an_eval_of_several_turns_goes_the_way_of_training() -> None:
+    config = config_of(evals=[{"name": "arithmetic", "num_samples": 5}])
+    evaluation, servers = await evaluation_of(config, TwoTurns()), OneServer()
+    (result,) = await run_all(evaluation, servers)
+    assert (result.num_scored, result.accuracy) == (5, 1.0)
+    written: Any = evaluation.recorder
+    assert {row["num_turns"] for row in written.of("samples", status="eval")} == {2}
+    second = [request.prompt_token_ids for request in servers.engine.requests if len(request.prompt_token_ids) > 1]
+    assert len(second) == 5
+    assert all(prompt[-1] == 9 for prompt in second), "what the environment said follows the answer"
 
 
 async def test_an_eval_asks_with_the_same_noise_at_every_version() -> None:
