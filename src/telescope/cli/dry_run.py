@@ -7,6 +7,8 @@ refuse on this machine is an error; where the run is meant for another machine, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -25,8 +27,8 @@ LONGEST_VALUE = 60  # characters of a default in the table of fields; what the u
 MOST_WORKERS_SHOWN = 64  # rows of the placement
 
 
-def print_dry_run(loaded: LoadedConfig, console: Console) -> bool:
-    """Print everything. Returns whether the run is meant for this machine.
+def print_dry_run(loaded: LoadedConfig, console: Console, try_environments: Callable[[], None]) -> None:
+    """Print everything. `try_environments` is called where the run is meant for this machine and would get that far.
 
     Raises `ConfigError` for what a run would refuse: before anything is printed, what is wrong on any machine
     (environments, model files); after it, what is wrong with this one (too small, a port in use), unless the run is
@@ -54,10 +56,11 @@ def print_dry_run(loaded: LoadedConfig, console: Console) -> bool:
         console.print(Text("\nRemarks", style="bold cyan"))
         for text in remarks:
             console.print(Text(f"· {text}", style="yellow"))
+    if not problems and not elsewhere:
+        try_environments()
     console.print("\nDry run: nothing was started.", style="dim")
     if problems and not elsewhere:
         raise ConfigError("\n".join(problems))
-    return elsewhere is None
 
 
 def _print_config(loaded: LoadedConfig, console: Console) -> None:

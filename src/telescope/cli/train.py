@@ -58,8 +58,7 @@ def run(argv: Sequence[str]) -> int:
     if arguments.dry_run:
         from telescope.cli.dry_run import print_dry_run
 
-        if print_dry_run(loaded, _console()):
-            try_environments_of(loaded.config)
+        print_dry_run(loaded, _console(), lambda: try_environments_of(loaded.config))
         return 0
     return _train(loaded)
 

@@ -32,7 +32,8 @@ Tokens = Annotated[int, Field(ge=1, le=2**24)]
 """A length of text, or the size of a buffer of it."""
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 WholeSeconds = Annotated[int, Field(ge=1, le=MAX_SECONDS)]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1, pattern=r"\S")]
+"""Text that is not blank."""
 
 
 class Section(BaseModel):

@@ -33,6 +33,8 @@ EXPECTATIONS = {
     "dict_type": "it must be a mapping, such as {key: value}",
     "model_type": "it must be a mapping with a `name`, such as {name: countdown}",
     "string_too_short": "it must not be empty",
+    "string_pattern_mismatch": "it must not be blank",
+    "int_parsing_size": "it must be a whole number of at most a few digits",
 }
 
 

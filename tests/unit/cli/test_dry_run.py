@@ -30,7 +30,13 @@ def small_machine(monkeypatch):
 
 
 @pytest.fixture
-def dry_run(tmp_path: Path):
+def tried() -> list[bool]:
+    """One entry for each time that the environments were tried."""
+    return []
+
+
+@pytest.fixture
+def dry_run(tmp_path: Path, tried: list[bool]):
     """Prints the dry run of a configuration that nothing is wrong with, with `values` set. Returns what was printed
     and, where it was refused, the error."""
     model = write_model_folder(tmp_path / "model")
@@ -40,12 +46,20 @@ def dry_run(tmp_path: Path):
         flags = [f"--{name}={value}" for name, value in {**settings, **values}.items()]
         out = io.StringIO()
         try:
-            print_dry_run(load_config(None, flags, {}), Console(file=out, width=1000))
+            print_dry_run(load_config(None, flags, {}), Console(file=out, width=1000), lambda: tried.append(True))
         except ConfigError as error:
             return out.getvalue(), str(error)
         return out.getvalue(), None
 
     return run
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"), [({}, [True]), ({"device": "cuda"}, []), ({"run_dir": "/proc/x"}, [])]
+)
+def test_environments_are_tried_where_the_run_would_get_that_far(dry_run, tried, changes, expected):
+    dry_run(**HERE | changes)
+    assert tried == expected
 
 
 def test_a_run_that_fits_here_has_nothing_to_remark(dry_run):

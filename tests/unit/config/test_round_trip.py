@@ -22,13 +22,15 @@ PLAIN = st.recursive(
 KWARGS = st.dictionaries(TEXT, PLAIN, max_size=3)
 POSITIVE = st.floats(min_value=1e-12, max_value=1e6, exclude_min=True)
 ENVIRONMENTS = st.lists(
-    st.fixed_dictionaries({"name": st.text(min_size=1, max_size=8), "weight": POSITIVE, "kwargs": KWARGS}),
+    st.fixed_dictionaries(
+        {"name": st.text(min_size=1, max_size=8).filter(str.strip), "weight": POSITIVE, "kwargs": KWARGS}
+    ),
     min_size=1,
     max_size=3,
     unique_by=lambda entry: entry["name"],
 )
 FIELDS = {
-    "learning_rate": POSITIVE,
+    "learning_rate": POSITIVE.filter(lambda rate: rate <= 100),
     "weight_decay": st.floats(min_value=0, max_value=10),
     "seed": st.integers(0, 2**63 - 1),
     "number_of_steps": st.integers(1, 10**6),
@@ -38,7 +40,7 @@ FIELDS = {
     "mixed_precision_dtype": st.none() | st.sampled_from(["float32", "float16", "bfloat16"]),
     "checkpoint_every": st.just(False) | st.integers(0, 1000),
     "resume_from_checkpoint": st.booleans() | st.integers(1, 1000),
-    "chat_template": st.none() | TEXT.filter(bool),
+    "chat_template": st.none() | TEXT.filter(str.strip),
     "wandb_tags": st.lists(TEXT, max_size=3),
     "ray_runtime_env": st.none() | KWARGS,
     "max_off_policy_steps": st.integers(-1, 100),

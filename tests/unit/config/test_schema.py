@@ -94,9 +94,10 @@ def test_no_number_is_without_an_upper_bound(section, name):
 
 
 @pytest.mark.parametrize("name", ["run_dir", "checkpoint_dir", "chat_template", "model", "wandb_run_name"])
-def test_no_text_is_empty(name):
-    with pytest.raises(ValidationError, match=name):
-        config(**{name: ""})
+def test_no_text_is_blank(name):
+    for text in ("", " "):
+        with pytest.raises(ValidationError, match=name):
+            config(**{name: text})
 
 
 def test_every_documented_field_has_its_documented_default():

@@ -52,7 +52,7 @@ class EnvironmentSection(Section):
 
     environments: list[EnvironmentEntry] = Field(default_factory=list)
     """Environments to train on, each with a sampling weight and its own settings."""
-    environments_path: list[str] = Field(default_factory=list)
+    environments_path: list[Text] = Field(default_factory=list)
     """Further folders that hold environments: `<folder>/<name>/environment.py`. Searched before the installed ones."""
     environment_workers: Workers | None = None
     """Processes that run rewards, tools and turns. Null: the number of cores, at most 4. Raise it when rewards are

@@ -15,7 +15,7 @@ BACKENDS = ("fsdp", "megatron")
 class TrainerSection(Section):
     TITLE: ClassVar[str] = "Trainer"
 
-    learning_rate: Annotated[float, Field(gt=0)] = 1.0e-6
+    learning_rate: Annotated[float, Field(gt=0, le=100)] = 1.0e-6
     """Learning rate (must be > 0). The peak of the schedule."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Weight decay coefficient of AdamW (decoupled: scaled by the learning rate)."""
