@@ -137,7 +137,7 @@ def test_doctor_says_what_is_missing_to_train_and_how_to_get_it(installed: Path,
     missing = {check["name"]: check["fix"] for check in answer["checks"] if check["status"] == "bad"}
     assert not answer["can_train"]
     assert {"torch", "ray", "vllm", "transformers"} <= missing.keys()
-    assert "telescope[cuda]" in missing["torch"]
+    assert ".[cuda]" in missing["torch"]
 
 
 def test_an_environment_is_written_and_tested_with_the_wheel_alone(installed: Path, elsewhere: Path):
