@@ -145,7 +145,7 @@ def print_summary(summary: RunSummary, console: Console) -> None:
             f"  [bold red]the record is incomplete[/]: {escape(summary.record_error)}", highlight=False, soft_wrap=True
         )
     is_there = RunFiles(summary.run_dir).run_json.exists()
-    where = run_dir if is_there else f"{run_dir} is gone; what was recorded there is lost"
+    where = run_dir if is_there else f"{run_dir} was removed during the run; what was recorded is lost"
     console.print(f"  run directory      {where}", highlight=False, soft_wrap=True)
     if summary.model_dir is not None:
         console.print(f"  trained model      {_short(summary.model_dir)}", highlight=False, soft_wrap=True)

@@ -99,6 +99,7 @@ class Recorder:
         self._closing_deadline = float("inf")
         self._small_files: dict[Path, Any] = {}
         self._error: str | None = None
+        self._folder_is_gone = False
         self._reported_drops = 0
         self._written_rows = 0
         self._written_bytes = 0
@@ -265,7 +266,8 @@ class Recorder:
 
     def _finish(self, cut: dict[str, int]) -> None:
         """The last writes: try again while time is left, merge, and remove what was replaced."""
-        while self._error is not None and time.monotonic() + 1.0 < self._closing_deadline:
+        # A folder that was taken away does not come back while somebody waits for the end of the run.
+        while self._error is not None and not self._folder_is_gone and time.monotonic() + 1.0 < self._closing_deadline:
             time.sleep(min(1.0, self._flush_seconds))
             self._cycle(cut)
         if self._error is not None:
@@ -348,7 +350,8 @@ class Recorder:
             found = os.stat(self.files.writer_lock)
         except FileNotFoundError:
             found = None
-        if found is None or not os.path.samestat(found, os.fstat(writer_lock)):
+        self._folder_is_gone = found is None or not os.path.samestat(found, os.fstat(writer_lock))
+        if self._folder_is_gone:
             raise FileNotFoundError(errno.ENOENT, "the run directory was removed or replaced", str(self.files.run_dir))
 
     def _note_failure(self, error: Exception) -> None:

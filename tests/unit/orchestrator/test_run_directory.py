@@ -44,7 +44,6 @@ def test_a_run_whose_directory_is_removed_says_so_once_and_ends_as_ever(tmp_path
             interrupted=False, record_error=problem,
         )  # fmt: skip
         directory.ended(summary)
-        directory.recorder.close(timeout=1.0)
     assert summary.to_json()["record_error"] == problem
     assert (summary.status, (tmp_path / "run").exists()) == ("finished", False)
 
