@@ -118,6 +118,21 @@ def test_an_algorithm_that_does_not_exist(train):
     refused(train("--algorithm", "ppo"), 'algorithm is "ppo"', '"grpo"', '"sapo"')
 
 
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("no_such_package.backend:Mine", ["cannot be imported", "no_such_package"]),
+        ("json:Mine", ["has no Mine"]),
+        ("json:JSONDecoder", ["not a subclass of telescope.trainer.backends.TrainingBackend"]),
+        ("broken_backend:Mine", ["cannot be imported", "ZeroDivisionError"]),
+        ("no-class-path", ["class path"]),
+    ],
+)
+def test_a_class_path_that_leads_to_no_backend(train, tmp_path, path, words):
+    (tmp_path / "broken_backend.py").write_text("1 / 0\n")
+    refused(train("--train_backend", path), "train_backend", *words)
+
+
 def test_a_backend_of_a_later_version(train):
     refused(train("--train_backend", "megatron"), "train_backend is 'megatron'", "not available in this version")
 

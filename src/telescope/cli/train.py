@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
     if arguments.dry_run:
         from telescope.cli.dry_run import print_dry_run
 
-        print_dry_run(loaded, _console(), lambda: try_environments_of(loaded.config))
+        print_dry_run(loaded, _console(), lambda: try_what_the_user_brings(loaded.config))
         return 0
     return _train(loaded)
 
@@ -96,7 +96,7 @@ def _train(loaded: LoadedConfig) -> int:
     from telescope.config import preflight
 
     preflight.check(loaded.config)
-    try_environments_of(loaded.config)
+    try_what_the_user_brings(loaded.config)
 
     from telescope.cli.live_view import LiveView
     from telescope.orchestrator.run import run_training
@@ -106,11 +106,13 @@ def _train(loaded: LoadedConfig) -> int:
     return 0 if summary.status == "finished" else EXIT_STOPPED
 
 
-def try_environments_of(config: TelescopeConfig) -> None:
-    """Load the environments once, before anything is made or started that would have to be taken back."""
+def try_what_the_user_brings(config: TelescopeConfig) -> None:
+    """Load the environments and the backend, before anything is made or started that would have to be taken back."""
     from telescope.environments.trial import try_environments
     from telescope.orchestrator.environment_keys import environment_keys
+    from telescope.trainer.backend_trial import try_backend
 
+    try_backend(config.train_backend)
     try_environments(
         environment_keys(config).specs,
         environments_path=list(config.environments_path),

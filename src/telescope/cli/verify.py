@@ -65,11 +65,11 @@ def run(argv: Sequence[str]) -> int:
         raise UserError(f"--json: {target.parent} is not a folder; make it first or name another file")
     loaded = _load(config_file, overrides)
 
-    from telescope.cli.train import try_environments_of
+    from telescope.cli.train import try_what_the_user_brings
     from telescope.config import preflight
 
     preflight.check(loaded.config)
-    try_environments_of(loaded.config)
+    try_what_the_user_brings(loaded.config)
     return _verify(loaded, target)
 
 

@@ -100,7 +100,7 @@ def refuse_unavailable_choices(config: TelescopeConfig) -> None:
     """Raises `ConfigError` for a value that is valid but cannot be run in this version."""
     for field, available in AVAILABLE_CHOICES.items():
         value = getattr(config, field)
-        if value not in available:
+        if value not in available and ":" not in value:  # a class path names code that the user brings along
             raise ConfigError(
                 f"{field} is {value!r}, which is not available in this version. Use {' or '.join(map(repr, available))}"
             )

@@ -183,10 +183,14 @@ def test_a_model_that_is_not_there_is_a_user_error(tmp_path):
     trainer.shutdown()
 
 
-def test_a_backend_of_the_user_s_own_adds_its_metrics(one_rank, tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize(
+    "base", ["telescope.trainer.backends.fsdp.backend.FSDPBackend", "telescope.trainer.backends.TrainingBackend"]
+)
+def test_a_backend_of_the_user_s_own_adds_its_metrics(one_rank, tmp_path: Path, monkeypatch, base):
+    module, _, name = base.rpartition(".")
     (tmp_path / "own_backend.py").write_text(
-        "from telescope.trainer.backends.fsdp.backend import FSDPBackend\n"
-        "class Own(FSDPBackend):\n"
+        f"from {module} import {name}\n"
+        f"class Own({name}):\n"
         "    def train_step(self, trainer_data):\n"
         "        metrics = super().train_step(trainer_data)\n"
         "        metrics['custom/data/step'] = float(trainer_data['step'])\n"

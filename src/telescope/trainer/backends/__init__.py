@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 
 from telescope.errors import ConfigError
 from telescope.trainer.backends.base import TensorMeta, TrainingBackend
@@ -13,7 +14,8 @@ __all__ = ["TensorMeta", "TrainingBackend", "find_backend"]
 def find_backend(name: str) -> type[TrainingBackend]:
     """The class behind `train_backend`: a built-in name or `package.module:Class`.
 
-    Raises `ConfigError` when there is none, or when what is there is not a backend.
+    A subclass of `TrainingBackend` that leaves methods abstract gets those, and what `super()` means in the others,
+    from the FSDP backend. Raises `ConfigError` when there is no such class, or when what is there is not a backend.
     """
     if name == "fsdp":
         from telescope.trainer.backends.fsdp.backend import FSDPBackend
@@ -22,10 +24,26 @@ def find_backend(name: str) -> type[TrainingBackend]:
     module_name, colon, class_name = name.partition(":")
     if not colon:
         raise ConfigError(f"train_backend: {name!r} is not available: use 'fsdp' or 'package.module:Class'")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"train_backend: {name!r} cannot be imported: {error}") from error
+    found = _imported(name, module_name, class_name)
     if not (isinstance(found, type) and issubclass(found, TrainingBackend)):
         raise ConfigError(f"train_backend: {name!r} is not a subclass of telescope.trainer.backends.TrainingBackend")
-    return found
+    return _completed(found) if inspect.isabstract(found) else found
+
+
+def _imported(name: str, module_name: str, class_name: str) -> object:
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        # Whatever the user's module raises while it is imported is theirs to mend.
+        raise ConfigError(f"train_backend: {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not hasattr(module, class_name):
+        raise ConfigError(f"train_backend: {name!r} cannot be imported: {module.__file__} has no {class_name}")
+    return getattr(module, class_name)
+
+
+def _completed(partial: type[TrainingBackend]) -> type[TrainingBackend]:
+    from telescope.trainer.backends.fsdp.backend import FSDPBackend
+
+    completed = type(partial.__name__, (partial, FSDPBackend), {"__doc__": partial.__doc__})
+    assert issubclass(completed, TrainingBackend)
+    return completed

@@ -1,7 +1,8 @@
 """What a training backend must be able to do.
 
 Owns the interface that the worker drives and users subclass (`train_backend: "my_package.my_module:MyBackend"`). A
-backend owns the model, how it is sharded, the optimiser, and the collectives between its ranks. Invariant: every method
+backend owns the model, how it is sharded, the optimiser, and the collectives between its ranks. A subclass need not
+implement all of it: what it leaves out, and what its `super()` calls, is the FSDP backend's. Invariant: every method
 that is marked collective is called on all ranks, in the same order, by one queue in the driver.
 """
 

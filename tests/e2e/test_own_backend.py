@@ -1,0 +1,70 @@
+"""A run as a person starts it, with a backend of their own and everything that can be put on top of a loss."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from telescope.record.reader import Run
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+
+BACKEND = """
+from telescope.trainer.backends import TrainingBackend
+
+
+class MyBackend(TrainingBackend):
+    def train_step(self, trainer_data):
+        metrics = super().train_step(trainer_data)
+        metrics["custom/data/ranks"] = float(self.world_size)
+        metrics["custom/step"] = float(trainer_data["step"])
+        return metrics
+"""
+
+FLAGS = """
+--train_backend own_backend:MyBackend --number_of_steps 3 --number_of_minibatches 2
+--use_ppo_clip --ppo_clip_ref_logprobs batch --clip_ratio_c 3 --use_tis --tis_mode icepop --tis_floor 0.5
+--seq_is_masking --kl_penalty_tau 0.01 --entropy_coef 0.001
+--filter_repetition --filter_gibberish --overlong_penalty_factor 0.1 --overlong_buffer_tokens 8
+--use_wandb false --eval_before_training false --eval_after_training false --inference_base_port 20000
+"""
+
+EXPECTED = """
+entropy kl_divergence_inference grad_norm learning_rate loss/policy loss/penalty clip/low_share clip/high_share
+tis/weight_mean tis/truncated_share masked/sequence_ratio/token_share masked/sequence_ratio/sample_share
+staleness/age_0/logprob_difference_mean mismatch/on_policy_share
+timing_step_total timing_step_active timing_waiting_for_data timing_weight_sync_trainer_total
+timing_weight_sync_inference_total
+"""
+
+OPERATIONS = (
+    "forward", "backward", "loss_computation", "compute_kl", "compute_entropy", "data_to_device", "prepare_tensors",
+)  # fmt: skip
+
+
+def test_a_backend_of_the_user_s_own_and_every_modifier_train_and_report(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "own_backend.py").write_text(BACKEND)
+    config = ROOT / "configs" / "examples" / "demo_countdown.yaml"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "--config", str(config), f"--model={tiny_model}",
+         f"--run_dir={tmp_path / 'run'}", *FLAGS.split()],
+        cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    steps = Run(tmp_path / "run").table("steps").to_pylist(maps_as_pydicts="strict")
+    assert [row["metrics"]["custom/step"] for row in sorted(steps, key=lambda row: row["step"])] == [0.0, 1.0, 2.0]
+    wanted = [*EXPECTED.split(), *(f"timing_{o}_{kind}" for o in OPERATIONS for kind in ("total", "microbatch_mean"))]
+    for row in steps:
+        metrics = row["metrics"]
+        assert metrics["custom/data/ranks"] == 2.0
+        assert metrics["optimizer_steps"] == 2.0
+        missing = [name for name in wanted if name not in metrics]
+        assert not missing
+        assert all(math.isfinite(metrics[name]) for name in wanted)
