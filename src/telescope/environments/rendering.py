@@ -73,10 +73,11 @@ class Renderer:
     def encode_continuation(self, text: str) -> list[int]:
         """Token ids of a text that follows other text: without special tokens of its own, and without the space that
         some tokenizers put before a text."""
-        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        anchor = list(self.tokenizer(CONTINUATION_ANCHOR, add_special_tokens=False)["input_ids"])
-        anchored = list(self.tokenizer(CONTINUATION_ANCHOR + text, add_special_tokens=False)["input_ids"])
-        return anchored[len(anchor) :] if anchored[: len(anchor)] == anchor else ids
+        anchor, anchored = (self._encode_plain(start) for start in (CONTINUATION_ANCHOR, CONTINUATION_ANCHOR + text))
+        return anchored[len(anchor) :] if anchored[: len(anchor)] == anchor else self._encode_plain(text)
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode(self, text: str, *, from_template: bool) -> list[int]:
         """Token ids of a prompt."""
