@@ -1,0 +1,108 @@
+"""Conversations through the real loops and environment processes, against a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.integration.orchestrator.harness import Ground, Harness, harness
+
+from telescope.inference.fake_engine import FakeEngineSettings
+from telescope.record.reader import Run
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # the fork server of the environments belongs to one loop
+
+SLOW = FakeEngineSettings(mean_tokens=12, length_sigma=0.6, tokens_per_second=400, vocabulary=300, end_token=None)
+ROUNDS: dict[str, Any] = {"environments": [{"name": "rounds"}], "max_model_len": 512, "max_tokens": 32}
+
+
+def turns_of(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
+    rows = defaultdict(list)
+    for row in sorted(Run(run_dir).table("turns").to_pylist(), key=lambda row: row["turn"]):
+        rows[row["sample_id"]].append(row)
+    return rows
+
+
+def trained(run: Harness) -> dict[str, tuple[list[int], list[int]]]:
+    """Ids of every sample that was trained, and those of them that had been sampled."""
+    samples = {}
+    for inputs in run.trainer.steps:
+        for batch in (b for rank in inputs for m in rank.minibatches for b in m.micro_batches):
+            for position, sample_id in enumerate(batch.sample_ids):
+                of_sample = batch.sample_index_T == position
+                ids = batch.token_ids_T[of_sample]
+                samples[sample_id] = (ids.tolist(), ids[batch.trained_T[of_sample]].tolist())
+    return samples
+
+
+async def test_what_is_trained_of_a_conversation_is_what_was_said_in_it(ground: Ground, tmp_path: Path) -> None:
+    async with harness(ground, tmp_path, **ROUNDS) as run:
+        await run.run()
+        batches = trained(run)
+    turns = turns_of(tmp_path)
+    kept = [row for row in Run(tmp_path).table("samples").to_pylist() if row["status"] == "kept"]
+    assert set(batches) == {row["sample_id"] for row in kept}
+    for row in kept:
+        said = turns[row["sample_id"]]
+        assert [turn["role"] for turn in said] == ["assistant", "user", "assistant", "user", "assistant"]
+        assert [turn["text"] for turn in said if turn["role"] == "user"] == ["round 1", "round 2"]
+        ids, sampled = batches[row["sample_id"]]
+        assert ids[row["prompt_tokens"] :] == [token for turn in said for token in turn["token_ids"]]
+        assert sampled == [token for turn in said if turn["role"] == "assistant" for token in turn["token_ids"]]
+        assert row["completion_tokens"] == len(sampled)
+        assert row["environment_tokens"] == len(ids) - len(sampled) - row["prompt_tokens"]
+
+
+async def test_without_interleaving_every_turn_is_a_sample_with_the_advantage_of_the_whole(
+    ground: Ground, tmp_path: Path
+) -> None:
+    async with harness(ground, tmp_path, interleaved_rollouts=False, **ROUNDS) as run:
+        await run.run()
+        steps = run.trainer.steps
+    parts: dict[str, set[float]] = defaultdict(set)
+    names = set()
+    for batch in (b for inputs in steps for rank in inputs for m in rank.minibatches for b in m.micro_batches):
+        for position, sample_id in enumerate(batch.sample_ids):
+            names.add(sample_id)
+            of_sample = (batch.sample_index_T == position) & batch.trained_T
+            parts[sample_id.split("/")[0]] |= set(np.unique(batch.advantage_T[of_sample]).tolist())
+    kept = {row["sample_id"] for row in Run(tmp_path).table("samples").to_pylist() if row["status"] == "kept"}
+    assert names == {f"{sample_id}/{turn}" for sample_id in kept for turn in range(3)}
+    assert all(len(values) == 1 for values in parts.values())
+
+
+async def test_a_conversation_that_runs_out_of_context_is_scored_as_far_as_it_went(
+    ground: Ground, tmp_path: Path
+) -> None:
+    rounds = {**ROUNDS, "environments": [{"name": "rounds", "kwargs": {"max_turns": 50}}], "max_model_len": 160}
+    async with harness(ground, tmp_path, **rounds) as run:
+        await run.run()
+        assert run.status.num_masked_samples == 0
+        assert max(len(ids) for ids, _ in trained(run).values()) <= 160
+    rows = [row for row in Run(tmp_path).table("samples").to_pylist() if row["status"] == "kept"]
+    assert {row["stop_reason"] for row in rows} <= {"context_exhausted", "length"}
+    assert all(1 < row["num_turns"] < 50 for row in rows)
+
+
+async def test_a_killed_environment_process_costs_no_sample(ground: Ground, tmp_path: Path) -> None:
+    async with harness(ground, tmp_path, engine=SLOW, number_of_steps=6, **ROUNDS) as run:
+
+        async def kill_twice() -> None:
+            for step in (1, 3):
+                while run.status.step < step:  # noqa: ASYNC110  # a run tells nobody outside
+                    await asyncio.sleep(0.005)
+                os.kill(run.environments.status().pids[0], signal.SIGKILL)
+
+        killing = asyncio.create_task(kill_twice())
+        await run.run()
+        await killing
+        assert run.environments.status().restarts == 2
+        assert run.status.num_masked_samples == 0
+        assert run.orchestrator.ledger.num_trained == 6 * 4
+        assert run.orchestrator.ledger.is_balanced()
