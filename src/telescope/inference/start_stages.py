@@ -15,7 +15,7 @@ STAGES = (
     (r"Initializing a V\d LLM engine|vLLM API server version", "starting the engine"),
     (r"Starting to load model|Loading weights|Loading safetensors checkpoint", "loading the weights"),
     (r"Loading weights took|Model loading took", "weights loaded"),
-    (r"torch\.compile|Dynamo bytecode|Compiling a graph", "compiling"),
+    (r"torch\.compile takes|Dynamo bytecode|Compiling a graph", "compiling"),
     (r"KV cache|cache blocks|Maximum concurrency", "making the KV cache"),
     (r"[Cc]apturing (CUDA )?graph|Graph capturing", "capturing CUDA graphs"),
     (r"init engine .*took|Starting vLLM (API )?server|Started server process|Application startup", "opening the API"),

@@ -22,7 +22,8 @@ def test_a_line_of_the_log_becomes_a_stage(line, stage):
 
 
 def test_lines_that_tell_nothing_are_passed_over():
-    lines = ["INFO Loading weights took 0.03 seconds", "WARNING something odd about __init__.py:12]", "  ^^^^^"]
+    lines = ["INFO Loading weights took 0.03 seconds", "WARNING Enforce eager set, disabling torch.compile, CUDAGraphs",
+             "WARNING something odd about __init__.py:12]", "  ^^^^^"]  # fmt: skip
     assert start_stage(lines) == "weights loaded"
     assert start_stage(lines[1:]) is None
     assert start_stage([]) is None

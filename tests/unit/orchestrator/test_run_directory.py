@@ -12,6 +12,7 @@ from tests.unit.orchestrator.fakes import config_of
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.summary import summarise
+from telescope.record.reader import Run
 
 
 def news_until(directory: RunDirectory, wanted: Callable[[str], bool]) -> list[str]:
@@ -58,3 +59,18 @@ def test_a_record_that_works_again_is_said_too(tmp_path: Path) -> None:
         (tmp_path / "elsewhere").rename(tmp_path / "run")
         assert news_until(directory, lambda line: "again" in line) == ["the record of this run is being written again"]
         assert directory.record_problem() is None
+
+
+def test_the_accuracy_before_training_is_in_the_list_of_runs_while_the_run_goes_on(tmp_path: Path) -> None:
+    config = config_of(run_dir=str(tmp_path / "run"), use_wandb=False, number_of_steps=60)
+    directory = RunDirectory.create(config, [])
+    with directory.open_record(console=False):
+        directory.evaluated_before(0.25)
+        directory.recorder.flush()
+        summary = Run(tmp_path / "run").summary()
+        assert (summary.status, summary.num_steps, summary.heldout_before) == ("live", 60, 0.25)
+        directory.ended(
+            summarise(config, directory.path, RunStatus("demo", 60), [], seconds=1.0, training_seconds=1.0, error=None,
+                      interrupted=True)
+        )  # fmt: skip
+    assert Run(tmp_path / "run").summary().status == "stopped"
