@@ -16,7 +16,7 @@ from telescope import __version__
 from telescope.errors import ConfigError, RunError, UserError
 
 # In the order in which the help lists them: what one does first comes first.
-COMMANDS = ("train", "verify", "config", "doctor", "tiny_model", "runs", "query")
+COMMANDS = ("train", "verify", "config", "doctor", "tiny_model", "envs", "runs", "query")
 OWN_ARGUMENTS = ("train", "verify")
 """Commands that take a flag for every field of the schema, and so read their own arguments."""
 EXIT_FAILED = 1

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _SECONDS_BETWEEN_LINES = 5.0
 
 _HELP = {
+    "task": "what it is taught a little of: countdown or calculator_agent",
     "seed": "every random choice of the build follows from it",
     "hidden_size": "width of the model",
     "num_layers": "transformer layers",
@@ -47,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
         "tiny-model",
         usage="telescope tiny-model [--output DIR] [options]",
         help="make a model of a million parameters that can be trained on a CPU",
-        description="Make a small Qwen2 model with tokenizer and chat template, and teach it a little Countdown. "
+        description="Make a small Qwen2 model with tokenizer and chat template, and teach it a little of a task. "
         "The last line printed is its folder.",
     )
     parser.add_argument(

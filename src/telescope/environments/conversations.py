@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Awaitable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from telescope.environments.base import (
@@ -40,6 +40,33 @@ class _Conversation:
     playing: bool = False
     ended: bool = False
     """The driver has ended it while a step was waiting, which cleans up when it is over."""
+
+
+@dataclass(slots=True, frozen=True)
+class Reply:
+    """What an environment made of the last answer: `done`, with a `reason`, or the messages that it `added` and the
+    `conversation` that the model answers next."""
+
+    done: bool
+    reason: str | None = None
+    added: list[ChatMessage] = field(default_factory=list)
+    conversation: list[ChatMessage] = field(default_factory=list)
+
+
+def take_turn(environment: MultiTurnEnvironment, state: RolloutState) -> Generator[Awaitable[Any], Any, Reply]:
+    """Have the environment answer the last step of the trajectory: the one order in which its methods are called."""
+    if state.trajectory[-1].is_truncated and not environment.continues_after_truncation:
+        return Reply(True, "truncated")
+    done, reason = plain_verdict((yield from settled(environment.is_done(state))))
+    if done:
+        return Reply(True, reason)
+    response = yield from settled(environment.env_response(conversation(state), state))
+    added = plain_messages(response, "env_response")
+    done, reason = plain_verdict((yield from settled(environment.is_done(state))))
+    if done:
+        return Reply(True, reason)
+    following = yield from settled(environment.get_next_prompt_messages(state, added))
+    return Reply(False, added=added, conversation=plain_messages(following, "get_next_prompt_messages"))
 
 
 class Conversations:
@@ -119,19 +146,10 @@ class Conversations:
         state.trajectory.append(
             TrajectoryStep(played.prompt, text, played.prompt_ids, ids, unpack_floats(blob[4 * num_ids :]), truncated)
         )
-        done = truncated and not environment.continues_after_truncation
-        reason: str | None = "truncated"
-        if not done:
-            done, reason = plain_verdict((yield from settled(environment.is_done(state))))
-        added: list[ChatMessage] = []
-        if not done:
-            response = yield from settled(environment.env_response(conversation(state), state))
-            added = plain_messages(response, "env_response")
-            done, reason = plain_verdict((yield from settled(environment.is_done(state))))
-        if done:
-            return (yield from self._score(played, header["for_eval"], text, reason)), []
-        following = yield from settled(environment.get_next_prompt_messages(state, added))
-        messages = plain_messages(following, "get_next_prompt_messages")
+        reply = yield from take_turn(environment, state)
+        if reply.done:
+            return (yield from self._score(played, header["for_eval"], text, reply.reason)), []
+        messages = reply.conversation
         extension = played.dialogue.extend(text, ids, messages, ended=not truncated)
         if extension.restarts:
             played.prompt_ids = extension.token_ids
@@ -143,7 +161,7 @@ class Conversations:
         fields = {
             "done": False,
             "text": text,
-            "messages": added,
+            "messages": reply.added,
             "restarts": extension.restarts,
             "divergence": extension.divergence,
         }

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from telescope.tiny_model.architecture import build_model
-from telescope.tiny_model.examples import ExampleSource
+from telescope.tiny_model.examples import examples_of, markup_of
 from telescope.tiny_model.settings import TinyModelSettings
 from telescope.tiny_model.tokenizer import build_tokenizer
 from telescope.tiny_model.warm_start import WarmStartProgress, warm_start
@@ -27,10 +27,10 @@ def build_tiny_model(
 
     Returns the number of parameters.
     """
-    source = ExampleSource(settings)
+    source = examples_of(settings)
     examples = [source.draw(wrong_share=0.0) for _ in range(_NUM_CORPUS_PROMPTS)]
     corpus = [str(message["content"]) for example in examples for message in example.messages]
-    tokenizer = build_tokenizer(corpus, settings.vocab_size)
+    tokenizer = build_tokenizer(corpus, settings.vocab_size, markup_of(settings))
     model = build_model(settings, tokenizer)
     warm_start(model, tokenizer, settings, report)
     with _no_progress_bars():

@@ -1,27 +1,31 @@
 """What the warm start shows the model: Countdown prompts with answers, some right and some only in the right form.
 
-Owns the choice of puzzles and the wording of answers. The task itself, the wording of prompts and the split that keeps
-held-out puzzles apart are the countdown environment's. Invariant: no held-out puzzle is ever shown.
+Also finds the examples of other tasks (`examples_of`). Owns the choice of puzzles and the wording of answers. The task
+itself, the wording of prompts and the split that keeps held-out puzzles apart are the countdown environment's.
+Invariant: no held-out puzzle is ever shown.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
 from typing import Any
 
 from telescope.environments.countdown.environment import CountdownEnvironment
 from telescope.environments.countdown.puzzles import is_held_out
+from telescope.tiny_model.calculator_examples import MARKUP, CalculatorExamples
+from telescope.tiny_model.example import Example, Examples
 from telescope.tiny_model.settings import TinyModelSettings
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One chat: what the user asks and what the assistant is taught to say."""
+def examples_of(settings: TinyModelSettings) -> Examples:
+    """The examples of the settings' task."""
+    return CalculatorExamples(settings) if settings.task == "calculator_agent" else ExampleSource(settings)
 
-    messages: list[dict[str, Any]]
-    answer: str
+
+def markup_of(settings: TinyModelSettings) -> tuple[str, ...]:
+    """Tokens that the settings' task has of its own."""
+    return MARKUP if settings.task == "calculator_agent" else ()
 
 
 class ExampleSource:

@@ -15,8 +15,10 @@ from telescope.errors import UserError
 RECIPE_VERSION = 1
 """Part of the cache key: raise it when the code makes another model from the same settings."""
 
-MIN_VOCAB_SIZE = 263
-"""256 bytes and the seven special and markup tokens of the tokenizer."""
+TASKS = ("countdown", "calculator_agent")
+
+MIN_VOCAB_SIZE = 265
+"""256 bytes, the seven special and markup tokens of the tokenizer, and two of a task's own."""
 
 _HEAD_SIZES = (32, 64, 96, 128)
 """Widths of a head that the engine's attention handles on CPU and GPU alike."""
@@ -26,6 +28,8 @@ _HEAD_SIZES = (32, 64, 96, 128)
 class TinyModelSettings:
     """Shape, data and length of the warm start. The defaults are those that `make demo` trains."""
 
+    task: str = "countdown"
+    """What it can just about do: `countdown`, or `calculator_agent`, a conversation with a tool."""
     seed: int = 0
     tied: bool = False
     """Input and output embeddings are one tensor. Weight updates differ between the two kinds, so both are made."""
@@ -40,7 +44,8 @@ class TinyModelSettings:
 
     num_numbers: int = 3
     max_number: int = 10
-    """Puzzles have `num_numbers` numbers from 1 to `max_number`, to be added and subtracted."""
+    """Puzzles have `num_numbers` numbers from 1 to `max_number`, to be added and subtracted; questions for the
+    calculator up to `num_numbers`, to be multiplied as well."""
 
     warm_start_steps: int = 560
     warm_start_batch_size: int = 32
@@ -54,6 +59,7 @@ class TinyModelSettings:
 
     def __post_init__(self) -> None:
         """Raises `UserError` for values that cannot make a model."""
+        self._require(self.task in TASKS, "task", f"use one of {', '.join(TASKS)}")
         for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size"):
             self._require(getattr(self, name) >= 1, name, "use 1 or more")
         head_size, rest = divmod(self.hidden_size, self.num_heads)
@@ -84,5 +90,8 @@ class TinyModelSettings:
     @property
     def key(self) -> str:
         """16 hexadecimal digits that name these settings under this version of the recipe."""
-        text = json.dumps({"recipe": RECIPE_VERSION, **asdict(self)}, sort_keys=True)
+        fields = asdict(self)
+        if self.task == TASKS[0]:
+            del fields["task"]  # models that were made before there were others keep their key
+        text = json.dumps({"recipe": RECIPE_VERSION, **fields}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

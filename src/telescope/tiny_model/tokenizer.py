@@ -34,8 +34,12 @@ _QWEN2_SPLIT = (
 _ROLES = ("system\n", "user\n", "assistant\n", "tool\n")
 
 
-def build_tokenizer(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def build_tokenizer(
+    corpus: Iterable[str], vocab_size: int, more_markup: tuple[str, ...] = ()
+) -> PreTrainedTokenizerFast:
     """Train the merges on `corpus` (few, short, typical prompts) and wrap them as a fast Hugging Face tokenizer.
+
+    `more_markup` are tokens of the same kind as `MARKUP_TOKENS`.
 
     The vocabulary holds at most `vocab_size` tokens: special and markup tokens, 256 bytes, then merges. The same corpus
     in the same order gives the same ids.
@@ -55,13 +59,13 @@ def build_tokenizer(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokeniz
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=1,
-        special_tokens=[PADDING, TURN_START, TURN_END, *MARKUP_TOKENS],
+        special_tokens=[PADDING, TURN_START, TURN_END, *MARKUP_TOKENS, *more_markup],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator([*_ROLES, *corpus], trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (PADDING, TURN_START, TURN_END)])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKUP_TOKENS])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*MARKUP_TOKENS, *more_markup)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=TURN_END,

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from telescope.tiny_model.examples import Example, ExampleSource
+from telescope.tiny_model.example import Example
+from telescope.tiny_model.examples import examples_of
 from telescope.tiny_model.settings import TinyModelSettings
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def warm_start(
     """Train `model` in place for `settings.warm_start_steps` steps. `report` is called after every step."""
     import torch
 
-    source = ExampleSource(settings)
+    source = examples_of(settings)
     num_clean_steps = round(settings.warm_start_steps * settings.clean_share)
     optimizer = torch.optim.AdamW(model.parameters(), betas=_BETAS, weight_decay=0.0)
     model.train()

@@ -40,11 +40,11 @@ def test_the_key_depends_on_every_setting():
     base = TinyModelSettings()
     other = {
         "tied": True, "hidden_size": 256, "num_kv_heads": 1, "num_heads": 2, "wrong_share": 0.5, "clean_share": 0.5,
-        "warm_start_learning_rate": 1e-3,
+        "warm_start_learning_rate": 1e-3, "task": "calculator_agent",
     }  # fmt: skip
     keys = {base.key}
     for field in fields(TinyModelSettings):
-        changed = other.get(field.name, getattr(base, field.name) + 1)
+        changed = other[field.name] if field.name in other else getattr(base, field.name) + 1
         keys.add(replace(base, **{field.name: changed}).key)
     assert len(keys) == len(fields(TinyModelSettings)) + 1
     assert TinyModelSettings().key == base.key

@@ -1,0 +1,240 @@
+"""`telescope envs`: find environments, look at one, try one out, start a new one.
+
+Arguments and printing only. Finding is `environments.registry`'s matter, playing is `environments.play`'s, and what a
+new environment looks like is `environments.scaffold`'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from telescope.environments.arguments import constructor_arguments, dataset_arguments
+from telescope.environments.base import ChatMessage, Environment, MultiTurnEnvironment
+from telescope.environments.chat_server import API_KEY_VARIABLE, ChatServer
+from telescope.environments.play import Answer, Answerer, Played, play_item
+from telescope.environments.registry import (
+    check_environment,
+    environment_class,
+    get_environment,
+    list_environments,
+    missing_packages,
+)
+from telescope.environments.scaffold import KINDS, write_scaffold
+from telescope.environments.tool_env import ToolEnvironment
+from telescope.errors import UserError
+
+_PLAIN = (str, int, float, bool, list, tuple, dict)
+_STYLES = {"system": "dim", "user": "cyan", "tool": "magenta", "assistant": "bold"}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the subcommand on `telescope`'s parser."""
+    parser = subparsers.add_parser(
+        "envs",
+        help="list, describe, try or start environments",
+        description="Environments: where prompts come from and how answers are scored.",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    listing = commands.add_parser("list", help="all environments that can be found")
+    describing = commands.add_parser("describe", help="what one asks, takes and needs")
+    trying = commands.add_parser(
+        "try",
+        help="play items against a model server, a script, or you",
+        description="Play items of an environment and print what is said and the reward. Answers come from --url (a "
+        "server with the chat API of OpenAI, such as vLLM), from --answer (given in order, one a turn), or from the "
+        f"terminal. The key of a server is read from {API_KEY_VARIABLE}.",
+    )
+    making = commands.add_parser("new", help="write a new environment and a test of it")
+    for command in (listing, describing, trying):
+        command.add_argument("--path", action="append", default=[], help="folder to look in too (environments_path)")
+    for command in (describing, trying, making):
+        command.add_argument("name", help="name of the environment")
+    for command in (listing, trying):
+        command.add_argument("--json", action="store_true", help="print JSON")
+    trying.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="keyword argument (YAML value)")
+    trying.add_argument("--item", type=int, default=0, help="first item to play (default: 0)")
+    trying.add_argument("--items", type=int, default=1, help="how many to play (default: 1)")
+    trying.add_argument("--answer", action="append", help="what the model says next; may be given several times")
+    trying.add_argument("--url", help="model server, such as http://localhost:8000")
+    trying.add_argument("--model", help="model to ask for (default: the first that the server lists)")
+    trying.add_argument("--max-tokens", type=int, default=1024, help="of one answer (default: 1024)")
+    trying.add_argument("--temperature", type=float, default=1.0, help="default: 1.0")
+    making.add_argument("--kind", choices=KINDS, default="single", help="single turn, several turns, or tools")
+    making.add_argument("--folder", type=Path, default=Path("environments"), help="default: environments")
+    listing.set_defaults(func=run_list)
+    describing.set_defaults(func=run_describe)
+    trying.set_defaults(func=run_try)
+    making.set_defaults(func=run_new)
+
+
+def run_list(arguments: argparse.Namespace) -> int:
+    """Print all environments. Returns the exit status."""
+    rows = [_listed(name, arguments.path) for name in list_environments(arguments.path)]
+    if arguments.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    table = Table("name", "kind", "about", box=None, pad_edge=False)
+    for row in rows:
+        style = "red" if row["problem"] else ""
+        table.add_row(row["name"], row["kind"], Text(row["problem"] or row["about"], style=style))
+    Console().print(table)
+    return 0
+
+
+def run_describe(arguments: argparse.Namespace) -> int:
+    """Print what an environment asks, takes and needs. Returns the exit status."""
+    cls = environment_class(arguments.name, arguments.path)
+    source = check_environment(arguments.name, arguments.path)
+    print(f"{arguments.name}: {_kind(cls)}, {cls.__module__}.{cls.__qualname__}")
+    if source.file is not None:
+        print(f"in {source.file}")
+    optional = missing_packages(arguments.name, arguments.path).missing_optional
+    if optional:
+        print(f"not installed, not required: {', '.join(optional)}")
+    print(f"\n{inspect.getdoc(cls) or 'It has no description.'}\n\nArguments (kwargs):")
+    for name, default in sorted(_arguments(cls).items()):
+        print(f"  {name}{default}")
+    return 0
+
+
+def run_try(arguments: argparse.Namespace) -> int:
+    """Play items and print what is said. Returns the exit status."""
+    environment = get_environment(arguments.name, environments_path=arguments.path, **_keywords(arguments.set))
+    answerer = _answerer(arguments)
+    console = Console(stderr=arguments.json, highlight=False)
+    rewards: list[float] = []
+    records: list[dict[str, Any]] = []
+    for item in range(arguments.item, arguments.item + arguments.items):
+        console.print(Text(f"{arguments.name}, item {item} of {len(environment)}", style="bold underline"))
+        played = play_item(environment, item, answerer, lambda message: _print_message(console, message))
+        rewards.append(played.score["total_reward"])
+        records.append(
+            {"item": item, "messages": played.messages, "end_reason": played.end_reason, "score": played.score}
+        )
+        _print_score(console, played)
+    if arguments.json:
+        print(json.dumps(records, indent=1))
+    elif len(rewards) > 1:
+        console.print(f"mean reward of {len(rewards)}: {sum(rewards) / len(rewards):.4g}")
+    return 0
+
+
+def run_new(arguments: argparse.Namespace) -> int:
+    """Write a scaffold and say what to do next. Returns the exit status."""
+    files = write_scaffold(arguments.name, arguments.folder, arguments.kind)
+    for file in files:
+        print(file)
+    print(f"\nTest it:  python -m pytest {files[1]}")
+    print(f"Try it:   telescope envs try {arguments.name} --path {arguments.folder}")
+    print(f'Train it: environments_path: ["{arguments.folder}"] and environments: [{{name: {arguments.name}}}]')
+    return 0
+
+
+def _listed(name: str, path: list[str]) -> dict[str, str]:
+    try:
+        cls = environment_class(name, path)
+    except UserError as error:
+        return {"name": name, "kind": "?", "about": "", "problem": str(error)}
+    about = (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
+    return {"name": name, "kind": _kind(cls), "about": about, "problem": ""}
+
+
+def _kind(cls: type[Environment]) -> str:
+    if issubclass(cls, ToolEnvironment):
+        return "tools"
+    return "several turns" if issubclass(cls, MultiTurnEnvironment) else "single turn"
+
+
+def _arguments(cls: type[Environment]) -> dict[str, str]:
+    """Names that the environment takes, with ` = default` where there is one that says something."""
+    known = constructor_arguments(cls, Environment) | dataset_arguments(cls, Environment)
+    defaults = dict.fromkeys(known, "")
+    for owner in reversed(cls.__mro__):
+        for method in ("load_dataset", "__init__"):
+            function = vars(owner).get(method)
+            if function is None or not issubclass(owner, Environment):
+                continue
+            for parameter in inspect.signature(function).parameters.values():
+                if parameter.name in known and parameter.default is not parameter.empty:
+                    plain = parameter.default is None or isinstance(parameter.default, _PLAIN)
+                    defaults[parameter.name] = f" = {parameter.default!r}" if plain else ""
+    return defaults
+
+
+def _keywords(settings: list[str]) -> dict[str, Any]:
+    keywords = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise UserError(f"--set is {setting!r}; write it as KEY=VALUE.")
+        try:
+            keywords[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(f"--set {setting!r} is not YAML: {error}") from error
+    return keywords
+
+
+def _answerer(arguments: argparse.Namespace) -> Answerer:
+    """Who answers: a server, a script, or the person at the terminal."""
+    if arguments.url and arguments.answer:
+        raise UserError("--url and --answer both say who answers; give one of them.")
+    if arguments.url:
+        return ChatServer(
+            arguments.url, model=arguments.model, max_tokens=arguments.max_tokens, temperature=arguments.temperature
+        )
+    if arguments.answer:
+        return _script(iter(arguments.answer))
+    if not sys.stdin.isatty():
+        raise UserError("Nobody answers: give --url of a model server, or --answer for each turn.")
+    return _by_hand
+
+
+def _script(answers: Iterator[str]) -> Answerer:
+    def answer(_: list[ChatMessage]) -> Answer:
+        try:
+            return Answer(next(answers))
+        except StopIteration:
+            raise UserError("The environment goes on, and there is no further --answer.") from None
+
+    return answer
+
+
+def _by_hand(_: list[ChatMessage]) -> Answer:
+    print("Your answer (end it with an empty line):", file=sys.stderr)
+    lines = []
+    while line := sys.stdin.readline().rstrip("\n"):
+        lines.append(line)
+    return Answer("\n".join(lines))
+
+
+def _print_message(console: Console, message: ChatMessage) -> None:
+    role = str(message["role"])
+    console.print(Text(f"[{role}]", style=_STYLES.get(role, "")), Text(str(message.get("content", ""))), soft_wrap=True)
+
+
+def _print_score(console: Console, played: Played) -> None:
+    score = played.score
+    ended = f", {played.end_reason}" if played.end_reason else ""
+    turns = "1 turn" if played.num_turns == 1 else f"{played.num_turns} turns"
+    console.print(Text(f"reward {score['total_reward']:.4g} ({turns}{ended})", style="bold green"))
+    for title, values in (("metrics", score["sample_metrics"]), ("golden answers", score["golden_answers"])):
+        if values:
+            console.print(
+                f"{title}: " + ", ".join(f"{name} {_shown(value)}" for name, value in values.items()), soft_wrap=True
+            )
+    console.print()
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,190 @@
+"""`telescope envs`: what there is, what it takes, a rollout to read, a place to start from."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from telescope.cli.main import main
+from telescope.environments.play import Answer, play_item
+from telescope.environments.registry import get_environment
+
+
+def run(capsys, *arguments):
+    code = main(["envs", *arguments])
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture
+def chat_server():
+    """A model server that answers with what `says` returns for the messages; keeps the requests."""
+
+    class Handler(BaseHTTPRequestHandler):
+        requests, status = [], 200
+        says = staticmethod(lambda messages: "hello")
+
+        def do_GET(self):
+            self._send({"data": [{"id": "the-model"}]})
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.requests.append((self.path, body, self.headers.get("Authorization")))
+            content = type(self).says(body["messages"])
+            self._send({"choices": [{"message": {"content": content}, "finish_reason": "stop"}]})
+
+        def _send(self, answer):
+            data = json.dumps(answer).encode()
+            self.send_response(type(self).status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    Handler.url = f"http://127.0.0.1:{server.server_port}"
+    yield Handler
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_list_names_all_with_their_kind_and_says_what_cannot_be_imported(capsys, tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "environment.py").write_text("import no_such_package_anywhere\n")
+    code, out, _ = run(capsys, "list", "--json", "--path", str(tmp_path))
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert code == 0
+    assert {name: rows[name]["kind"] for name in ("countdown", "wordle", "calculator_agent")} == {
+        "countdown": "single turn", "wordle": "several turns", "calculator_agent": "tools"
+    }  # fmt: skip
+    assert "no_such_package_anywhere" in rows["broken"]["problem"]
+    assert "wordle" in run(capsys, "list")[1]
+
+
+def test_describe_says_what_it_takes(capsys):
+    code, out, _ = run(capsys, "describe", "wordle")
+    assert code == 0
+    assert "wordle: several turns" in out and "word_source = 'own'" in out and "max_turns = 6" in out
+    code, _, err = run(capsys, "describe", "wordel")
+    assert code == 2 and "Did you mean 'wordle'?" in err
+
+
+def test_try_plays_a_script_and_prints_the_conversation_and_the_reward(capsys):
+    arguments = ["try", "calculator_agent", "--set", "prompt_style=short", "--set", "seed=1"]
+    script = ["--answer", "<call>1+9</call>", "--answer", "<call>10+14</call>", "--answer", "<answer>24</answer>"]
+    code, out, _ = run(capsys, *arguments, *script)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[1:7] == ["[user] 1+9+14", "[assistant] <call>1+9</call>", "[tool] 10",
+                          "[assistant] <call>10+14</call>", "[tool] 24", "[assistant] <answer>24</answer>"]  # fmt: skip
+    assert lines[7] == "reward 1 (3 turns, final_answer)"
+
+
+def test_try_plays_against_a_model_server(capsys, chat_server, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+
+    def says(messages):
+        question, results = messages[0]["content"], [m["content"] for m in messages if m["role"] == "tool"]
+        return f"<answer>{results[-1]}</answer>" if results else f"<call>{question}</call>"
+
+    chat_server.says = staticmethod(says)
+    settings = ["--set", "prompt_style=short", "--set", "max_operations=1"]
+    code, out, err = run(
+        capsys, "try", "calculator_agent", "--url", chat_server.url, "--items", "3", "--json", *settings
+    )
+    records = json.loads(out)
+    assert code == 0
+    assert [record["score"]["total_reward"] for record in records] == [1.0] * 3
+    assert [message["role"] for message in records[0]["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert "reward 1 (2 turns, final_answer)" in err
+    path, body, key = chat_server.requests[0]
+    assert (path, body["model"], key) == ("/v1/chat/completions", "the-model", "Bearer secret")
+
+
+def test_what_goes_wrong_is_said_and_nothing_hangs(capsys, chat_server, monkeypatch):
+    for arguments, words in (
+        (["--answer", "[crane]"], "there is no further --answer"),
+        (["--answer", "x", "--url", "http://x"], "give one of them"),
+        (["--set", "seed"], "write it as KEY=VALUE"),
+        (["--set", "sead=1", "--answer", "x"], "did you mean 'seed'"),
+        (["--item", "100000", "--answer", "x"], "There is no item 100000: the dataset has 625"),
+        (["--url", "localhost:1"], "write it with http://"),
+        ([], "Nobody answers"),
+    ):
+        code, _, err = run(capsys, "try", "wordle", *arguments)
+        assert code == 2 and words in err, arguments
+    chat_server.status = 503
+    code, _, err = run(capsys, "try", "wordle", "--url", chat_server.url)
+    assert code == 1 and "/v1/models answered 503" in err
+
+
+def test_new_writes_environments_whose_tests_pass_and_fail_when_the_reward_is_wrong(capsys, tmp_path):
+    folder = tmp_path / "mine"
+    for kind in ("single", "multi", "tools"):
+        code, out, _ = run(capsys, "new", f"my_{kind}", "--kind", kind, "--folder", str(folder))
+        assert code == 0 and f"telescope envs try my_{kind} --path {folder}" in out
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(place) for place in sys.path)}
+    pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."]
+    finished = subprocess.run(pytest_command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0 and "8 passed" in finished.stdout, finished.stdout + finished.stderr
+    for kind in ("single", "multi", "tools"):
+        file = folder / f"my_{kind}" / "environment.py"
+        source = file.read_text()
+        assert source.count("correct = ") == 1
+        file.write_text(source.replace("correct = ", "correct = True or "))
+    finished = subprocess.run(pytest_command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 1 and finished.stdout.count("\nFAILED") >= 3, finished.stdout
+
+
+def test_new_refuses_a_name_that_is_taken_or_impossible(capsys, tmp_path):
+    assert run(capsys, "new", "mine", "--folder", str(tmp_path))[0] == 0
+    code, _, err = run(capsys, "new", "mine", "--folder", str(tmp_path))
+    assert code == 2 and "exists already" in err
+    for name in ("My-Env", "1st", "class", "../up"):
+        code, _, err = run(capsys, "new", name, "--folder", str(tmp_path))
+        assert code == 2 and "cannot be the name of an environment" in err
+
+
+async_environment = """
+import asyncio
+from telescope.environments.base import MultiTurnEnvironment, RewardResult, RolloutState, Sample
+
+class Later(MultiTurnEnvironment):
+    ended = []
+    def load_dataset(self, num_samples=-1):
+        return [Sample("Go.")]
+    async def create_initial_state(self, sample):
+        await asyncio.sleep(0)
+        return RolloutState(sample, self.name)
+    async def env_response(self, messages, state):
+        await asyncio.sleep(0)
+        if "fail" in messages[-1]["content"]:
+            raise ValueError("no luck")
+        return [{"role": "user", "content": "on"}]
+    def is_done(self, state):
+        asyncio.run(asyncio.sleep(0))  # plain code, outside of any loop
+        return super().is_done(state)
+    async def compute_reward(self, state, eos_token=""):
+        return RewardResult(float(state.num_turns))
+    async def end_rollout(self, state):
+        self.ended.append(state.num_turns)
+"""
+
+
+def test_async_environments_are_played_and_cleaned_up(tmp_path):
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later" / "environment.py").write_text(async_environment)
+    environment = get_environment("later", environments_path=[tmp_path], max_turns=3)
+    played = play_item(environment, 0, lambda messages: Answer("go"))
+    assert (played.score["total_reward"], played.num_turns, played.end_reason) == (3.0, 3, "max_turns")
+    with pytest.raises(ValueError, match="no luck"):
+        play_item(environment, 0, lambda messages: Answer("fail"))
+    assert environment.ended == [3, 1]
