@@ -22,6 +22,7 @@ import argparse
 import gc
 import json
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -164,7 +165,7 @@ def make_trainer(case: Case, model: str, device: torch.device, arguments: argpar
         max_tokens=case.num_tokens // 2,
         **CHECKPOINTING[case.checkpointing],  # type: ignore[arg-type]
     )
-    trainer = Trainer(config, 0, 1, "127.0.0.1", 29_417)
+    trainer = Trainer(config, 0, 1, "127.0.0.1", free_port())
     trainer.setup()
     return trainer
 
@@ -279,6 +280,13 @@ def matmul_tflops(device: torch.device) -> float:
             torch.cuda.synchronize()
         seconds.append((time.perf_counter() - started) / 10)
     return 2 * size**3 / statistics.median(seconds) / 1e12
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def gpu_name(device: torch.device) -> str | None:

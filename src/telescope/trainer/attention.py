@@ -74,7 +74,7 @@ def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ke
         return "padded"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
         return "padded"
-    if flash_attention_4.runs_on(device):
+    if flash_attention_4.can_run(device, head_dim):
         return "flash_attn_4"
     # The two packages share their outermost name.
     is_second = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.flash_attn_interface")

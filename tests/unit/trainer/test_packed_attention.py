@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from telescope.errors import UserError
+from telescope.trainer import flash_attention_4
 from telescope.trainer.attention import bucket_segments, choose_kernel, make_layout, packed_attention
 
 CPU = torch.device("cpu")
@@ -98,3 +99,11 @@ def test_anything_that_the_offset_kernels_do_not_take_is_padded():
     assert choose_kernel(gpu, torch.float32, 64) == "padded"
     assert choose_kernel(gpu, torch.bfloat16, 4) == "padded"
     assert choose_kernel(gpu, torch.bfloat16, 512) == "padded"
+
+
+def test_flash_attention_4_is_taken_where_it_is_installed_and_was_held_against_exact_attention(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(flash_attention_4, "is_installed", lambda: True)
+    for capability, head_dim, wanted in (((9, 0), 64, True), ((8, 0), 64, False), ((9, 0), 8, False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert (choose_kernel(gpu, torch.bfloat16, head_dim) == "flash_attn_4") is wanted
