@@ -101,3 +101,14 @@ async def test_training_and_evaluation_of_countdown_share_a_pool_and_no_item(mak
     ).reward
     assert record.sample_metrics == {"reward": 0.0, "correct": 0.0, "format": 0.0}
     assert (await pool.describe("eval/countdown")).metrics_ranges["correct"] == {"min": 0.0, "max": 1.0}
+
+
+async def test_answers_that_take_for_ever_to_compare_are_wrong_and_cost_nobody_else(make_pool, encode):
+    """Defect 17: SymPy is held up, and neither the worker nor the other samples are."""
+    spec = EnvironmentSpec("hendrycks_math", {"dataset": "own", "verify_timeout_seconds": 1.0, "num_samples": 1})
+    pool = await make_pool(spec, num_workers=1, timeout_seconds=60.0)
+    hostile = [r"\boxed{9^{9^{9^9}}}", r"\boxed{\prod_{i=1}^{10^9} i}", r"\boxed{95^{97^{99}}}", r"\boxed{((((((((1}"]
+    answers = [answer for bad in hostile for answer in (bad, r"So \boxed{5}.")]
+    advances = await asyncio.gather(*(pool.advance("hendrycks_math", 0, encode(a), "stop") for a in answers))
+    assert [advance.reward.total_reward for advance in advances] == [0.0, 1.0] * 4
+    assert (pool.status().restarts, pool.status().deadlines_passed) == (0, 0)
