@@ -1,13 +1,14 @@
-"""Do runs of several turns, and with tools, learn? Trains both for several seeds and reports held-out accuracy.
+"""Do runs of several turns, and with tools, learn? Trains each for several seeds and reports held-out accuracy.
 
-    python benchmarks/agents.py                            both tasks, seeds 0, 1 and 2
-    python benchmarks/agents.py --quick                    both tasks, seed 0, 10 steps
+    python benchmarks/agents.py                            every task, seeds 0, 1 and 2
+    python benchmarks/agents.py --quick                    every task, seed 0, 10 steps
     python benchmarks/agents.py --json results.json        written after every run, and continued if it is there
 
 Each run is a `train.py` process with the settings of configs/examples/demo_countdown.yaml but for the environment and
 what it needs: Ray, vLLM, two FSDP2 ranks, one step of staleness. `turns` is two puzzles in one conversation
 (benchmarks/environments/puzzle_series, scored by the share that is solved); `tools` is a puzzle with a tool that says
-whether an answer is right, and one more try (benchmarks/environments/checked_puzzles).
+whether an answer is right, and one more try (benchmarks/environments/checked_puzzles); `calculator` is
+`calculator_agent`, with a tiny model that was warm-started on it.
 """
 
 from __future__ import annotations
@@ -28,21 +29,38 @@ AIM = 0.1
 """Held-out accuracy must rise by at least this much, absolute, for every task and seed."""
 
 
-def task(name: str, **fields: Any) -> dict[str, Any]:
+def fields_of(name: str, kwargs: dict[str, Any] | None = None, heldout: dict[str, Any] | None = None) -> dict[str, Any]:
     """The fields of a run that trains on an environment, and evaluates 200 of its items that training never sees."""
+    kwargs = kwargs or {}
     return {
-        "environments": [{"name": name}],
+        "environments": [{"name": name, "kwargs": kwargs}],
         "environments_path": ["benchmarks/environments"],
-        "evals": [{"name": name, "num_samples": 200, "separate_eval_samples": True, "temperature": 1.0}],
+        "evals": [
+            {
+                "name": name,
+                "kwargs": {**kwargs, **(heldout or {})},
+                "num_samples": 200,
+                "separate_eval_samples": True,
+                "temperature": 1.0,
+            }
+        ],
         "max_model_len": 256,
-        **fields,
     }
 
 
-TASKS: dict[str, dict[str, Any]] = {
-    "turns": task("puzzle_series"),
-    "tools": task("checked_puzzles"),
+TASKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "turns": ("countdown", fields_of("puzzle_series")),
+    "tools": ("countdown", fields_of("checked_puzzles")),
+    "calculator": (
+        "calculator_agent",
+        fields_of(
+            "calculator_agent",
+            {"prompt_style": "short", "max_operations": 2, "max_number": 10, "portion": "train"},
+            {"portion": "heldout"},
+        ),
+    ),
 }
+"""Task: what the tiny model was warm-started on, and the fields of a run."""
 
 
 def main() -> int:
@@ -58,7 +76,7 @@ def main() -> int:
         arguments.seeds, arguments.steps = [0], 10
 
     runs = [
-        DemoRun(seed, {**TASKS[name], "number_of_steps": arguments.steps})
+        DemoRun(seed, {**TASKS[name][1], "number_of_steps": arguments.steps}, task=TASKS[name][0])
         for seed in arguments.seeds
         for name in arguments.tasks
     ]

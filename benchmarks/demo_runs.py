@@ -35,16 +35,19 @@ class DemoRun:
     seed: int
     fields: dict[str, Any] = field(default_factory=dict)
     tied: bool = False
+    task: str = "countdown"
+    """What the tiny model was warm-started on."""
 
     @property
     def settings(self) -> dict[str, Any]:
         """What tells this run from another, the content of the demo's config included."""
         config = hashlib.sha256(CONFIG.read_bytes()).hexdigest()[:12]
-        return {"seed": self.seed, "tied": self.tied, "fields": self.fields, "config_file": config}
+        task = {} if self.task == "countdown" else {"task": self.task}
+        return {"seed": self.seed, "tied": self.tied, **task, "fields": self.fields, "config_file": config}
 
     def train(self, port: int) -> dict[str, Any]:
         """Do it; returns its summary. Raises `CalledProcessError` when it fails, after its last lines were shown."""
-        model = ensure_tiny_model(seed=self.seed, tied=self.tied)
+        model = ensure_tiny_model(task=self.task, seed=self.seed, tied=self.tied)
         command = [sys.executable, str(REPOSITORY / "train.py"), "--config", str(CONFIG)]
         command += [f"--model={model}", f"--seed={self.seed}", "--use_wandb=false", f"--inference_base_port={port}"]
         command += [f"--{name}={json.dumps(value)}" for name, value in self.fields.items()]
