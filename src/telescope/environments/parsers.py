@@ -20,9 +20,12 @@ def strip_think_tags(text: str) -> str:
     """
     kept: list[str] = []
     position = 0
+    opening = closing = -2  # not looked for yet; each is looked for again only when it lies behind us
     while True:
-        opening = text.find(THINK_OPEN, position)
-        closing = text.find(THINK_CLOSE, position)
+        if -1 != opening < position:
+            opening = text.find(THINK_OPEN, position)
+        if -1 != closing < position:
+            closing = text.find(THINK_CLOSE, position)
         if closing != -1 and (opening == -1 or closing < opening):
             kept.clear()
             position = closing + len(THINK_CLOSE)

@@ -90,9 +90,11 @@ def looks_like_a_call(text: str, form: ToolCallFormat) -> bool:
 def _xml_calls(text: str) -> list[ToolCall]:
     calls = []
     position = 0
+    end = -2  # not looked for yet; looked for again only when it lies behind us
     while (start := text.find(_XML_OPEN, position)) != -1:
         inside = start + len(_XML_OPEN)
-        end = text.find(_XML_CLOSE, inside)
+        if -1 != end < inside:
+            end = text.find(_XML_CLOSE, inside)
         again = text.find(_XML_OPEN, inside)
         if end == -1 or -1 < again < end:
             stop = again if again != -1 else len(text)
