@@ -210,7 +210,8 @@ def _check_vocabulary(config: TelescopeConfig, files: _Files, model_config: Mapp
             "again: AutoTokenizer.from_pretrained(<base model>).save_pretrained(<folder>)"
         )
     largest = largest_token_id(tokenizer, _read_json(files, "tokenizer_config.json") or {}, template)
-    size = model_config.get("text_config", model_config).get("vocab_size")
+    text_config = model_config.get("text_config")
+    size = (text_config if isinstance(text_config, Mapping) else model_config).get("vocab_size")
     if isinstance(size, int) and largest is not None and largest >= size:
         raise ConfigError(
             f"model is {config.model!r}, whose config.json says vocab_size {size}, but its tokenizer has ids up to "
@@ -248,8 +249,8 @@ def _check_weight_files(config: TelescopeConfig, files: _Files, folder: Path) ->
     present = sorted(name for name in files.names if name.endswith(".safetensors"))
     index = _read_json(files, "model.safetensors.index.json") or {}
     weight_map = index.get("weight_map")
-    listed = set(weight_map.values()) if isinstance(weight_map, Mapping) else set()
-    missing = sorted(str(name) for name in listed - set(present))
+    listed = set(map(str, weight_map.values())) if isinstance(weight_map, Mapping) else set()
+    missing = sorted(listed - set(present))
     if missing and not files.where.startswith("the hub cache"):  # what the cache lacks is downloaded
         raise ConfigError(
             f"model is {config.model!r}, but {files.where} lacks {', '.join(missing[:3])}"

@@ -152,6 +152,20 @@ def test_a_token_without_an_embedding_is_refused(tmp_path, tokens, fits):
         assert "vocab_size 128, but its tokenizer has ids up to 128" in error_of(folder)
 
 
+def test_odd_json_in_any_file_is_an_error_or_nothing_but_no_crash(tmp_path):
+    odd = [None, [], 1, "x", {}, {"text_config": None}, {"model": {"vocab": 5}}, {"model": {"vocab": {"a": None}}},
+           {"weight_map": {"a": []}}, {"added_tokens": [None, {"id": "x", "content": 3}], "model": {"vocab": [0]}},
+           {"eos_token": [1], "chat_template": [1]}]  # fmt: skip
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json"):
+        for number, content in enumerate(odd):
+            folder = write_model(tmp_path / f"{name}{number}")
+            (folder / name).write_text(json.dumps(content))
+            try:
+                inspect_model(config(folder))
+            except ConfigError as error:
+                assert str(error).startswith(("model is ", name))  # noqa: PT017
+
+
 def test_a_path_that_is_no_folder(tmp_path):
     assert "does not exist" in error_of(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
