@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 """A cluster that is started here is of this machine alone; on this address Ray listens to nobody else."""
 
+STARTED_TOO_SLOWLY = "timed out during startup"
+"""In what Ray raises when its daemons are not up in time."""
+
 LOCAL_OBJECT_STORE_BYTES = 1 << 30
 """Batches pass through the object store and are a few MB; Ray's default, 30 % of the memory, is for data work."""
 
@@ -98,25 +101,40 @@ def connect(config: TelescopeConfig, run_dir: Path, *, local_cpus: float, local_
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     # Ray lowers the priority of its workers, for the sake of a desktop; here they are the run.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    try:
-        with _only_loopback():
-            ray.init(
-                address="local",
-                num_cpus=math.ceil(local_cpus),
-                num_gpus=int(local_gpus),
-                include_dashboard=False,
-                _node_ip_address=LOOPBACK,
-                object_store_memory=LOCAL_OBJECT_STORE_BYTES,
-                **common,
-            )
-    except Exception as error:  # Ray raises plain exceptions when one of its daemons does not come up
-        words = str(error).strip().rstrip(".") or type(error).__name__
-        logs = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "session_latest", "logs")
-        raise RunError(
-            f"Ray could not be started on this machine: {words}. Its logs are under {logs.resolve()}; `telescope "
-            "doctor` looks at what it needs (memory, /dev/shm, open files, a writable temporary folder)"
-        ) from error
+    _start_here(
+        {
+            "num_cpus": math.ceil(local_cpus),
+            "num_gpus": int(local_gpus),
+            "include_dashboard": False,
+            "_node_ip_address": LOOPBACK,
+            "object_store_memory": LOCAL_OBJECT_STORE_BYTES,
+            **common,
+        }
+    )
     return Cluster(started_here=True, resources=_resources())
+
+
+def _start_here(arguments: dict[str, Any]) -> None:
+    """Start a cluster on this machine, in a second attempt if need be. Raises RunError with Ray's own words.
+
+    Ray gives its daemons 30 s to come up and has no setting for that; on a busy machine they need more the first time.
+    """
+    for is_last_attempt in (False, True):
+        try:
+            with _only_loopback():
+                ray.init(address="local", **arguments)
+            return
+        except Exception as error:  # Ray raises plain exceptions when one of its daemons does not come up
+            ray.shutdown()
+            words = str(error).strip().rstrip(".") or type(error).__name__
+            if STARTED_TOO_SLOWLY in words and not is_last_attempt:
+                logger.warning("Ray did not start within its 30 s; trying once more")
+                continue
+            logs = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "session_latest", "logs")
+            raise RunError(
+                f"Ray could not be started on this machine: {words}. Its logs are under {logs.resolve()}; `telescope "
+                "doctor` looks at what it needs (memory, /dev/shm, open files, a writable temporary folder)"
+            ) from error
 
 
 @contextlib.contextmanager

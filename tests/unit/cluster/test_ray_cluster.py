@@ -226,8 +226,15 @@ def test_a_ray_that_does_not_start_is_told_in_its_own_words_with_its_logs(
     logs.mkdir(parents=True)
     (tmp_path / "ray" / "session_latest").symlink_to(logs.parent)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    fake_ray.errors = [error]
+    fake_ray.errors = [error, error]
     with pytest.raises(RunError) as raised:
         connect(config_of(ray_address="local"), RUN_DIR, local_cpus=2, local_gpus=0)
     assert words in str(raised.value)
     assert str(logs) in str(raised.value)
+
+
+def test_a_ray_that_is_too_slow_the_first_time_is_started_again(fake_ray: FakeRay) -> None:
+    fake_ray.errors = [RuntimeError("The current node timed out during startup. This could happen because ...")]
+    assert connect(config_of(ray_address="local"), RUN_DIR, local_cpus=2, local_gpus=0).started_here
+    assert len(fake_ray.calls) == 2
+    assert fake_ray.num_shutdowns == 1, "what came up of the first is ended"
