@@ -1,0 +1,66 @@
+"""Tools in real worker processes: what they do wrong reaches the model, and nobody else."""
+
+import asyncio
+import json
+
+import pytest
+
+from telescope.environments.records import EnvironmentSpec
+from telescope.errors import InfrastructureError
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+def call(name, *arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+async def test_tools_that_hang_are_observations_and_their_process_lives_on(make_pool, encode):
+    pool = await make_pool("tooled", num_workers=1, timeout_seconds=20.0)
+    for number in range(20):
+        await pool.begin(f"r{number}", "tooled", 0)
+    said = [call("spin"), call("doze", 60), call("doze", 0.01), call("run_a_loop")] * 5
+    advances = await asyncio.gather(*(pool.respond(f"r{i}", encode(text)) for i, text in enumerate(said)))
+    expected = [
+        "Error: spin did not end within 0.3 seconds.",
+        "Error: doze did not end within 0.3 seconds.",
+        "slept",
+        "ran",
+    ]
+    assert [advance.messages[0]["content"] for advance in advances] == expected * 5
+    last = await pool.respond("r0", encode("That is all."))
+    assert (last.done, last.end_reason, last.reward.sample_metrics["tool_error_count"]) == (True, "final_answer", 1.0)
+    assert (pool.status().restarts, pool.status().deadlines_passed) == (0, 0)
+
+
+async def test_a_lost_sandbox_is_a_failure_of_the_infrastructure(make_pool, encode):
+    pool = await make_pool("tooled")
+    await pool.begin("r", "tooled", 0)
+    with pytest.raises(InfrastructureError, match="the sandbox is gone"):
+        await pool.respond("r", encode(call("lose")))
+    assert pool.status().rollouts_open == 0
+
+
+async def test_the_calculator_is_played_to_its_reward(make_pool, encode):
+    kwargs = {"prompt_style": "short", "min_operations": 2}
+    pool = await make_pool(EnvironmentSpec("calculator_agent", kwargs), num_workers=2)
+
+    async def play(item):
+        rollout = f"r{item}"
+        text = (await pool.begin(rollout, "calculator_agent", item)).messages[0]["content"]
+        signs = [i for i, character in enumerate(text) if character in "+-*"]
+        first, rest = text[: signs[1]], text[signs[1] :]
+        middle = (await pool.respond(rollout, encode(f"<call>{first}</call>"))).messages[0]["content"]
+        value = (await pool.respond(rollout, encode(f"<call>{middle}{rest}</call>"))).messages[0]["content"]
+        return (await pool.respond(rollout, encode(f"<answer>{value}</answer>"))).reward.total_reward
+
+    assert await asyncio.gather(*(play(item) for item in range(100))) == [1.0] * 100
+
+
+async def test_a_game_of_wordle_is_played_to_its_end(make_pool, encode):
+    pool = await make_pool(EnvironmentSpec("wordle", {"max_turns": 3}))
+    await pool.begin("r", "wordle", 0)
+    replies = [await pool.respond("r", encode(text)) for text in ("[slate]", "no guess", "[crane] [stone]")]
+    assert [reply.done for reply in replies] == [False, False, True]
+    assert replies[2].end_reason == "max_turns"
+    assert replies[2].reward.sample_metrics["num_invalid"] == 2.0
