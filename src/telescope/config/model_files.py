@@ -72,7 +72,7 @@ def inspect_model(config: TelescopeConfig, *, ask_hub: bool = True) -> ModelRepo
     """
     check_chat_template(config)
     try:
-        files = _local_files(config.model) if is_local_path(config.model) else _hub_files(config.model, ask_hub)
+        files = _local_files(config) if is_local_path(config.model) else _hub_files(config.model, ask_hub)
         return _inspect(config, files)
     except HubUnreachableError as error:
         shape = known_shape(config.model)
@@ -119,14 +119,17 @@ def check_chat_template(config: TelescopeConfig) -> None:
         _compile_template(config.chat_template, "chat_template", "Mend the template, or leave chat_template null")
 
 
-def _local_files(model: str) -> _Files:
+def _local_files(config: TelescopeConfig) -> _Files:
+    model = config.model
     folder = Path(model).expanduser()
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
         if folder.is_symlink() and not folder.exists():
             problem = f"is a link to {os.readlink(folder)}, which does not exist"
         if problem == "does not exist" and "tiny" in folder.name:
-            fix = f"Make the model of the demo there: `telescope tiny-model --output {model}`"
+            calculator = any(entry.name == "calculator_agent" for entry in config.environments)
+            task = " --task calculator_agent" if calculator else ""
+            fix = f"Make the model of the demo there: `telescope tiny-model{task} --output {model}`"
         else:
             fix = "Give a folder in HuggingFace format, or a hub identifier such as Qwen/Qwen2.5-3B"
         raise ConfigError(f"model is {model!r}, but {folder} {problem}. {fix}")

@@ -59,7 +59,7 @@ def checks_of_environments() -> tuple[Check, ...]:
 
 def checks_of_machine() -> tuple[Check, ...]:
     """Checks of the machine that the run is started on."""
-    return (check_packages, check_placement, check_run_dir, check_ports)
+    return (check_packages, check_placement, check_open_files, check_run_dir, check_ports)
 
 
 def why_elsewhere(config: TelescopeConfig) -> str | None:

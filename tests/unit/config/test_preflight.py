@@ -146,3 +146,9 @@ def test_what_trains_must_be_installed(monkeypatch):
     message = message_of(preflight.check_packages, config())
     assert "not installed: ray." in message
     assert "make setup" in message
+
+
+def test_every_check_is_among_those_that_a_run_makes():
+    defined = {name for name in vars(preflight) if name.startswith("check_")}
+    run = {check.__name__ for check in (*preflight.checks_of_environments(), *preflight.checks_of_machine())}
+    assert defined - run == {"check_environment", "check_model", "check_report", "check_kv_cache"} & defined
