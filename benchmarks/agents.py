@@ -6,8 +6,8 @@
 
 Each run is a `train.py` process with the settings of configs/examples/demo_countdown.yaml but for the environment and
 what it needs: Ray, vLLM, two FSDP2 ranks, one step of staleness. `turns` is two puzzles in one conversation
-(benchmarks/environments/puzzle_series, scored by the share that is solved); `tools` is a puzzle with a tool that says
-whether an answer is right, and one more try (benchmarks/environments/checked_puzzles); `calculator` is
+(benchmarks/environments/puzzle_series, scored by the share that is solved); `tools` are two puzzles that are
+handed in through a tool, whose reply is the next one (benchmarks/environments/checked_puzzles); `calculator` is
 `calculator_agent`, with a tiny model that was warm-started on it.
 """
 

@@ -1,4 +1,4 @@
-"""Turns join as the chat template writes them, token by token, for the templates that are about.
+"""Turns join as the chat template writes them, token by token, for the templates that are about (defect 15).
 
 Tokenizers are made here: small vocabularies, real pre-tokenisation, the special tokens and templates of each family.
 """
