@@ -68,12 +68,15 @@ async def test_reward_rises_with_a_tool_that_the_model_calls(stack: Stack) -> No
 
 
 async def test_every_turn_is_a_sample_of_its_own_without_interleaving(stack: Stack) -> None:
-    run = await stack.run(environment="puzzle_series", number_of_steps=2, interleaved_rollouts=False)
+    run = await stack.run(
+        environment="puzzle_series", number_of_steps=2, interleaved_rollouts=False, max_async_rollout=0
+    )
     replies = [row for rows in turns_of(run).values() for row in rows if row["role"] == "user"]
     assert replies
     assert all(row["restarts"] for row in replies)
     steps = run.steps()
-    assert all(step["metrics"]["kl_divergence_inference"] < 1e-3 for step in steps), "each part has its own context"
+    # On-policy, so trainer and engine agree on every token, if each part is trained in the context it was sampled in.
+    assert all(0 <= step["metrics"]["kl_divergence_inference"] < 1e-6 for step in steps)
     assert steps[0]["num_samples"] == 16 * 8
 
 
