@@ -1,0 +1,333 @@
+"""What each policy of running ahead costs: idle engines, a waiting trainer, thrown-away tokens, age and length bias.
+
+    python benchmarks/rollouts.py
+
+The real loops, lanes, window and staleness over the fake engine's model of running, pausing and aborting, on a simulated
+clock: hours of a run take seconds, whatever else the machine does, and the same seed gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import json
+import math
+import random
+import statistics
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from measure import REPOSITORY, provenance
+
+sys.path.insert(0, str(REPOSITORY))  # the simulation is the tests' own
+
+from svg_bars import Panel, bar_chart
+from tests.unit.orchestrator.fakes import StrictRecorder, config_of
+from tests.unit.orchestrator.simulated_clock import run_simulated
+from tests.unit.orchestrator.simulation import Pace, Simulation
+
+from telescope.inference.fake_engine import FakeRequest
+from telescope.trainer.batch import StepInput, StepResult
+
+GROUP_SIZE = 8
+BATCH_GROUPS = 32
+LANE_GROUPS = 64
+SERVERS = 2
+TOKENS_PER_SECOND = 50.0
+MEAN_TOKENS = 1000
+LENGTH_SIGMA = 1.0
+MAX_TOKENS = 8192
+LONG_TOKENS = 4000
+SYNC_SECONDS = 0.2
+TRAIN_SHARE = 0.9
+"""A training step takes this share of the time that full lanes need for one batch: a run that is about balanced."""
+
+WARM_UP_STEPS = 15
+COOL_DOWN_STEPS = 20
+"""Steps that are trained and do not count: near its end a run opens no groups, because no step is left for them."""
+
+METER_SECONDS = 0.5
+PACKAGES = ("numpy",)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How far generation runs ahead, and what becomes of a group that grew too old."""
+
+    name: str
+    steps_ahead: int
+    max_age: int = -1
+    returns: int | None = None
+    """Times that the draw of a group that became too old is asked again; None is what a run does."""
+
+
+POLICIES = (
+    Policy("synchronous", 0),
+    Policy("one step ahead", 1),
+    Policy("async, keep", 8),
+    Policy("async, requeue over 4", 8, max_age=4),
+    Policy("async, drop over 4", 8, max_age=4, returns=0),
+    Policy("async, requeue over 8", 8, max_age=8),
+    Policy("async, drop over 8", 8, max_age=8, returns=0),
+)
+
+DESCRIPTION = f"""\
+Compares policies of asynchronous training on a simulated clock.
+
+{SERVERS} servers with {LANE_GROUPS * GROUP_SIZE} lanes in all, {TOKENS_PER_SECOND:g} tokens a second and request;
+groups of {GROUP_SIZE}, batches of {BATCH_GROUPS} groups. Answers have a log-normal length (mean {MEAN_TOKENS} tokens,
+sigma {LENGTH_SIGMA:g}, cut at {MAX_TOKENS:,}), drawn from the request's seed: asked again, a prompt is answered as
+lengthily as before. A training step takes {TRAIN_SHARE:.0%} of the time that full lanes need for a batch, a weight
+sync {SYNC_SECONDS:g} s, in which requests freeze and then go on. Rewards do not depend on lengths."""
+
+EPILOG = f"""\
+policies
+  synchronous     max_async_rollout 0: a batch is sampled by the weights it trains
+  one step ahead  max_async_rollout 1
+  async           max_async_rollout 8, weights updated while answers are being sampled
+  keep            nothing grows too old (max_off_policy_steps -1)
+  requeue         a group older than max_off_policy_steps is aborted and its prompt asked again, twice at most
+  drop            it is aborted and given up (no setting of a run; here for comparison)
+
+columns
+  steps/h         training steps an hour of simulated time
+  generator idle  share of lane time in which no request runs, pauses for weights included
+  trainer waits   share of time in which the trainer has no batch
+  wasted          tokens sampled and thrown away, of all tokens whose fate is known
+  age, oldest     training steps between the weights that sampled a token and those it trains: mean, maximum
+  length          mean length of a trained answer over that of the distribution: 1 is no bias
+  long answers    share of answers over {LONG_TOKENS:,} tokens among the trained, over that of the distribution"""
+
+
+class SampleRows(StrictRecorder):
+    """Keeps the fates of groups and samples, and not their tokens."""
+
+    def write(self, table: str, row: Mapping[str, Any]) -> None:
+        if table in ("groups", "samples"):
+            super().write(table, row)
+
+    def set_in_flight(self, rows: list[dict[str, Any]]) -> None:
+        return
+
+
+def length_of(seed: int) -> int:
+    """Length of the answer to a request with this seed."""
+    mu = math.log(MEAN_TOKENS) - LENGTH_SIGMA**2 / 2
+    drawn = random.Random(seed).lognormvariate(mu, LENGTH_SIGMA)
+    return min(MAX_TOKENS, max(1, round(drawn)))
+
+
+def answer(request: FakeRequest) -> list[int]:
+    """Its last token decides the reward, so that rewards do not depend on lengths."""
+    return [7] * (length_of(request.seed) - 1) + [2 + zlib.crc32(request.seed.to_bytes(8, "little")) % 2]
+
+
+class MeteredSimulation(Simulation):
+    """A run of one policy, with a meter on its engines and its trainer."""
+
+    def __init__(self, policy: Policy, steps: int, seed: int) -> None:
+        samples_per_second = LANE_GROUPS * GROUP_SIZE * TOKENS_PER_SECOND / MEAN_TOKENS
+        train_seconds = TRAIN_SHARE * BATCH_GROUPS * GROUP_SIZE / samples_per_second
+        pace = Pace(
+            train=(train_seconds, train_seconds), sync=SYNC_SECONDS, score=(0.0, 0.2),
+            tokens_per_second=TOKENS_PER_SECOND,
+        )  # fmt: skip
+        config = config_of(
+            seed=seed, group_size=GROUP_SIZE, prompts_batch_size_for_trainer=BATCH_GROUPS,
+            number_of_steps=steps + COOL_DOWN_STEPS,
+            max_async_rollout=policy.steps_ahead, max_off_policy_steps=policy.max_age,
+            max_concurrent_prompts_per_server=LANE_GROUPS // SERVERS, inference_num_workers=SERVERS,
+            discard_group_zero_advantage=False, max_tokens=MAX_TOKENS, max_model_len=2 * MAX_TOKENS,
+            seq_len=2 * MAX_TOKENS,
+        )  # fmt: skip
+        super().__init__(config, pace, seed=seed, num_servers=SERVERS)
+        self.recorder = SampleRows()
+        self.orchestrator._journal._recorder = self.recorder  # type: ignore[assignment]
+        self.orchestrator.services.recorder = self.recorder  # type: ignore[assignment]
+        for server in self.servers:
+            server._answer = answer  # type: ignore[method-assign]
+        self._train_step = self.trainer.train_step
+        self.trainer.train_step = self._metered_step  # type: ignore[method-assign]
+        self.lengths: list[list[int]] = []
+        self.batches_at: list[float] = []
+        self.running: list[tuple[float, int]] = []
+
+    async def _metered_step(self, inputs: list[StepInput]) -> StepResult:
+        self.batches_at.append(asyncio.get_running_loop().time())
+        batches = [b for rank in inputs for m in rank.minibatches for b in m.micro_batches]
+        prompt = 1
+        self.lengths.append([int(n) - prompt for b in batches for n in np.diff(b.cu_seqlens)[: len(b.sample_ids)]])
+        return await self._train_step(inputs)
+
+    async def measured(self) -> dict[str, float]:
+        """Run to the end, and what came of it after the warm-up."""
+        meter = asyncio.create_task(self._meter())
+        await self.run()
+        meter.cancel()
+        with suppress(asyncio.CancelledError):
+            await meter
+        return self._results()
+
+    async def _meter(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            running = sum(s.engine.num_running for s in self.servers if not s.engine.paused)
+            self.running.append((loop.time(), running))
+            await asyncio.sleep(METER_SECONDS)
+
+    def _results(self) -> dict[str, float]:
+        last = len(self.batches_at) - COOL_DOWN_STEPS
+        start, end = self.batches_at[WARM_UP_STEPS], self.batches_at[last]
+        num_steps = last - WARM_UP_STEPS
+        busy_a_step = self.pace.train[0] + self.pace.sync
+        running = [count for at, count in self.running if start <= at < end]
+        ages = [age for step in self.trainer.ages[WARM_UP_STEPS:last] for age in step]
+        lengths = [length for step in self.lengths[WARM_UP_STEPS:last] for length in step]
+        tokens: dict[bool, int] = {True: 0, False: 0}
+        for row in self.recorder.of("samples"):
+            if row["reason"] != "run_ended" and WARM_UP_STEPS <= row["step"] < last:
+                tokens[row["status"] == "kept"] += row["completion_tokens"]
+        return {
+            "steps_per_hour": 3600 * num_steps / (end - start),
+            "generator_idle": 1 - statistics.mean(running) / (LANE_GROUPS * GROUP_SIZE),
+            "trainer_waiting": 1 - num_steps * busy_a_step / (end - start),
+            "wasted": tokens[False] / (tokens[True] + tokens[False]),
+            "age_mean": statistics.mean(ages),
+            "age_max": max(ages),
+            "length_ratio": float(np.mean(lengths) / drawn_lengths().mean()),
+            "long_ratio": float(np.mean(np.array(lengths) > LONG_TOKENS) / np.mean(drawn_lengths() > LONG_TOKENS)),
+            "dropped_groups": float(len(self.recorder.of("groups", status="discarded"))),
+        }
+
+
+@functools.cache
+def drawn_lengths() -> np.ndarray:
+    """Many lengths of the distribution itself."""
+    return np.array([length_of(seed) for seed in range(200_000)])
+
+
+def run_policy(policy: Policy, steps: int, seed: int) -> dict[str, float]:
+    """One policy, one seed."""
+    simulation = MeteredSimulation(policy, steps, seed)
+    if policy.returns is None:
+        return run_simulated(simulation.measured())
+    with patch("telescope.orchestrator.orchestrator.MAX_RETURNS", policy.returns):
+        return run_simulated(simulation.measured())
+
+
+COLUMNS = (
+    ("steps/h", "steps_per_hour", "{:.0f}"),
+    ("generator idle", "generator_idle", "{:.1%}"),
+    ("trainer waits", "trainer_waiting", "{:.1%}"),
+    ("wasted", "wasted", "{:.1%}"),
+    ("age", "age_mean", "{:.2f}"),
+    ("oldest", "age_max", "{:.0f}"),
+    ("length", "length_ratio", "{:.3f}"),
+    ("long answers", "long_ratio", "{:.2f}"),
+)
+
+
+def cells(result: Mapping[str, Any]) -> list[str]:
+    return [str(result["policy"]), *(form.format(result[name]) for _, name, form in COLUMNS)]
+
+
+def show(results: Sequence[Mapping[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Policies of running ahead (medians over seeds)")
+    for title in ("policy", *(title for title, _, _ in COLUMNS)):
+        table.add_column(title, justify="left" if title == "policy" else "right")
+    for result in results:
+        table.add_row(*cells(result))
+    Console(width=None if sys.stdout.isatty() else 130).print(table)
+
+
+def markdown(report: Mapping[str, Any], plot: str) -> str:
+    """The report for people."""
+    made, titles = report["provenance"], [title for title, _, _ in COLUMNS]
+    return "\n".join(
+        [
+            "# Policies of running ahead",
+            "",
+            f"`{report['command']}`, commit {made['commit']}"
+            f"{' with uncommitted changes' if made['uncommitted_changes'] else ''}, {made['date']}. On a simulated "
+            f"clock: the machine does not matter. {report['steps']} steps of which the first {WARM_UP_STEPS} do not "
+            f"count; medians over seeds {', '.join(map(str, report['seeds']))}.",
+            "",
+            "\n".join(line for line in DESCRIPTION.splitlines()[2:]),
+            "",
+            "| policy | " + " | ".join(titles) + " |",
+            "|---|" + "---:|" * len(titles),
+            *("| " + " | ".join(cells(result)) + " |" for result in report["results"]),
+            "",
+            f"![the same as bars]({plot})",
+            "",
+            "`python benchmarks/rollouts.py --help` says what the policies and columns are.",
+        ]
+    ) + "\n"  # fmt: skip
+
+
+def plot(results: Sequence[Mapping[str, Any]]) -> str:
+    """The table as an SVG of bars, one panel a column."""
+    names = [str(result["policy"]) for result in results]
+    panels = [
+        Panel(title, [float(result[name]) for result in results], form)
+        for title, name, form in COLUMNS
+        if name not in ("age_max",)
+    ]
+    return bar_chart(names, panels)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=60, help="training steps of each run (default: 60)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, FILE.md and FILE.svg too")
+    arguments = parser.parse_args(argv)
+    if arguments.steps <= WARM_UP_STEPS:
+        parser.error(f"--steps {arguments.steps}: use more than {WARM_UP_STEPS}, which do not count")
+    results = []
+    for policy in POLICIES:
+        runs = []
+        for seed in arguments.seeds:
+            print(f"{policy.name}, seed {seed} ...", file=sys.stderr)
+            runs.append(run_policy(policy, arguments.steps, seed))
+        medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+        results.append({"policy": policy.name, **medians, "runs": runs})
+    show(results)
+    if arguments.json:
+        report = {
+            "benchmark": "rollouts",
+            "command": f"python benchmarks/rollouts.py --steps {arguments.steps} --seeds "
+            + " ".join(map(str, arguments.seeds)),
+            "provenance": provenance(PACKAGES),
+            "settings": {
+                "servers": SERVERS, "lanes": LANE_GROUPS * GROUP_SIZE, "group_size": GROUP_SIZE,
+                "batch_groups": BATCH_GROUPS, "tokens_per_second": TOKENS_PER_SECOND, "mean_tokens": MEAN_TOKENS,
+                "length_sigma": LENGTH_SIGMA, "max_tokens": MAX_TOKENS, "train_share": TRAIN_SHARE,
+                "sync_seconds": SYNC_SECONDS,
+            },
+            "steps": arguments.steps,
+            "seeds": arguments.seeds,
+            "results": results,
+        }  # fmt: skip
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        arguments.json.with_suffix(".svg").write_text(plot(results))
+        arguments.json.with_suffix(".md").write_text(markdown(report, arguments.json.with_suffix(".svg").name))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
