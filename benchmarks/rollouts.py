@@ -2,8 +2,8 @@
 
     python benchmarks/rollouts.py
 
-The real loops, lanes, window and staleness over the fake engine's model of running, pausing and aborting, on a simulated
-clock: hours of a run take seconds, whatever else the machine does, and the same seed gives the same numbers.
+The real loops, lanes, window and staleness over the fake engine's model of running, pausing and aborting, on a
+simulated clock: hours of a run take seconds, whatever else the machine does, and a seed always gives the same numbers.
 """
 
 from __future__ import annotations
