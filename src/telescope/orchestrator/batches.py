@@ -14,7 +14,7 @@ from telescope.algorithms import compute_advantages
 from telescope.config import TelescopeConfig
 from telescope.orchestrator.groups import Group
 from telescope.trainer.batch import StepInput
-from telescope.trainer.packing import pack_step, packing_stats
+from telescope.trainer.packing import pack_step, packing_stats, truncate_to
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Batch:
     advantages: np.ndarray
     inputs: list[StepInput]
     packing: dict[str, float]
-    """Shares of padding and of dummy tokens, and how unevenly the ranks are loaded."""
+    """Shares of padding and of dummy tokens, how unevenly the ranks are loaded, and what was cut off."""
 
 
 @dataclass(slots=True)
@@ -53,6 +53,10 @@ def form_batch(config: TelescopeConfig, groups: list[Group], step: int) -> Batch
         for sample in trajectory.to_train_samples():
             sample.reward, sample.advantage = score.reward, score.advantage
             samples.append(sample)
+    packing: dict[str, float] = {}
+    if config.overlong_samples == "truncate":
+        packing["packing/truncated_samples"] = sum(sample.length > config.seq_len for sample in samples)
+        samples, packing["packing/truncated_tokens"] = truncate_to(samples, config.seq_len)
     inputs = pack_step(
         samples,
         step=step,
@@ -63,7 +67,7 @@ def form_batch(config: TelescopeConfig, groups: list[Group], step: int) -> Batch
         num_minibatches=config.number_of_minibatches,
     )
     stats = packing_stats(inputs)
-    packing = {
+    packing |= {
         "packing/padding_share": stats.padding_share,
         "packing/dummy_share": stats.dummy_share,
         "packing/imbalance": stats.imbalance,

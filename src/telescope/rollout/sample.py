@@ -61,8 +61,11 @@ class RolloutSettings:
                 temperature=config.temperature,
                 top_p=config.top_p,
                 max_tokens=config.max_tokens,
-                # What the engine can hold and the trainer can pack: longer answers end with `length`.
-                max_context=min(config.max_model_len, config.seq_len),
+                # What the engine can hold and, unless it may be cut, the trainer can pack: longer answers end with
+                # `length`.
+                max_context=config.max_model_len
+                if config.overlong_samples == "truncate"
+                else min(config.max_model_len, config.seq_len),
             ),
             free_lane_after_generation=config.free_lane_after_generation,
             # A lane may be held for a whole generation, and a dead server may have to come back first.

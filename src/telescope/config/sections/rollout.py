@@ -69,5 +69,9 @@ class PackingSection(Section):
     seq_len: Tokens = 4096
     """Maximum sequence length for packing, in tokens: how much one micro-batch of one rank holds. At least the
     longest trajectory (prompt and answer). Lower it when the trainer runs out of memory."""
+    overlong_samples: Literal["error", "truncate"] = "error"
+    """What becomes of samples longer than `seq_len`. "error": none arises, because generation stops there; one that
+    does ends the run. "truncate": generation goes on to `max_model_len`, and what lies beyond `seq_len` is not trained
+    on and counted in `packing/truncated_samples` and `packing/truncated_tokens`."""
     pad_to_multiple_of: Tokens = 64
     """Pad packed sequences to this alignment, in tokens. Padding is never trained on."""
