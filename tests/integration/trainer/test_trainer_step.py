@@ -152,7 +152,9 @@ def test_mixed_precision_keeps_logprobs_close_to_float32(one_rank, model_dtype):
     tokens = make_samples([60])[0].token_ids_L.tolist()
     exact = np.array(one_rank("untied", model_dtype="float32").sequence_logprobs(tokens))
     trainer = one_rank("untied", model_dtype=model_dtype, mixed_precision_dtype="bfloat16")
-    assert abs(np.array(trainer.sequence_logprobs(tokens)) - exact).mean() < 0.05
+    difference_N = abs(np.array(trainer.sequence_logprobs(tokens)) - exact)
+    assert difference_N.mean() < 0.05
+    assert np.quantile(difference_N, 0.99) < 0.2
     result = trainer.train_step(packed(make_samples(LENGTHS)))
     assert np.isfinite(result.metrics["grad_norm"])
     assert {meta.dtype for meta in trainer.weight_metadata()} == {model_dtype}
