@@ -1,20 +1,32 @@
-"""Deadlines for plain code, inside of a process.
+"""Deadlines for the user's code, inside of a process that many rollouts share.
 
 `deadline` interrupts Python code that runs in the main thread, which is where environment workers run plain functions
 of the user. It cannot interrupt a single long operation of C (`95**97**99`, a regular expression); for those the pool
-has a deadline of its own, which ends the process.
+has a deadline of its own, which ends the process. `within` bounds a coroutine. Invariant: nobody's time is charged for
+what another's plain code takes of the event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _AGAIN_SECONDS = 0.5
 """The interruption is repeated, for code that catches every exception in a loop."""
+
+_SLICE_SECONDS = 0.1
+"""`within` looks at the clock this often; of a slice that lasts longer, the rest was somebody else's."""
+
+_CANCELLED_SECONDS = 1.0
+"""How long a coroutine that is cancelled may take to put its things in order."""
 
 
 class DeadlinePassed(TimeoutError):
@@ -58,3 +70,27 @@ def deadline(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, outer_handler)
         if outer_left > 0.0:
             signal.setitimer(signal.ITIMER_REAL, max(outer_left - (seconds - left), 1e-3), outer_interval)
+
+
+async def within(seconds: float, awaitable: Awaitable[T]) -> T:
+    """The result of `awaitable`. Raises `DeadlinePassed` after `seconds`, and cancels it.
+
+    Only time in which the event loop was free counts: a tool that waits for 10 ms is not late because plain code of
+    another rollout held the loop for a minute.
+    """
+    task = asyncio.ensure_future(awaitable)
+    left = seconds
+    try:
+        while True:
+            slice_seconds = min(left, _SLICE_SECONDS)
+            start = time.monotonic()
+            await asyncio.wait({task}, timeout=slice_seconds)
+            if task.done():
+                return task.result()
+            left -= min(time.monotonic() - start, slice_seconds)
+            if left <= 1e-6:
+                raise DeadlinePassed(seconds)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=_CANCELLED_SECONDS)

@@ -21,7 +21,7 @@ from contextvars import ContextVar
 from typing import Any, ClassVar, Literal
 
 from telescope.environments.base import ChatMessage, MultiTurnEnvironment, RolloutState, Sample
-from telescope.environments.deadlines import DeadlinePassed, deadline
+from telescope.environments.deadlines import DeadlinePassed, deadline, within
 from telescope.environments.tool_calls import FORM_SHOWN, ToolCall, ToolCallFormat, ToolResult, parse_calls
 from telescope.environments.tool_schema import ArgumentError, Tool, func_to_tool_schema
 from telescope.errors import InfrastructureError, UserError
@@ -213,9 +213,7 @@ class ToolEnvironment(MultiTurnEnvironment):
 
     async def _wait_for(self, tool: Tool, result: Awaitable[Any]) -> ToolResult:
         try:
-            return ToolResult(tool.name, await asyncio.wait_for(result, self.tool_timeout_seconds))
-        except TimeoutError:
-            return self._failed(tool, DeadlinePassed(self.tool_timeout_seconds))
+            return ToolResult(tool.name, await within(self.tool_timeout_seconds, result))
         except (Exception, SystemExit) as error:
             return self._failed(tool, error)
 

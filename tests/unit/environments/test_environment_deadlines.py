@@ -1,12 +1,13 @@
 """Plain code is interrupted in time, and only then."""
 
+import asyncio
 import signal
 import threading
 import time
 
 import pytest
 
-from telescope.environments.deadlines import DeadlinePassed, deadline
+from telescope.environments.deadlines import DeadlinePassed, deadline, within
 
 
 def spin():
@@ -78,3 +79,41 @@ def test_another_thread_is_left_alone():
     thread.start()
     thread.join()
     assert done == [True]
+
+
+async def test_a_coroutine_that_takes_too_long_is_cancelled():
+    cancelled = []
+
+    async def doze():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    with pytest.raises(DeadlinePassed, match=r"within 0.05 seconds"):
+        await within(0.05, doze())
+    assert cancelled == [True]
+
+
+async def test_a_coroutine_is_not_charged_for_the_time_that_plain_code_takes_of_its_loop():
+    async def nap():
+        for _ in range(4):
+            await asyncio.sleep(0.01)
+        return "awake"
+
+    async def hold_the_loop():
+        for _ in range(4):
+            time.sleep(0.3)  # noqa: ASYNC251  (what plain code of another rollout does)
+            await asyncio.sleep(0)
+
+    slept, _ = await asyncio.gather(within(0.6, nap()), hold_the_loop())
+    assert slept == "awake"
+
+
+async def test_what_the_coroutine_raises_is_raised():
+    async def fail():
+        raise KeyError("of the tool's own")
+
+    with pytest.raises(KeyError, match="own"):
+        await within(1.0, fail())
