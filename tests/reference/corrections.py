@@ -17,7 +17,7 @@ def importance_weight(trainer: float, engine: float, config: Any) -> float:
     w = exp(bounded(trainer - engine, config.tis_logprob_clamp))
     floor = config.tis_floor or 0.0
     if config.tis_mode == "icepop":
-        return w if floor <= w <= config.tis_cap else 0.0
+        return w if floor <= exp(trainer - engine) <= config.tis_cap else 0.0
     return max(floor, min(w, config.tis_cap))
 
 

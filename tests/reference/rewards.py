@@ -49,7 +49,9 @@ def of_batch(groups: list[list[float]], algorithm: str, norm: str) -> list[list[
     flat = [a for group in centred for a in group]
     if len(flat) < 2 or len(set(flat)) == 1:
         return [[0.0] * len(group) for group in centred]
-    return [[(a - mean(flat)) / (deviation(flat) + EPSILON) for a in group] for group in centred]
+    whitened = [[(a - mean(flat)) / (deviation(flat) + EPSILON) for a in group] for group in centred]
+    equal = [len(rewards) > 1 and len(set(rewards)) == 1 for rewards in groups]
+    return [[0.0] * len(group) if no_signal else group for group, no_signal in zip(whitened, equal, strict=True)]
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int, factor: float) -> float:

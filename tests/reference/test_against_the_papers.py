@@ -58,10 +58,14 @@ CASES: dict[str, dict[str, Any]] = {
     "tis-floor": {**TIS, "tis_floor": 0.9},
     "tis-clamp": {**TIS, "tis_logprob_clamp": 0.05},
     "icepop": {**TIS, "tis_mode": "icepop"},
+    "icepop-clamp": {**TIS, "tis_mode": "icepop", "tis_logprob_clamp": 0.05},
     "icepop-floor": {**TIS, "tis_mode": "icepop", "tis_floor": 0.9},
     "sequence-mask": {"seq_is_masking": True, "seq_is_mask_low": 0.95, "seq_is_mask_high": 1.05},
     "kl-k2": {"kl_penalty_tau": 0.4, "kl_estimator": "k2"},
     "kl-k3": {"kl_penalty_tau": 0.4},
+    "kl-k2-far": {"kl_penalty_tau": 0.4, "kl_estimator": "k2"},
+    "kl-k3-far": {"kl_penalty_tau": 0.4},
+    "clip-far": CLIP,
     "entropy": {"entropy_coef": 0.3},
     "entropy-negative": {"entropy_coef": -0.3},
     "gspo-penalties": {"algorithm": "gspo", "entropy_coef": 0.3, "kl_penalty_tau": 0.4},
@@ -77,8 +81,8 @@ def settings(case: dict[str, Any]) -> dict[str, Any]:
     return {"advantage_norm": "batch"} | case if case.get("algorithm") == "reinforce_pp" else case
 
 
-def batch(model: Any, temperature: float) -> list[TrainSample]:
-    """Samples whose engine logprobs are some noise away from the model's own."""
+def batch(model: Any, temperature: float, *, far: bool) -> list[TrainSample]:
+    """Samples whose engine logprobs are some noise away from the model's own, and one of them `far` beyond +-20."""
     rng = np.random.default_rng(1)
     samples = make_samples(LENGTHS)
     for sample, group, reward in zip(samples, GROUPS, REWARDS, strict=True):
@@ -88,6 +92,8 @@ def batch(model: Any, temperature: float) -> list[TrainSample]:
         sample.engine_logprob_L = np.zeros(sample.length)
         sample.engine_logprob_L[sample.trained_L] = np.array(own) + rng.normal(0, 0.2, len(own))
     samples[MASKED].trained_L[:] = False
+    if far:  # of an answer that is worse than its group, where PPO's clip lets the ratio grow
+        samples[0].engine_logprob_L[np.flatnonzero(samples[0].trained_L)[0]] -= 22.0
     return samples
 
 
@@ -135,7 +141,7 @@ def test_loss_and_gradient_equal_the_papers(one_rank, models, case, model, dtype
     trainer = one_rank(model, model_dtype=dtype, **settings(CASES[case]))
     config = trainer.config
     before = as_reference_model(trainer, models[model])
-    samples = batch(before, config.temperature)
+    samples = batch(before, config.temperature, far=case.endswith("-far"))
     compute_advantages(samples, config.algorithm, config.advantage_norm)
     advantages = reference_advantages(samples, config)
     assert [s.advantage for s in samples] == pytest.approx(advantages, rel=1e-13, abs=1e-13)

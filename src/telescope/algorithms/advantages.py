@@ -79,6 +79,10 @@ def compute_advantages(
     if advantage_norm == "batch" and members:
         unmasked = np.sort(np.concatenate([np.array(p) for p in members.values()]))
         advantages[unmasked] = whiten(advantages[unmasked])
+        for positions in members.values():
+            # Groups of one, which are not centred, move the mean of the batch; that says nothing about equal rewards.
+            if len(positions) > 1 and len({samples[p].reward for p in positions}) == 1:
+                advantages[positions] = 0.0
     for sample, advantage in zip(samples, advantages, strict=True):
         sample.advantage = float(advantage)
     return advantages

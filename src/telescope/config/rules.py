@@ -258,9 +258,15 @@ RULES: tuple[Rule, ...] = (
         lambda c: "Lower tis_floor, or raise tis_cap",
     ),
     Rule(
+        ("tis_mode", "tis_cap", "tis_floor"),
+        'with "icepop" needs 1 within [tis_floor, tis_cap]: a token that engine and trainer agree on has a ratio of 1',
+        lambda c: c.use_tis and c.tis_mode == "icepop" and not (c.tis_floor or 0.0) <= 1.0 <= c.tis_cap,
+        lambda c: 'Set tis_floor to at most 1 and tis_cap to at least 1, or tis_mode to "truncate"',
+    ),
+    Rule(
         ("seq_is_mask_low", "seq_is_mask_high"),
-        "must be below seq_is_mask_high",
-        lambda c: c.seq_is_mask_low >= c.seq_is_mask_high,
+        "must be below 1, and seq_is_mask_high above: an answer that engine and trainer agree on has a ratio of 1",
+        lambda c: not c.seq_is_mask_low < 1.0 < c.seq_is_mask_high,
         lambda c: "Lower seq_is_mask_low, or raise seq_is_mask_high",
     ),
     Rule(

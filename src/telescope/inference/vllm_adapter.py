@@ -247,6 +247,10 @@ def unpack_answer(data: bytes | memoryview) -> LabelledAnswer:
         rest = _packed_decoder.decode(memoryview(data)[at:])
     except (struct.error, ValueError, msgspec.DecodeError) as error:
         raise InfrastructureError(f"the server's answer is no packed generation: {error}") from error
+    if np.isnan(logprobs_N).any():
+        raise InfrastructureError(
+            "the server's answer has logprobs that are not numbers: its weights or its cache are bad"
+        )
     return LabelledAnswer(ids_N, logprobs_N, rest.finish_reason, rest.label_starts)
 
 

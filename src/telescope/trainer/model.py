@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from telescope.errors import UserError
 from telescope.trainer.attention import ATTENTION_NAME, PackedLayout, register_attention
@@ -26,8 +27,11 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 
-LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 """Config fields by which some architectures change the logits after the output layer."""
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""The `layer_types` of a model config in which tokens meet in attention alone."""
 
 
 class PolicyModel(nn.Module):
@@ -97,7 +101,8 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """The architecture of a local path or hub id, with its weights on CPU, or without any on the meta device.
 
-    Raises `UserError` when the path holds no such model, or one that changes its logits after the output layer.
+    Raises `UserError` when the path holds no such model, one that changes its logits after the output layer, or one
+    whose samples would see each other in a packed row.
     """
     register_attention()
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -110,6 +115,9 @@ def load_causal_lm(
             raise UserError(
                 f"model: {model!r} sets {name}, which the trainer's output layer does not implement: choose another"
             )
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if isinstance(architecture, type):  # not for code that comes with the model
+        refuse_unpackable(model, architecture, config)
     for name, value in config.to_dict().items():
         if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
             setattr(config, name, 0.0)
@@ -118,3 +126,23 @@ def load_causal_lm(
         return AutoModelForCausalLM.from_pretrained(model, config=config, **options)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, **options)
+
+
+def refuse_unpackable(model: str, architecture: type, config: Any) -> None:
+    """Raise `UserError` for an architecture that mixes tokens elsewhere than in an attention that we can replace.
+
+    Samples lie end to end in one row and only attention knows where each ends: a recurrence or a convolution over the
+    row would carry one sample into the next, without any error.
+    """
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS)
+    if getattr(architecture, "_is_stateful", False) or others:
+        raise UserError(
+            f"model: {model!r} ({architecture.__name__}) has layers other than attention that mix tokens"
+            f"{': ' + ', '.join(others) if others else ''}. Packed samples would see each other in them. Choose a "
+            "model whose layers are all attention"
+        )
+    if not getattr(architecture, "_supports_attention_backend", False):
+        raise UserError(
+            f"model: {model!r} ({architecture.__name__}) does not let its attention be replaced, so that packed "
+            "samples would see each other. Choose a model that supports transformers' AttentionInterface"
+        )

@@ -79,10 +79,11 @@ async def sample_groups(
     scored = [trajectory for trajectory in trajectories if trajectory.reward is not None]
     samples = [sample for trajectory in scored for sample in trajectory.to_train_samples()]
     samples, _ = truncate_to([sample for sample in samples if sample.num_trained], config.seq_len)
-    if not samples:
-        reasons = {trajectory.failure_message for trajectory in trajectories}
+    if 2 * len(scored) < len(trajectories) or len(samples) < 3:
+        reasons = {trajectory.failure_message for trajectory in trajectories if trajectory.reward is None}
         raise RunError(
-            f"no sample to verify with: all {len(trajectories)} were masked ({'; '.join(map(str, reasons))})"
+            f"too few samples to verify with: {len(scored)} of {len(trajectories)} were scored, {len(samples)} have "
+            f"trained tokens ({'; '.join(map(str, reasons)) or 'no failure'})"
         )
     for sample in samples:
         rng = np.random.default_rng(zlib.crc32(sample.sample_id.encode()))

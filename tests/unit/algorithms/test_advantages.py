@@ -104,3 +104,9 @@ def test_the_driver_can_import_algorithms_and_packing_without_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_equal_rewards_give_nothing_under_batch_norm_beside_a_group_of_one() -> None:
+    found = advantages([[1.0, 1.0, 1.0], [1.0], [0.0, 1.0]], algorithm="reinforce_pp", advantage_norm="batch")
+    assert found[:3] == [0.0, 0.0, 0.0]
+    assert found[4] < 0 < found[3]

@@ -82,7 +82,7 @@ async def test_errors_and_answers_that_cannot_be_read_pass_through() -> None:
 
 @given(st.binary(max_size=60))
 def test_bytes_that_are_no_packed_answer_are_refused(data: bytes) -> None:
-    with pytest.raises(InfrastructureError, match="no packed generation"):
+    with pytest.raises(InfrastructureError, match=r"no packed generation|not numbers"):
         wire.unpack_answer(data)
 
 
@@ -96,3 +96,9 @@ def test_an_unpacked_answer_outlives_the_buffer_that_it_came_in() -> None:
     assert answer.token_ids_N.tolist() == [7, 8]
     assert answer.logprobs_N.tolist() == [-0.5, -1.5]
     assert answer.label_starts == [("default", 0)]
+
+
+def test_logprobs_that_are_no_numbers_are_a_failure_of_the_server() -> None:
+    broken = wire.LabelledAnswer(np.array([7, 8], np.int32), np.array([-0.5, np.nan], np.float32), "stop", [])
+    with pytest.raises(InfrastructureError, match="not numbers"):
+        wire.unpack_answer(wire.pack_answer(broken))

@@ -8,6 +8,7 @@ between an engine and a trainer, Yao et al., "Your Efficient RL Framework Secret
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,10 +22,13 @@ def importance_weight(
 
     `tis_mode: truncate` moves such a ratio to the bound, `icepop` gives the token a weight of 0.
     """
-    bound = config.tis_logprob_clamp
-    ratio_N = (trainer_logp_N.detach() - engine_logp_N).clamp(-bound, bound).exp()
+    delta_N = trainer_logp_N.detach() - engine_logp_N
     floor = 0.0 if config.tis_floor is None else config.tis_floor
-    outside_N = (ratio_N < floor) | (ratio_N > config.tis_cap)
+    # Judged before the clamp, which would bring a ratio of any size back inside.
+    outside_N = delta_N > math.log(config.tis_cap)
+    if floor > 0.0:
+        outside_N = outside_N | (delta_N < math.log(floor))
+    ratio_N = delta_N.clamp(-config.tis_logprob_clamp, config.tis_logprob_clamp).exp()
     if config.tis_mode == "icepop":
         return ratio_N.masked_fill(outside_N, 0.0), outside_N
     return ratio_N.clamp(floor, config.tis_cap), outside_N

@@ -43,7 +43,7 @@ class AlgorithmSection(Section):
     that ratio."""
     tis_mode: Literal["truncate", "icepop"] = "truncate"
     """What TIS does with a weight out of bounds. "truncate" caps it; "icepop" masks the token."""
-    tis_cap: Annotated[float, Field(gt=0)] = 2.0
+    tis_cap: Annotated[float, Field(gt=0, le=1e6)] = 2.0
     """Max importance weight for TIS."""
     tis_floor: Annotated[float, Field(ge=0)] | None = None
     """Min importance weight for TIS. null = no lower bound. Below tis_cap."""
