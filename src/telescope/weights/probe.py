@@ -25,8 +25,9 @@ class Tolerance:
 
 
 TOLERANCES: Mapping[str, Tolerance] = {
-    # Same arithmetic in another order: 1e-6 to 1e-5 is measured on small models; a wrong layer is off by 0.1 and more.
-    "float32": Tolerance(maximum=1e-3, mean=2e-4),
+    # On a CPU the same arithmetic in another order, 1e-6 to 1e-5 on small models. On a GPU the engine's attention
+    # multiplies float32 in TF32: 8e-4 on average and 3e-3 at most are measured. A wrong layer is off by 0.1 and more.
+    "float32": Tolerance(maximum=2e-2, mean=4e-3),
     # Rounding of 2^-11 and 2^-8 in every layer of one or both sides. A rare token can be far off, the mean cannot.
     "float16": Tolerance(maximum=0.2, mean=0.02),
     "bfloat16": Tolerance(maximum=1.0, mean=0.08),

@@ -64,8 +64,9 @@ def start_driver() -> Iterator:
 
     def start(end: str) -> tuple[subprocess.Popen[str], list[int]]:
         driver = subprocess.Popen(
-            [sys.executable, "-c", DRIVER.replace("{end}", end)], stdout=subprocess.PIPE, text=True
-        )
+            [sys.executable, "-c", DRIVER.replace("{end}", end)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         assert driver.stdout is not None
         pids = [int(pid) for pid in driver.stdout.readline().split()]
         started.append((driver, pids))
@@ -77,6 +78,7 @@ def start_driver() -> Iterator:
         driver.kill()
         driver.wait()
         driver.stdout.close()
+        driver.stdin.close()
         for pid in pids:
             if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
@@ -90,7 +92,9 @@ def test_everything_of_the_run_ends_with_a_driver_that_is_killed(start_driver) -
 
 
 def test_what_is_left_at_the_end_of_the_run_is_killed_before_the_driver_goes_on(start_driver) -> None:
-    driver, (before, *family) = start_driver("pass")
+    driver, (before, *family) = start_driver("sys.stdin.readline()")
+    driver.stdin.write("end\n")
+    driver.stdin.flush()
     assert driver.stdout.readline() == "left\n"
     assert not [pid for pid in family if is_running(pid)]
     assert is_running(before) and driver.poll() is None
