@@ -16,6 +16,7 @@ from telescope.trainer.batch import TrainSample
 from telescope.trainer.loss import denominator
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.packing import pack_step
+from telescope.trainer.proofs import packed_logprobs
 from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer
 
@@ -113,17 +114,19 @@ def test_padding_and_dummy_rows_add_exactly_nothing(one_rank):
     assert heavy_metrics == pytest.approx(lean_metrics, rel=1e-13)
 
 
-def test_a_packed_row_and_single_samples_have_equal_logprobs(one_rank, models):
-    trainer = one_rank("tied64")
+def test_samples_in_packed_rows_have_the_logprobs_that_transformers_gives_each_alone(one_rank, models):
+    trainer = one_rank("tied64", temperature=0.7)
     samples = make_samples(LENGTHS)
     lm = AutoModelForCausalLM.from_pretrained(models["tied64"], dtype=torch.float64, attn_implementation="sdpa")
+    (step_input,) = pack_step(samples, step=0, version=0, seq_len=64, num_ranks=1)
+    assert any(len(row.sample_ids) > 1 for row in step_input.minibatches[0].micro_batches), "rows hold several samples"
+    found = packed_logprobs(trainer.backend, step_input)
     for sample in samples:
         tokens_L = torch.from_numpy(sample.token_ids_L)
         with torch.no_grad():
             logp_LV = (lm(tokens_L[None]).logits[0] / 0.7).log_softmax(dim=-1)
-        wanted = logp_LV[:-1].gather(1, tokens_L[1:, None]).squeeze(1)
-        found = trainer.sequence_logprobs(sample.token_ids_L.tolist(), temperature=0.7)
-        assert found == pytest.approx(wanted.tolist(), abs=1e-12)
+        wanted = logp_LV[:-1].gather(1, tokens_L[1:, None]).squeeze(1).numpy()
+        assert found[sample.sample_id] == pytest.approx(wanted[sample.trained_L[1:]], abs=1e-12)
 
 
 def test_a_token_weighs_the_same_beside_one_neighbour_or_thirty(one_rank):
