@@ -90,8 +90,3 @@ class EvalEntry(Section):
                 "which would leave none for training; set num_samples to how many to reserve"
             )
         return self
-
-    @property
-    def largest_k(self) -> int:
-        """Answers needed per item: the largest k of `pass_k`, 1 without it."""
-        return max((k for spec in self.pass_k.values() for k in spec["k"]), default=1)

@@ -118,8 +118,12 @@ class RunDirectory:
         return f"THE RECORD OF THIS RUN CANNOT BE WRITTEN ({problem}): the run goes on, its rows wait in memory"
 
     def ended(self, summary: RunSummary) -> None:
-        """Write `summary.json` and the end of the attempt. A disk that does not take them is no failure of the run."""
+        """Write `summary.json`, W&B's summary and the end of the attempt.
+
+        A disk that does not take them is no failure of the run.
+        """
         assert self._info is not None
+        self.step_log.log_summary(summary.numbers())
         try:
             replace_json(RunFiles(self.path).summary, summary.to_json())
         except OSError as error:

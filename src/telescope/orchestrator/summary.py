@@ -59,6 +59,10 @@ class RunSummary:
         """The content of `summary.json`."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
+    def numbers(self) -> dict[str, float]:
+        """The fields that are numbers and known, for the summary of W&B."""
+        return {name: value for name, value in self.to_json().items() if isinstance(value, int | float)}
+
 
 def headline_of(evals: Sequence[EvalResult]) -> EvalResult | None:
     """The result that stands for the run: of the first eval with held-out items, or of the first eval."""

@@ -12,15 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from enum import Enum
-
-
-class Fate(Enum):
-    """What became of a draw. OPEN is the only one that changes."""
-
-    OPEN = "open"
-    TRAINED = "trained"
-    DROPPED = "dropped"
 
 
 @dataclass

@@ -11,7 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.unit.orchestrator.fakes import config_of
 
+from telescope.orchestrator.run_directory import RunDirectory
+from telescope.orchestrator.status import RunStatus
+from telescope.orchestrator.summary import summarise
 from telescope.record.wandb_sink import MAX_WAITING, WandbSink
 
 
@@ -69,6 +73,20 @@ def records(path: Path) -> Iterator[bytes]:
             record = b""
 
 
+def offline_summary(run_dir: Path) -> dict[str, object]:
+    """The summary that W&B wrote offline: the last value of every key."""
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
+    updates = [wandb_internal_pb2.Record.FromString(data) for data in records(path)]
+    return {
+        item.key or "/".join(item.nested_key): json.loads(item.value_json)
+        for record in updates
+        if record.HasField("summary")
+        for item in record.summary.update
+    }
+
+
 def offline_values(run_dir: Path) -> list[dict[str, float]]:
     """The history that W&B wrote offline and would upload."""
     from wandb.proto import wandb_internal_pb2
@@ -95,6 +113,21 @@ def test_without_credentials_the_real_wandb_records_offline_and_says_so_once(tmp
     assert [(row["step"], row["reward_mean"]) for row in rows] == [(0.0, 0.0), (1.0, 0.5), (2.0, 1.0)]
     assert rows[0]["timing/forward/total"] == 1.5
     assert capfd.readouterr().out == "", "W&B prints nothing into the run's terminal"
+
+
+def test_the_numbers_of_a_run_that_has_ended_are_its_summary_in_wandb(tmp_path):
+    config = config_of(run_dir=str(tmp_path / "run"), use_wandb=True)
+    directory = RunDirectory.create(config, [])
+    with directory.open_record(console=False):
+        status = RunStatus("demo", 60)
+        status.step = 7
+        directory.ended(
+            summarise(config, directory.path, status, [], seconds=2.5, training_seconds=1.0, error=None,
+                      interrupted=False)
+        )  # fmt: skip
+    summary = offline_summary(tmp_path / "run")
+    assert (summary["seconds"], summary["steps"]) == (2.5, 7)
+    assert "heldout_after" not in summary, "what is not known is not there"
 
 
 def test_turned_off_it_does_nothing(tmp_path, monkeypatch, caplog):
