@@ -45,6 +45,8 @@ class Group:
     """Times that the draw was asked before and given back because its group became too old."""
     withdrawn: bool = False
     """Given up because it became too old. Its samples under way still end, cancelled."""
+    returned: bool = False
+    """Withdrawn, and its draw is asked again."""
 
     @property
     def group_id(self) -> int:

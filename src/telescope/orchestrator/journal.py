@@ -59,6 +59,10 @@ class Journal:
         self._num_tokens_at_last_step = 0
         self._discarded_rewards: list[np.ndarray] = []
 
+    def asked_again(self, sample: Trajectory) -> None:
+        """Count what was sampled for a sample that ended and is no part of it: failed requests, lost conversations."""
+        self._discards.asked_again(sample)
+
     def masked(self, sample: Trajectory) -> None:
         """Count a sample that failed. Its row is written with its group."""
         self._discards.masked(sample)
@@ -76,7 +80,7 @@ class Journal:
 
         The group itself is written when its fate is final. Samples still under way follow as `cancelled`.
         """
-        self._discards.returned()
+        self._discards.returned(group.samples)
         self._discards.discarded(reason, None, group.samples)
         self._discarded_rewards.append(group.rewards_n)
         self._status.num_returned_groups += 1
@@ -84,7 +88,7 @@ class Journal:
 
     def cancelled(self, group: Group, sample: Trajectory, reason: str, version: int) -> None:
         """Count and write a sample of a withdrawn group that was aborted on its way."""
-        self._discards.cancelled(sample)
+        self._discards.cancelled(sample, returned=group.returned)
         self._status.num_cancelled_samples += 1
         self._write_sample(group, sample, status="cancelled", reason=reason, step=version, version=version)
 

@@ -242,8 +242,9 @@ class Orchestrator:
         group.samples.append(trajectory)
         if group.is_finished:
             self.services.lanes.forget_group(group.opening)
+        self._journal.asked_again(trajectory)
         if group.withdrawn:
-            self.status.aborted(trajectory.num_completion_tokens)
+            self.status.aborted(trajectory.num_sampled_tokens)
             self._journal.cancelled(group, trajectory, MAX_ASYNC, self.window.version)
             return
         if trajectory.reward is None:
@@ -252,7 +253,7 @@ class Orchestrator:
         else:
             self._budget.succeeded(group.environment)
             self._judge(group, trajectory)
-        self.status.generated(trajectory.num_completion_tokens)
+        self.status.generated(trajectory.num_sampled_tokens)
         self.status.progressed()
         if group.is_finished:
             self._finish_group(group)
@@ -337,6 +338,7 @@ class Orchestrator:
         if group.num_returns < MAX_RETURNS:
             self.window.given_up()
             self.ledger.returned(group.group_id)
+            group.returned = True
             self._prompts.give_back(group.draw, group.prompt)
             self._journal.withdrawn(group, MAX_ASYNC, version)
         else:

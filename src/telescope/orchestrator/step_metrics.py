@@ -95,8 +95,13 @@ class DiscardCounts:
     """What was sampled since the last step and not trained: groups, samples and tokens, with their lengths.
 
     Dropping is biased, so lengths are counted for all that is dropped. Every sample is in exactly one of: kept (with
-    its step), discarded with its group, masked by itself, cancelled on its way. `returned` counts groups whose draw was
-    asked again; their samples are among the discarded (`max_async`), masked and cancelled.
+    its step), discarded with its group, masked by itself, cancelled on its way. What was sampled for it before its
+    engine failed or its conversation was lost is no part of it, and counts as `retried` or `lost`. So the tokens that
+    the driver has seen are those of kept, discarded, masked, cancelled, retried and lost, and of samples that have no
+    fate yet.
+
+    `returned` looks at it from the side: samples of groups whose draw is asked again. They are among the discarded
+    (`max_async`), masked and cancelled.
     """
 
     def __init__(self) -> None:
@@ -106,7 +111,11 @@ class DiscardCounts:
         self._rewards: dict[str, list[float]] = defaultdict(list)
         self._masked: dict[str, list[int]] = defaultdict(list)
         self._cancelled: list[int] = []
-        self._num_returned = 0
+        self._retried: list[int] = []
+        self._lost: list[int] = []
+        self._returned: list[int] = []
+        self._num_unseen = 0
+        self._num_returned_groups = 0
 
     def discarded(self, reason: str, kind: str | None, samples: Sequence[Trajectory]) -> None:
         """Count one discarded group; `kind` refines the reason (all_zero, all_positive, all_negative).
@@ -125,17 +134,33 @@ class DiscardCounts:
         assert sample.mask_reason is not None
         self._masked[sample.mask_reason].append(sample.num_completion_tokens)
 
-    def cancelled(self, sample: Trajectory) -> None:
-        """Count one sample that was aborted on its way, with the tokens that it had."""
-        self._cancelled.append(sample.num_completion_tokens)
+    def cancelled(self, sample: Trajectory, *, returned: bool) -> None:
+        """Count one sample that was aborted on its way, with the tokens that it had.
 
-    def returned(self) -> None:
-        """Count one group whose draw is asked again."""
-        self._num_returned += 1
+        `returned`: its draw is asked again.
+        """
+        self._cancelled.append(sample.num_completion_tokens)
+        if returned:
+            self._returned.append(sample.num_completion_tokens)
+
+    def returned(self, samples: Sequence[Trajectory]) -> None:
+        """Count one group whose draw is asked again, with its samples that had ended."""
+        self._num_returned_groups += 1
+        self._returned.extend(sample.num_completion_tokens for sample in samples)
+
+    def asked_again(self, sample: Trajectory) -> None:
+        """Count the failed requests and lost conversations of one sample, each by itself."""
+        seen = [length for length in sample.failed_answers if length is not None]
+        self._retried.extend(seen)
+        self._num_unseen += len(sample.failed_answers) - len(seen)
+        self._lost.extend(sample.lost_conversations)
 
     def take(self, num_kept_groups: int) -> dict[str, float]:
         """The counts as metrics, percentages of all groups that were kept or discarded; counting starts anew."""
-        metrics: dict[str, float] = {"returned/groups": float(self._num_returned)}
+        metrics: dict[str, float] = {
+            "returned/groups": float(self._num_returned_groups),
+            "retried/unseen": float(self._num_unseen),
+        }
         total = num_kept_groups + self._reasons.total()
         for reason in sorted({"max_async", "zero_advantage", *self._groups}):
             section = f"discarded/{reason}"
@@ -147,10 +172,18 @@ class DiscardCounts:
                 metrics[f"{section}/reward_mean"] = float(np.mean(rewards))
         for kind, lengths in sorted(self._masked.items()):
             metrics.update(_counted(f"masked/{kind}", lengths))
-        metrics.update(_counted("cancelled", self._cancelled))
-        for counts in (self._groups, self._reasons, self._lengths, self._rewards, self._masked, self._cancelled):
+        by_section = {
+            "cancelled": self._cancelled,
+            "returned": self._returned,
+            "retried": self._retried,
+            "lost": self._lost,
+        }
+        for section, lengths in by_section.items():
+            metrics.update(_counted(section, lengths))
+            lengths.clear()
+        for counts in (self._groups, self._reasons, self._lengths, self._rewards, self._masked):
             counts.clear()
-        self._num_returned = 0
+        self._num_unseen = self._num_returned_groups = 0
         return metrics
 
 

@@ -243,6 +243,12 @@ SAMPLES = Table(
             NUMBERS,
             "Joins between turns that differ from what the chat template writes, counted by name.",
         ),
+        Column("num_retries", INTEGER, "Times that an engine, a worker or a sandbox failed under it."),
+        Column(
+            "wasted_tokens",
+            INTEGER,
+            "Tokens sampled for it in failed requests and lost conversations; not in `completion_tokens`.",
+        ),
     ),
     key=("attempt", "sample_id"),
     keep=Keep.RESULT,

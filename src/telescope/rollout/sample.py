@@ -193,7 +193,9 @@ class Rollout:
                 trajectory.num_infrastructure_retries += 1
                 if trajectory.num_infrastructure_retries > self._settings.max_infrastructure_retries:
                     raise lost.error from lost
-                trajectory.turns.clear()
+                if trajectory.turns:
+                    trajectory.lost_conversations.append(trajectory.num_completion_tokens)
+                    trajectory.turns.clear()
             finally:
                 if self._begun is not None:
                     self._environments.cancel(self._begun)
@@ -307,6 +309,7 @@ class Rollout:
         while True:
             lane = await self._lanes.acquire(task.lane_group, turn=turn_index, timeout=settings.lane_timeout)
             trajectory.server_index, trajectory.lane = lane.server, lane.slot
+            num_seen: int | None = None
             try:
                 request = GenerateRequest(
                     # Unique, since every further try of a turn, or of the whole conversation, counts as a retry.
@@ -325,12 +328,14 @@ class Rollout:
                 finally:
                     self._in_engine = None
                 if generation.finish_reason == "abort" and not trajectory.cancelled:
+                    num_seen = len(generation.token_ids_N)
                     raise InfrastructureError(f"server {lane.server} aborted request {request.request_id} by itself")
                 return lane, generation
             except InfrastructureError as error:
                 # Reported first: the lane must not go to a waiter on a server that has just failed.
                 self._on_engine_failure(lane.server, error)
                 self._lanes.release(lane)
+                trajectory.failed_answers.append(num_seen)
                 trajectory.num_infrastructure_retries += 1
                 if trajectory.cancelled or trajectory.num_infrastructure_retries > settings.max_infrastructure_retries:
                     raise

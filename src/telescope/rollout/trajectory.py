@@ -66,6 +66,10 @@ class Trajectory:
     penalty: float = 0.0
     """What was taken off the training reward because the answer is overlong."""
     num_infrastructure_retries: int = 0
+    failed_answers: list[int | None] = field(default_factory=list)
+    """Tokens of each request that its engine failed; None where the engine was gone before it said how many."""
+    lost_conversations: list[int] = field(default_factory=list)
+    """Tokens of each conversation that was begun again because its state was lost."""
     server_index: int = -1
     lane: int = -1
     started_at: float = 0.0
@@ -98,6 +102,12 @@ class Trajectory:
     def num_completion_tokens(self) -> int:
         """Sampled tokens of all turns."""
         return sum(len(turn.generation.token_ids_N) for turn in self.turns)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Every token that is known to have been sampled for it: its turns, and what was asked again."""
+        failed = sum(length for length in self.failed_answers if length is not None)
+        return self.num_completion_tokens + failed + sum(self.lost_conversations)
 
     @property
     def num_environment_tokens(self) -> int:

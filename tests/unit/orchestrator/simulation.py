@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,14 +22,21 @@ from telescope.errors import EnvironmentFailure, InfrastructureError, RolloutLos
 from telescope.inference.fake_engine import FakeEngine, FakeEngineSettings, FakeRequest
 from telescope.orchestrator.draws import DrawSequence
 from telescope.orchestrator.filters import SampleFilters
+from telescope.orchestrator.groups import Group
 from telescope.orchestrator.lanes import make_lanes
 from telescope.orchestrator.orchestrator import Orchestrator, Services
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervise import Supervisor
-from telescope.rollout.sample import RolloutSettings
+from telescope.rollout.sample import Rollout, RolloutSettings
 from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.types import GenerateRequest, Generation
 from telescope.trainer.batch import StepInput, StepResult
+
+FATES = {
+    *("kept", "discarded/max_async", "discarded/zero_advantage", "discarded/too_slow", "discarded/all_masked"),
+    *("masked/environment", "masked/infrastructure", "cancelled", "retried", "lost"),
+}
+"""What can become of a sampled token here, by the names of the metrics."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,8 @@ class Pace:
     turns: tuple[int, int] = (1, 1)
     environment_failures: float = 0.0
     engine_failures: float = 0.0
+    own_aborts: float = 0.0
+    """Requests that a server aborts by itself, with the tokens that they have."""
     lost_conversations: float = 0.0
     deaths: tuple[tuple[float, int, float], ...] = ()
     """(when, server, seconds that it is away)."""
@@ -57,6 +66,8 @@ class SimulatedServer:
         self.held_version = 0
         self.alive = True
         self.aborted: set[str] = set()
+        self.num_tokens_answered = 0
+        """Tokens in all answers that reached the driver."""
         self._pace = pace
         self._rng = rng
         self._settings = FakeEngineSettings(tokens_per_second=pace.tokens_per_second)
@@ -76,6 +87,8 @@ class SimulatedServer:
         engine, ids = self.engine, request.request_id
         assert ids not in engine.salts, "a request id is never used twice"
         asked = engine.submit(ids, request.prompt_token_ids, request.max_tokens, request.seed, request.priority, None)
+        if self._pace.own_aborts and self._rng.random() < self._pace.own_aborts:
+            asyncio.get_running_loop().call_later(self._rng.uniform(0.0, 2.0), engine.abort, [ids])
         try:
             reason = await asked.done
         finally:
@@ -83,6 +96,7 @@ class SimulatedServer:
         if reason == "died":
             raise InfrastructureError(f"server {self.index} died")
         count = asked.num_tokens
+        self.num_tokens_answered += count
         tokens = (asked.answer or [])[:count]
         starts = [*asked.versions, ("", count)]
         spans = [
@@ -221,6 +235,8 @@ class Simulation:
         )
         for index in range(num_servers):
             self.lanes.set_up(index, True)
+        self.begun: list[tuple[Group, Rollout]] = []
+        """Every sample that was begun."""
         self.orchestrator = Orchestrator(
             config,
             Services(
@@ -241,6 +257,14 @@ class Simulation:
             RolloutSettings.from_config(config),
             self.status,
         )
+        begin = self.orchestrator._rollout
+
+        def remembered(group: Group, index: int) -> Rollout:
+            rollout = begin(group, index)
+            self.begun.append((group, rollout))
+            return rollout
+
+        self.orchestrator._rollout = remembered  # type: ignore[method-assign]
 
     def _report(self, server: int, error: InfrastructureError) -> None:
         if not self.servers[server].alive:
@@ -270,7 +294,18 @@ class Simulation:
         orchestrator = self.orchestrator
         ready = orchestrator._batch.groups if orchestrator._batch is not None else []
         groups = (*orchestrator._open.values(), *orchestrator._finished, *ready)
-        return [sample for group in groups for sample in group.samples if sample.reward is not None]
+        return [sample for group in groups for sample in group.samples if sample.is_usable]
+
+    def counted_tokens(self) -> dict[str, float]:
+        """Tokens by what became of them, over all steps and since the last one."""
+        last = self.orchestrator._journal._discards.take(0)
+        counted: dict[str, float] = defaultdict(float)
+        for name, value in (item for metrics in (*self.step_log.metrics, last) for item in metrics.items()):
+            fate, _, quantity = name.rpartition("/")
+            # `returned` counts again what is among the others, and so do the kinds of `zero_advantage`.
+            if quantity == "tokens" and fate != "returned" and not fate.startswith("discarded/zero_advantage_"):
+                counted[fate] += value
+        return counted
 
     def check(self) -> None:
         """Every prompt accounted for, no token trained too old, none twice, no lane leaked."""
@@ -289,5 +324,23 @@ class Simulation:
         for server in self.servers:
             assert not server.engine.requests, "the engine works for nobody"
         assert not self.environment.items, "the environment holds no state"
+        self.check_tokens()
         ids = [row["sample_id"] for row in self.recorder.of("samples")]
         assert len(set(ids)) == len(ids), "a sample is written once"
+
+    def check_tokens(self) -> None:
+        """Every token that an engine answered with has one fate, or none yet.
+
+        What a server sampled and died with never reached the driver, which can count those requests and nothing more.
+        """
+        counted = self.counted_tokens()
+        assert set(counted) <= FATES, "no other name holds tokens"
+        still_open = sum(sample.num_completion_tokens for sample in self.open_samples())
+        assert sum(counted.values()) + still_open == self.status.num_tokens_generated
+        ended = {id(sample) for group, _ in self.begun for sample in group.samples}
+        under_way = (rollout.trajectory for _, rollout in self.begun if id(rollout.trajectory) not in ended)
+        answered = sum(server.num_tokens_answered for server in self.servers)
+        assert self.status.num_tokens_generated + sum(s.num_sampled_tokens for s in under_way) == answered
+        written = self.recorder.of("samples")
+        known = sum((row.get("completion_tokens") or 0) + (row.get("wasted_tokens") or 0) for row in written)
+        assert known <= answered, "no token is on record twice"

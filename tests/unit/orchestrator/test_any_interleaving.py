@@ -29,6 +29,7 @@ paces = st.builds(
     turns=st.sampled_from([(1, 1), (1, 3)]),
     environment_failures=st.sampled_from([0.0, 0.05, 0.3]),
     engine_failures=st.sampled_from([0.0, 0.05]),
+    own_aborts=st.sampled_from([0.0, 0.1]),
     lost_conversations=st.sampled_from([0.0, 0.1]),
     deaths=st.lists(st.tuples(st.floats(0, 60), st.integers(0, 1), st.sampled_from([0.1, 5.0, 30.0])), max_size=3).map(
         tuple

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.unit.orchestrator.fakes import config_of, group, sample
 from tests.unit.orchestrator.simulated_clock import run_simulated
-from tests.unit.orchestrator.simulation import Pace, Simulation
+from tests.unit.orchestrator.simulation import FATES, Pace, Simulation
 
 from telescope.errors import RunError
 from telescope.orchestrator.staleness import Staleness
@@ -105,18 +105,34 @@ def test_a_draw_is_dropped_as_too_slow_after_two_returns() -> None:
 
 
 def test_every_sampled_token_is_counted_once_with_what_became_of_it() -> None:
-    pace = Pace(tokens=(1, 400), score=(0.0, 0.2), environment_failures=0.1)
-    run = simulated(pace, max_off_policy_steps=1, max_async_rollout=4)
-    fates = ("kept", "discarded/max_async", "discarded/zero_advantage", "discarded/too_slow", "discarded/all_masked",
-             "masked/environment", "cancelled")  # fmt: skip
-    counted = {fate: total(run, f"{fate}/tokens") for fate in fates}
-    assert min(counted[fate] for fate in ("kept", "discarded/max_async", "masked/environment", "cancelled")) > 0
-    still_open = sum(sample.num_completion_tokens for sample in run.open_samples())
-    generated = sum(row["num_tokens_generated"] for row in run.recorder.of("steps"))
-    assert sum(counted.values()) + still_open == generated
-    written = run.recorder.of("samples")
+    pace = Pace(
+        tokens=(1, 200), score=(0.0, 0.2), turns=(1, 3), environment_failures=0.1, own_aborts=0.1,
+        lost_conversations=0.1, deaths=((5.0, 0, 2.0), (20.0, 1, 2.0)),
+    )  # fmt: skip
+    run = simulated(pace, max_off_policy_steps=1, max_async_rollout=4, num_servers=2, inference_num_workers=2)
+    tokens = {fate: total(run, f"{fate}/tokens") for fate in FATES}
+    felt = ("kept", "discarded/max_async", "masked/environment", "cancelled", "retried", "lost")
+    assert min(tokens[fate] for fate in felt) > 0, "and that they add up, `check` has seen"
+    assert total(run, "retried/unseen") > 0, "what a server died with is known to be missing"
+    fates = FATES - {"retried", "lost"}
+    written = [row for row in run.recorder.of("samples") if row["reason"] != "run_ended"]
     assert len(written) == total(run, *(f"{fate}/samples" for fate in fates))
-    assert sum(row["completion_tokens"] for row in written) == sum(counted.values())
+    assert sum(row["completion_tokens"] for row in written) == sum(tokens[fate] for fate in fates)
+    assert sum(row["wasted_tokens"] for row in written) <= tokens["retried"] + tokens["lost"]
+
+
+def test_what_belonged_to_returned_draws_is_counted_too() -> None:
+    run = simulated(SLOW_ANSWERS, max_off_policy_steps=1, max_async_rollout=4)
+    assert total(run, "returned/groups") == run.orchestrator.ledger.num_returned
+    rows = [
+        row
+        for row in run.recorder.of("samples", reason="max_async")
+        if row["group_id"] not in {group["group_id"] for group in run.recorder.of("groups", reason="too_slow")}
+    ]
+    assert 0 < len(rows) <= total(run, "returned/samples")
+    assert sum(row["completion_tokens"] for row in rows) <= total(run, "returned/tokens")
+    assert total(run, "returned/tokens") <= total(run, "discarded/max_async/tokens", "cancelled/tokens")
+    assert any("returned/tokens_mean" in metrics for metrics in run.step_log.metrics)
 
 
 def test_the_lengths_of_what_is_kept_and_of_what_is_dropped_are_there_to_compare() -> None:

@@ -54,6 +54,7 @@ async def test_a_failed_engine_is_asked_again_on_a_fresh_lane() -> None:
     sample = await bench.run()
     assert sample.total_reward == 1.0
     assert sample.num_infrastructure_retries == 2
+    assert sample.failed_answers == [None, None], "nobody knows what an engine that is gone had sampled"
     assert bench.failures == [(0, "the server is gone"), (1, "the server is gone")]
     assert [lease.slot for lease in bench.lanes.leases] == [0, 1, 2]
     assert (sample.server_index, sample.lane) == (0, 2), "the lane that served it, not one that failed"
@@ -78,6 +79,7 @@ async def test_an_engine_that_aborts_by_itself_has_failed() -> None:
     sample = await bench.run()
     assert sample.total_reward == 1.0
     assert sample.num_infrastructure_retries == 1
+    assert (sample.failed_answers, sample.num_completion_tokens, sample.num_sampled_tokens) == ([1], 2, 3)
     assert bench.environments.calls == [("arithmetic#1", 3, [7, 8], "stop", False)], "the aborted answer is not scored"
 
 
@@ -173,6 +175,7 @@ async def test_a_conversation_whose_state_is_lost_begins_again() -> None:
     assert sample.total_reward == 1.0
     sampled = [turn.generation.token_ids_N.tolist() for turn in sample.turns]
     assert sampled == [[9], [10]], "nothing of the lost one stays"
+    assert (sample.lost_conversations, sample.num_completion_tokens, sample.num_sampled_tokens) == ([2], 2, 4)
     ids = [request.request_id for request in bench.engine.requests]
     assert len(set(ids)) == len(ids), "a request id is never used twice"
     assert not bench.environments.open
