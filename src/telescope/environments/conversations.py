@@ -20,6 +20,7 @@ from telescope.environments.base import (
     TrajectoryStep,
     conversation,
 )
+from telescope.environments.blame import in_words
 from telescope.environments.dialogue import Dialogue
 from telescope.environments.plain import MalformedResultError, plain_messages, plain_score, plain_verdict
 from telescope.environments.records import CONTEXT_EXHAUSTED
@@ -106,7 +107,7 @@ class Conversations:
             over = fields["done"] or played.ended
             return fields, pack_ids(ids)
         except Exception as error:
-            played.state.error = f"{type(error).__name__}: {error}"
+            played.state.error = in_words(error)
             raise
         finally:
             played.playing = False
@@ -129,8 +130,8 @@ class Conversations:
             return
         try:
             yield from settled(self.game(played.environment).end_rollout(played.state))
-        except Exception:
-            traceback.print_exc()  # what the rollout was worth is known by now, and stays so
+        except BaseException:  # `sys.exit` too: what the rollout was worth is known by now, and stays so
+            traceback.print_exc()
 
     def _turn(
         self, played: _Conversation, header: dict[str, Any], blob: bytes

@@ -109,9 +109,9 @@ class Player:
                 self.prepare(position, 0)
             except UserError:
                 raise
-            except Exception as error:
+            except BaseException as error:
                 raise UserError(
-                    f"The first prompt of environment {spec.name!r} cannot be rendered: {type(error).__name__}: {error}"
+                    f"The first prompt of environment {spec.name!r} cannot be rendered: {describe(error)}"
                 ) from error
         self.not_extendable[position] = self._why_not_extendable(spec, environment)
         return EnvironmentInfo(

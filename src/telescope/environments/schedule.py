@@ -187,14 +187,16 @@ class Seat:
 
         `killed` says that the pool ended the worker, and so has settled the blame already. Otherwise it is on the call
         that held the main thread. If none did, a call that waited in the event loop may have caused the death (through
-        a thread or a subprocess), so the death is counted on each of those. `lost` says that the worker went with the
+        a thread or a subprocess), or the first in the queue, whose answer was under way; so the death is counted on
+        each of those. `lost` says that the worker went with the
         process that it was forked from: a call of any worker may have done that, so no call is to blame, and the death
         is counted on all that had begun.
         """
         current, _ = reading
         culprit = None if killed or lost else self.queued.pop(current, None) or self.parked.pop(current, None)
         if culprit is None and not killed:
-            begun = [*self.parked.values(), *([self.queued[current]] if current in self.queued else [])]
+            first = current if current or lost else next(iter(self.queued), 0)
+            begun = [*self.parked.values(), *([self.queued[first]] if first in self.queued else [])]
             for call in begun:
                 call.deaths += 1
         others = [call for _, call in sorted({**self.queued, **self.parked}.items(), key=lambda item: item[0])]

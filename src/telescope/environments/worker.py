@@ -10,6 +10,7 @@ Invariants:
 - Before any step into user code the slot names its request (see `slot`), whichever task takes the step.
 - The answer to a request is on the socket before the next request is begun.
 - The process ends with the stream of its socket, or, when user code holds it, by the kernel's signal (`fork_server`).
+- A copy of the process that user code forked and let go on ends where user code ends, and never answers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import logging
 import os
 import resource
 import socket
+import sys
 import time
 import traceback
 from collections import deque
@@ -27,7 +29,8 @@ from contextvars import ContextVar
 from dataclasses import asdict
 from typing import Any
 
-from telescope.environments.blame import innermost_line
+from telescope.environments.blame import cause, in_words, innermost_line
+from telescope.environments.plain import MalformedResultError
 from telescope.environments.player import Player
 from telescope.environments.records import EnvironmentSpec
 from telescope.environments.rendering import Renderer
@@ -38,6 +41,8 @@ from telescope.errors import InfrastructureError, UserError
 
 LOOK_AGAIN_SECONDS = 0.002
 """After a call longer than this, the socket is read again for withdrawn requests before the next one is begun."""
+MAX_ANSWER_BYTES = 32 * 2**20
+"""Largest answer: what a rollout says and notes goes through the driver's memory and into the record."""
 CLOSE_SECONDS = 20.0
 """Given to the environments to close their resources when the driver has hung up."""
 
@@ -92,6 +97,8 @@ class _Held:
         self.started = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
+        if os.getpid() != self.worker.pid:
+            os._exit(1)  # user code forked, and this is the copy: it would read the requests of the process itself
         self.worker.slot.leave()
         busy = self.worker.busy
         if self.request_id in busy:
@@ -103,6 +110,7 @@ class Worker:
 
     def __init__(self, connection: socket.socket, slot: Slot, renderer: Renderer | None) -> None:
         self.connection = connection
+        self.pid = os.getpid()
         self.slot = slot
         self.reader = FrameReader()
         self.inbox: deque[tuple[dict[str, Any], bytes]] = deque()
@@ -167,8 +175,11 @@ class Worker:
                 self.inbox.append((header, blob))
 
     def send(self, header: dict[str, Any], blob: bytes = b"") -> None:
+        self._send_frame(pack_frame(header, blob))
+
+    def _send_frame(self, frame: bytes) -> None:
         try:
-            self.connection.sendall(pack_frame(header, blob))
+            self.connection.sendall(frame)
         except (BrokenPipeError, ConnectionResetError):
             self.ended = True  # the driver is gone, and so are we in a moment
             self.loop.stop()
@@ -206,7 +217,7 @@ class Worker:
             self.send({"failed": str(error), "user_error": True})
             return False
         except BaseException as error:
-            traceback.print_exc()
+            _print(error)
             self.send({"failed": _blame(error), "user_error": False})
             return False
         limit_memory(header["memory_limit_bytes"])
@@ -275,10 +286,18 @@ class Worker:
             logging.getLogger(__name__).warning("Closing resources took longer than %g seconds", CLOSE_SECONDS)
 
     def _answer(self, request_id: int, fields: dict[str, Any], blob: bytes = b"") -> None:
-        self.send({"id": request_id, "result": fields, **self._times(request_id)}, blob)
+        times = self._times(request_id)
+        frame = pack_frame({"id": request_id, "result": fields, **times}, blob)
+        if len(frame) > MAX_ANSWER_BYTES:
+            problem = (
+                f"what the environment returned takes {len(frame)} bytes; at most {MAX_ANSWER_BYTES} are passed on"
+            )
+            self.send({"id": request_id, "failed": problem, "infrastructure": False, **times})
+            return
+        self._send_frame(frame)
 
     def _fail(self, request_id: int, error: BaseException) -> None:
-        traceback.print_exception(error)
+        _print(error)
         infrastructure = isinstance(error, InfrastructureError)
         failed = {"failed": _blame(error), "infrastructure": infrastructure}
         self.send({"id": request_id, **failed, **self._times(request_id)})
@@ -291,10 +310,21 @@ class Worker:
 
 
 def _blame(error: BaseException) -> str:
-    """The error in a line, with the name of the file and the line that it comes from."""
-    where = innermost_line(error)
-    place = f" ({os.path.basename(where)})" if where else ""
-    return f"{type(error).__name__}: {error}{place}".encode("utf-8", "replace").decode()
+    """The error in words, with the name of the file and the line that it comes from.
+
+    What user code returned has no line; the one that found it malformed is ours and helps nobody.
+    """
+    error = cause(error)
+    where = None if isinstance(error, MalformedResultError) else innermost_line(error)
+    return in_words(error) + (f" ({os.path.basename(where)})" if where else "")
+
+
+def _print(error: BaseException) -> None:
+    """The traceback, into the log."""
+    try:
+        traceback.print_exception(error)
+    except Exception as worse:  # the exception is the user's, and so may be what printing it runs
+        print(f"{in_words(error)}, whose traceback cannot be printed: {in_words(worse)}", file=sys.stderr)
 
 
 def limit_memory(extra_bytes: int | None) -> None:

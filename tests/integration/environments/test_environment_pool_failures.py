@@ -53,6 +53,8 @@ async def eventually(condition, seconds=10.0):
         ("wrong_metric", r"sample_metrics\['rank'\] is str 'first', not a number"),
         ("number nan", "total_reward is nan"),
         ("number inf", "total_reward is inf"),
+        ("raise_what_cannot_be_printed", "Unprintable: its text cannot be had"),
+        ("say_a_lot", r"what the environment returned takes \d+ bytes; at most"),
     ],
 )
 async def test_a_failing_reward_fails_its_sample_and_spares_its_process(make_pool, encode, deed, words):
@@ -150,6 +152,15 @@ async def test_a_reward_may_run_an_event_loop_of_its_own(make_pool, encode):
     pool = await make_pool("hostile")
     assert (await do(pool, encode, "run_a_loop")).total_reward == 1.0
     assert (await do(pool, encode, "wait 0.01")).total_reward == 1.0
+
+
+@pytest.mark.parametrize("deed", ["fork_and_raise", "fork_and_return", "fork_and_wait"])
+async def test_a_copy_that_user_code_forks_off_never_answers(make_pool, encode, deed):
+    """It has the same socket, and would take the requests of others."""
+    pool = await make_pool("hostile")
+    pids = {(await do(pool, encode, what)).sample_metrics["pid"] for what in (deed, *[FINE] * 20)}
+    assert pids == set(pool.status().pids)
+    assert pool.status().restarts == 0
 
 
 async def test_memory_is_bounded_and_the_process_goes_on(make_pool, encode):

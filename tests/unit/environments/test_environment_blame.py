@@ -30,3 +30,31 @@ def test_a_line_in_the_folder_of_the_environment_comes_first():
 def test_an_error_without_a_traceback_or_with_odd_text_is_told_too():
     assert describe(ValueError("\ud800")) == "ValueError: ?"
     assert describe(SystemExit()) == "SystemExit"
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_an_error_that_cannot_say_what_it_is_is_told_by_its_name():
+    assert describe(Unprintable()) == "Unprintable: its text cannot be had, RuntimeError"
+
+
+def test_a_long_error_is_cut():
+    text = describe(ValueError("x" * 5_000_000))
+    assert len(text) < 2_100
+    assert text.endswith("(5000012 characters in all)")
+
+
+def test_the_first_error_of_a_group_is_told():
+    assert describe(ExceptionGroup("two", [ValueError("inner"), KeyError("other")])).endswith("first ValueError: inner")
+
+
+def test_a_next_without_an_item_is_told_with_its_own_line():
+    def empty():
+        yield next(iter(()))
+
+    error = caught(lambda: list(empty()))
+    assert isinstance(error, RuntimeError)
+    assert describe(error).startswith(f"StopIteration at {HERE}:")

@@ -106,7 +106,15 @@ def test_a_death_while_all_wait_counts_on_each_that_waited(make_call):
     seat = seat_with([waiting, queued])
     seat.begun_waiting(1)
     assert seat.died((0, 1), killed=False) == (None, [waiting, queued])
-    assert (waiting.deaths, queued.deaths) == (1, 0)
+    assert waiting.deaths == 1
+
+
+def test_a_death_around_an_answer_counts_on_the_first_in_the_queue(make_call):
+    """Otherwise a call whose answer ends its process runs again for ever."""
+    answering, queued = make_call(), make_call()
+    seat = seat_with([answering, queued])
+    assert seat.died((0, 2), killed=False) == (None, [answering, queued])
+    assert (answering.deaths, queued.deaths) == (1, 0)
 
 
 def test_a_kill_by_the_pool_blames_nobody_again(make_call):

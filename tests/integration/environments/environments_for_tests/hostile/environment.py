@@ -11,6 +11,11 @@ import time
 from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
 
 
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
 class Hostile(SingleTurnEnvironment):
     def load_dataset(self, num_samples=-1):
         return [Sample(f"question {i}", answer=str(i)) for i in range(100)]
@@ -84,6 +89,28 @@ class Hostile(SingleTurnEnvironment):
     def start_a_child(self, argument):
         child = subprocess.Popen(["sleep", argument])
         return RewardResult(1.0, sample_metrics={"child": child.pid})
+
+    def raise_what_cannot_be_printed(self, argument):
+        raise Unprintable()
+
+    def say_a_lot(self, argument):
+        return RewardResult(1.0, info_turns=[{"said": "x" * 40 * 2**20}])
+
+    def fork_and_raise(self, argument):
+        if os.fork() == 0:
+            raise ValueError("raised by the copy")
+        time.sleep(0.2)
+        return self.fine(argument)
+
+    def fork_and_return(self, argument):
+        os.fork()
+        return self.fine(argument)
+
+    async def fork_and_wait(self, argument):
+        await asyncio.sleep(0.01)
+        os.fork()
+        await asyncio.sleep(0.01)
+        return self.fine(argument)
 
     def number(self, argument):
         return RewardResult(float(argument))
