@@ -22,6 +22,14 @@ def remarks(config: TelescopeConfig) -> list[str]:
             "group_size is 1: a sample has nothing to be compared with, so its advantage is its reward"
             + (", whitened over the batch." if config.advantage_norm == "batch" else ".")
         )
+    if 0 <= config.max_off_policy_steps < config.max_async_rollout:
+        bound, ahead = config.max_off_policy_steps, config.max_async_rollout
+        found.append(
+            f"max_off_policy_steps is {bound}, below max_async_rollout, which is {ahead}: answers are generated up to "
+            f"{ahead} steps ahead of the step that trains them, and whatever grows older than {bound} is thrown away "
+            "and asked again, up to half of all that is generated. Set max_off_policy_steps to at least "
+            f"{ahead}, or max_async_rollout to {bound}."
+        )
     if config.algorithm == "gspo":
         idle = [name for name in ("clip_low", "clip_high") if getattr(config, name) > GSPO_BOUND_THAT_BINDS]
         if idle:

@@ -279,6 +279,16 @@ def test_a_run_that_sets_nothing_special_has_no_notes(run_yaml):
     assert load(run_yaml).notes == []
 
 
+def test_a_bound_on_age_below_the_steps_that_generation_runs_ahead_is_pointed_out():
+    environments = ("--environments", "[{name: a}]")
+    (note,) = load(None, *environments, "--max_off_policy_steps", "1").notes
+    assert note.startswith("max_off_policy_steps is 1, below max_async_rollout, which is 2:")
+    assert note.endswith("Set max_off_policy_steps to at least 2, or max_async_rollout to 1.")
+    for bound, ahead in ((2, 2), (0, 0), (-1, 2)):
+        flags = ("--max_off_policy_steps", str(bound), "--max_async_rollout", str(ahead))
+        assert load(None, *environments, *flags).notes == []
+
+
 @pytest.mark.parametrize(("field", "value"), [("train_backend", "megatron")])
 def test_a_choice_that_would_compute_something_else_is_refused(field, value):
     message = error_of(None, "--environments", "[{name: a}]", f"--{field}", value)

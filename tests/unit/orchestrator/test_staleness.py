@@ -148,6 +148,18 @@ def test_the_lengths_of_what_is_kept_and_of_what_is_dropped_are_there_to_compare
     assert mean["kept"] < 200, "dropping favours short answers (all: 200), and the record shows by how much"
 
 
+def test_draws_come_back_by_the_dozen_only_when_the_bound_is_below_the_steps_that_generation_runs_ahead() -> None:
+    pace = Pace(tokens=(1, 40), train=(6.0, 6.0))
+    shares = {}
+    for bound in (1, 2, 3):
+        run = simulated(pace, max_off_policy_steps=bound, max_async_rollout=2, max_concurrent_prompts_per_server=32)
+        returned, kept = total(run, "returned/groups"), total(run, "kept/groups")
+        shares[bound] = returned / (returned + kept)
+    assert shares[1] > 0.2
+    assert shares[2] < 0.05
+    assert shares[3] == 0, "which is what the remark about max_off_policy_steps says"
+
+
 # Defect 14: fresh finished groups are thrown away because a batch was full.
 def test_no_finished_group_is_thrown_away_while_it_is_young_enough() -> None:
     run = simulated(Pace(), max_off_policy_steps=8, max_async_rollout=3)

@@ -36,7 +36,8 @@ class OrchestratorSection(Section):
     computation is slow (e.g., sandbox environments). Requires enable_individual_sample_lanes."""
     max_off_policy_steps: Annotated[int, Field(ge=-1, le=MAX_STEPS)] = 8
     """Cancel in-flight rollouts after this many weight updates: a group whose oldest token is older is given up, and
-    its prompt is asked again, up to twice. So no older token is trained. -1 turns cancellation off."""
+    its prompt is asked again, up to twice. So no older token is trained. Below `max_async_rollout` it throws away
+    up to half of what is generated. -1 turns cancellation off."""
     inflight_kv: Literal["keep", "recompute"] = "keep"
     """What a weight update does to the KV cache of answers that are being generated. `keep` goes on with it (no
     pause for recomputing); `recompute` drops it, so that every later token is sampled by the new weights alone."""
