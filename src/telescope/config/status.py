@@ -47,7 +47,6 @@ FIELD_STATUS: dict[str, str] = {
     "event_upload_interval_seconds": HARDWARE_METRICS,
     "ray_torch_memory_drain_interval_seconds": HARDWARE_METRICS,
     "rollout_block_size": HARDWARE_METRICS,
-    "track_gpu_events": HARDWARE_METRICS,
     "enable_vllm_tracing": TRACING,
     "otlp_receiver_port": TRACING,
     "fsdp_context_parallel_size": PARALLELISM,

@@ -1,8 +1,16 @@
 """Where a step's time goes: named spans, and the `timing_*` metrics made of them.
 
-Owns measuring. Invariant: measuring never waits for the device; on GPU a span is two events on the stream, read once
-after the step has been synchronised for its metrics anyway. Times are wall-clock seconds (`time.time()`), so that spans
-of several processes can be laid over each other.
+Owns measuring, and laying the device's clock over the wall's. Times are wall-clock seconds (`time.time()`), so that
+spans of several processes can be laid over each other.
+
+Invariants: measuring never waits for the device. On a GPU a span is two events on the stream that the work was given
+to; they are read in `finish`, once the step has been waited for to have its metrics. On the CPU the same interface
+reads the host's clock. A timeline that is off costs a test of a flag.
+
+The clocks. An event knows only how long after another event it happened. Nothing happens on the device before the host
+has asked for it, so for every event i: offset + device_i >= host_i. The smallest offset that satisfies all of them is
+right to within the time of one launch whenever the stream was empty at any moment of the step, as it is at its start.
+It is found anew for each step, so that clocks do not drift apart.
 """
 
 from __future__ import annotations
@@ -24,60 +32,101 @@ OPERATIONS = (
     "compute_entropy",
     "data_to_device",
     "prepare_tensors",
+    "gradient_reduction",
 )
-"""Operations that are measured per micro-batch. `compute_entropy` is the fused pass for logprob and entropy."""
+"""Operations that are measured per micro-batch. `compute_entropy` is the fused pass for logprob and entropy;
+`gradient_reduction` runs beside `backward`, on a stream of its own on a GPU."""
+
+STEP_OPERATIONS = ("gradient_norm", "optimizer")
+"""Operations that are measured per optimiser step."""
+
+
+@dataclass(slots=True)
+class _Moment:
+    """A point of a stream, and when the host asked for it (`time.perf_counter()`). Without an event it is the host's
+    own time."""
+
+    host: float
+    event: torch.cuda.Event | None = None
 
 
 @dataclass(slots=True)
 class _Mark:
     name: str
     micro_batch: int | None
-    start: float | torch.cuda.Event
-    end: float | torch.cuda.Event
+    start: _Moment
+    end: _Moment
 
 
 class Timeline:
-    """Spans of one step of one rank."""
+    """Spans of one step of one rank. `enabled=False` measures nothing."""
 
-    def __init__(self, device: torch.device, rank: int) -> None:
+    def __init__(self, device: torch.device, rank: int, *, enabled: bool = True) -> None:
         self._rank = rank
+        self._enabled = enabled
         self._on_gpu = device.type == "cuda"
         self._marks: list[_Mark] = []
-        self._wall_start = time.time()
-        self._clock_start = time.perf_counter()
-        self._event_start = self._now() if self._on_gpu else None
+        if enabled:
+            self._wall = time.time() - time.perf_counter()
+            self._first = self._now()
 
-    def _now(self) -> float | torch.cuda.Event:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def _now(self) -> _Moment:
+        # The host's clock is read first: the offset must not take the launch for waiting.
+        moment = _Moment(time.perf_counter())
+        if self._on_gpu:
+            moment.event = torch.cuda.Event(enable_timing=True)
+            moment.event.record()
+        return moment
 
     @contextmanager
     def span(self, name: str, micro_batch: int | None = None) -> Iterator[None]:
-        """Measure the work enqueued inside."""
+        """Measure the work that is enqueued inside, on the stream that is current here."""
+        if not self._enabled:
+            yield
+            return
         start = self._now()
         yield
         self._marks.append(_Mark(name, micro_batch, start, self._now()))
 
-    def _wall(self, moment: float | torch.cuda.Event) -> float:
-        if isinstance(moment, float):
-            return self._wall_start + moment - self._clock_start
-        assert isinstance(self._event_start, torch.cuda.Event)
-        return self._wall_start + self._event_start.elapsed_time(moment) / 1000
-
     def finish(self) -> list[Span]:
-        """All spans, by start. On GPU the device must have been synchronised."""
-        spans = [Span(m.name, self._wall(m.start), self._wall(m.end), self._rank, m.micro_batch) for m in self._marks]
+        """All spans, by start. On a GPU this waits for what was measured, which by then has ended."""
+        if not self._marks:
+            return []
+        if self._on_gpu:
+            self._marks[-1].end.event.synchronize()  # type: ignore[union-attr]
+        times = [(self._seconds(mark.start), self._seconds(mark.end)) for mark in self._marks]
+        offset = self._offset(times) + self._wall
+        spans = [
+            Span(mark.name, start + offset, end + offset, self._rank, mark.micro_batch)
+            for mark, (start, end) in zip(self._marks, times, strict=True)
+        ]
         return sorted(spans, key=lambda span: span.start)
+
+    def _seconds(self, moment: _Moment) -> float:
+        """When it happened on its own clock: the host's, or seconds after the timeline's first event."""
+        if moment.event is None:
+            return moment.host
+        assert self._first.event is not None
+        return self._first.event.elapsed_time(moment.event) / 1000
+
+    def _offset(self, times: list[tuple[float, float]]) -> float:
+        """What to add to a device's time to have `time.perf_counter()`; 0 on the CPU."""
+        if not self._on_gpu:
+            return 0.0
+        found = [self._first.host]
+        for mark, (start, end) in zip(self._marks, times, strict=True):
+            found += (mark.start.host - start, mark.end.host - end)
+        return max(found)
 
 
 def timing_metrics(spans: list[Span], num_micro_batches: int) -> dict[str, float]:
     """`timing_<operation>_total` and `timing_<operation>_microbatch_mean` in seconds, of one rank's spans."""
-    metrics: dict[str, float] = {}
+    totals = dict.fromkeys((*OPERATIONS, *STEP_OPERATIONS), 0.0)
+    for span in spans:
+        if span.name in totals:
+            totals[span.name] += span.end - span.start
+    metrics = {f"timing_{operation}_total": seconds for operation, seconds in totals.items()}
     for operation in OPERATIONS:
-        total = sum(span.end - span.start for span in spans if span.name == operation)
-        metrics[f"timing_{operation}_total"] = total
-        metrics[f"timing_{operation}_microbatch_mean"] = total / num_micro_batches if num_micro_batches else 0.0
+        mean = totals[operation] / num_micro_batches if num_micro_batches else 0.0
+        metrics[f"timing_{operation}_microbatch_mean"] = mean
     return metrics

@@ -176,7 +176,8 @@ def test_the_saved_hugging_face_checkpoint_holds_the_trained_weights(both):
 def test_timing_metrics_have_the_documented_names_and_spans_lie_on_one_clock(both):
     metrics, spans = both.two[0]["step_metrics"][-1], both.two[0]["spans"]
     operations = ("forward", "backward", "loss_computation", "compute_kl", "compute_entropy", "data_to_device")
-    for operation in (*operations, "prepare_tensors"):
+    operations = (*operations, "prepare_tensors", "gradient_reduction")
+    for operation in operations:
         assert metrics[f"timing_{operation}_total"] > 0
         mean = metrics[f"timing_{operation}_total"] / metrics["micro_batches"]
         assert metrics[f"timing_{operation}_microbatch_mean"] == pytest.approx(mean)
@@ -184,5 +185,9 @@ def test_timing_metrics_have_the_documented_names_and_spans_lie_on_one_clock(bot
     assert metrics["timing_weight_sync_trainer_total"] > 0
     assert metrics["timing_step_total"] <= sum(metrics[part] for part in parts) + 1e-9
     (step,) = (span for span in spans if span.name == "step")
-    inside = [span for span in spans if span.name in operations or span.name == "optimizer"]
+    inside = [span for span in spans if span.name in (*operations, "gradient_norm", "optimizer")]
     assert all(step.start - 1e-3 <= span.start <= span.end <= step.end + 1e-3 for span in inside)
+    assert {span.micro_batch for span in inside if span.name == "backward"} == set(range(int(metrics["micro_batches"])))
+    for reduction in (span for span in inside if span.name == "gradient_reduction"):
+        (backward,) = (s for s in inside if s.name == "backward" and s.micro_batch == reduction.micro_batch)
+        assert backward.start <= reduction.start <= reduction.end <= backward.end

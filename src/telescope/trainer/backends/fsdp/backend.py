@@ -26,6 +26,7 @@ from telescope.algorithms import get_algorithm
 from telescope.algorithms.loss import needs_batch_reference
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends.base import TensorMeta, TrainingBackend
+from telescope.trainer.backends.fsdp.reduction import TimedReduceScatter
 from telescope.trainer.backends.fsdp.sharding import (
     build_sharded_policy,
     compute_dtype,
@@ -64,6 +65,9 @@ class FSDPBackend(TrainingBackend):
         self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, fused=True)
         self.kernel = choose_kernel(self.device, compute_dtype(config), self.policy.head_dim)
         self.loss_dtype = torch.float64 if compute_dtype(config) == torch.float64 else torch.float32
+        self.reduction = TimedReduceScatter()
+        if config.track_gpu_events:
+            self.reduction.measure(self.policy)
         self._spans: list[Span] = []
 
     @property
@@ -74,7 +78,7 @@ class FSDPBackend(TrainingBackend):
         step, version = int(trainer_data["step"]), int(trainer_data["version"])
         minibatches: list[OptimizerStepBatch] = trainer_data["minibatches"]
         rate = self.learning_rate(step)
-        timeline = Timeline(self.device, self.rank)
+        timeline = Timeline(self.device, self.rank, enabled=self.config.track_gpu_events)
         sums = StepMetrics(self.device, self.environments)
         norms = []
         references = self.reference_logprobs(minibatches, version, timeline)
@@ -85,7 +89,8 @@ class FSDPBackend(TrainingBackend):
         spans = timeline.finish()
         self._spans += spans
         num_micro_batches = sum(len(batch.micro_batches) for batch in minibatches)
-        metrics |= reduce_max(timing_metrics(spans, num_micro_batches), self.device)
+        if self.config.track_gpu_events:
+            metrics |= reduce_max(timing_metrics(spans, num_micro_batches), self.device)
         metrics |= {
             "grad_norm": sum(norms) / len(norms) if norms else 0.0,
             "learning_rate": rate,
@@ -137,7 +142,7 @@ class FSDPBackend(TrainingBackend):
                     self.algorithm, rows, logp_N, entropy_N, self.config,
                     reference_N=references[index] if references is not None else None, penalty_share=penalty_share,
                 )  # fmt: skip
-            with timeline.span("backward", index):
+            with timeline.span("backward", index), self.reduction.during(timeline, index):
                 loss.backward()
             with timeline.span("compute_kl", index):
                 sums.add(
@@ -168,7 +173,8 @@ class FSDPBackend(TrainingBackend):
         rows = to_device(prepare(micro_batch, version), self.device, self.kernel, self.loss_dtype)
         logp_N, _ = self.policy(
             rows.token_ids_T, rows.position_ids_T, rows.layout, rows.predicted_N,
-            self.config.temperature if temperature is None else temperature, Timeline(self.device, self.rank),
+            self.config.temperature if temperature is None else temperature,
+            Timeline(self.device, self.rank, enabled=False),
         )  # fmt: skip
         assert isinstance(logp_N, torch.Tensor)
         return logp_N
@@ -176,9 +182,10 @@ class FSDPBackend(TrainingBackend):
     @torch.no_grad()
     def update(self, rate: float, divisor: float, step: int, timeline: Timeline) -> float:
         """Divide and clip the gradient, take one AdamW step, forget the gradient. Returns its norm. Collective."""
-        with timeline.span("optimizer"):
+        with timeline.span("gradient_norm"):
             gradients = self.local_gradients()
             norm = self.gradient_norm(gradients) / divisor
+        with timeline.span("optimizer"):
             if not math.isfinite(norm):
                 raise FloatingPointError(
                     f"the gradient of training step {step} is not finite (norm {norm}); weights were not changed. "
