@@ -15,6 +15,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import resource
 import select
 import subprocess
@@ -41,12 +42,19 @@ def check_equal(answer: str, expected: str, timeout_seconds: float) -> bool:
     answer, expected = _tidied(answer), _tidied(expected)
     if not _is_one_expression(answer) or not _is_one_expression(expected):
         return False
+    bases = [_IN_BASE.fullmatch(text) for text in (answer, expected)]
+    if bases[0] and bases[1] and int(bases[0][1]) != int(bases[1][1]):
+        return False  # which math-verify does not look at
     return _checker.ask(expected, answer, timeout_seconds)
 
 
+_BETWEEN_THOUSANDS = re.compile(r"(?<=[0-9])(?:\\[,;:! ]|~)+(?=[0-9]{3}(?![0-9]))")
+_IN_BASE = re.compile(r"-?[0-9A-Z]+_\{?([0-9]{1,2})\}?")
+
+
 def _tidied(text: str) -> str:
-    """Without the signs that put a formula into a text."""
-    text = text.strip()
+    """Without the signs that put a formula into a text, and without the spaces between thousands."""
+    text = _BETWEEN_THOUSANDS.sub("", text.strip()).replace("\u00b0", "^\\circ")
     for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):
             return text[len(opening) : -len(closing)].strip()

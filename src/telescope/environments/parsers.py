@@ -7,9 +7,14 @@ fixed strings and never backtrack. Comparing formulas is another matter (`math_v
 
 from __future__ import annotations
 
+import re
+
 from telescope.environments.math_verifier import check_equal
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+
+_BOX = re.compile(r"\\(?:boxed|fbox)(?:[ \t\n]{0,8}\{|[ \t]{1,8}([0-9]{1,20})(?![0-9A-Za-z.,]))")
+_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s{0,8}\{([^{}]{0,200})\}")
 
 
 def strip_think_tags(text: str) -> str:
@@ -58,21 +63,23 @@ def extract_answer_tags(text: str) -> str | None:
 
 
 def extract_boxed_answer(text: str) -> str | None:
-    r"""Content of the last complete `\boxed{...}`; braces inside it are balanced."""
-    marker = "\\boxed{"
+    r"""Content of the last complete `\boxed{...}` (or `\fbox{...}`, or a digit after `\boxed`); braces are balanced."""
     opened: list[int] = []
     last: str | None = None
     boxes: list[tuple[int, int]] = []  # depth at which a box opened, and where its content starts
     position = 0
     while position < len(text):
-        if text.startswith(marker, position):
-            position += len(marker)
-            opened.append(position)
-            boxes.append((len(opened), position))
-            continue
         character = text[position]
         if character == "\\":
-            position += 2  # an escaped brace does not count
+            marker = _BOX.match(text, position)
+            if marker is None:
+                position += 2  # an escaped brace does not count
+            elif marker[1] is not None:
+                last, position = marker[1], marker.end()
+            else:
+                position = marker.end()
+                opened.append(position)
+                boxes.append((len(opened), position))
             continue
         if character == "{":
             opened.append(position)
@@ -121,4 +128,5 @@ def verify_math_answer(answer: str | None, expected: str, timeout_seconds: float
     """
     if answer is None:
         return False
-    return verify_exact_match(answer, expected) or check_equal(answer, expected, timeout_seconds)
+    same_words = verify_exact_match(*(_TEXT_COMMAND.sub(r"\1", text) for text in (answer, expected)))
+    return same_words or check_equal(answer, expected, timeout_seconds)

@@ -1,11 +1,13 @@
 r"""MATH: our own problems have the answers that they claim, and only the right answer in the box is rewarded."""
 
+import re
 import sys
 import types
 
 import pytest
 
 from telescope.environments.hendrycks_math.environment import SUBJECTS
+from telescope.environments.hendrycks_math.worked_out import is_worked_out
 from telescope.environments.parsers import extract_boxed_answer
 from telescope.environments.registry import get_environment
 from telescope.errors import UserError
@@ -60,6 +62,58 @@ def test_what_is_not_the_answer_earns_nothing(environment, completion):
     environment.verify_timeout_seconds = 2.0
     assert score(environment, completion).total_reward == 0.0
     environment.verify_timeout_seconds = 60.0
+
+
+def test_no_problem_is_solved_by_copying_a_formula_of_it(environment):
+    """math-verify takes `\\sin 150^\\circ` for 1/2, as it should, and a model that learns to copy learns nothing."""
+    for index in range(len(environment)):
+        sample = environment.get_sample(index)
+        for formula in re.findall(r"\$([^$]+)\$", sample.prompt):
+            for copied in (formula, formula.rpartition("=")[2], f"x = {formula}", f"\\left({formula}\\right)"):
+                result = environment.compute_reward(f"\\boxed{{{copied}}}", sample)
+                assert result.total_reward == 0.0, (sample.prompt, copied)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "problem"),
+    [
+        (r"\binom{8}{4}", "70", ""),
+        ("17^2 - 15^2", "64", "Compute 17^2 - 15^2."),
+        ("5!", "120", ""),
+        (r"\sqrt{4}", "2", ""),
+        (r"\int_0^1 2x\,dx", "1", ""),
+        (r"\log_2 8 + x", "x + 3", ""),
+        (r"\operatorname{lcm}(2, 3)", "6", ""),
+        (r"\dfrac{84}{ 144}", r"\frac{7}{12}", r"Simplify $\frac{84}{144}$."),
+        ("0.125", r"\frac{1}{8}", "Write 0.125 as a fraction."),
+        ("2(y + 1)", "2y + 2", "Let $x=2(y+1)$. Write $x$ without parentheses."),
+        ("(x+2)(x-5)", "x^2-3x-10", r"Expand \[(x+2)(x-5).\]"),
+    ],
+)
+def test_a_restatement_is_not_worked_out(answer, expected, problem):
+    assert not is_worked_out(answer, expected, problem)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "problem"),
+    [
+        (r"x = \frac{-1}{2}", "-0.5", "Solve $2x = -1$."),
+        (r"3\frac12", r"\frac72", ""),
+        (r"12{,}345\text{ cm}^2", "12345", ""),
+        (r"90^\circ", "90", ""),
+        (r"\$18.90", "18.90", ""),
+        (r"1.5 \times 10^{6}", "1500000", ""),
+        (r"0.\overline{3}", r"\frac{1}{3}", ""),
+        (r"\{4\}", "4", ""),
+        (r"\frac{\sin x}{\cos x}", r"\tan x", ""),
+        ("3+2x", "2x+3", "Let $f(x)=x$."),
+        ("x+1", "1+x", "Let $3x+1=2$."),
+        ("2^{10}", "2^{10}", "Which is larger, $2^{10}$ or $10^3$?"),
+        ("3", "3.0", "Round $3$."),
+    ],
+)
+def test_another_notation_is_worked_out(answer, expected, problem):
+    assert is_worked_out(answer, expected, problem)
 
 
 def test_problems_are_chosen_by_subject_level_and_seed():

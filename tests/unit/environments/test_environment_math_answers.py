@@ -19,6 +19,11 @@ from telescope.environments.parsers import verify_math_answer
         (r"\{1, 2\}", r"\{2, 1\}"),
         (r"(-\infty, 3]", r"(-\infty,3]"),
         ("1,000", "1000"),
+        (r"1\,000\,000", "1,000,000"),
+        (r"12\ 345", r"12,\!345"),
+        ("120\u00b0", r"120^\circ"),
+        ("June 20", r"\text{June 20}"),
+        ("2516_{8}", "2516_8"),
         (r"\text{Monday}", "Monday"),
         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
     ],
@@ -56,6 +61,10 @@ def test_equal_answers_are_equal_however_they_are_written(answer, expected):
 )
 def test_what_is_not_the_answer_does_not_count_as_it(answer):
     assert not verify_math_answer(answer, "3", timeout_seconds=60.0)
+
+
+def test_numbers_in_different_bases_differ():
+    assert not verify_math_answer("2516_9", "2516_8", timeout_seconds=60.0)
 
 
 @pytest.mark.parametrize("answer", ["9^{9^{9^9}}", "95^{97^{99}}", r"\prod_{i=1}^{10^9} i"])

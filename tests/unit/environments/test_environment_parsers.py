@@ -56,6 +56,10 @@ def test_the_last_tag_counts():
         (r"{ \boxed{3} }", "3"),
         (r"} \boxed{4}", "4"),
         (r"\boxed{\boxed{5}}", r"\boxed{5}"),
+        (r"\boxed {5}", "5"),
+        (r"\boxed 5", "5"),
+        (r"\fbox{5}", "5"),
+        (r"\boxed{1} or \boxed 5x", "1"),
         ("none", None),
     ],
 )

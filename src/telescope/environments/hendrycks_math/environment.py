@@ -2,7 +2,8 @@ r"""The MATH environment: competition problems, an answer in `\boxed{...}`, a re
 
 Problems come from the hub (`EleutherAI/hendrycks_math`, the dataset of https://arxiv.org/abs/2103.03874), or from a few
 dozen of our own in the same form (`problems.json`), for tests, demos and machines without a network. Answers are
-compared by math-verify in a process that can be killed (`parsers.verify_math_answer`).
+compared by math-verify in a process that can be killed (`parsers.verify_math_answer`), and must be worked out as far as
+the expected ones are (`worked_out`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
+from telescope.environments.hendrycks_math.worked_out import is_worked_out
 from telescope.environments.parsers import extract_boxed_answer, strip_think_tags, verify_math_answer
 from telescope.errors import UserError
 
@@ -108,7 +110,11 @@ class HendrycksMathEnvironment(SingleTurnEnvironment):
     def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
         text = completion.removesuffix(eos_token) if eos_token else completion
         answer = extract_boxed_answer(strip_think_tags(text))
-        correct = verify_math_answer(answer, sample.answer, self.verify_timeout_seconds)
+        correct = (
+            answer is not None
+            and is_worked_out(answer, sample.answer, str(sample.prompt))
+            and verify_math_answer(answer, sample.answer, self.verify_timeout_seconds)
+        )
         return RewardResult(
             total_reward=float(correct),
             sample_metrics={"correct": float(correct), "boxed": float(answer is not None)},

@@ -1,0 +1,109 @@
+r"""Whether an answer is the result of the work, or the question again.
+
+math-verify says that `\binom{8}{4}` equals 70, and so it does; but who is asked for $\binom{8}{4}$ and writes that has
+done nothing, and a model finds this out within a few hundred steps. So, besides being equal, an answer must be
+worked out as far as the expected one is. Pure functions of three texts; they look at notation and compute nothing.
+
+- Where a number is expected (an integer, a decimal, a fraction, a percentage), the answer is a number too.
+- An operation that has a name (a sum, a logarithm, a sine, a factorial) stands in the answer only if one of its kind
+  stands in the expected one.
+- A formula of the problem, or a side of one, is not its answer, unless the expected one is written just like it.
+"""
+
+from __future__ import annotations
+
+import re
+
+_KINDS = (
+    ("sin", "cos", "tan", "cot", "sec", "csc"),
+    ("arcsin", "arccos", "arctan"),
+    ("log", "ln", "lg"),
+    ("binom", "choose"),
+    ("lfloor", "lceil", "floor", "ceil"),
+    ("gcd", "lcm"),
+    ("max", "min"),
+    ("mod", "bmod", "pmod"),
+    ("det",),
+    ("sum",),
+    ("prod",),
+    ("int", "iint", "oint"),
+    ("lim",),
+)
+"""Commands of LaTeX that say what is to be done, those of a kind together."""
+_KIND_OF = {name: kind[0] for kind in _KINDS for name in kind}
+_NAMED = re.compile(r"\\(?:operatorname\*?\s*\{\s*)?([a-z]+)")
+
+_SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![A-Za-z])|\\[,;:! ]|[\s~$]+")
+_STYLED = re.compile(r"\\[dtc](frac|binom)(?![A-Za-z])")
+_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}(?:\^\{?[0-9]\}?)?")
+_SIGNS = re.compile(r"\^\{?\\circ\}?|\\?%|\\\$|\\degree|[A-Za-z ]+$")
+"""What may stand around a number: degrees, percent, dollars, a unit."""
+_DIGITS = r"(?:[0-9]+(?:\{?,\}?[0-9]{3})*(?:\.[0-9]*)?|\.[0-9]+)"
+_PART = rf"(?:\{{[-+]?{_DIGITS}\}}|[0-9])"
+_NUMBER = re.compile(
+    rf"[-+]?(?:{_DIGITS}"  # 12, 1,000, 0.5
+    rf"|{_DIGITS}?\\frac{_PART}{_PART}|{_DIGITS}/{_DIGITS}"  # a fraction, a mixed number
+    rf"|[0-9]*\.[0-9]*\\overline\{{[0-9]+\}}"  # a period
+    rf"|(?:{_DIGITS}(?:\\times|\\cdot))?10\^(?:\{{-?[0-9]+\}}|[0-9])"  # a power of ten
+    r"|[0-9A-Z]+_(?:\{[0-9]+\}|[0-9]))"  # in a base
+)
+_BETWEEN_FORMULAS = re.compile(r"(?<!\\)\$+|\\[][()]")
+_WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}(?![A-Za-z])")
+_RELATIONS = re.compile(r"=|<|>|\\(?:leq?|geq?|neq?|equiv|approx)(?![A-Za-z])")
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+_HAS_WORK = re.compile(r"[-+*/^!.,_=<>]|\\(?!(?:text|pi|circ|infty)(?![A-Za-z]))[A-Za-z]")
+"""Signs that something is to be done, or could be written otherwise; what has none of them is as plain as it gets."""
+
+
+def is_worked_out(answer: str, expected: str, problem: str) -> bool:
+    """Whether `answer`, which equals `expected`, is a result and no restatement of `problem`."""
+    answer_text, expected_text = _plain(answer), _plain(expected)
+    if answer_text == expected_text:
+        return True
+    if _kinds(answer_text) - _kinds(expected_text):
+        return False
+    if _is_number(expected_text) and not _is_number(answer_text):
+        return False
+    sides = {_unwrapped(side) for side in (answer_text, _RELATIONS.split(answer_text)[-1])}
+    return not (_HAS_WORK.search(answer_text) and sides & _expressions(problem))
+
+
+def _plain(text: str) -> str:
+    """The text without spaces and without what only changes its looks."""
+    return _STYLED.sub(r"\\\1", _SPACING.sub("", text.replace("\\$", "").replace("\\cdot", "\\times")))
+
+
+def _kinds(text: str) -> set[str]:
+    kinds = {_KIND_OF[name] for name in _NAMED.findall(text) if name in _KIND_OF}
+    return kinds | {"!"} if "!" in text else kinds
+
+
+def _is_number(text: str) -> bool:
+    """Whether the text is one number, perhaps with a unit, in brackets, or after `x =`."""
+    text = _TEXT.sub("", text).rpartition("=")[2]
+    text = _SIGNS.sub("", text)
+    text = _unwrapped(text.replace("\\{", "{").replace("\\}", "}"))
+    text = re.sub(r"\\frac([0-9])([0-9])(?![0-9])", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"^(-?)\\frac\{(-?)([0-9]+)\}", r"\1\\frac{\3}", text)
+    return _NUMBER.fullmatch(text) is not None
+
+
+def _unwrapped(text: str) -> str:
+    """The text without brackets around all of it."""
+    while len(text) > 2 and text[0] in _CLOSING and text[-1] == _CLOSING[text[0]]:
+        inside = text[1:-1]
+        opens, closes = inside.find(text[0]), inside.find(text[-1])
+        if closes > -1 and (opens == -1 or closes < opens):
+            break  # the first bracket closes before the end: (x+1)(x-1)
+        text = inside
+    return text
+
+
+def _expressions(problem: str) -> set[str]:
+    """The formulas of a problem and what stands between two words of it, whole and by the sides of each relation."""
+    found: set[str] = set()
+    for piece in _BETWEEN_FORMULAS.split(problem):
+        for part in (piece, *_WORDS.split(piece)):
+            plain = _plain(part)
+            found.update(_unwrapped(text.strip(".,;:?")) for text in (plain, *_RELATIONS.split(plain)))
+    return found
