@@ -183,6 +183,7 @@ def _engine_rows(config: TelescopeConfig, engine: EngineMemory, memory: int | No
     kv_cache = "what is left" if engine.kv_cache is None else _gib(engine.kv_cache)
     rows = [
         (f"weights ({config.engine_dtype}, 1/{config.inference_tensor_parallel_size})", _gib(engine.weights)),
+        *([("second copy for weight syncs", _gib(engine.shadows))] if engine.shadows else []),
         (f"KV cache ({engine.kv_bytes_per_token / 1024:,.1f} KiB per token)", kv_cache),
         ("workspace", _gib(engine.overhead)),
     ]

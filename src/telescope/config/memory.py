@@ -55,6 +55,8 @@ class EngineMemory:
     """Bytes of one worker of an inference server, and what its KV cache holds."""
 
     weights: int
+    shadows: int
+    """The second copy of the weights that a sync is received into, and two buckets. 0: weights come in place."""
     kv_cache: int | None
     """None where the GPU's memory is not known: vLLM takes what its share leaves."""
     overhead: int
@@ -71,7 +73,16 @@ class EngineMemory:
 
     @property
     def total(self) -> int | None:
-        return None if self.kv_cache is None else self.weights + self.kv_cache + self.overhead
+        return None if self.kv_cache is None else self.weights + self.shadows + self.kv_cache + self.overhead
+
+
+@dataclass(frozen=True)
+class ShadowPlan:
+    """Whether a server on a GPU is given its weights in the background: bytes to keep free of KV cache for that, or
+    why they come in place."""
+
+    num_bytes: int
+    in_place_because: str | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +155,7 @@ def _engine_memory(config: TelescopeConfig, shape: ModelShape, device: str, memo
     lanes_kv = lanes * config.max_model_len * per_token
     longest = config.max_model_len * per_token
     overhead = ENGINE_WORKSPACE_BYTES if device == "cuda" else 0
+    shadows = 0
     kv_cache: int | None
     if device == "cpu":
         # vLLM takes whole GiB on the CPU.
@@ -154,8 +166,43 @@ def _engine_memory(config: TelescopeConfig, shape: ModelShape, device: str, memo
         else:
             kv_cache = math.ceil(min(lanes_kv, memory * SHARE_OF_CPU_MEMORY_FOR_KV) / GIB) * GIB
     else:
-        kv_cache = None if memory is None else max(int(memory * config.gpu_memory_utilization) - weights - overhead, 0)
-    return EngineMemory(weights, kv_cache, overhead, per_token, lanes_kv, longest)
+        shadows = plan_shadows(config, shape, memory).num_bytes
+        room = None if memory is None else int(memory * config.gpu_memory_utilization) - weights - overhead
+        kv_cache = None if room is None else max(room - shadows, 0)
+    return EngineMemory(weights, shadows, kv_cache, overhead, per_token, lanes_kv, longest)
+
+
+def plan_shadows(config: TelescopeConfig, shape: ModelShape | None, memory: int | None) -> ShadowPlan:
+    """What `weight_transfer` comes to on a GPU of `memory` bytes.
+
+    `auto` takes the background where that leaves KV cache for all lanes at full length, or half of what there would be.
+    `background` is taken at its word here; a KV cache that is then too small is a problem like any other.
+    """
+    if config.weight_transfer == "in_place":
+        return ShadowPlan(0, "weight_transfer is in_place")
+    if config.inference_tensor_parallel_size > 1:
+        return ShadowPlan(0, "collectives of a tensor-parallel engine must not run beside a transfer")
+    if shape is not None and shape.num_experts:
+        return ShadowPlan(0, "the model has experts")
+    wanted = config.weight_transfer == "background"
+    if shape is None or memory is None:
+        why = f"the {'sizes of the model' if shape is None else 'memory of the GPU'} could not be read beforehand"
+        return ShadowPlan(0, None if wanted else why)
+    item = DTYPE_BYTES[config.engine_dtype]
+    weights = shape.num_parameters * item
+    bucket = config.weight_broadcast_bucket_mb << 20
+    matrix = max(bucket, shape.vocab_size * shape.hidden_size * item)  # a larger tensor has a bucket of its own
+    needed = weights + matrix + (bucket if shape.tied_embeddings else matrix)
+    without = int(memory * config.gpu_memory_utilization) - weights - ENGINE_WORKSPACE_BYTES
+    lanes = config.max_num_seqs or config.lanes_per_server
+    lanes_kv = lanes * config.max_model_len * shape.kv_bytes_per_token(config.engine_dtype)
+    if not wanted and without - needed < min(lanes_kv, without // 2):
+        return ShadowPlan(
+            0,
+            f"a second copy of the weights takes {needed / GIB:.1f} GiB of the {max(without, 0) / GIB:.1f} GiB that "
+            "gpu_memory_utilization leaves for the KV cache",
+        )
+    return ShadowPlan(needed)
 
 
 def _problems(
@@ -185,4 +232,9 @@ def _kv_cache_problem(config: TelescopeConfig, engine: EngineMemory) -> str | No
         f"max_model_len is {config.max_model_len}, but the KV cache of a server holds {engine.tokens:,} tokens. Lower "
         "max_model_len, or raise gpu_memory_utilization (on CPU inference_kv_cache_gib) or "
         "inference_tensor_parallel_size"
+        + (
+            f", or set weight_transfer to in_place, which saves {engine.shadows / GIB:.1f} GiB"
+            if engine.shadows
+            else ""
+        )
     )

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from telescope.config import TelescopeConfig
+from telescope.config.machine import visible_gpu_memory
 from telescope.errors import ConfigError, InfrastructureError
 from telescope.inference import vllm_adapter as wire
 from telescope.inference.process import EngineProcess
@@ -180,6 +181,7 @@ class InferenceServer:
         version = installed_version()
         check_supported(version)
         assert version is not None
+        on_cpu = runs_on_cpu(self._config)
         return launch_command(
             self._config,
             host=self.host,
@@ -188,8 +190,9 @@ class InferenceServer:
             model=self._model,
             directory=self._directory,
             vllm_version=version,
-            on_cpu=runs_on_cpu(self._config),
+            on_cpu=on_cpu,
             restarted=restarted,
+            gpu_memory_bytes=None if on_cpu else min(visible_gpu_memory(), default=None),
         )
 
     def _start_process(self, *, restarted: bool) -> None:

@@ -16,9 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from telescope.config import TelescopeConfig
+from telescope.config.memory import ShadowPlan, estimate_memory, plan_shadows
+from telescope.config.model_shape import ModelShape, known_shape
+from telescope.errors import ConfigError
 from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.inference.supported_vllm import check_supported, is_cpu_build
+from telescope.inference.vllm_plugin import TRANSFER_VARIABLE
 
 SCALE_OUT_FLAG_SINCE = (0, 30)
 """`--enable-scale-out` opens the token-in-token-out route since 0.30; an environment variable did before."""
@@ -67,11 +71,14 @@ def launch_command(
     vllm_version: str,
     on_cpu: bool,
     restarted: bool = False,
+    gpu_memory_bytes: int | None = None,
 ) -> LaunchCommand:
     """What starts one server of a run.
 
     `model` is a local folder or a hub id; `directory` takes small files (the chat template). `restarted` makes the
-    server refuse to sample until it has been given the current weights. Raises `UserError` for an unsupported vLLM.
+    server refuse to sample until it has been given the current weights. `gpu_memory_bytes` is its GPU's, of which the
+    second copy of the weights is kept free where they come in the background. Raises `UserError` for an unsupported
+    vLLM, `ConfigError` when a second copy that the config insists on leaves no room for a sequence.
     """
     version = check_supported(vllm_version)
     arguments = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
@@ -95,14 +102,27 @@ def launch_command(
     eager = config.inference_enforce_eager
     if eager or (eager is None and on_cpu):
         arguments.append("--enforce-eager")
+    shadows = ShadowPlan(0)
     if not on_cpu:
-        arguments += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
+        shape = _shape_of(model)
+        shadows = plan_shadows(config, shape, gpu_memory_bytes)
+        if shadows.num_bytes and shape is not None:
+            problem = estimate_memory(config, shape, device_memory_bytes=gpu_memory_bytes).kv_cache_problem
+            if problem is not None:
+                raise ConfigError(problem)
+        # vLLM makes its KV cache of what it finds free under this bound; the second copy is made after that.
+        share = shadows.num_bytes / gpu_memory_bytes if gpu_memory_bytes else 0.0
+        arguments += ["--gpu-memory-utilization", f"{max(config.gpu_memory_utilization - share, 0.01):.4g}"]
     if config.trust_remote_code:
         arguments.append("--trust-remote-code")
     arguments += _chat_arguments(config, directory)
     if version >= SCALE_OUT_FLAG_SINCE:
         arguments.append("--enable-scale-out")
-    return LaunchCommand(arguments, _environment(config, secret, model, on_cpu=on_cpu, restarted=restarted))
+    environment = _environment(config, secret, model, on_cpu=on_cpu, restarted=restarted)
+    environment[TRANSFER_VARIABLE] = config.weight_transfer
+    if shadows.in_place_because is not None and config.weight_transfer == "auto":
+        environment[TRANSFER_VARIABLE] = f"in_place: {shadows.in_place_because}"
+    return LaunchCommand(arguments, environment)
 
 
 def _batch_arguments(config: TelescopeConfig, *, on_cpu: bool) -> list[str]:
@@ -166,6 +186,14 @@ def _environment(config: TelescopeConfig, secret: str, model: str, *, on_cpu: bo
     return environment
 
 
+def _shape_of(model: str) -> ModelShape | None:
+    """The model's shape, as far as it can be known without asking the hub."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return known_shape(model)
+    return ModelShape.from_config(json.loads(path.read_text(encoding="utf-8")))
+
+
 # --- KV cache on the CPU --------------------------------------------------------------------------------------------
 
 
@@ -211,6 +239,7 @@ HINTS = (
         r"CUDA out of memory|OutOfMemoryError|Free memory on device|less than desired GPU memory utilization",
         "the GPU is full: lower gpu_memory_utilization or max_num_seqs, or end other processes on it",
     ),
+    (r"weight_transfer is background, but", "set weight_transfer to auto or in_place"),
     (r"trust_remote_code", "the model ships its own code: read it, then set trust_remote_code: true"),
     (r"User-specified max_model_len", "the model is not made for that length: lower max_model_len"),
     (

@@ -13,6 +13,9 @@ from telescope.inference.lifeline import SUPERVISOR_PID_VARIABLE, die_with
 BACKEND = "telescope"
 """Name of the weight transfer backend in `--weight-transfer-config`."""
 
+TRANSFER_VARIABLE = "TELESCOPE_WEIGHT_TRANSFER"
+"""In the environment of a server, as vLLM's config has no room for it: `auto`, `background` or `in_place: reason`."""
+
 
 def register() -> None:
     """Make the backend known to vLLM, and end this process when its supervisor ends."""

@@ -1,9 +1,10 @@
 """The vLLM side of a weight sync: an engine for vLLM's weight transfer interface, and the worker's part of the probe.
 
 Owns what happens to a vLLM model between `start_weight_update` and `finish_weight_update`, and knows vLLM's
-layer-wise reload. The bytes come through `telescope.weights.receiver`; which slice is which tensor is
-`telescope.weights.held`. Imported in vLLM's processes only, by name: `vllm_plugin` registers the engine,
-`vllm_launch` names the worker extension.
+layer-wise reload. Weights come in place, layer by layer inside the pause, or in the background: `begin_background`
+fills shadow tensors while the engine samples, and `finish_weight_update` copies them over. The bytes come through
+`telescope.weights.receiver`; which slice is which tensor is `telescope.weights.held`. Imported in vLLM's processes
+only, by name: `vllm_plugin` registers the engine, `vllm_launch` names the worker extension.
 
 Invariants:
 - Parameters keep their storage across a sync (captured CUDA graphs hold addresses); the probe checks the addresses.
@@ -13,10 +14,14 @@ Invariants:
 that
   loaded it and puts the other one's old state back; on the CPU that state is a packed copy of old weights, and a tied
   output layer would go on computing with it, without an error.
+- A background update opens vLLM's update session only when all of it has arrived, and changes no weight before the
+  session ends; one that broke off has changed nothing.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -27,19 +32,24 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
+from telescope.inference.vllm_plugin import TRANSFER_VARIABLE
+from telescope.weights.background import BackgroundReceive
 from telescope.weights.communicator import Communicator
 from telescope.weights.held import held_weights, tied_names
 from telescope.weights.lifeline import TransferError
 from telescope.weights.plan import InitInfo, UpdateInfo
-from telescope.weights.receiver import NamedTensors, ReceiveReport, receive
+from telescope.weights.receiver import NamedTensors, ReceiveBuffers, ReceiveReport, receive
+from telescope.weights.shadow import ShadowWeights, why_in_place
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
 
+GIB = 1 << 30
+
 
 class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
-    """Receives weights over one communicator per engine (gloo or NCCL) and loads them in place, layer by layer."""
+    """Receives weights over one communicator per engine (gloo or NCCL), in place or in the background."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -56,6 +66,15 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         # Before anything is reloaded: a reload takes the parameters apart, and the tie with them.
         self.tied = tied_names(model)
         self.addresses = storage_addresses(model)
+        self.shadows: ShadowWeights | None = None
+        self.receiving: BackgroundReceive | None = None
+        self.swap_seconds = 0.0
+        self._buffers = ReceiveBuffers()
+        self._wish = os.environ.get(TRANSFER_VARIABLE, "auto")
+        self.in_place_because = self._why_in_place()
+        """None where weights may come in the background."""
+        if self._wish == "background" and self.in_place_because is not None:
+            raise ValueError(f"weight_transfer is background, but {self.in_place_because}")
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the sender's communicator; a former one is dropped. All workers of the engine do this at once."""
@@ -72,8 +91,49 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
             device=self.device if init_info.backend == "nccl" else None,
         )
 
+    def make_shadows(self) -> str | None:
+        """Allocate the shadow weights if they may exist and do not yet; why weights come in place, else None.
+
+        Raises `RuntimeError` when the memory for them is missing and the config insists.
+        """
+        if self.shadows is None and self.in_place_because is None:
+            try:
+                self.shadows = ShadowWeights(self.model)
+            except torch.OutOfMemoryError:
+                torch.accelerator.empty_cache()
+                needed = sum(p.numel() * p.element_size() for p in self.model.parameters()) / GIB
+                free = torch.accelerator.get_memory_info(self.device)[0] / GIB
+                self.in_place_because = f"shadow weights need {needed:.1f} GiB, and {free:.1f} GiB of the GPU are free"
+                if self._wish == "background":
+                    raise RuntimeError(
+                        f"weight_transfer is background, but {self.in_place_because}: lower gpu_memory_utilization, or "
+                        "set weight_transfer to in_place"
+                    ) from None
+        return self.in_place_because
+
+    def begin_background(self, update: UpdateInfo) -> None:
+        """Start to receive `update` into the shadows, and return at once. A former one that nobody ended is dropped."""
+        if self.communicator is None or self.shadows is None:
+            raise TransferError("weight transfer: no sender has been connected yet, or there are no shadow weights")
+        self._drop_background("another update begins")
+        self.update = None
+        self.receiving = BackgroundReceive(
+            self.communicator,
+            update,
+            self.shadows,
+            self._buffers,
+            device=self.device,
+            skip=frozenset(self.tied),
+            pin_memory=self.pin_memory,
+        )
+
     def start_weight_update(self) -> None:
-        """Make the layers ready to be loaded, from the state that a broken-off update may have left."""
+        """Make the layers ready to be loaded, from the state that a broken-off update may have left.
+
+        Does nothing for weights that came in the background.
+        """
+        if self.receiving is not None:
+            return
         # vLLM 0.26 leaves setting the current config to the engine, 0.32 does it around these calls; layers ask for it.
         with set_current_vllm_config(self.vllm_config):
             undo_unfinished_reload(self.model)
@@ -86,6 +146,9 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        if update_info.background:
+            self._finish_background(update_info)
+            return
         if self.communicator is None:
             raise TransferError("weight transfer: no sender has been connected yet")
         self.update = None
@@ -96,11 +159,15 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         self.update = update_info
 
     def finish_weight_update(self) -> None:
+        if self.receiving is not None:
+            self._swap()
+            return
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model, self.model_config)
             reprocess_tied_layers(self.model)
 
     def shutdown(self) -> None:
+        self._drop_background("the sender is being connected anew")
         if self.communicator is not None:
             self.communicator.close()
             self.communicator = None
@@ -110,6 +177,46 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         """vLLM 0.26 wants its engines to hold the trainer's half too; ours is `telescope.weights.sender`."""
         raise NotImplementedError("send weights with telescope.weights.sender.WeightSender")
 
+    def _why_in_place(self) -> str | None:
+        if self._wish.startswith("in_place"):
+            return self._wish.partition(": ")[2] or "weight_transfer is in_place"
+        if self.parallel_config.world_size > 1:
+            return "collectives of a tensor-parallel engine must not run beside a transfer"
+        changed = changed_layers(self.model)
+        return (
+            f"{changed[0]} does not compute with its weights as they are loaded"
+            if changed
+            else why_in_place(self.model)
+        )
+
+    def _finish_background(self, update_info: UpdateInfo) -> None:
+        """Make sure that the shadows hold this update. Raises what its transfer failed with."""
+        receiving = self.receiving
+        if receiving is None or receiving.update.version != update_info.version:
+            raise TransferError(f"weight transfer: version {update_info.version} has not been begun")
+        try:
+            self.received = receiving.finish()
+        except Exception:
+            self._drop_background("its transfer failed")
+            raise
+
+    def _swap(self) -> None:
+        """Make the received shadows the model's weights."""
+        assert self.shadows is not None
+        assert self.receiving is not None
+        started = time.monotonic()
+        self.shadows.swap()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        self.swap_seconds = time.monotonic() - started
+        self.update, self.receiving = self.receiving.update, None
+
+    def _drop_background(self, reason: str) -> None:
+        if self.receiving is not None:
+            self.receiving.abandon(reason)
+            self.receiving = None
+            self._buffers = ReceiveBuffers()
+
     def _load(self, tensors: NamedTensors) -> None:
         """Give a bucket to the model's own loader. A second name of a tied parameter needs no loading."""
         model: Any = self.model
@@ -118,6 +225,21 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
 
 class WeightsWorkerExtension:
     """Methods that vLLM adds to its worker class, called over `/collective_rpc`."""
+
+    def telescope_transfer_mode(self) -> dict[str, Any]:
+        """Whether this worker receives in the `background` (it makes its shadow weights now), else the `reason`."""
+        engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        reason = engine.make_shadows()
+        size = engine.shadows.num_bytes if engine.shadows is not None else 0
+        return {"background": reason is None, "reason": reason, "shadow_bytes": size}
+
+    def telescope_begin_background(self, update: str) -> dict[str, Any]:
+        """Start to receive an `UpdateInfo` (JSON) beside the engine's work, and return at once."""
+        engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        engine.begin_background(UpdateInfo(**json.loads(update)))
+        # A session of vLLM's that an update before this one opened and never ended would refuse the next.
+        self._weight_update_active = False
+        return {"started": True}
 
     def telescope_fingerprints(self) -> dict[str, Any]:
         """What this worker holds of the tensors of its last update; input of `weights.probe.compare`.
@@ -139,7 +261,7 @@ class WeightsWorkerExtension:
         return answer
 
     def telescope_sync_timings(self) -> dict[str, float]:
-        """Seconds of this worker's last transfer: `seconds`, `wait_seconds`, `load_seconds`."""
+        """Seconds of this worker's last transfer: `seconds`, `wait_seconds`, `load_seconds`, `swap_seconds`."""
         engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
         report = engine.received
         if report is None:
@@ -148,12 +270,28 @@ class WeightsWorkerExtension:
             "seconds": report.seconds,
             "wait_seconds": report.wait_seconds,
             "load_seconds": report.load_seconds,
+            "swap_seconds": engine.swap_seconds,
         }
 
 
 def storage_addresses(model: nn.Module) -> dict[str, int]:
     """Where each parameter that is not empty lies. Packed layers on the CPU keep an empty one."""
     return {name: p.data_ptr() for name, p in model.named_parameters() if p.numel() > 0}
+
+
+def changed_layers(model: nn.Module) -> list[str]:
+    """Layers whose parameters do not have the form any more in which vLLM loaded their weights."""
+    changed = []
+    for place, layer in model.named_modules():
+        loaded, _ = get_layerwise_info(layer).restore_metadata
+        held = dict(layer.named_parameters(recurse=False))
+        if any(name not in held or _form(held[name]) != _form(tensor) for name, tensor in loaded.items()):
+            changed.append(place)
+    return changed
+
+
+def _form(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def undo_unfinished_reload(model: nn.Module) -> None:

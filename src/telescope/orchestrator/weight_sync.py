@@ -1,8 +1,9 @@
 """Bringing the trainer's weights into the running engines, and proving that they arrived.
 
-For one sync, per server:
-    pause (running requests freeze) -> start update -> receive -> finish (version counted) -> resume
-while the trainer's ranks gather and send, one communicator per engine. Owns that order, the connections, and the
+For one sync, per server, while the trainer's ranks gather and send, one communicator per engine:
+    in place:       pause (running requests freeze) -> start update -> receive -> finish (version counted) -> resume
+    in background:  begin to receive (requests run on) ... all there -> start update -> pause -> finish (swap) -> resume
+Which of the two, the server's workers say when they are connected. Owns that order, the connections, and the
 measurements; what is sent is `weights`, which servers are up is `servers`.
 
 Invariants: syncs hold the trainer's queue, so they run one at a time and never beside a training step; a server that
@@ -13,10 +14,11 @@ engine that was paused is resumed or taken out; a trainer that fails ends the sy
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from telescope.cluster.trainer_group import TrainerGroup
@@ -38,6 +40,8 @@ class ServerSync:
     paused_at: float = 0.0
     resumed_at: float = 0.0
     transfer_seconds: float = 0.0
+    background: bool = False
+    """Whether it received beside its work, so that the pause was for the swap alone."""
     failure: str | None = None
 
     @property
@@ -105,6 +109,7 @@ class WeightSync:
         self._on_report = on_report
         self._probe_token_ids = probe_token_ids
         self._connected: set[int] = set()
+        self._in_background: set[int] = set()
         # Every server has loaded the weights that the trainer starts from by itself.
         self._held: dict[int, tuple[int, int]] = dict.fromkeys(range(len(clients)), trainer.weights_identity)
         """`weights_identity` of what each server holds, as far as it is known."""
@@ -164,7 +169,7 @@ class WeightSync:
         if self._metas is None:
             self._metas = await self._trainer.weight_metadata()
         await self._each(report, self._connect)
-        await self._each(report, self._pause)
+        await self._each(report, self._begin)
         update = make_update(
             self._metas,
             version=version,
@@ -173,12 +178,16 @@ class WeightSync:
             bucket_mb=config.weight_broadcast_bucket_mb,
             timeout_seconds=config.weight_sync_timeout_seconds,
         )
-        body = update.to_dict()
+        body, in_background = update.to_dict(), replace(update, background=True).to_dict()
 
         async def receive(part: ServerSync) -> None:
             started = time.monotonic()
+            client = self._clients[part.server]
             try:
-                await self._clients[part.server].update_weights(body)
+                if part.background:
+                    await client.call_worker("telescope_begin_background", [json.dumps(in_background)])
+                else:
+                    await client.update_weights(body)
             except InfrastructureError as error:
                 await self._trainer.abort_engine(part.server, str(error))
                 raise
@@ -198,9 +207,12 @@ class WeightSync:
         report.num_bytes = update.num_bytes
         for rank_report in sent:
             report.fingerprints.update(rank_report.fingerprints)
+            for part in report.servers:
+                if part.background and part.server in rank_report.engine_seconds:
+                    part.transfer_seconds = rank_report.engine_seconds[part.server]
             for engine, reason in rank_report.errors.items():
                 self._fail(report, engine, InfrastructureError(reason))
-        await self._each(report, lambda part: self._finish(part, version))
+        await self._each(report, lambda part: self._finish(part, in_background))
         report.ended_at = time.time()
         self._on_report(report)
         return report
@@ -219,17 +231,35 @@ class WeightSync:
             if not connecting.done():  # it would wait for workers that will not come
                 await self._trainer.abort_engine(part.server, str(error))
             raise
+        self._in_background.discard(part.server)
+        if self._config.weight_transfer != "in_place":
+            modes = await self._clients[part.server].call_worker("telescope_transfer_mode")
+            if modes and all(mode.get("background") for mode in modes):
+                self._in_background.add(part.server)
+            else:
+                reasons = "; ".join(dict.fromkeys(mode.get("reason") or "it does not say why" for mode in modes))
+                logger.info("server %d takes its weights in place: %s", part.server, reasons)
         self._connected.add(part.server)
 
-    async def _pause(self, part: ServerSync) -> None:
-        client = self._clients[part.server]
-        part.paused_at = time.time()
-        await client.pause("keep", drop_caches=self._config.inflight_kv == "recompute")
-        await client.start_update()
+    async def _begin(self, part: ServerSync) -> None:
+        """In place: freeze the server and open its layers. In the background there is nothing to do yet."""
+        part.background = part.server in self._in_background
+        if not part.background:
+            await self._pause(part)
+            await self._clients[part.server].start_update()
 
-    async def _finish(self, part: ServerSync, version: int) -> None:
+    async def _pause(self, part: ServerSync) -> None:
+        part.paused_at = time.time()
+        await self._clients[part.server].pause("keep", drop_caches=self._config.inflight_kv == "recompute")
+
+    async def _finish(self, part: ServerSync, in_background: dict[str, Any]) -> None:
+        """End the update, in the pause that was for all of it, or in one for the swap alone."""
         client = self._clients[part.server]
-        await client.finish_update(version)
+        if part.background:
+            await client.start_update()
+            await client.update_weights(in_background)  # that everything is there; changes nothing yet
+            await self._pause(part)
+        await client.finish_update(in_background["version"])
         await client.resume()
         part.resumed_at = time.time()
         self._held[part.server] = self._trainer.weights_identity

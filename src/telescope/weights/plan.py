@@ -112,6 +112,8 @@ class UpdateInfo:
     timeout_seconds: float
     tied: list[str] = field(default_factory=list)
     """Names left out because they are the same parameter as a tensor that is sent (see `make_update`)."""
+    background: bool = False
+    """The engine receives it beside its work (see `weights.background`). For the sender that makes no difference."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:

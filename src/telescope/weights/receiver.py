@@ -4,7 +4,8 @@ Owns the receive buffers. Does not know vLLM: `load` is the model's own weight l
 receives everything and keeps its own shard.
 
 Invariants: bucket i + 1 is under way while bucket i is loaded; a buffer is never used twice, because a loader may
-hold on to a view of it until the rest of a fused layer has come.
+hold on to a view of it until the rest of a fused layer has come, unless the caller says that its loader copies
+(`ReceiveBuffers`); the sender hears that a worker has everything only when the device is done with loading it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from telescope.weights.communicator import Broadcast, Communicator
-from telescope.weights.plan import Bucket, UpdateInfo, plan_buckets
+from telescope.weights.plan import UpdateInfo, plan_buckets
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -30,6 +31,32 @@ class ReceiveReport:
     load_seconds: float
 
 
+class ReceiveBuffers:
+    """Two buffers that one sync after the other receives into, for a loader that copies what it is given at once.
+
+    Reuse needs no waiting: on a GPU a broadcast into a buffer is queued behind the copies out of it. After a transfer
+    that broke off they are given up with it, because gloo may still write into them.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor | None] = [None, None]
+
+    def take(
+        self, index: int, num_elements: int, dtype: torch.dtype, device: torch.device, pinned: bool
+    ) -> torch.Tensor:
+        """Buffer `index` mod 2 with room for exactly `num_elements`; made anew when it is too small or of another kind.
+
+        A device without an index is the current one.
+        """
+        buffer = self._buffers[index % 2]
+        fits = buffer is not None and buffer.numel() >= num_elements
+        if buffer is None or not fits or buffer.dtype != dtype or buffer.device.type != device.type:
+            self._buffers[index % 2] = None  # freed before the new one is made
+            buffer = torch.empty(num_elements, dtype=dtype, device=device, pin_memory=pinned)
+            self._buffers[index % 2] = buffer
+        return buffer[:num_elements]
+
+
 def receive(
     communicator: Communicator,
     update: UpdateInfo,
@@ -37,11 +64,13 @@ def receive(
     *,
     device: torch.device,
     pin_memory: bool = True,
+    buffers: ReceiveBuffers | None = None,
 ) -> ReceiveReport:
     """Receive every bucket of `update` and call `load` with the tensors of each, on `device`.
 
-    Raises `TransferError` or `DeadlineExceeded`; the communicator is aborted then, and what `load` raises aborts it
-    too, so that the sender learns of it at once.
+    `buffers` are used again and again; without them every bucket has a buffer of its own. Raises `TransferError` or
+    `DeadlineExceeded`; the communicator is aborted then, and what `load` raises aborts it too, so that the sender
+    learns of it at once.
     """
     start = time.monotonic()
     deadline = start + update.timeout_seconds
@@ -50,18 +79,22 @@ def receive(
     staged = communicator.backend == "gloo"
     pinned = staged and pin_memory and device.type == "cuda"
 
-    def begin(bucket: Bucket) -> Broadcast:
-        dtype: torch.dtype = getattr(torch, update.dtype)
-        where = torch.device("cpu") if staged else device
-        return communicator.broadcast(torch.empty(bucket.num_elements, dtype=dtype, device=where, pin_memory=pinned))
-
+    where = torch.device("cpu") if staged else device
+    dtype: torch.dtype = getattr(torch, update.dtype)
     buckets = plan_buckets(update)
+
+    def begin(index: int) -> Broadcast:
+        size = buckets[index].num_elements
+        if buffers is not None:
+            return communicator.broadcast(buffers.take(index, size, dtype, where, pinned))
+        return communicator.broadcast(torch.empty(size, dtype=dtype, device=where, pin_memory=pinned))
+
     try:
-        ahead = begin(buckets[0]) if buckets else None
+        ahead = begin(0) if buckets else None
         for index, bucket in enumerate(buckets):
             assert ahead is not None
             current = ahead
-            ahead = begin(buckets[index + 1]) if index + 1 < len(buckets) else None
+            ahead = begin(index + 1) if index + 1 < len(buckets) else None
             waited = time.monotonic()
             current.wait(deadline)
             loading = time.monotonic()
@@ -69,6 +102,10 @@ def receive(
             load([(e.name, flat[e.offset : e.offset + e.numel].view(e.shape)) for e in bucket.entries])
             wait_seconds += loading - waited
             load_seconds += time.monotonic() - loading
+        settling = time.monotonic()
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        load_seconds += time.monotonic() - settling
     except Exception as error:
         communicator.abort(f"rank {communicator.rank} failed while loading weights: {error}")
         raise

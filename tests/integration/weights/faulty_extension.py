@@ -5,12 +5,22 @@ It exists in the tests only: a server is started with it by name, in place of th
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from telescope.inference import vllm_weights
 from telescope.inference.vllm_weights import WeightsWorkerExtension
+
+UNPACKED_VARIABLE = "TELESCOPE_TEST_UNPACKED"
+
+if os.environ.get(UNPACKED_VARIABLE) == "1":
+    # Before any layer is made: linear layers of the CPU then compute with their plain weight, as those of a GPU do.
+    from vllm import _custom_ops
+
+    _custom_ops._supports_onednn = False
 
 
 class FaultyWorkerExtension(WeightsWorkerExtension):
@@ -25,7 +35,14 @@ class FaultyWorkerExtension(WeightsWorkerExtension):
             engine.remembered.update({name: tensor.clone() for name, tensor in tensors})
             type(engine)._load(engine, tensors)
 
+        def load_shadows(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            taken = list(tensors)
+            engine.remembered.update({name: tensor.clone() for name, tensor in taken})
+            type(engine.shadows).load(engine.shadows, taken)
+
         engine._load = load
+        if engine.shadows is not None:
+            engine.shadows.load = load_shadows
 
     def telescope_test_fault(self, fault: str, name: str) -> None:
         engine: Any = self.weight_transfer_engine  # type: ignore[attr-defined]
@@ -53,6 +70,9 @@ class FaultyWorkerExtension(WeightsWorkerExtension):
                 tensors[name] = spoiled
             return list(tensors.items())
 
+        def load_shadows(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            type(engine.shadows).load(engine.shadows, spoil(dict(tensors)))
+
         def finish() -> None:
             if fault == "tie":
                 vllm_weights.reprocess_tied_layers = lambda model: None
@@ -61,6 +81,13 @@ class FaultyWorkerExtension(WeightsWorkerExtension):
             finally:
                 vllm_weights.reprocess_tied_layers = original
                 del engine._load, engine.finish_weight_update
+                if engine.shadows is not None:
+                    vars(engine.shadows).pop("load")
+                    vars(engine.shadows).pop("swap", None)
 
         engine._load = load
         engine.finish_weight_update = finish
+        if engine.shadows is not None:
+            engine.shadows.load = load_shadows
+            if fault == "no swap":
+                engine.shadows.swap = lambda: None

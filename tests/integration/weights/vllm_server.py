@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ OTHER_INTERPRETER = "TELESCOPE_TEST_VLLM_PYTHON"
 """Environment variable: a Python that has another vLLM, to run these tests against that one."""
 
 FAULTY_EXTENSION = "faulty_extension.FaultyWorkerExtension"
+UNPACKED_VARIABLE = "TELESCOPE_TEST_UNPACKED"
+"""Read by the extension in the worker (see there)."""
 PROBE_TOKENS = [(7 * i + 3) % 290 for i in range(48)]
 
 
@@ -81,6 +84,10 @@ def model_logprobs(model: Qwen2ForCausalLM, token_ids: list[int]) -> list[float]
     return logits_LV.log_softmax(-1).gather(1, tokens_L[1:, None])[:, 0].tolist()
 
 
+def in_background(update: UpdateInfo) -> dict[str, Any]:
+    return replace(update, background=True).to_dict()
+
+
 @dataclass
 class Sync:
     """What one sync gave: the sender's report, the engine's pause in seconds, and the probe's verdict."""
@@ -100,6 +107,10 @@ class Server:
     dtype: str = "float32"
     version: int = 0
     vllm_version: str = ""
+    unpacked: bool = False
+    """Linear layers keep their plain weights, so that they can be received in the background, as on a GPU."""
+    background: bool = False
+    """How the worker said that it takes its weights."""
     sender: WeightSender = field(default_factory=WeightSender)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
@@ -128,6 +139,7 @@ class Server:
         arguments[0] = interpreter
         folders = [Path(__file__).parent, Path(telescope.__file__).parents[1]]
         environment = command.environment | {"PYTHONPATH": ":".join(map(str, folders)), "OMP_NUM_THREADS": "1"}
+        environment[UNPACKED_VARIABLE] = "1" if self.unpacked else "0"
         self.process = EngineProcess(arguments, environment, self.folder / "server.log")
         self.client = EngineClient(f"http://127.0.0.1:{port}", "s" * 32, 0)
         deadline = time.monotonic() + START_SECONDS
@@ -154,6 +166,8 @@ class Server:
             )
 
         self.run(both())
+        (mode,) = self.run(self.client.call_worker("telescope_transfer_mode"))
+        self.background = mode["background"]
 
     def fault(self, kind: str, name: str = "") -> None:
         self.run(self.client.call_worker("telescope_test_fault", [kind, name]))
@@ -176,6 +190,11 @@ class Server:
     def sync(self, *, mode: str = "flattened_bucket", bucket_mb: int = 8) -> Sync:
         """One whole sync of the model's parameters, and the probe."""
         update = self.next_update(mode=mode, bucket_mb=bucket_mb)
+        if self.background:
+            report = self.receive(update, self.model.named_parameters())
+            assert report.errors == {}
+            pause_seconds = self.run(self.swap(update))
+            return Sync(report, pause_seconds, self.probe(report))
 
         async def go() -> tuple[SendReport, float]:
             paused = time.monotonic()
@@ -190,6 +209,27 @@ class Server:
         report, pause_seconds = self.run(go())
         assert report.errors == {}
         return Sync(report, pause_seconds, self.probe(report))
+
+    def receive(self, update: UpdateInfo, weights: Iterator[tuple[str, torch.Tensor]]) -> SendReport:
+        """Send an update that the worker receives in the background, to its end. No weight has changed after it."""
+
+        async def go() -> SendReport:
+            send = asyncio.to_thread(self.sender.send, weights, update, [0], fingerprints=True)
+            begin = self.client.call_worker("telescope_begin_background", [json.dumps(in_background(update))])
+            report, _ = await asyncio.gather(send, begin)
+            return report
+
+        return self.run(go())
+
+    async def swap(self, update: UpdateInfo) -> float:
+        """Make a received update the engine's weights. Returns the seconds of its pause."""
+        await self.client.start_update()
+        await self.client.update_weights(in_background(update))
+        paused = time.monotonic()
+        await self.client.pause("keep")
+        await self.client.finish_update(update.version)
+        await self.client.resume()
+        return time.monotonic() - paused
 
     def probe(self, report: SendReport) -> ProbeReport:
         return compare(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from telescope.config import TelescopeConfig
-from telescope.config.memory import GIB, estimate_memory
+from telescope.config.memory import GIB, estimate_memory, plan_shadows
 from telescope.config.model_shape import ModelShape, known_shape
 
 # Parameters as the models' own pages and files state them.
@@ -102,7 +104,7 @@ def test_the_kv_cache_is_what_the_share_of_the_gpu_leaves():
     shape = shape_of("Qwen/Qwen2.5-3B")
     engine = estimate_memory(config(), shape, device_memory_bytes=80 * GIB).engine
     assert engine.kv_bytes_per_token == 2 * 36 * 2 * 128 * 2
-    assert engine.kv_cache == int(80 * GIB * 0.9) - engine.weights - engine.overhead
+    assert engine.kv_cache == int(80 * GIB * 0.9) - engine.weights - engine.shadows - engine.overhead
     assert engine.tokens == engine.kv_cache // engine.kv_bytes_per_token
     assert estimate_memory(config(), shape).engine.kv_cache is None
 
@@ -126,3 +128,51 @@ def test_a_kv_cache_without_room_for_one_sequence_is_certain_on_the_cpu():
     assert problem is not None
     assert problem.startswith("max_model_len is 32768")
     assert "inference_kv_cache_gib" in problem
+
+
+H200 = 140 * GIB
+
+
+def test_a_second_copy_of_the_weights_is_taken_from_the_kv_cache():
+    shape = shape_of("Qwen/Qwen3-4B")
+    plan = plan_shadows(config(), shape, H200)
+    weights, embedding, bucket = 2 * shape.num_parameters, 2 * shape.embedding_parameters, 256 << 20
+    assert plan.in_place_because is None
+    assert plan.num_bytes == weights + embedding + bucket
+    background = estimate_memory(config(), shape, device_memory_bytes=H200).engine
+    in_place = estimate_memory(config(weight_transfer="in_place"), shape, device_memory_bytes=H200).engine
+    assert (background.shadows, in_place.shadows) == (plan.num_bytes, 0)
+    assert background.kv_cache is not None
+    assert in_place.kv_cache is not None
+    assert in_place.kv_cache - background.kv_cache == plan.num_bytes
+    assert background.total == in_place.total
+
+
+@pytest.mark.parametrize(
+    ("values", "shape", "memory", "reason"),
+    [
+        ({"weight_transfer": "in_place"}, shape_of("qwen3-4b"), H200, "weight_transfer is in_place"),
+        ({"inference_num_workers": 2, "inference_tensor_parallel_size": 2}, shape_of("qwen3-4b"), H200, "tensor-paral"),
+        ({}, ModelShape.from_config(QWEN3_30B_A3B), H200, "experts"),
+        ({}, None, H200, "sizes of the model"),
+        ({}, shape_of("qwen3-4b"), None, "memory of the GPU"),
+        ({}, shape_of("qwen3-14b"), 80 * GIB, r"takes 30\.4 GiB of the 42\.5 GiB"),
+    ],
+)
+def test_weights_come_in_place_where_a_second_copy_is_impossible_or_too_dear(values, shape, memory, reason):
+    plan = plan_shadows(config(**values), shape, memory)
+    assert plan.num_bytes == 0
+    assert re.search(reason, plan.in_place_because)
+
+
+def test_who_insists_on_the_background_gets_it_while_one_sequence_fits_and_is_told_the_price():
+    insists = config(weight_transfer="background")
+    shape = shape_of("qwen3-14b")
+    assert plan_shadows(insists, shape, 80 * GIB).num_bytes > 30 * GIB
+    assert plan_shadows(insists, None, 80 * GIB).in_place_because is None
+    problems = estimate_memory(insists, shape, device_memory_bytes=66 * GIB).problems
+    assert any("set weight_transfer to in_place, which saves 30.4 GiB" in problem for problem in problems)
+
+
+def test_on_the_cpu_no_memory_is_set_aside_for_a_second_copy():
+    assert estimate_memory(config(), shape_of("qwen3-0.6b"), device="cpu").engine.shadows == 0

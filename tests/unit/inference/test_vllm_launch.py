@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from telescope.config import TelescopeConfig, load_config
-from telescope.errors import UserError
+from telescope.errors import ConfigError, UserError
 from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.inference.vllm_launch import LaunchCommand, hint_for, kv_cache_gib, launch_command, read_model_shape
+from telescope.inference.vllm_plugin import TRANSFER_VARIABLE
 
 
 def config(**fields: Any) -> TelescopeConfig:
@@ -33,6 +34,20 @@ def launch(directory: Path, version: str = "0.32.0", *, on_cpu: bool = True, res
         vllm_version=version,
         on_cpu=on_cpu,
         restarted=restarted,
+    )
+
+
+def launch_on_gpu(directory: Path, model: str, memory_bytes: int | None, **fields: Any) -> LaunchCommand:
+    return launch_command(
+        config(**fields),
+        host="127.0.0.1",
+        port=8100,
+        secret="tell-nobody",
+        model=model,
+        directory=directory,
+        vllm_version="0.26.0",
+        on_cpu=False,
+        gpu_memory_bytes=memory_bytes,
     )
 
 
@@ -180,3 +195,32 @@ def test_known_failures_name_the_field_to_change(log: str, fix: str) -> None:
 
 def test_an_unknown_failure_gets_no_invented_hint() -> None:
     assert hint_for("Segmentation fault") is None
+
+
+def test_room_for_a_second_copy_of_the_weights_is_kept_free_of_kv_cache(tmp_path: Path) -> None:
+    command = launch_on_gpu(tmp_path, "Qwen/Qwen3-4B", 140 << 30)
+    second_copy = 2 * 4_022_468_096 + 2 * 151936 * 2560 + (256 << 20)
+    assert float(value_of(command, "--gpu-memory-utilization")) == pytest.approx(0.9 - second_copy / (140 << 30), 1e-3)
+    assert command.environment[TRANSFER_VARIABLE] == "auto"
+
+
+def test_a_server_is_told_why_its_weights_come_in_place(tmp_path: Path) -> None:
+    for command in (
+        launch_on_gpu(tmp_path, "acme/unknown", 140 << 30),
+        launch_on_gpu(tmp_path, "Qwen/Qwen3-4B", None),
+        launch_on_gpu(tmp_path, "Qwen/Qwen3-14B", 80 << 30),
+    ):
+        assert value_of(command, "--gpu-memory-utilization") == "0.9"
+        assert command.environment[TRANSFER_VARIABLE].startswith("in_place: ")
+    chosen = launch_on_gpu(tmp_path, "Qwen/Qwen3-4B", 140 << 30, weight_transfer="in_place")
+    assert chosen.environment[TRANSFER_VARIABLE] == "in_place"
+    assert value_of(chosen, "--gpu-memory-utilization") == "0.9"
+
+
+def test_the_weight_transfer_of_the_cpu_is_the_engines_own_affair(tmp_path: Path) -> None:
+    assert launch(tmp_path, weight_transfer="background").environment[TRANSFER_VARIABLE] == "background"
+
+
+def test_a_second_copy_that_leaves_no_room_for_a_sequence_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds 0 tokens.*in_place, which saves 30\.4 GiB"):
+        launch_on_gpu(tmp_path, "Qwen/Qwen3-14B", 66 << 30, weight_transfer="background")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -18,6 +19,8 @@ from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo
 
 LOGPROBS = [-1.0, -2.0, -0.5]
 STAGES = ["init", "pause", "start", "receive", "finish", "resume"]
+BACKGROUND_STAGES = ["init", "begin", "start", "receive", "pause", "finish", "resume"]
+"""`receive` then only makes sure that everything is there."""
 PRINTS = {"embed": to_hex(0xAA), "lm_head": to_hex(0xBB)}
 
 
@@ -69,7 +72,8 @@ class FakeTrainer:
             raise self.send_error
         await asyncio.sleep(0)
         prints = dict(PRINTS) if fingerprints else {}
-        return [SimpleNamespace(fingerprints=prints, errors=dict(self.engine_errors))]
+        seconds = dict.fromkeys(engines, 0.25)
+        return [SimpleNamespace(fingerprints=prints, errors=dict(self.engine_errors), engine_seconds=seconds)]
 
     async def sequence_logprobs(self, token_ids: list[int]) -> list[float]:
         self._called("logprobs")
@@ -91,6 +95,7 @@ class FakeClient:
             "tensors": {name: [{"place": name, "fingerprint": value, **whole}] for name, value in PRINTS.items()},
         }
         self.paused = False
+        self.background = False
 
     async def _at(self, stage: str, *what: Any) -> None:
         self.calls.append((stage, self.index, *what))
@@ -111,7 +116,7 @@ class FakeClient:
         await self._at("start")
 
     async def update_weights(self, body: dict[str, Any]) -> None:
-        assert self.paused
+        assert self.paused or body["background"]
         await self._at("receive")
 
     async def finish_update(self, version: int) -> None:
@@ -121,7 +126,15 @@ class FakeClient:
         await self._at("resume")
         self.paused = False
 
-    async def call_worker(self, method: str) -> list[Any]:
+    async def call_worker(self, method: str, args: list[str] | None = None) -> list[Any]:
+        if method == "telescope_transfer_mode":
+            await self._at("mode")
+            return [{"background": True}, {"background": self.background, "reason": "its layers are packed"}]
+        if method == "telescope_begin_background":
+            assert not self.paused
+            assert json.loads((args or [""])[0])["background"]
+            await self._at("begin")
+            return [{"started": True}]
         await self._at("fingerprints")
         return [self.held]
 
@@ -170,7 +183,7 @@ class Bench:
 
     def of(self, server: int) -> list[str]:
         """Names of the control calls that one engine got, in order."""
-        return [call[0] for call in self.calls if len(call) > 1 and call[1] == server and call[0] in STAGES]
+        return [call[0] for call in self.calls if len(call) > 1 and call[1] == server and call[0] in BACKGROUND_STAGES]
 
 
 async def test_each_server_is_paused_updated_counted_and_resumed_in_this_order() -> None:
@@ -218,6 +231,50 @@ async def test_a_server_that_fails_at_any_stage_is_left_out_and_the_other_finish
     assert "weight_sync/pause_seconds/server_0" not in metrics
     await bench.step()
     assert bench.trainer.sent[-1][1] == [1]
+
+
+async def test_a_server_that_receives_in_the_background_is_paused_for_the_swap_alone() -> None:
+    bench = Bench()
+    bench.clients[0].background = True
+    metrics = await bench.step()
+    assert bench.of(0) == BACKGROUND_STAGES
+    assert bench.of(1) == STAGES, "what one server can do says nothing about another"
+    assert [server.background for server in bench.reports[0].servers] == [True, False]
+    assert metrics["weight_sync/transfer_seconds/server_0"] == 0.25, "as its sender saw it"
+    assert bench.calls.index(("send", (0, 1))) < bench.calls.index(("pause", 0, "keep", False))
+    await bench.step()
+    assert bench.of(0) == BACKGROUND_STAGES + BACKGROUND_STAGES[1:]
+    assert len([call for call in bench.calls if call == ("mode", 0)]) == 1, "asked once a connection"
+
+
+@pytest.mark.parametrize("stage", BACKGROUND_STAGES)
+async def test_a_server_that_fails_at_any_stage_of_a_background_sync_costs_the_other_nothing(stage: str) -> None:
+    bench = Bench()
+    for client in bench.clients:
+        client.background = True
+    bench.clients[0].fails_at = stage
+    await bench.step()
+    assert bench.of(0) == BACKGROUND_STAGES[: BACKGROUND_STAGES.index(stage) + 1]
+    assert bench.of(1) == BACKGROUND_STAGES
+    assert bench.reports[0].held_by == [1]
+    assert ("abort", 0) in bench.calls or stage != "begin", "its sender waits for nobody"
+
+
+async def test_a_background_transfer_that_broke_off_pauses_and_changes_nothing() -> None:
+    bench = Bench()
+    bench.clients[0].background = True
+    bench.trainer.engine_errors = {0: "the process of rank 1 is gone"}
+    await bench.step()
+    assert bench.of(0) == ["init", "begin"]
+    assert bench.reports[0].held_by == [1]
+
+
+async def test_with_weight_transfer_in_place_nobody_is_asked() -> None:
+    bench = Bench(fields={"weight_transfer": "in_place"})
+    bench.clients[0].background = True
+    await bench.step()
+    assert bench.of(0) == STAGES
+    assert ("mode", 0) not in bench.calls
 
 
 async def test_a_sender_is_told_when_its_receiver_is_gone() -> None:

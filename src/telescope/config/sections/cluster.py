@@ -64,6 +64,10 @@ class WeightSection(Section):
     """Use CPU staging buffer for weight transfers. Slower; for GPUs without memory to spare."""
     weight_broadcast_pin_memory: bool = True
     """Use pinned CPU memory for faster H2D transfers. Only with weight_broadcast_cpu_staging."""
+    weight_transfer: Literal["auto", "background", "in_place"] = "auto"
+    """How a server takes new weights. background: into a second copy of them while it generates, so that it pauses only
+    for the swap; in_place: inside the pause. auto: background where layers and GPU memory allow it (dense, not
+    quantised, one GPU), else in_place. background fails where it is not possible, and says why."""
     weight_broadcast_free_grad_buffers: bool = True
     """Free Megatron gradient buffers during broadcast (saves ~14 GB)."""
     weight_probe_every: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 50
