@@ -70,7 +70,7 @@ def train(tmp_path: Path, run_yaml: Path):
             [sys.executable, "-c", PROBE, *arguments],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             cwd=tmp_path,
             env={**environment, "TELESCOPE_RUN_DIR": str(run_dir), "HF_HUB_OFFLINE": "1"},
         )
@@ -131,6 +131,15 @@ def test_an_algorithm_that_does_not_exist(train):
 def test_a_class_path_that_leads_to_no_backend(train, tmp_path, path, words):
     (tmp_path / "broken_backend.py").write_text("1 / 0\n")
     refused(train("--train_backend", path), "train_backend", *words)
+
+
+def test_a_parser_that_vllm_does_not_have(train):
+    flags = ["--vllm_tool_call_parser", "hermez", "--vllm_reasoning_parser", "qwen33"]
+    refused(
+        train(*flags),
+        "vllm_tool_call_parser is 'hermez'", "Did you mean 'hermes'?", "mistral",
+        "vllm_reasoning_parser is 'qwen33'", "Did you mean 'qwen3'?", "deepseek_r1",
+    )  # fmt: skip
 
 
 def test_a_backend_of_a_later_version(train):

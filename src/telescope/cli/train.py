@@ -107,12 +107,17 @@ def _train(loaded: LoadedConfig) -> int:
 
 
 def try_what_the_user_brings(config: TelescopeConfig) -> None:
-    """Load the environments and the backend, before anything is made or started that would have to be taken back."""
+    """Load the environments and the backend, before anything is made or started that would have to be taken back.
+
+    And ask vLLM for the parsers that are named: its plugins are brought by the user too.
+    """
     from telescope.environments.trial import try_environments
+    from telescope.inference.chat_parsers import check_chat_parsers
     from telescope.orchestrator.environment_keys import environment_keys
     from telescope.trainer.backend_trial import try_backend
 
     try_backend(config.train_backend)
+    check_chat_parsers(config)
     try_environments(
         environment_keys(config).specs,
         environments_path=list(config.environments_path),

@@ -46,9 +46,11 @@ class InferenceSection(Section):
     """Jinja2 chat template string to override the tokenizer's built-in template. Required for base models that
     don't include a chat template in their tokenizer."""
     vllm_tool_call_parser: Text | None = None
-    """vLLM's tool-call parser of the OpenAI-compatible API, such as `hermes`. Null: none."""
+    """vLLM's tool-call parser of the OpenAI-compatible API, such as `hermes`. Null: none. Rollouts do not go through
+    it: `ToolEnvironment` reads the calls."""
     vllm_reasoning_parser: Text | None = None
-    """vLLM's reasoning parser of the OpenAI-compatible API, such as `qwen3`. Null: none."""
+    """vLLM's reasoning parser of the OpenAI-compatible API, such as `qwen3`. Null: none. Rollouts do not go through
+    it."""
     inference_start_timeout_seconds: Seconds = 900.0
     """Seconds that a server may take from launch until it answers. Raise it for large models on slow disks."""
 

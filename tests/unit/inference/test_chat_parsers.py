@@ -1,0 +1,65 @@
+"""Parsers of the OpenAI-compatible API are asked for by name, and only when a configuration names one."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import pytest
+
+from telescope.config import TelescopeConfig
+from telescope.errors import ConfigError
+from telescope.inference.chat_parsers import check_chat_parsers
+
+
+def config(**fields: Any) -> TelescopeConfig:
+    return TelescopeConfig.model_validate({"model": "m", "environments": [{"name": "countdown"}], **fields})
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the process that imports vLLM does."""
+    behaviour: dict[str, Any] = {"returncode": 0, "stderr": "", "asked": 0}
+    behaviour["stdout"] = 'a line of its log\n[["hermes", "mistral"], ["qwen3"]]\n'
+
+    def run(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+        behaviour["asked"] += 1
+        if behaviour.get("hangs"):
+            raise subprocess.TimeoutExpired("python", options["timeout"])
+        return subprocess.CompletedProcess((), behaviour["returncode"], behaviour["stdout"], behaviour["stderr"])
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return behaviour
+
+
+def test_nothing_is_asked_when_no_parser_is_named(answer: dict[str, Any]) -> None:
+    check_chat_parsers(config())
+    assert answer["asked"] == 0
+
+
+def test_parsers_that_vllm_has_are_accepted(answer: dict[str, Any]) -> None:
+    check_chat_parsers(config(vllm_tool_call_parser="mistral", vllm_reasoning_parser="qwen3"))
+    assert answer["asked"] == 1
+
+
+def test_a_refusal_names_field_value_nearest_name_and_all_names(answer: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_chat_parsers(config(vllm_tool_call_parser="hermez", vllm_reasoning_parser="hermes"))
+    first, second = str(caught.value).splitlines()
+    assert first == (
+        "vllm_tool_call_parser is 'hermez', which the installed vLLM does not have. Did you mean 'hermes'? It has: "
+        "hermes, mistral"
+    )
+    assert second == "vllm_reasoning_parser is 'hermes', which the installed vLLM does not have. It has: qwen3"
+
+
+def test_a_vllm_that_cannot_be_asked_is_said(answer: dict[str, Any]) -> None:
+    answer |= {"returncode": 1, "stderr": "ModuleNotFoundError: No module named 'vllm.tool_parsers'"}
+    with pytest.raises(ConfigError, match=r"vllm_tool_call_parser: vLLM could not be asked(.|\n)*No module named"):
+        check_chat_parsers(config(vllm_tool_call_parser="hermes"))
+
+
+def test_a_vllm_that_hangs_has_a_deadline(answer: dict[str, Any]) -> None:
+    answer["hangs"] = True
+    with pytest.raises(ConfigError, match=r"vllm_reasoning_parser: vLLM did not say within 300 s"):
+        check_chat_parsers(config(vllm_reasoning_parser="qwen3"))
