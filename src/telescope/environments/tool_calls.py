@@ -29,14 +29,23 @@ MAX_CALL_CHARACTERS = 100_000
 
 _XML_OPEN, _XML_CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION_OPEN = re.compile(r"<function=([^<>\s]{0,200})>")
+_KEYS_OF_A_CALL = frozenset({"name", "arguments", "parameters", "id", "type", "index"})
 _FUNCTION_CLOSE = "</function>"
 _PARAMETER = re.compile(r"<parameter=([^<>\s]{1,200})>")
 _PARAMETER_CLOSE = "</parameter>"
 _TRACES = {
-    "xml": re.compile(r"</?[^<>]{0,8}(?:too|ool|ol_|l_c|_ca|call)|tool[ _-]?call|[\"']arguments[\"']", re.IGNORECASE),
-    "function": re.compile(r"</?[^<>]{0,8}(?:fun|unc|nct|param|aram|amet)|ction=", re.IGNORECASE),
+    "xml": re.compile(
+        r"<[^<>]{0,3}/?(?:[^<>\s]{0,8}(?:too|ool|ol_|l_c|_ca)|[^<>]{0,8}call[^<>\s]{0,3}>)|tool_call|tool.?call[^\w\s]"
+        r"|[\"']arguments[\"']\s*:|[\"']name[\"']\s*:.{0,200}arguments",
+        re.IGNORECASE,
+    ),
+    "function": re.compile(
+        r"<[^<>]{0,3}/?[^<>\s]{0,8}(?:fun|unc|nct|param|aram|amet)|tion=[^<>\s]{0,200}[>{]|<[^<>\s]{1,20}=[^<>]{1,100}>",
+        re.IGNORECASE,
+    ),
 }
-"""Pieces of the markup, at least one of which is left when some of its characters are missing or wrong."""
+"""Pieces of the markup, at least one of which is left when some of its characters are missing or wrong. None of them is
+what people write: "the tool call gave 5" and "fraction=3" are answers."""
 
 
 @dataclass(slots=True)
@@ -70,9 +79,6 @@ def parse_calls(completion: str, form: ToolCallFormat) -> list[ToolCall]:
     calls = _xml_calls(text) if form == "xml" else _function_calls(text)
     if not calls and looks_like_a_call(text, form):
         calls = [ToolCall("", None, text, f"A tool call must have the form {FORM_SHOWN[form]}.")]
-    if len(calls) > MAX_CALLS:
-        more = len(calls) - MAX_CALLS
-        calls = [*calls[:MAX_CALLS], ToolCall("", None, "", f"{more} more calls were not read: at most {MAX_CALLS}.")]
     return calls
 
 
@@ -91,7 +97,7 @@ def _xml_calls(text: str) -> list[ToolCall]:
     calls = []
     position = 0
     end = -2  # not looked for yet; looked for again only when it lies behind us
-    while (start := text.find(_XML_OPEN, position)) != -1:
+    while (start := text.find(_XML_OPEN, position)) != -1 and len(calls) < MAX_CALLS:
         inside = start + len(_XML_OPEN)
         if -1 != end < inside:
             end = text.find(_XML_CLOSE, inside)
@@ -103,7 +109,11 @@ def _xml_calls(text: str) -> list[ToolCall]:
             continue
         position = end + len(_XML_CLOSE)
         calls.append(_read_object(text[inside:end], text[start:position], closed=True))
-    return calls
+    return [*calls, *_not_read(0 if start == -1 else text.count(_XML_OPEN, position))]
+
+
+def _not_read(count: int) -> list[ToolCall]:
+    return [ToolCall("", None, "", f"{count} more calls were not read: at most {MAX_CALLS}.")] if count else []
 
 
 def _read_object(body: str, raw: str, *, closed: bool) -> ToolCall:
@@ -121,6 +131,9 @@ def _read_object(body: str, raw: str, *, closed: bool) -> ToolCall:
     if not isinstance(name, str) or not name:
         return ToolCall("", None, raw, 'A tool call must have a "name" that is a string.')
     arguments = value.get("arguments", value.get("parameters", {}))
+    stray = ", ".join(repr(key[:40]) for key in value if key not in _KEYS_OF_A_CALL)
+    if stray:  # left out, they would let the tool run with its defaults
+        return ToolCall(name, arguments, raw, f'A tool call has no {stray}: its parameters stand in "arguments".')
     return ToolCall(name, arguments, raw, _arguments_problem(arguments))
 
 
@@ -133,7 +146,7 @@ def _arguments_problem(arguments: Any) -> str | None:
 def _function_calls(text: str) -> list[ToolCall]:
     calls = []
     openings = list(_FUNCTION_OPEN.finditer(text))
-    for number, opening in enumerate(openings):
+    for number, opening in enumerate(openings[:MAX_CALLS]):
         limit = openings[number + 1].start() if number + 1 < len(openings) else len(text)
         end = text.find(_FUNCTION_CLOSE, opening.end(), limit)
         stop = limit if end == -1 else end + len(_FUNCTION_CLOSE)
@@ -150,7 +163,7 @@ def _function_calls(text: str) -> list[ToolCall]:
                 lacks = "" if end != -1 else f" The closing {_FUNCTION_CLOSE} is missing."
                 problem = f"The arguments of {opening[1]} are not valid JSON: {problem}.{lacks}"
             calls.append(ToolCall(opening[1], value, raw, problem or _arguments_problem(value)))
-    return calls
+    return [*calls, *_not_read(len(openings[MAX_CALLS:]))]
 
 
 def _read_parameters(name: str, body: str, raw: str) -> ToolCall:

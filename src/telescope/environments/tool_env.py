@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal
 from telescope.environments.base import ChatMessage, MultiTurnEnvironment, RolloutState, Sample
 from telescope.environments.deadlines import DeadlinePassed, deadline, within
 from telescope.environments.tool_calls import FORM_SHOWN, ToolCall, ToolCallFormat, ToolResult, parse_calls
+from telescope.environments.tool_results import as_text
 from telescope.environments.tool_schema import ArgumentError, Tool, func_to_tool_schema
 from telescope.errors import InfrastructureError, UserError
 
@@ -156,12 +157,7 @@ class ToolEnvironment(MultiTurnEnvironment):
 
     def format_tool_result(self, result: ToolResult) -> str:
         """The text of a reply."""
-        if not result.success:
-            text = f"Error: {result.error}"
-        elif isinstance(result.result, str):
-            text = result.result
-        else:
-            text = _as_json(result.result)
+        text = f"Error: {result.error}" if not result.success else as_text(result.result)
         if len(text) > self.max_result_characters:
             text = f"{text[: self.max_result_characters]}... ({len(text)} characters in all)"
         return text
@@ -252,13 +248,3 @@ class ToolEnvironment(MultiTurnEnvironment):
             {"role": "tool", "content": text, **({"name": name[:100]} if name else {})}
             for name, text in zip(names, texts, strict=True)
         ]
-
-
-def _as_json(value: Any) -> str:
-    """A result as text: JSON where that can be, else `str`."""
-    for write in (lambda: json.dumps(value, ensure_ascii=False, default=str), lambda: str(value)):
-        try:
-            return write()
-        except Exception:  # a number of too many digits, a loop, a `__str__` that raises
-            continue
-    return f"a result of type {type(value).__name__} that cannot be written out"

@@ -45,6 +45,8 @@ class Tool:
             raise UserError(f"{function!r} cannot be a tool: it has no name. Use a function that is defined with def.")
         self.parameters, self.state_parameter = _shown_parameters(function, self.name)
         self._fields: dict[str, str] = {}
+        self._rest = next((p.name for p in self.parameters if p.kind is _KINDS.VAR_POSITIONAL), None)
+        """The parameter `*args`, if there is one; to the model it is a list."""
         self._model = self._build_model()
         self.schema = self._build_schema()
 
@@ -54,6 +56,8 @@ class Tool:
         `arguments` is a dict of names, a list of positions, a JSON text of either, or None. Raises `ArgumentError`.
         """
         by_name, rest = self._by_name(_decoded(arguments))
+        if self._rest is not None and rest:
+            by_name[self._rest] = rest
         checked = self._checked(by_name)
         if checked is None:  # perhaps the model wrote a list or an object as a string of JSON
             checked = self._checked(self._loosened(by_name))
@@ -63,20 +67,19 @@ class Tool:
         for field_name, name in self._fields.items():
             if field_name in checked.model_fields_set:
                 named[name] = getattr(checked, field_name)
+        rest = named.pop(self._rest, []) if self._rest is not None else []
         if self.state_parameter is not None:
             named[self.state_parameter] = state
         return self._bound(named, rest)
 
     def _bound(self, named: dict[str, Any], rest: list[Any]) -> inspect.BoundArguments:
-        """`named` and the arguments of `*rest` as Python passes them."""
+        """`named` and the arguments of `*rest` as Python passes them; where one is left out, its default."""
         positional: list[Any] = []
         for parameter in inspect.signature(self.function).parameters.values():
             if parameter.kind is _KINDS.VAR_POSITIONAL:
                 positional.extend(rest)
             elif parameter.kind is _KINDS.POSITIONAL_ONLY or (rest and parameter.kind is _KINDS.POSITIONAL_OR_KEYWORD):
-                if parameter.name not in named:
-                    break
-                positional.append(named.pop(parameter.name))
+                positional.append(named.pop(parameter.name, parameter.default))
         return inspect.signature(self.function).bind(*positional, **named)
 
     def _by_name(self, arguments: Any) -> tuple[dict[str, Any], list[Any]]:
@@ -89,7 +92,7 @@ class Tool:
             raise ArgumentError(f"the arguments of {self.name} must be a JSON object of names and values.")
         names = [p.name for p in self.parameters if p.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)]
         rest = arguments[len(names) :]
-        if rest and not any(p.kind is _KINDS.VAR_POSITIONAL for p in self.parameters):
+        if rest and self._rest is None:
             raise ArgumentError(f"{self.name} takes at most {len(names)} arguments, not {len(arguments)}.")
         return dict(zip(names, arguments, strict=False)), rest
 
@@ -129,12 +132,15 @@ class Tool:
         for number, parameter in enumerate(self.parameters):
             if parameter.kind is _KINDS.VAR_KEYWORD:
                 takes_more = True
-            if parameter.kind in (_KINDS.VAR_KEYWORD, _KINDS.VAR_POSITIONAL):
                 continue
-            default = ... if parameter.default is parameter.empty else parameter.default
+            annotation, default = parameter.annotation, parameter.default
+            if parameter.kind is _KINDS.VAR_POSITIONAL:
+                annotation, default = list[annotation], []
+            elif default is parameter.empty:
+                default = ...
             description = described.get(parameter.name)
             fields[f"p{number}"] = (
-                parameter.annotation,
+                annotation,
                 Field(default, alias=parameter.name, description=description)
                 if description
                 else Field(default, alias=parameter.name),
@@ -186,9 +192,13 @@ def _shown_parameters(function: Callable[..., Any], name: str) -> tuple[list[ins
         hints = typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
         raise UserError(f"The annotations of the tool {name!r} cannot be read: {error}.") from error
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError as error:
+        raise UserError(f"The tool {name!r} does not say what it takes ({error}); wrap it into a function.") from error
     shown: list[inspect.Parameter] = []
     state_parameter = None
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in parameters:
         hint = hints.get(parameter.name, Any)
         if hint is RolloutState:
             state_parameter = parameter.name

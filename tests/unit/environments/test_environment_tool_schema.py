@@ -233,6 +233,19 @@ def test_functions_that_take_any_number_of_arguments():
 
     assert call(total, [1, 2, 3]) == (1, (2, 3), {})
     assert call(total, {"first": 1, "extra": 2}) == (1, (), {"extra": 2})
+    rest = {"default": [], "items": {"type": "integer"}, "type": "array"}
+    assert parameters_of(total)["properties"]["rest"] == rest  # a list to the model, which writes objects
+    assert call(total, {"first": 1, "rest": ["2", 3]}) == (1, (2, 3), {})
+    with pytest.raises(ArgumentError, match=r"rest\.1: Input should be a valid integer"):
+        call(total, [1, 2, "three"])
+
+
+def test_what_is_left_out_before_other_arguments_has_its_default():
+    def place(a: int, b: int = 2, c: int = 3, /, *rest: int):
+        return a, b, c, rest
+
+    assert call(place, {"a": 1, "c": 5}) == (1, 2, 5, ())
+    assert call(place, {"a": 1, "rest": [9]}) == (1, 2, 3, (9,))
 
 
 def test_positional_only_parameters_are_given_by_name_too():
@@ -264,3 +277,5 @@ def test_a_tool_that_no_model_could_call_is_refused_by_name():
         func_to_tool_schema(tell)
     with pytest.raises(UserError, match="it has no name"):
         func_to_tool_schema(lambda x: x)
+    with pytest.raises(UserError, match="The tool 'max' does not say what it takes"):
+        func_to_tool_schema(max)

@@ -1,14 +1,18 @@
 """A conversation with tools: calls found, run, answered, counted."""
 
 import asyncio
+import dataclasses
 import json
 import sys
 import time
 
+import numpy as np
+import pydantic
 import pytest
 
 from telescope.environments.base import RewardResult, RolloutState, Sample, TrajectoryStep, conversation
 from telescope.environments.tool_env import ToolCall, ToolEnvironment, ToolResult
+from telescope.environments.tool_results import as_text
 from telescope.errors import InfrastructureError, UserError
 
 
@@ -160,6 +164,8 @@ def test_the_function_form(completion, expected):
         (xml("spin", {}), "spin did not end within 0.2 seconds"),
         (xml("doze", {}), "doze did not end within 0.2 seconds"),
         ("tool_call> add 1 2", "must have the form"),
+        ('<tool_call>{"name": "fail", "args": {"message": "x"}}</tool_call>', "A tool call has no 'args'"),
+        ('<tool_call>{"name": "fail", "message": "x"}</tool_call>', "A tool call has no 'message'"),
         ('<tool_call>{"name": "add", "arguments": ' + '{"a":' * 100_000, "longer than 100000"),
         ('<tool_call>{"name": "add", "arguments": ' + "[" * 50_000 + "</tool_call>", "nested too deeply"),
         ('<tool_call>{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", "Exceeds the limit"),
@@ -176,6 +182,11 @@ def test_an_answer_without_a_call_is_final_and_thoughts_are_no_calls():
     environment = Tools()
     for final in ("The answer is 3.", "", f"<think>{xml('add', [1, 2])}</think>It is 3.", "<answer>3</answer>"):
         assert environment.is_done(after(environment, final)) == (True, "final_answer")
+    for said in ("The tool call gave 3.", "a<b, called x", 'the "arguments" of both sides', "if x <call it y"):
+        assert environment.is_done(after(environment, said)) == (True, "final_answer")
+    function = Tools(tool_call_format="function")
+    for said in ("It is <answer>3</answer>, so fraction=3.", "a function=3 of x", "x <params"):
+        assert function.is_done(after(function, said))[0] is ("<params" not in said)
     called = f"<think>I call add.</think>{xml('add', [1, 2])}"
     assert environment.is_done(after(environment, called)) == (False, None)
 
@@ -218,6 +229,32 @@ def test_metrics_have_their_names_and_count_what_happened():
         "add_calls": 2.0,
         "fail_calls": 1.0,
     }
+
+
+@dataclasses.dataclass
+class Place:
+    name: str
+    at: tuple[int, int] = (1, 2)
+
+
+class City(pydantic.BaseModel):
+    places: list[str] = ["here"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("as it is", "as it is"),
+        (None, "null"),
+        (b"\xc3\xa9\xff", "\u00e9\ufffd"),
+        ({"at": Place("x"), "city": City()}, '{"at": {"name": "x", "at": [1, 2]}, "city": {"places": ["here"]}}'),
+        ({3, 1}, "[1, 3]"),
+        (np.arange(3), "[0, 1, 2]"),
+        ([np.float32(0.5), Place], '[0.5, "' + str(Place) + '"]'),
+    ],
+)
+def test_results_take_the_forms_that_arguments_have(value, text):
+    assert as_text(value) == text
 
 
 def test_results_are_written_out_whatever_they_are_and_long_ones_are_cut():
