@@ -39,6 +39,7 @@ class ServerProcess:
     state: str = "ready"
     error: str | None = None
     last_log_lines: list[str] = field(default_factory=list)
+    start_seconds: float | None = 0.0
 
     async def status(self) -> ServerProcess:
         return self
@@ -75,8 +76,8 @@ async def fake_servers(count: int, settings: FakeEngineSettings) -> AsyncIterato
             await process.wait()
 
 
-def save_tokenizer(folder: Path) -> int:
-    """Write a tokenizer of `VOCABULARY` tokens, most of them invented words; returns the id of its end token."""
+def save_tokenizer(folder: Path, num_tokens: int = VOCABULARY) -> int:
+    """Write a tokenizer of `num_tokens` tokens, most of them invented words; returns the id of its end token."""
     tokenizer = build_tokenizer(["item 1 2 3", "the target is reached from these numbers with plus and minus"], 512)
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer.json"
@@ -84,7 +85,7 @@ def save_tokenizer(folder: Path) -> int:
     vocabulary = content["model"]["vocab"]
     taken = set(vocabulary.values()) | {token["id"] for token in content["added_tokens"]}
     generator = random.Random(0)
-    for token_id in range(VOCABULARY):
+    for token_id in range(num_tokens):
         if token_id not in taken:
             vocabulary[_invented_word(generator, vocabulary)] = token_id
     path.write_text(json.dumps(content))

@@ -58,6 +58,8 @@ class ServerStatus:
     exit_code: int | None = None
     last_log_lines: list[str] = field(default_factory=list)
     error: str | None = None
+    start_seconds: float | None = None
+    """What the newest process took from its launch until it answered; None while none has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ class InferenceServer:
         self._thread: threading.Thread | None = None
         self._state = "new"
         self._starts = 0
+        self._start_seconds: float | None = None
         self._exit_code: int | None = None
         self._error: str | None = None
         self._restart_times: list[float] = []
@@ -162,6 +165,7 @@ class InferenceServer:
             exit_code=self._exit_code,
             last_log_lines=process.log_tail() if process is not None else [],
             error=self._error,
+            start_seconds=self._start_seconds,
         )
 
     def stop(self) -> None:
@@ -203,7 +207,8 @@ class InferenceServer:
             self._process = EngineProcess(command.arguments, command.environment, self.log_path)
             self._starts += 1
         process = self._process
-        deadline = time.monotonic() + self._limits.start_timeout
+        launched = time.monotonic()
+        deadline = launched + self._limits.start_timeout
         last_line = ""
         while self._health(timeout=2.0) != 200:
             code = process.poll()
@@ -223,6 +228,7 @@ class InferenceServer:
                 last_line = tail[0]
                 self._on_progress(last_line)
             self._stopping.wait(POLL_SECONDS)
+        self._start_seconds = time.monotonic() - launched
 
     def _start_error(self, process: EngineProcess, what: str) -> EngineStartError:
         lines = process.log_tail(40)

@@ -74,6 +74,8 @@ def encode_generate(request: GenerateRequest, *, with_priority: bool = True) -> 
         sampling["top_p"] = request.top_p
     if request.seed is not None:
         sampling["seed"] = request.seed
+    if request.ignore_eos:
+        sampling["ignore_eos"] = True
     body: dict[str, object] = {
         "request_id": request.request_id,
         "token_ids": request.prompt_token_ids,

@@ -21,6 +21,7 @@ from telescope.config.model_shape import ModelShape, known_shape
 from telescope.errors import ConfigError
 from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.policy_version import REQUIRE_UPDATE_VARIABLE
+from telescope.inference.step_meter import STEP_METER_VARIABLE, meter_path
 from telescope.inference.supported_vllm import check_supported, is_cpu_build
 from telescope.inference.vllm_plugin import TRANSFER_VARIABLE
 
@@ -30,11 +31,13 @@ SCALE_OUT_FLAG_SINCE = (0, 30)
 MIDDLEWARES = (
     "telescope.inference.policy_version.PolicyVersionMiddleware",
     "telescope.inference.packed_answers.PackedAnswersMiddleware",
+    "telescope.inference.step_meter.StepMetricsMiddleware",
     "telescope.inference.auth.RunSecretMiddleware",
 )
 """In vLLM's order: the last one is outermost, so nothing is seen without the secret."""
 
 WORKER_EXTENSION = "telescope.inference.vllm_weights.WeightsWorkerExtension"
+SCHEDULER = "telescope.inference.vllm_scheduler.make_scheduler"
 DEFAULT_BATCHED_TOKENS = 2048
 """vLLM's smallest default of max_num_batched_tokens; with more sequences than that it must be set."""
 
@@ -94,7 +97,7 @@ def launch_command(
     # Logprobs of the distribution that was sampled from, not of the raw model output.
     arguments += ["--logprobs-mode", "processed_logprobs"]
     arguments += ["--weight-transfer-config", json.dumps({"backend": "telescope"})]
-    arguments += ["--worker-extension-cls", WORKER_EXTENSION]
+    arguments += ["--worker-extension-cls", WORKER_EXTENSION, "--scheduler-cls", SCHEDULER]
     for middleware in MIDDLEWARES:
         arguments += ["--middleware", middleware]
     # A line per request would make the log grow with the run.
@@ -122,6 +125,7 @@ def launch_command(
     environment[TRANSFER_VARIABLE] = config.weight_transfer
     if shadows.in_place_because is not None and config.weight_transfer == "auto":
         environment[TRANSFER_VARIABLE] = f"in_place: {shadows.in_place_because}"
+    environment[STEP_METER_VARIABLE] = str(meter_path(directory, port))
     return LaunchCommand(arguments, environment)
 
 

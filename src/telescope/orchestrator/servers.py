@@ -199,5 +199,8 @@ class ServerPool:
                 self._give_up(index, f"it failed {times} times in a row while it was given weights, last: {error}")
             return
         server.num_failed_bring_ups = 0
-        logger.info("inference server %d is back (restarts: %d)", index, status.restarts)
+        logger.info(
+            "inference server %d is back (restarts: %d, its start took %.1f s)",
+            index, status.restarts, status.start_seconds or 0.0,
+        )  # fmt: skip
         self._status.messages.append(f"server {index} is back with the current weights")

@@ -26,6 +26,8 @@ class GenerateRequest:
     seed: int | None = None
     priority: int = 0
     """Lower is served first (vLLM's order)."""
+    ignore_eos: bool = False
+    """Sample `max_tokens` tokens whatever they are (benchmarks)."""
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ class FakeHandle:
     restarts: int = 0
     state: str = "ready"
     last_log_lines: list[str] = field(default_factory=list)
+    start_seconds: float | None = 0.0
     error: str | None = None
 
     async def status(self) -> FakeHandle:

@@ -85,6 +85,12 @@ def test_request_carries_what_reproducibility_needs() -> None:
     assert sampling["detokenize"] is False
 
 
+def test_the_end_token_ends_an_answer_unless_a_length_is_asked_for() -> None:
+    asked = [GenerateRequest("r1", [1], 7, 1.0, **more) for more in ({}, {"ignore_eos": True})]  # type: ignore[arg-type]
+    sampling = [json.loads(wire.encode_generate(request))["sampling_params"] for request in asked]
+    assert [options.get("ignore_eos") for options in sampling] == [None, True]
+
+
 def test_fcfs_servers_get_no_priority() -> None:
     request = GenerateRequest("r1", [1], 7, 1.0, priority=2)
     assert "priority" not in json.loads(wire.encode_generate(request, with_priority=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from telescope.config import TelescopeConfig, load_config
 from telescope.errors import ConfigError, UserError
 from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.policy_version import REQUIRE_UPDATE_VARIABLE
+from telescope.inference.step_meter import STEP_METER_VARIABLE
 from telescope.inference.vllm_launch import LaunchCommand, hint_for, kv_cache_gib, launch_command, read_model_shape
 from telescope.inference.vllm_plugin import TRANSFER_VARIABLE
 
@@ -157,6 +159,15 @@ def test_tensor_parallel_workers_are_vllms_own_processes(tmp_path: Path) -> None
     command = launch(tmp_path, on_cpu=False, inference_num_workers=4, inference_tensor_parallel_size=2)
     assert value_of(command, "--tensor-parallel-size") == "2"
     assert value_of(command, "--distributed-executor-backend") == "mp"
+
+
+def test_every_engine_counts_its_steps_into_a_file_of_its_own(tmp_path: Path) -> None:
+    command = launch(tmp_path)
+    module, _, name = value_of(command, "--scheduler-cls").rpartition(".")
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert f"def {name}(" in Path(str(spec.origin)).read_text()
+    assert command.environment[STEP_METER_VARIABLE] == str(tmp_path / "steps-8100")
 
 
 def test_kv_cache_on_the_cpu_holds_all_lanes_but_leaves_most_memory() -> None:

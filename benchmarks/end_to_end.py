@@ -1,0 +1,187 @@
+"""The whole system under a real load: how long engines are idle, the trainer waits, and what is thrown away.
+
+    python benchmarks/end_to_end.py --quick                                   the tiny model on the CPU, two minutes
+    python benchmarks/end_to_end.py --json benchmarks/results/end_to_end.json      the README's example on four GPUs
+
+Runs `telescope train` on the README's example, with a model of the same shape and random weights, an environment whose
+rewards are chance, and answers of log-normal length (mean 1,000 tokens, p99 3,500, cut at 7,936). Everything is read
+from the run's record and from the engines' own step meters.
+
+The measured steps come after --warm-up (the trainer compiles, the lanes fill) and before the last `max_async_rollout` +
+1, in which a run opens fewer groups and then none, because no step is left for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from measure import provenance
+from rich.console import Console
+from rich.table import Table
+from whole_run import (
+    FIELDS,
+    LENGTHS,
+    QUICK_FIELDS,
+    QUICK_LENGTHS,
+    QUICK_SHAPE,
+    WholeRun,
+    fields_of,
+    gpu_names,
+    packages,
+    prepare_model,
+)
+
+AIM_IDLE, AIM_THROWN_AWAY = 0.03, 0.02
+
+EPILOG = """\
+rows
+  engine idle       share of wall time in which no step of the engine was scheduled, pauses for weights included
+  idle in pauses    the part of it between the pause and the resume of weight syncs
+  running, mean     requests in the engine's batch
+  trainer waiting   share of wall time in which the trainer had no batch
+  pause, stall      of a weight sync: engine's pause (slowest server), and how long the trainer is busy with it; median
+  thrown away       tokens of answers that were not trained (too old, no signal, masked), of all whose fate is known;
+                    those under way at the end of the run are apart"""
+
+
+def main() -> int:
+    arguments = parse()
+    lengths = QUICK_LENGTHS if arguments.quick else LENGTHS
+    on_gpu = not arguments.quick
+    shape = arguments.shape or ("qwen2.5-3b" if on_gpu else QUICK_SHAPE)
+    fields = FIELDS | ({} if on_gpu else QUICK_FIELDS) | fields_of(arguments.set)
+    ahead = fields.get("max_async_rollout", 2)
+    fields["number_of_steps"] = arguments.warm_up + arguments.steps + ahead + 1
+    where = provenance(packages()) | {"gpus": gpu_names()}
+    with tempfile.TemporaryDirectory(prefix="telescope-end-to-end-") as temporary:
+        folder = arguments.folder or Path(temporary)
+        model = prepare_model(folder, shape, on_gpu=on_gpu)
+        with WholeRun(folder / "end-to-end", model, arguments.port, fields, lengths) as run:
+            run.wait(arguments.timeout)
+        results = results_of(run, arguments.warm_up, arguments.steps)
+        if arguments.keep_log is not None:
+            arguments.keep_log.write_text(run.log.read_text(errors="replace"))
+    show(results)
+    if arguments.json:
+        report = {
+            "benchmark": "end_to_end",
+            "command": " ".join(["python benchmarks/end_to_end.py", *sys.argv[1:]]),
+            "where": where,
+            "shape": shape,
+            "lengths": {"mean": lengths.mean, "p99": lengths.p99},
+            "fields": fields,
+            "results": results,
+        }
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--steps", type=int, help="measured training steps (default: 30, with --quick 6)")
+    add("--warm-up", type=int, default=3, help="steps before them (default: 3)")
+    add("--shape", help="shape of the model (default: qwen2.5-3b, with --quick tiny)")
+    add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the configuration")
+    add("--port", type=int, default=8850, help="inference_base_port (default: 8850)")
+    add("--timeout", type=float, default=1800.0, help="seconds that the run may take")
+    add("--folder", type=Path, help="where model and run are kept; the model there is used again")
+    add("--quick", action="store_true", help="the tiny model on the CPU")
+    add("--json", type=Path, metavar="FILE", help="write everything there")
+    add("--keep-log", type=Path, metavar="FILE", help="keep what the run printed")
+    arguments = parser.parse_args()
+    arguments.steps = arguments.steps or (6 if arguments.quick else 30)
+    return arguments
+
+
+def results_of(run: WholeRun, warm_up: int, num_steps: int) -> dict[str, Any]:
+    """What came of the measured steps, from the record and the meters."""
+    steps = run.steps()
+    measured = steps[warm_up : warm_up + num_steps]
+    start, end = steps[warm_up - 1]["ended_at"] if warm_up else steps[0]["started_at"], measured[-1]["ended_at"]
+    seconds = end - start
+    pauses = [
+        max(min(row["end"], end) - max(row["start"], start), 0.0) if row["start"] else 0.0
+        for row in run.record.table("spans").to_pylist()
+        if row["name"] == "weight_sync"
+    ]
+    servers = len(run.meters)
+
+    def median(name: str) -> float:
+        return statistics.median(step["metrics"][name] for step in measured)
+
+    return {
+        "steps": num_steps,
+        "seconds": seconds,
+        "engine_idle": statistics.mean(meter.idle_share(start, end) for meter in run.meters),
+        "engine_idle_by_server": [meter.idle_share(start, end) for meter in run.meters],
+        "idle_in_pauses": sum(pauses) / servers / seconds,
+        "running_mean": [
+            statistics.mean(r.running for at, r in zip(m.times, m.readings, strict=True) if start <= at < end)
+            for m in run.meters
+        ],
+        "engine_tokens_per_second": sum(meter.tokens_per_second(start, end) for meter in run.meters),
+        "trained_tokens_per_second": sum(step["num_tokens_trained"] for step in measured) / seconds,
+        "tokens_per_sample": sum(s["num_tokens_trained"] for s in measured) / sum(s["num_samples"] for s in measured),
+        "steps_per_hour": 3600 * num_steps / seconds,
+        "step_seconds": statistics.median(step["metrics"]["timing_step_total"] for step in measured),
+        "trainer_waiting": sum(step["metrics"]["timing_waiting_for_data"] for step in measured) / seconds,
+        "pause_seconds": median("timing_weight_sync_inference_total"),
+        "stall_seconds": median("timing_weight_sync_trainer_total"),
+        **thrown_away(run),
+        "step_times": [[step["started_at"], step["ended_at"], step["metrics"]] for step in steps],
+    }
+
+
+def thrown_away(run: WholeRun) -> dict[str, Any]:
+    """Tokens by fate, over the whole run."""
+    tokens: Counter[str] = Counter()
+    columns = ["status", "reason", "completion_tokens"]
+    for row in run.record.table("samples", columns=columns).to_pylist():
+        fate = row["status"] if row["reason"] is None else f"{row['status']}/{row['reason']}"
+        tokens[fate] += row["completion_tokens"] or 0
+    at_end = sum(count for fate, count in tokens.items() if fate.endswith("/run_ended"))
+    known = sum(tokens.values()) - at_end
+    return {
+        "thrown_away": (known - tokens["kept"]) / known,
+        "under_way_at_end": at_end / (known + at_end),
+        "tokens_by_fate": dict(tokens),
+    }
+
+
+def show(results: dict[str, Any]) -> None:
+    table = Table(title=f"End to end, {results['steps']} steps")
+    for title in ("", "measured", "aim"):
+        table.add_column(title, justify="left" if not title else "right")
+    rows = (
+        ("engine idle", f"{results['engine_idle']:.1%}", f"{AIM_IDLE:.0%}"),
+        ("  by server", " ".join(f"{share:.1%}" for share in results["engine_idle_by_server"]), ""),
+        ("  idle in pauses", f"{results['idle_in_pauses']:.1%}", ""),
+        ("running, mean", " ".join(f"{running:.0f}" for running in results["running_mean"]), ""),
+        ("trainer waiting", f"{results['trainer_waiting']:.1%}", ""),
+        ("thrown away", f"{results['thrown_away']:.2%}", f"{AIM_THROWN_AWAY:.0%}"),
+        ("under way at the end", f"{results['under_way_at_end']:.2%}", ""),
+        ("steps/h", f"{results['steps_per_hour']:,.0f}", ""),
+        ("s/step, median", f"{results['step_seconds']:.2f}", ""),
+        ("tokens/s of the engines", f"{results['engine_tokens_per_second']:,.0f}", ""),
+        ("tokens/s trained", f"{results['trained_tokens_per_second']:,.0f}", ""),
+        ("tokens per answer", f"{results['tokens_per_sample']:,.0f}", ""),
+        ("pause of a sync, ms", f"{1000 * results['pause_seconds']:.0f}", ""),
+        ("stall of a sync, ms", f"{1000 * results['stall_seconds']:.0f}", ""),
+    )
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Answers of stated lengths: each request is asked for exactly as many tokens as its seed draws, whatever they say.
+
+    python benchmarks/forced_lengths.py 1000 3500 train --config ...
+
+runs `telescope` with the given arguments and log-normal lengths of that mean and 99th percentile. Models with random
+weights write noise that never ends by itself, or ends at once; how long answers are is what the load is made of. All
+that differs from a run without it are `max_tokens` and `ignore_eos` of the requests for samples.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from unittest.mock import patch
+
+from telescope.cli.main import main as telescope
+from telescope.inference.client import EngineClient
+from telescope.rollout.types import GenerateRequest, Generation
+
+Z99 = 2.3263478740408408
+"""99th percentile of the standard normal distribution."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A log-normal distribution of answers' lengths in tokens."""
+
+    mean: float
+    p99: float
+
+    @property
+    def sigma(self) -> float:
+        """From mean = exp(mu + sigma^2 / 2) and p99 = exp(mu + z sigma), the smaller of the two solutions."""
+        inside = Z99**2 - 2 * math.log(self.p99 / self.mean)
+        if self.p99 <= self.mean or inside < 0:
+            raise ValueError(f"no log-normal distribution has the mean {self.mean:g} and the p99 {self.p99:g}")
+        return Z99 - math.sqrt(inside)
+
+    def of(self, seed: int) -> int:
+        """Length of the answer to a request with this seed."""
+        mu = math.log(self.mean) - self.sigma**2 / 2
+        return max(1, round(random.Random(seed).lognormvariate(mu, self.sigma)))
+
+    def force(self, request: GenerateRequest) -> GenerateRequest:
+        """The request for an answer of its length, or of as much as it asks for at most."""
+        assert request.seed is not None
+        return replace(request, max_tokens=min(request.max_tokens, self.of(request.seed)), ignore_eos=True)
+
+
+@contextmanager
+def forced(lengths: Lengths) -> Iterator[None]:
+    """Every `EngineClient` of this process asks for answers of these lengths."""
+    generate = EngineClient.generate
+
+    async def generate_forced(self: EngineClient, request: GenerateRequest) -> Generation:
+        return await generate(self, lengths.force(request))
+
+    with patch.object(EngineClient, "generate", generate_forced):
+        yield
+
+
+def main(argv: list[str]) -> int:
+    mean, p99, *arguments = argv
+    with forced(Lengths(float(mean), float(p99))):
+        return telescope(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,54 @@
+"""Models of true shapes with random weights, and a small tokenizer of the same vocabulary, made on the spot.
+
+What they write is noise, and takes as long to write as sense. Lengths are forced (`forced_lengths`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fake_servers import save_tokenizer
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": 2048, "tie_word_embeddings": True, "max_position_embeddings": 32_768,
+    },
+    "qwen2.5-0.5b": {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True,
+        "max_position_embeddings": 32_768,
+    },
+    "qwen2.5-3b": {
+        "hidden_size": 2048, "intermediate_size": 11_008, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True,
+        "max_position_embeddings": 32_768,
+    },
+}  # fmt: skip
+"""Those of Qwen2.5 (arXiv:2412.15115), and one that a CPU serves and trains."""
+
+
+def make_model(folder: Path, shape: str, *, on_gpu: bool) -> None:
+    """Write config, weights (bfloat16, on the CPU float32) and tokenizer into `folder`, unless they are there."""
+    if (folder / "tokenizer.json").exists():
+        return
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    end_token = save_tokenizer(folder, SHAPES[shape]["vocab_size"])
+    config = Qwen2Config(**SHAPES[shape], rope_theta=1e6, bos_token_id=None, eos_token_id=end_token, dtype=dtype)
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("cuda" if on_gpu else "cpu"):
+            model = Qwen2ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    model.generation_config = GenerationConfig(eos_token_id=end_token)
+    tokenizer = (folder / "tokenizer.json").read_bytes()
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes(tokenizer)

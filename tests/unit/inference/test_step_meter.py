@@ -1,0 +1,162 @@
+"""How busy an engine was, to the step: what is counted, what a reader sees, and what `/metrics` says of it."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from telescope.inference import vllm_adapter as wire
+from telescope.inference.step_meter import (
+    StepMeter,
+    StepMetricsMiddleware,
+    metrics_text,
+    read_meter,
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_busy_is_the_time_with_a_step_scheduled_and_not_finished(tmp_path: Path) -> None:
+    clock = Clock()
+    meter = StepMeter(tmp_path / "steps", now=clock)
+    for tokens in (40, 2):
+        clock.advance(5.0)  # nothing is scheduled
+        meter.scheduled()
+        clock.advance(0.25)
+        meter.finished(tokens, running=2)
+    reading = read_meter(tmp_path / "steps")
+    assert reading is not None
+    assert (reading.busy_seconds, reading.steps, reading.tokens, reading.running) == (0.5, 2, 42, 2)
+
+
+def test_steps_that_overlap_count_their_time_once(tmp_path: Path) -> None:
+    clock = Clock()
+    meter = StepMeter(tmp_path / "steps", now=clock)
+    meter.scheduled()
+    for _ in range(3):  # an engine that schedules ahead: the next one before the last has finished
+        clock.advance(1.0)
+        meter.scheduled()
+        clock.advance(1.0)
+        meter.finished(1, running=1)
+    clock.advance(1.0)
+    meter.finished(1, running=0)
+    reading = read_meter(tmp_path / "steps")
+    assert reading is not None
+    assert (reading.busy_seconds, reading.steps) == (7.0, 4)
+
+
+def test_the_step_under_way_counts_up_to_the_reading(tmp_path: Path) -> None:
+    meter = StepMeter(tmp_path / "steps")
+    meter.scheduled()
+    first, second = read_meter(tmp_path / "steps"), read_meter(tmp_path / "steps")
+    assert first is not None
+    assert second is not None
+    assert 0 <= first.busy_seconds < second.busy_seconds
+    assert second.busy_seconds - first.busy_seconds == pytest.approx(second.clock - first.clock)
+
+
+def test_a_new_engine_begins_with_zeros_and_a_missing_one_has_no_reading(tmp_path: Path) -> None:
+    path = tmp_path / "not" / "there" / "steps"
+    assert read_meter(path) is None
+    for _ in range(2):
+        meter = StepMeter(path)
+        reading = read_meter(path)
+        assert reading is not None
+        assert (reading.busy_seconds, reading.steps) == (0.0, 0)
+        meter.scheduled()
+        meter.finished(1, 1)
+
+
+def test_an_engine_that_died_while_it_wrote_has_no_reading(tmp_path: Path) -> None:
+    StepMeter(tmp_path / "steps")
+    with open(tmp_path / "steps", "r+b") as file:
+        file.write(struct.pack("<Q", 3))
+    assert read_meter(tmp_path / "steps") is None
+
+
+def test_a_reader_never_sees_half_a_write(tmp_path: Path) -> None:
+    """Each step has one token more than the one before, so that tokens follow from steps in every state."""
+    meter = StepMeter(tmp_path / "steps")
+    stop = threading.Event()
+
+    def write() -> None:
+        step = 0
+        while not stop.is_set():
+            step += 1
+            meter.scheduled()
+            meter.finished(step, running=step)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        readings = [read_meter(tmp_path / "steps") for _ in range(2000)]
+    finally:
+        stop.set()
+        writer.join()
+    seen = [reading for reading in readings if reading is not None]
+    assert len(seen) > 1000
+    assert all(reading.tokens == reading.steps * (reading.steps + 1) // 2 for reading in seen)
+
+
+async def through_middleware(path: Path | None, route: str) -> tuple[dict[bytes, bytes], bytes]:
+    sent: list[Any] = []
+    asked: list[Any] = []
+
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        asked.extend(scope["headers"])
+        headers = [(b"content-type", b"text/plain"), (b"content-length", b"17")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"vllm:x_total 1.0\n"})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": route, "headers": [(b"accept-encoding", b"gzip")]}
+    await StepMetricsMiddleware(vllm, path)(scope, None, send)  # type: ignore[arg-type]
+    return dict(sent[0]["headers"]), b"".join(message["body"] for message in sent[1:])
+
+
+async def test_metrics_hold_the_meter_beside_vllms_own(tmp_path: Path) -> None:
+    clock = Clock()
+    meter = StepMeter(tmp_path / "steps", now=clock)
+    meter.scheduled()
+    clock.advance(1.5)
+    meter.finished(64, running=1)
+    for route in (wire.METRICS_ROUTE, wire.METRICS_ROUTE + "/"):  # vLLM redirects one to the other
+        headers, body = await through_middleware(tmp_path / "steps", route)
+        assert headers[b"content-length"] == str(len(body)).encode()
+        values = wire.parse_metrics(body.decode())
+        assert values["vllm:x_total"] == 1.0
+        assert values["telescope:engine_busy_seconds_total"] == 1.5
+        assert values["telescope:engine_steps_total"] == 1.0
+        assert values["telescope:engine_step_tokens_total"] == 64.0
+        assert values["telescope:engine_clock_seconds"] > 0
+
+
+async def test_without_a_meter_and_on_other_routes_answers_pass_through(tmp_path: Path) -> None:
+    StepMeter(tmp_path / "steps")
+    for path, route in ((None, wire.METRICS_ROUTE), (tmp_path / "none", wire.METRICS_ROUTE), (tmp_path / "steps", "/")):
+        assert await through_middleware(path, route) == (
+            {b"content-type": b"text/plain", b"content-length": b"17"},
+            b"vllm:x_total 1.0\n",
+        )
+
+
+def test_readings_lose_nothing_as_text(tmp_path: Path) -> None:
+    StepMeter(tmp_path / "steps")
+    reading = read_meter(tmp_path / "steps")
+    assert reading is not None
+    assert wire.parse_metrics(metrics_text(reading).decode())["telescope:engine_clock_seconds"] == reading.clock
