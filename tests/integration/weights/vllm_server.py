@@ -195,20 +195,20 @@ class Server:
             assert report.errors == {}
             pause_seconds = self.run(self.swap(update))
             return Sync(report, pause_seconds, self.probe(report))
-
-        async def go() -> tuple[SendReport, float]:
-            paused = time.monotonic()
-            await self.client.pause("keep")
-            await self.client.start_update()
-            send = asyncio.to_thread(self.sender.send, self.model.named_parameters(), update, [0], fingerprints=True)
-            report, _ = await asyncio.gather(send, self.client.update_weights(update.to_dict()))
-            await self.client.finish_update(update.version)
-            await self.client.resume()
-            return report, time.monotonic() - paused
-
-        report, pause_seconds = self.run(go())
-        assert report.errors == {}
+        report, pause_seconds = self.run(self.in_place(update))
         return Sync(report, pause_seconds, self.probe(report))
+
+    async def in_place(self, update: UpdateInfo, *, drop_caches: bool = False) -> tuple[SendReport, float]:
+        """A sync inside one pause. Returns the report and the seconds of the pause."""
+        paused = time.monotonic()
+        await self.client.pause("keep", drop_caches=drop_caches)
+        await self.client.start_update()
+        send = asyncio.to_thread(self.sender.send, self.model.named_parameters(), update, [0], fingerprints=True)
+        report, _ = await asyncio.gather(send, self.client.update_weights(update.to_dict()))
+        await self.client.finish_update(update.version)
+        await self.client.resume()
+        assert report.errors == {}
+        return report, time.monotonic() - paused
 
     def receive(self, update: UpdateInfo, weights: Iterator[tuple[str, torch.Tensor]]) -> SendReport:
         """Send an update that the worker receives in the background, to its end. No weight has changed after it."""

@@ -1,0 +1,100 @@
+"""What a weight update does to requests that run through it (`inflight_kv`), on a real vLLM against transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Iterator
+
+import pytest
+from tests.integration.weights.vllm_server import Server, disturb, make_model, model_logprobs
+from transformers import Qwen2ForCausalLM
+
+from telescope.rollout.types import GenerateRequest, Generation
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = [(11 * i + 5) % 290 for i in range(40)]
+NUM_REQUESTS = 8
+MAX_TOKENS = 200
+TOKENS_BEFORE = 20 * NUM_REQUESTS
+"""Sampled by all requests together before the weights change."""
+SAME = 1e-4
+"""Nats by which engine and transformers may differ in float32."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("inflight")
+    made = Server(make_model(folder, tied=False), folder)
+    made.start()
+    try:
+        made.connect()
+        yield made
+    finally:
+        made.stop()
+
+
+def through_an_update(server: Server, *, drop_caches: bool) -> tuple[Qwen2ForCausalLM, list[Generation]]:
+    """Answers during which the weights changed, and the model that they began with.
+
+    Those that ended before the update, as random models may, are left out.
+    """
+    before = copy.deepcopy(server.model)
+    name = f"inflight-{server.version}"
+
+    async def sampled() -> float:
+        return (await server.client.metrics())["vllm:generation_tokens_total"]
+
+    async def go() -> list[Generation]:
+        already = await sampled()
+        requests = [
+            GenerateRequest(f"{name}-{seed}", PROMPT, MAX_TOKENS, 1.0, seed=seed) for seed in range(NUM_REQUESTS)
+        ]
+        running = [asyncio.create_task(server.client.generate(request)) for request in requests]
+        async with asyncio.timeout(60):
+            while await sampled() - already < TOKENS_BEFORE:  # noqa: ASYNC110  # an engine tells nobody
+                await asyncio.sleep(0.01)
+        disturb(server.model, seed=server.version + 100)
+        await server.in_place(server.next_update(), drop_caches=drop_caches)
+        return list(await asyncio.gather(*running))
+
+    answers = server.run(go())
+    assert {answer.finish_reason for answer in answers} <= {"stop", "length"}, "the run goes on"
+    through = [answer for answer in answers if len(answer.version_spans) == 2]
+    assert through, f"no answer ran through the update: {[answer.version_spans for answer in answers]}"
+    for answer in through:
+        assert [version for version, _, _ in answer.version_spans] == [server.version - 1, server.version]
+    return before, through
+
+
+def worst_difference(model: Qwen2ForCausalLM, answer: Generation, start: int, end: int) -> float:
+    """Largest difference between the engine and `model`, which reads the whole context, over sampled tokens."""
+    whole = model_logprobs(model, PROMPT + answer.token_ids_N.tolist())[len(PROMPT) - 1 :]
+    pairs = zip(whole[start:end], answer.logprobs_N[start:end].tolist(), strict=True)
+    return max(abs(expected - said) for expected, said in pairs)
+
+
+def test_with_recompute_every_later_token_is_sampled_by_the_new_weights_alone(server: Server) -> None:
+    preempted = server.run(server.client.metrics())["vllm:num_preemptions_total"]
+    before, answers = through_an_update(server, drop_caches=True)
+    for answer in answers:
+        (_, start, middle), (_, _, end) = answer.version_spans
+        assert worst_difference(before, answer, start, middle) < SAME
+        assert worst_difference(server.model, answer, middle, end) < SAME
+        assert worst_difference(before, answer, middle, end) > 0.1, "the update changed the model"
+    after = server.run(server.client.metrics())["vllm:num_preemptions_total"]
+    assert after - preempted >= len(answers), "the caches of running requests were dropped"
+
+
+def test_with_keep_later_tokens_are_sampled_over_what_the_old_weights_made_of_the_context(server: Server) -> None:
+    preempted = server.run(server.client.metrics())["vllm:num_preemptions_total"]
+    before, answers = through_an_update(server, drop_caches=False)
+    for answer in answers:
+        (_, start, middle), (_, _, end) = answer.version_spans
+        assert worst_difference(before, answer, start, middle) < SAME
+        assert worst_difference(server.model, answer, middle, end) > 0.01, "neither model made all of these logprobs"
+        assert worst_difference(before, answer, middle, end) > 0.1
+    assert server.run(server.client.metrics())["vllm:num_preemptions_total"] == preempted
+    fresh = server.run(server.client.generate(GenerateRequest("fresh", PROMPT, 20, 1.0, seed=1)))
+    assert worst_difference(server.model, fresh, 0, len(fresh.token_ids_N)) < SAME, "a later request reads no old cache"
