@@ -7,8 +7,9 @@
 Each run is a `train.py` process with the settings of configs/examples/demo_countdown.yaml but for the environment and
 what it needs: Ray, vLLM, two FSDP2 ranks, one step of staleness. `turns` is two puzzles in one conversation
 (benchmarks/environments/puzzle_series, scored by the share that is solved); `tools` are two puzzles that are
-handed in through a tool, whose reply is the next one (benchmarks/environments/checked_puzzles); `calculator` is
-`calculator_agent`, with a tiny model that was warm-started on it.
+handed in through a tool, whose reply is the next one (benchmarks/environments/checked_puzzles); both train a tiny model
+that was warm-started on conversations of two puzzles. `calculator` is `calculator_agent`, with a tiny model that was
+warm-started on it.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ AIM = 0.1
 """Held-out accuracy must rise by at least this much, absolute, for every task and seed."""
 
 
-def fields_of(name: str, kwargs: dict[str, Any] | None = None, heldout: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The fields of a run that trains on an environment, and evaluates 200 of its items that training never sees."""
+def fields_of(name: str, kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The fields of a run that trains on an environment, and evaluates 200 items that neither training nor the warm
+    start of the model ever saw."""
     kwargs = kwargs or {}
     return {
-        "environments": [{"name": name, "kwargs": kwargs}],
+        "environments": [{"name": name, "kwargs": {**kwargs, "portion": "train"}}],
         "environments_path": ["benchmarks/environments"],
         "evals": [
             {
                 "name": name,
-                "kwargs": {**kwargs, **(heldout or {})},
+                "kwargs": {**kwargs, "portion": "heldout"},
                 "num_samples": 200,
                 "separate_eval_samples": True,
                 "temperature": 1.0,
@@ -48,19 +50,15 @@ def fields_of(name: str, kwargs: dict[str, Any] | None = None, heldout: dict[str
     }
 
 
-TASKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "turns": ("countdown", fields_of("puzzle_series")),
-    "tools": ("countdown", fields_of("checked_puzzles")),
+TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "turns": ({"num_turns": 2}, fields_of("puzzle_series")),
+    "tools": ({"num_turns": 2}, fields_of("checked_puzzles")),
     "calculator": (
-        "calculator_agent",
-        fields_of(
-            "calculator_agent",
-            {"prompt_style": "short", "max_operations": 2, "max_number": 10, "portion": "train"},
-            {"portion": "heldout"},
-        ),
+        {"task": "calculator_agent"},
+        fields_of("calculator_agent", {"prompt_style": "short", "max_turns": 4, "max_operations": 2, "max_number": 10}),
     ),
 }
-"""Task: what the tiny model was warm-started on, and the fields of a run."""
+"""Task: settings of its tiny model, and the fields of a run."""
 
 
 def main() -> int:
@@ -76,20 +74,23 @@ def main() -> int:
         arguments.seeds, arguments.steps = [0], 10
 
     runs = [
-        DemoRun(seed, {**TASKS[name][1], "number_of_steps": arguments.steps}, task=TASKS[name][0])
+        DemoRun(seed, {**TASKS[name][1], "number_of_steps": arguments.steps}, model=TASKS[name][0])
         for seed in arguments.seeds
         for name in arguments.tasks
     ]
     results = run_all(runs, path=arguments.json, port=arguments.port)
 
-    table = Table("task", "seed", *ACCURACY_COLUMNS)
+    table = Table("task", "seed", *ACCURACY_COLUMNS, "right by turn, before", "after")
     names = [name for _ in arguments.seeds for name in arguments.tasks]
     rows = sorted(zip(names, runs, results, strict=True), key=lambda row: row[0])
     failed = False
     for name, run, result in rows:
         short_of_aim = gain(result) < AIM
         failed |= short_of_aim
-        table.add_row(name, str(run.seed), *accuracy_cells(result), style="red" if short_of_aim else None)
+        by_turn = [
+            " ".join(f"{share:.2f}" for share in result[f"heldout_turns_{when}"]) for when in ("before", "after")
+        ]
+        table.add_row(name, str(run.seed), *accuracy_cells(result), *by_turn, style="red" if short_of_aim else None)
     console = Console()
     console.print(table)
     for name in arguments.tasks:

@@ -8,7 +8,9 @@ that is cut off goes on where it stopped, also with other code.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,7 @@ from typing import Any
 
 from measure import REPOSITORY, provenance
 
+from telescope.record.reader import Run
 from telescope.tiny_model.cache import ensure_tiny_model
 
 CONFIG = REPOSITORY / "configs" / "examples" / "demo_countdown.yaml"
@@ -35,19 +38,19 @@ class DemoRun:
     seed: int
     fields: dict[str, Any] = field(default_factory=dict)
     tied: bool = False
-    task: str = "countdown"
-    """What the tiny model was warm-started on."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """Settings of the tiny model that differ from those of the demo."""
 
     @property
     def settings(self) -> dict[str, Any]:
         """What tells this run from another, the content of the demo's config included."""
         config = hashlib.sha256(CONFIG.read_bytes()).hexdigest()[:12]
-        task = {} if self.task == "countdown" else {"task": self.task}
-        return {"seed": self.seed, "tied": self.tied, **task, "fields": self.fields, "config_file": config}
+        model = {"model": self.model} if self.model else {}
+        return {"seed": self.seed, "tied": self.tied, **model, "fields": self.fields, "config_file": config}
 
     def train(self, port: int) -> dict[str, Any]:
         """Do it; returns its summary. Raises `CalledProcessError` when it fails, after its last lines were shown."""
-        model = ensure_tiny_model(task=self.task, seed=self.seed, tied=self.tied)
+        model = ensure_tiny_model(seed=self.seed, tied=self.tied, **self.model)
         command = [sys.executable, str(REPOSITORY / "train.py"), "--config", str(CONFIG)]
         command += [f"--model={model}", f"--seed={self.seed}", "--use_wandb=false", f"--inference_base_port={port}"]
         command += [f"--{name}={json.dumps(value)}" for name, value in self.fields.items()]
@@ -55,7 +58,30 @@ class DemoRun:
             run_dir = Path(folder) / "run"
             subprocess.run([*command, f"--run_dir={run_dir}"], check=True, cwd=REPOSITORY)
             summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+            summary |= heldout_turns(run_dir)
         return {name: value for name, value in summary.items() if name not in NOT_KEPT}
+
+
+def heldout_turns(run_dir: Path) -> dict[str, list[float]]:
+    """The share of held-out conversations whose first, second, ... turn was right before and after training.
+
+    Turns are those that the environment lists in `info_turns` with `correct`; empty for an environment that does not.
+    """
+    by_step: dict[int, list[list[float]]] = {}
+    columns = ["status", "step", "info_turns"]
+    for row in Run(run_dir).table("samples", columns=columns).to_pylist():
+        if row["status"] == "eval" and row["info_turns"]:
+            turns = [turn["correct"] for turn in json.loads(row["info_turns"])]
+            by_step.setdefault(row["step"], []).append(turns)
+    if len(by_step) < 2:
+        return {}
+    return {
+        f"heldout_turns_{name}": [
+            round(statistics.mean(turn for turn in column if turn is not None), 4)
+            for column in itertools.zip_longest(*by_step[step])
+        ]
+        for name, step in (("before", min(by_step)), ("after", max(by_step)))
+    }
 
 
 class ResultsFile:

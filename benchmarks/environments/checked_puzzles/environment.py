@@ -24,11 +24,11 @@ class CheckedPuzzles(ToolEnvironment):
     reward_min, reward_max = 0.0, 1.0
     metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {"correct": {"min": 0.0, "max": 1.0}}
 
-    def __init__(self, num_puzzles: int = 2, **kwargs: Any) -> None:
+    def __init__(self, num_puzzles: int = 2, portion: str = "train", **kwargs: Any) -> None:
         super().__init__(tools=[self.submit], max_turns=num_puzzles, include_tool_schemas_in_prompt=False, **kwargs)
         self.num_puzzles = num_puzzles
         self.countdown = CountdownEnvironment(
-            prompt_style="short", operations="+-", format_reward=0.0, dataset="generated", portion="train",
+            prompt_style="short", operations="+-", format_reward=0.0, dataset="generated", portion=portion,
             min_numbers=3, max_numbers=3, max_number=10,
         )  # fmt: skip
 
@@ -59,5 +59,10 @@ class CheckedPuzzles(ToolEnvironment):
         return (True, "all_in") if len(state.custom.get(SOLVED, ())) == self.num_puzzles else (False, None)
 
     def compute_reward(self, state: RolloutState, eos_token: str = "") -> RewardResult:
-        share = sum(state.custom.get(SOLVED, ())) / self.num_puzzles
-        return RewardResult(share, sample_metrics={"correct": share, **self.get_tool_metrics(state)})
+        solved = [*state.custom.get(SOLVED, ()), *[0.0] * self.num_puzzles][: self.num_puzzles]
+        share = sum(solved) / self.num_puzzles
+        return RewardResult(
+            share,
+            sample_metrics={"correct": share, **self.get_tool_metrics(state)},
+            info_turns=[{"turn": turn, "correct": value} for turn, value in enumerate(solved)],
+        )

@@ -19,11 +19,11 @@ class PuzzleSeries(MultiTurnEnvironment):
 
     reward_min, reward_max = 0.0, 1.0
 
-    def __init__(self, num_puzzles: int = 2, **kwargs: Any) -> None:
+    def __init__(self, num_puzzles: int = 2, portion: str = "train", **kwargs: Any) -> None:
         super().__init__(max_turns=num_puzzles, **kwargs)
         self.num_puzzles = num_puzzles
         self.countdown = CountdownEnvironment(
-            prompt_style="short", operations="+-", format_reward=0.0, dataset="generated", portion="train",
+            prompt_style="short", operations="+-", format_reward=0.0, dataset="generated", portion=portion,
             min_numbers=3, max_numbers=3, max_number=10,
         )  # fmt: skip
 

@@ -29,7 +29,7 @@ def build_tiny_model(
     """
     source = examples_of(settings)
     examples = [source.draw(wrong_share=0.0) for _ in range(_NUM_CORPUS_PROMPTS)]
-    corpus = [str(message["content"]) for example in examples for message in example.messages]
+    corpus = [str(message["content"]) for example in examples for turn in example.turns for message in turn.messages]
     tokenizer = build_tokenizer(corpus, settings.vocab_size, markup_of(settings))
     model = build_model(settings, tokenizer)
     warm_start(model, tokenizer, settings, report)

@@ -1,6 +1,6 @@
-"""What the warm start shows a model that is to use a calculator: turns of conversations with it, most of them right.
+"""What the warm start shows a model that is to use a calculator: conversations with it, most of them right.
 
-Owns the choice of questions and of the turn that is taught. The task, the wording of prompts and replies and the split
+Owns the choice of questions and of what goes wrong. The task, the wording of prompts and replies and the split
 that keeps held-out questions apart are the calculator agent's. Invariant: no held-out question is ever shown.
 """
 
@@ -9,21 +9,31 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from telescope.environments.base import ChatMessage
 from telescope.environments.calculator_agent.environment import CALL_CLOSE, CALL_OPEN, CalculatorAgentEnvironment
-from telescope.environments.calculator_agent.questions import Question, QuestionSettings, draw_question, is_held_out
-from telescope.tiny_model.example import Example
+from telescope.environments.calculator_agent.questions import (
+    Question,
+    QuestionSettings,
+    apply,
+    draw_question,
+    is_held_out,
+)
+from telescope.tiny_model.example import Example, Turn
 from telescope.tiny_model.settings import TinyModelSettings
 
 MARKUP = (CALL_OPEN, CALL_CLOSE)
 """Tokens that this task has beside those of every tiny model."""
 
+_EARLY_ANSWER_SHARE = 0.25
+"""Share of the wrong turns that answer where a call was due."""
+
 
 class CalculatorExamples:
-    """An endless sequence of examples that follows from the settings' seed.
+    """An endless sequence of conversations that follows from the settings' seed.
 
-    An example is one turn: the conversation before it, all of it right, and what to say next. A wrong one asks for
-    another operation or answers with another number; it keeps the form.
+    Only a conversation that is right in every turn is worth anything here, so `wrong_share` is the mean number of wrong
+    turns in a conversation: the more turns, the less often each of them goes wrong. A wrong turn asks for another
+    operation or answers with another number; it keeps the form. What comes after goes on from what the calculator has
+    really said.
     """
 
     def __init__(self, settings: TinyModelSettings) -> None:
@@ -32,25 +42,23 @@ class CalculatorExamples:
         self._settings = question_settings(settings)
 
     def draw(self, wrong_share: float) -> Example:
-        """One turn, which is wrong with a probability of `wrong_share` over the number of turns plus one: for the
-        conversation to be right all of them have to be."""
-        rng = self._rng
+        """One conversation with `wrong_share` arbitrary turns on average."""
         question = self._draw()
-        turns = [f"{CALL_OPEN}{asked}{CALL_CLOSE}" for asked, _ in question.steps]
-        turns.append(_answer(question.answer))
-        taught = rng.randrange(len(turns))
-        messages: list[ChatMessage] = self._environment.get_initial_prompt(self._environment.sample_of(question))
-        for turn, (_, value) in zip(turns[:taught], question.steps, strict=False):
-            messages.append({"role": "assistant", "content": turn})
-            messages.append({"role": "tool", "content": str(value)})
-        wrong = rng.random() < wrong_share / (len(turns) + 1)
-        return Example(messages, self._arbitrary() if wrong else turns[taught])
-
-    def _arbitrary(self) -> str:
-        other = self._draw()
-        if self._rng.random() < 0.5:
-            return f"{CALL_OPEN}{other.steps[0][0]}{CALL_CLOSE}"
-        return _answer(other.answer)
+        wrong_turn_share = wrong_share / (len(question.operators) + 1)
+        turns: list[Turn] = []
+        value = question.numbers[0]
+        said: list[dict[str, Any]] = list(self._environment.get_initial_prompt(self._environment.sample_of(question)))
+        for operator, number in zip(question.operators, question.numbers[1:], strict=True):
+            asked, value = f"{value}{operator}{number}", apply(value, operator, number)
+            if self._rng.random() < wrong_turn_share:
+                other = self._draw()
+                if self._rng.random() < _EARLY_ANSWER_SHARE:
+                    return Example((*turns, Turn(said, _answer(other.answer))))
+                asked, value = other.steps[0]
+            turns.append(Turn(said, f"{CALL_OPEN}{asked}{CALL_CLOSE}"))
+            said = [{"role": "tool", "content": str(value)}]
+        wrong = self._rng.random() < wrong_turn_share
+        return Example((*turns, Turn(said, _answer(self._draw().answer if wrong else value))))
 
     def _draw(self) -> Question:
         while True:

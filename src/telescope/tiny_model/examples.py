@@ -14,7 +14,7 @@ from typing import Any
 from telescope.environments.countdown.environment import CountdownEnvironment
 from telescope.environments.countdown.puzzles import is_held_out
 from telescope.tiny_model.calculator_examples import MARKUP, CalculatorExamples
-from telescope.tiny_model.example import Example, Examples
+from telescope.tiny_model.example import Example, Examples, Turn
 from telescope.tiny_model.settings import TinyModelSettings
 
 
@@ -31,9 +31,12 @@ def markup_of(settings: TinyModelSettings) -> tuple[str, ...]:
 class ExampleSource:
     """An endless sequence of examples that follows from the settings' seed.
 
+    The puzzles of a conversation have nothing to do with one another. The first is put by the user; the later ones by
+    the user too or, in every second conversation, by a tool.
+
     A right answer adds some of the numbers and then subtracts the others, each in the order of the prompt, so that
     every choice of signs has one spelling; of several choices that reach the target the first in a fixed order is
-    taught. A wrong one has arbitrary signs, and so is right now and then.
+    taught. A wrong one has arbitrary signs, and so is right now and then; `wrong_share` is that of answers.
     """
 
     def __init__(self, settings: TinyModelSettings) -> None:
@@ -45,13 +48,19 @@ class ExampleSource:
         self._environment = CountdownEnvironment(**countdown_arguments(settings))
 
     def draw(self, wrong_share: float) -> Example:
-        """One example, arbitrary with probability `wrong_share`."""
+        """One conversation, each of whose answers is arbitrary with probability `wrong_share`."""
         rng = self._rng
-        numbers, target = self._draw_puzzle()
-        right = next(signs for signs in self._signs if _value(signs, numbers) == target)
-        shown = rng.choice(self._signs) if rng.random() < wrong_share else right
-        messages = self._environment.build_messages(self._environment.question(numbers, target))
-        return Example(messages, f"<answer>{_spell(shown, numbers)}</answer>")
+        turns: list[Turn] = []
+        later_role = rng.choice(("user", "tool")) if self._settings.num_turns > 1 else "user"
+        for _ in range(self._settings.num_turns):
+            numbers, target = self._draw_puzzle()
+            right = next(signs for signs in self._signs if _value(signs, numbers) == target)
+            shown = rng.choice(self._signs) if rng.random() < wrong_share else right
+            messages = self._environment.build_messages(self._environment.question(numbers, target))
+            if turns:
+                messages[-1]["role"] = later_role
+            turns.append(Turn(messages, f"<answer>{_spell(shown, numbers)}</answer>"))
+        return Example(tuple(turns))
 
     def _draw_puzzle(self) -> tuple[tuple[int, ...], int]:
         rng = self._rng

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 
 from telescope.errors import UserError
 
-RECIPE_VERSION = 1
-"""Part of the cache key: raise it when the code makes another model from the same settings."""
+RECIPE_VERSIONS = MappingProxyType({"countdown": 1, "calculator_agent": 2})
+"""For each task a part of the cache key: raise it when the code makes another model from the same settings."""
 
-TASKS = ("countdown", "calculator_agent")
+TASKS = tuple(RECIPE_VERSIONS)
 
 MIN_VOCAB_SIZE = 265
 """256 bytes, the seven special and markup tokens of the tokenizer, and two of a task's own."""
@@ -46,16 +47,19 @@ class TinyModelSettings:
     max_number: int = 10
     """Puzzles have `num_numbers` numbers from 1 to `max_number`, to be added and subtracted; questions for the
     calculator up to `num_numbers`, to be multiplied as well."""
+    num_turns: int = 1
+    """Puzzles in one conversation. Questions for the calculator take the turns that they take."""
 
     warm_start_steps: int = 560
     warm_start_batch_size: int = 32
-    """Examples per step: a prompt and its answer, of which the answer is trained."""
+    """Answers per step, in conversations of one turn or several; only answers are trained."""
     warm_start_learning_rate: float = 2e-3
     wrong_share: float = 0.7
     clean_share: float = 0.75
-    """The first `clean_share` of the steps shows right answers only; in the rest, a share of `wrong_share` is in the
-    right form and arbitrary otherwise. The model then knows more than it says: its own answers are varied and mostly
-    wrong, and reinforcement learning has something to tell apart."""
+    """The first `clean_share` of the steps shows right answers only; in the rest, a share of `wrong_share` (of answers
+    or, for the calculator, that many turns of a conversation) is in the right form and arbitrary otherwise. The model
+    then knows more than it says: its answers are varied and mostly wrong, and reinforcement learning has something to
+    tell apart."""
 
     def __post_init__(self) -> None:
         """Raises `UserError` for values that cannot make a model."""
@@ -76,6 +80,7 @@ class TinyModelSettings:
         )
         self._require(self.max_position_embeddings >= 64, "max_position_embeddings", "use 64 or more")
         self._require(2 <= self.num_numbers <= 6, "num_numbers", "use 2 to 6")
+        self._require(1 <= self.num_turns <= 8, "num_turns", "use 1 to 8")
         self._require(self.max_number >= 2, "max_number", "use 2 or more")
         self._require(self.warm_start_steps >= 0, "warm_start_steps", "use 0 for an untrained model, or more")
         self._require(self.warm_start_batch_size >= 1, "warm_start_batch_size", "use 1 or more")
@@ -91,7 +96,8 @@ class TinyModelSettings:
     def key(self) -> str:
         """16 hexadecimal digits that name these settings under this version of the recipe."""
         fields = asdict(self)
-        if self.task == TASKS[0]:
-            del fields["task"]  # models that were made before there were others keep their key
-        text = json.dumps({"recipe": RECIPE_VERSION, **fields}, sort_keys=True)
+        for name, first in (("task", TASKS[0]), ("num_turns", 1)):
+            if fields[name] == first:
+                del fields[name]  # models that were made before there was a choice keep their key
+        text = json.dumps({"recipe": RECIPE_VERSIONS[self.task], **fields}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from telescope.tiny_model.example import Example
+from telescope.tiny_model.example import Example, Examples
 from telescope.tiny_model.examples import examples_of
 from telescope.tiny_model.settings import TinyModelSettings
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-_THREADS = 2
+_THREADS = 1
 _WARM_UP_SHARE = 0.05
 _FINAL_RATE_SHARE = 0.05
 _BETAS = (0.9, 0.98)
@@ -46,23 +46,40 @@ def learning_rate_at(step: int, num_steps: int, peak: float) -> float:
 
 
 def encode_examples(examples: list[Example], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [B, L] padded on the right, and the targets [B, L] of the next token, -100 outside of the answers."""
+    """Token ids [B, L] padded on the right, and the targets [B, L] of the next token, -100 outside of the answers.
+
+    Turns are joined as a rollout joins them: the tokens of an answer as they are, and what lies between two answers as
+    the template writes it.
+    """
     import torch
 
-    prompts = [
-        tokenizer.apply_chat_template(example.messages, add_generation_prompt=True, tokenize=False)
-        for example in examples
-    ]
-    answers = [example.answer + str(tokenizer.eos_token) for example in examples]
-    prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-    answer_ids = tokenizer(answers, add_special_tokens=False)["input_ids"]
-    length = max(len(prompt) + len(answer) for prompt, answer in zip(prompt_ids, answer_ids, strict=True))
+    pieces = [_pieces(example, tokenizer) for example in examples]
+    piece_ids = tokenizer([piece for row in pieces for piece in row], add_special_tokens=False)["input_ids"]
+    ids_of_pieces = iter(piece_ids)
+    rows = [[next(ids_of_pieces) for _ in row] for row in pieces]
+    length = max(sum(map(len, row)) for row in rows)
     tokens_BL = torch.full((len(examples), length), tokenizer.pad_token_id, dtype=torch.long)
     targets_BL = torch.full((len(examples), length), -100, dtype=torch.long)
-    for row, (prompt, answer) in enumerate(zip(prompt_ids, answer_ids, strict=True)):
-        tokens_BL[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-        targets_BL[row, len(prompt) - 1 : len(prompt) + len(answer) - 1] = torch.tensor(answer)
+    for number, row in enumerate(rows):
+        tokens_BL[number, : sum(map(len, row))] = torch.tensor([token for piece in row for token in piece])
+        position = 0
+        for prompt, answer in zip(row[::2], row[1::2], strict=True):
+            start = position + len(prompt)
+            position = start + len(answer)
+            targets_BL[number, start - 1 : position - 1] = torch.tensor(answer)
     return tokens_BL, targets_BL
+
+
+def _pieces(example: Example, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """The conversation as the template writes it, cut into prompt, answer, prompt, answer."""
+    pieces: list[str] = []
+    messages: list[dict[str, Any]] = []
+    for turn in example.turns:
+        messages += turn.messages
+        written = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        pieces += [written[sum(map(len, pieces)) :], turn.answer + str(tokenizer.eos_token)]
+        messages.append({"role": "assistant", "content": turn.answer})
+    return pieces
 
 
 def warm_start(
@@ -81,7 +98,7 @@ def warm_start(
     with _fixed_threads():
         for step in range(settings.warm_start_steps):
             wrong_share = 0.0 if step < num_clean_steps else settings.wrong_share
-            examples = [source.draw(wrong_share) for _ in range(settings.warm_start_batch_size)]
+            examples = _draw_batch(source, wrong_share, settings.warm_start_batch_size)
             tokens_BL, targets_BL = encode_examples(examples, tokenizer)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate_at(step, settings.warm_start_steps, settings.warm_start_learning_rate)
@@ -96,6 +113,15 @@ def warm_start(
             optimizer.zero_grad(set_to_none=True)
             if report is not None:
                 report(WarmStartProgress(step + 1, settings.warm_start_steps, float(loss.detach())))
+
+
+def _draw_batch(source: Examples, wrong_share: float, num_answers: int) -> list[Example]:
+    """As many conversations as it takes to teach `num_answers` answers."""
+    examples: list[Example] = []
+    while num_answers > 0:
+        examples.append(source.draw(wrong_share))
+        num_answers -= len(examples[-1].turns)
+    return examples
 
 
 @contextmanager

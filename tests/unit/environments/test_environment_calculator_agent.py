@@ -17,6 +17,11 @@ QUESTION = Question((12, 7, 3), ("+", "*"))  # (12 + 7) * 3 = 57
 
 def play(*completions, style="short", question=QUESTION, **kwargs):
     """Rewards, metrics and the replies of a rollout with these answers."""
+    result, replies = result_of(*completions, style=style, question=question, **kwargs)
+    return result.total_reward, result.sample_metrics, replies
+
+
+def result_of(*completions, style="short", question=QUESTION, **kwargs):
     environment = get_environment("calculator_agent", prompt_style=style, **kwargs)
     state = environment.create_initial_state(environment.sample_of(question))
     prompt, replies = environment.get_initial_prompt(state.sample), []
@@ -28,8 +33,7 @@ def play(*completions, style="short", question=QUESTION, **kwargs):
         response = environment.env_response(conversation(state), state)
         replies.append([message["content"] for message in response])
         prompt = environment.get_next_prompt_messages(state, response)
-    result = environment.compute_reward(state)
-    return result.total_reward, result.sample_metrics, replies
+    return environment.compute_reward(state), replies
 
 
 def test_working_it_out_step_by_step_is_right():
@@ -43,6 +47,21 @@ def test_the_full_form_is_the_same_game():
              for e in ("12 + 7", "19 * 3")]  # fmt: skip
     reward, _, replies = play(*calls, "It is <answer>57</answer>", style="full")
     assert (reward, replies) == (1.0, [["19"], ["57"]])
+
+
+@pytest.mark.parametrize(
+    ("completions", "right"),
+    [
+        (("<call>12+7</call>", "<call>19*3</call>", "<answer>57</answer>"), [1.0, 1.0, 1.0]),
+        (("<call>19*3</call>", "<answer>57</answer>"), [0.0, 0.0, 0.0]),  # rewarded, and not what was due
+        (("<call>12+7</call>", "<call>19*2</call>", "<answer>38</answer>"), [1.0, 0.0, 0.0]),
+        (("<call>12+7</call><call>19*3</call>", "<answer>57</answer>"), [0.0, 0.0, 0.0]),
+        (("<call>12+7</call>",), [1.0, 0.0, 0.0]),
+    ],
+)
+def test_every_turn_that_a_question_takes_is_judged_for_the_record(completions, right):
+    result, _ = result_of(*completions)
+    assert [turn["correct"] for turn in result.info_turns] == right
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from telescope.tiny_model.tokenizer import build_tokenizer
 from telescope.tiny_model.warm_start import encode_examples
 
 SETTINGS = TinyModelSettings()
+SERIES = TinyModelSettings(num_turns=2)
 
 
 def read(question: str) -> tuple[list[int], int]:
@@ -24,15 +25,15 @@ def read(question: str) -> tuple[list[int], int]:
 def judge(examples: list[Example], settings: TinyModelSettings = SETTINGS) -> list[dict[str, float]]:
     environment = CountdownEnvironment(**countdown_arguments(settings))
     metrics = []
-    for example in examples:
-        question = example.messages[-1]["content"]
+    for turn in (turn for example in examples for turn in example.turns):
+        question = turn.messages[-1]["content"]
         numbers, target = read(question)
         sample = Sample(question, str(target), {"numbers": numbers, "target": target})
-        metrics.append(environment.compute_reward(example.answer, sample).sample_metrics)
+        metrics.append(environment.compute_reward(turn.answer, sample).sample_metrics)
     return metrics
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, TinyModelSettings(num_numbers=5, max_number=99)])
+@pytest.mark.parametrize("settings", [SETTINGS, TinyModelSettings(num_numbers=5, max_number=99), SERIES])
 def test_right_answers_are_right(settings):
     source = ExampleSource(settings)
     metrics = judge([source.draw(0.0) for _ in range(100)], settings)
@@ -47,16 +48,17 @@ def test_arbitrary_answers_keep_the_form_and_are_mostly_wrong():
 
 
 def test_no_held_out_puzzle_is_shown():
-    source = ExampleSource(SETTINGS)
-    assert not any(is_held_out(*read(source.draw(0.0).messages[-1]["content"])) for _ in range(2000))
+    source = ExampleSource(SERIES)
+    turns = [turn for _ in range(1000) for turn in source.draw(0.0).turns]
+    assert not any(is_held_out(*read(turn.messages[-1]["content"])) for turn in turns)
 
 
 def test_a_puzzle_always_has_the_same_right_answer():
     source = ExampleSource(SETTINGS)
     answers: dict[str, set[str]] = {}
     for _ in range(3000):
-        example = source.draw(0.0)
-        answers.setdefault(example.messages[-1]["content"], set()).add(example.answer)
+        (turn,) = source.draw(0.0).turns
+        answers.setdefault(turn.messages[-1]["content"], set()).add(turn.answer)
     assert all(len(found) == 1 for found in answers.values())
 
 
@@ -73,22 +75,42 @@ def test_prompts_are_those_that_the_environment_renders():
                 for i in range(20)}  # fmt: skip
     source, seen = ExampleSource(SETTINGS), 0
     for _ in range(5000):
-        example = source.draw(0.0)
-        if (question := example.messages[-1]["content"]) in rendered:
+        (turn,) = source.draw(0.0).turns
+        if (question := turn.messages[-1]["content"]) in rendered:
             seen += 1
-            text = tokenizer.apply_chat_template(example.messages, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(turn.messages, tokenize=False, add_generation_prompt=True)
             assert text == rendered[question]
     assert seen
 
 
-def test_only_the_answer_and_its_end_token_are_trained():
+def test_later_puzzles_of_a_conversation_are_put_by_the_user_or_by_a_tool():
+    source = ExampleSource(TinyModelSettings(num_turns=3))
+    roles = {tuple(turn.messages[-1]["role"] for turn in source.draw(0.0).turns) for _ in range(50)}
+    assert roles == {("user", "user", "user"), ("user", "tool", "tool")}
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, SERIES])
+def test_only_the_answers_and_their_end_tokens_are_trained(settings):
     tokenizer = build_tokenizer(["3 7 12 -> 22"], 384)
-    source = ExampleSource(SETTINGS)
+    source = ExampleSource(settings)
     examples = [source.draw(0.0) for _ in range(16)]
     tokens_BL, targets_BL = encode_examples(examples, tokenizer)
     assert tokens_BL.shape == targets_BL.shape
     for example, tokens_L, targets_L in zip(examples, tokens_BL, targets_BL, strict=True):
         trained_L = targets_L != -100
-        assert tokenizer.decode(targets_L[trained_L]) == example.answer + "<|im_end|>"
+        said = "".join(turn.answer + "<|im_end|>" for turn in example.turns)
+        assert tokenizer.decode(targets_L[trained_L]) == said
         following = trained_L.nonzero()[:, 0] + 1
         assert (tokens_L[following] == targets_L[trained_L]).all()
+
+
+def test_a_conversation_of_several_turns_is_written_as_the_template_writes_it():
+    tokenizer = build_tokenizer(["3 7 12 -> 22"], 384)
+    example = ExampleSource(SERIES).draw(0.0)
+    messages = [
+        message for turn in example.turns for message in (*turn.messages, {"role": "assistant", "content": turn.answer})
+    ]
+    (tokens_L,), _ = encode_examples([example], tokenizer)
+    assert (
+        tokens_L.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)[:-1]
+    )  # all but the last newline

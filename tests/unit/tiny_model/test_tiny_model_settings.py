@@ -24,6 +24,7 @@ from telescope.tiny_model.warm_start import learning_rate_at
         ("max_position_embeddings", 8),
         ("num_numbers", 1),
         ("max_number", 0),
+        ("num_turns", 0),
         ("warm_start_steps", -1),
         ("warm_start_batch_size", 0),
         ("warm_start_learning_rate", 0.0),

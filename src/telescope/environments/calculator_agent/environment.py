@@ -106,7 +106,8 @@ class CalculatorAgentEnvironment(ToolEnvironment):
     def sample_of(self, question: Question) -> Sample:
         """A question as a dataset item."""
         prompt = question.text if self.short else f"What is {question.text}?\n\n{INSTRUCTION}"
-        metadata = {"question": question.text, "operations": len(question.operators)}
+        steps = [asked for asked, _ in question.steps]
+        metadata = {"question": question.text, "operations": len(steps), "steps": steps}
         return Sample(prompt, answer=str(question.answer), metadata=metadata)
 
     def parse_tool_calls(self, completion: str) -> list[ToolCall]:
@@ -140,9 +141,26 @@ class CalculatorAgentEnvironment(ToolEnvironment):
                 "num_turns": float(state.num_turns),
                 **self.get_tool_metrics(state),
             },
+            info_turns=self._turns(state, right),
             golden_answers={"answer": state.sample.answer},
             sample_tags={"operations": str(state.sample.metadata["operations"])},
         )
+
+    def _turns(self, state: RolloutState, right: bool) -> list[dict[str, Any]]:
+        """Of every turn that the question takes, what is to be asked and whether that was done, or the answer given.
+
+        One may well get there in another way; the reward knows nothing of this.
+        """
+        steps = state.sample.metadata["steps"]
+        turns = []
+        for turn, asked in enumerate(steps):
+            said = state.trajectory[turn].completion if turn < len(state.trajectory) else ""
+            calls = [call.arguments for call in self.parse_tool_calls(said)]
+            expressions = [call.get("expression") if isinstance(call, dict) else None for call in calls]
+            due = len(expressions) == 1 and str(expressions[0]).replace(" ", "") == asked
+            turns.append({"turn": turn, "ask": asked, "correct": float(due)})
+        answered = right and len(state.trajectory) == len(steps) + 1
+        return [*turns, {"turn": len(steps), "answer": state.sample.answer, "correct": float(answered)}]
 
 
 def calculate(expression: str, state: RolloutState) -> str:
