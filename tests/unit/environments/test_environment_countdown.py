@@ -203,3 +203,15 @@ def test_hub_rows_become_samples_of_the_portion(monkeypatch):
     assert 10 < len(held_out) < 90
     assert held_out.get_sample(0).metadata["target"] == int(held_out.get_sample(0).answer)
     assert len(CountdownEnvironment(dataset="hub", num_samples=7)) == 7
+
+
+def test_generated_puzzles_stand_for_the_usual_dataset_and_for_no_other(monkeypatch, caplog):
+    def load_dataset(*_, **__):
+        raise ConnectionError("no network")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert len(CountdownEnvironment(num_samples=3)) == 3
+    assert "cannot be had (no network)" in caplog.text
+    for kwargs in ({"dataset": "hub"}, {"dataset_name": "someone/puzzles"}, {"dataset_split": "test"}):
+        with pytest.raises(ConnectionError):
+            len(CountdownEnvironment(**kwargs))

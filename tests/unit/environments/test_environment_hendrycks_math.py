@@ -157,5 +157,7 @@ def test_without_the_hub_our_own_problems_take_its_place(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     assert len(get_environment("hendrycks_math")) >= 40
     assert "cannot be had (no network)" in caplog.text
-    with pytest.raises(ConnectionError):
-        get_environment("hendrycks_math", dataset="hub").get_sample(0)
+    chosen = ({"dataset": "hub"}, {"dataset_split": "test"}, {"dataset_name": "someone/exams"})
+    for kwargs in chosen:
+        with pytest.raises(ConnectionError):
+            get_environment("hendrycks_math", **kwargs).get_sample(0)

@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 class CountdownEnvironment(SingleTurnEnvironment):
     """Reach a target from given numbers.
 
-    `dataset` is `hub`, `generated`, or `auto` (the hub's if it can be had, else generated). `portion` is `all`,
+    `dataset` is `hub`, `generated`, or `auto` (the hub's if it can be had; else generated, unless `dataset_name` or
+    `dataset_split` ask for something else). `portion` is `all`,
     `train` or `heldout`: a fixed fifth of all puzzles is held out, whatever the seed. `min_numbers` to
     `operations` shape generated puzzles; `operations` also limits what an answer may use.
 
@@ -110,7 +111,8 @@ class CountdownEnvironment(SingleTurnEnvironment):
             try:
                 return self._load_hub(num_samples, portion, dataset_name, dataset_subset, dataset_split)
             except Exception as error:
-                if dataset == "hub":
+                # Generated puzzles stand for the usual dataset and for none that somebody chose.
+                if dataset == "hub" or dataset_name != HUB_DATASET or dataset_split != "train":
                     raise
                 logger.warning("countdown: %s cannot be had (%s); generating puzzles instead.", dataset_name, error)
         return self._generate(num_samples, portion, settings, seed)

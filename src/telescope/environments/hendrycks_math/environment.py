@@ -47,9 +47,10 @@ logger = logging.getLogger(__name__)
 class HendrycksMathEnvironment(SingleTurnEnvironment):
     """Competition problems with one answer each.
 
-    `dataset` is `hub`, `own` (a few dozen problems that ship here) or `auto` (the hub's if it can be had, else our
-    own). `dataset_subset` is a subject or null for all. `levels` keeps problems of some difficulties, 1 to 5. With
-    `seed` the order is shuffled; without, it is the dataset's. `verify_timeout_seconds` bounds one comparison.
+    `dataset` is `hub`, `own` (a few dozen problems that ship here) or `auto` (the hub's if it can be had; else our own,
+    unless `dataset_name` or `dataset_split` ask for something else). `dataset_subset` is a subject or null for all.
+    `levels` keeps problems of some difficulties, 1 to 5. With `seed` the order is shuffled; without, it is the
+    dataset's. `verify_timeout_seconds` bounds one comparison.
     """
 
     reward_min, reward_max = 0.0, 1.0
@@ -91,7 +92,8 @@ class HendrycksMathEnvironment(SingleTurnEnvironment):
             try:
                 rows = _hub_rows(dataset_name, dataset_subset, dataset_split)
             except Exception as error:
-                if dataset == "hub":
+                # Our own stand for the hub's training problems and for nothing else that somebody asked for.
+                if dataset == "hub" or dataset_name != HUB_DATASET or dataset_split != "train":
                     raise
                 logger.warning("hendrycks_math: %s cannot be had (%s); using our own problems.", dataset_name, error)
         if rows is None:

@@ -1,0 +1,109 @@
+"""Hub datasets through the real `datasets` package: its client, its cache and Parquet files, from a hub on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tests.integration.environments.hub import Hub, serving
+
+from telescope.environments.hendrycks_math.environment import SUBJECTS
+
+MATH, COUNTDOWN, EXAMS = "EleutherAI/hendrycks_math", "Jiayi-Pan/Countdown-Tasks-3to4", "someone/exams"
+
+LOAD = """
+import json, sys
+from telescope.environments.registry import get_environment
+for name, kwargs in json.loads(sys.argv[1]):
+    try:
+        environment = get_environment(name, **kwargs)
+        samples = [environment.get_sample(i) for i in range(len(environment))]
+        print("LOADED", json.dumps([[s.prompt, s.answer, s.metadata] for s in samples]))
+    except Exception as error:
+        print("LOADED", json.dumps(f"{type(error).__name__}: {error}"))
+"""
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def problem(subject: str, number: int, split: str) -> dict[str, Any]:
+    title = subject.replace("_", " ").title()
+    return {
+        "problem": f"{split} {subject} {number}?", "level": f"Level {number % 5 + 1}", "type": title,
+        "solution": rf"It is \boxed{{{number}}}.",
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    """The datasets in the layouts that they have on the hub: a subset per subject, and one file of puzzles."""
+    root = tmp_path_factory.mktemp("hub")
+    configs = ["---", "configs:"]
+    for subject in SUBJECTS:
+        configs += [f"- config_name: {subject}", "  data_files:"]
+        for split in ("train", "test"):
+            configs += [f"  - split: {split}", f"    path: {subject}/{split}-*"]
+            rows = [problem(subject, number, split) for number in range(10 if split == "train" else 3)]
+            write_parquet(root / MATH / subject / f"{split}-00000-of-00001.parquet", rows)
+    (root / MATH / "README.md").write_text("\n".join([*configs, "---", "# MATH"]))
+    puzzles = [{"target": 2 * n + 3, "nums": [n, n + 1, 2]} for n in range(200)]
+    write_parquet(root / COUNTDOWN / "data" / "train-00000-of-00001.parquet", puzzles)
+    exams = [{"question": f"{n} + 1?", "answer": str(n + 1), "subject": "sums"} for n in range(5)]
+    write_parquet(root / EXAMS / "test.parquet", exams)
+    with serving(root) as made:
+        yield made
+
+
+def load(hub: Hub, home: Path, *wanted: tuple[str, dict[str, Any]]) -> list[Any]:
+    """What a new process gets for each environment: (prompt, answer, metadata) of its samples, or its error."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, json.dumps(wanted)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment | hub.environment(home),
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line.removeprefix("LOADED")) for line in done.stdout.splitlines() if line.startswith("LOADED")]
+
+
+def test_environments_load_their_datasets_from_the_hub(hub: Hub, tmp_path: Path) -> None:
+    everything, algebra, test, puzzles, held_out, exams, nowhere = load(
+        hub, tmp_path,
+        ("hendrycks_math", {"dataset": "hub"}),
+        ("hendrycks_math", {"dataset": "hub", "dataset_subset": "algebra", "levels": [5]}),
+        ("hendrycks_math", {"dataset_split": "test"}),
+        ("countdown", {"dataset": "hub", "num_samples": 150, "prompt_style": "short"}),
+        ("countdown", {"portion": "heldout"}),
+        ("hendrycks_math", {"dataset": "hub", "dataset_name": EXAMS, "dataset_split": "test"}),
+        ("hendrycks_math", {"dataset": "hub", "dataset_name": "someone/nothing"}),
+    )  # fmt: skip
+    assert [prompt for prompt, _, _ in everything] == [f"train {s} {n}?" for s in SUBJECTS for n in range(10)]
+    assert everything[13][1:] == ["3", {"level": 4, "subject": "Counting And Probability"}]
+    assert [answer for _, answer, _ in algebra] == ["4", "9"]
+    assert len(test) == 3 * len(SUBJECTS)
+    assert test[0][0] == "test algebra 0?"
+    assert len(puzzles) == 150
+    assert puzzles[7] == ["7 8 2 -> 17", "17", {"numbers": [7, 8, 2], "target": 17}]
+    assert 10 < len(held_out) < 90, "a portion of the 200 of the hub"
+    assert [answer for _, answer, _ in exams] == ["1", "2", "3", "4", "5"]
+    assert exams[0][2] == {"level": 0, "subject": "sums"}
+    assert "someone/nothing" in nowhere
+    fetched = {path for path in hub.asked if path.endswith(".parquet")}
+    assert f"{MATH}/algebra/train-00000-of-00001.parquet" in fetched
+    assert f"{COUNTDOWN}/data/train-00000-of-00001.parquet" in fetched
+    again = len(hub.asked)
+    assert load(hub, tmp_path, ("hendrycks_math", {"dataset": "hub"})) == [everything]
+    assert not [path for path in hub.asked[again:] if path.endswith(".parquet")], "what was fetched is kept"
