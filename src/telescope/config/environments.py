@@ -18,7 +18,7 @@ class EnvironmentEntry(Section):
 
     name: Text
     """Environment name: one that ships here or lies in `environments_path`, or `package.module:Class`."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[float, Field(gt=0, le=1e9)] = 1.0
     """Sampling weight. The share of prompts from this environment is its weight over the sum of all weights."""
     reward_min: float | None = None
     """Smallest reward to expect. Scales charts, and rewards too if `normalize_rewards` is on. Null: what the class

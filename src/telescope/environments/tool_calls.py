@@ -94,7 +94,7 @@ def looks_like_a_call(text: str, form: ToolCallFormat) -> bool:
 
 
 def _xml_calls(text: str) -> list[ToolCall]:
-    calls = []
+    calls: list[ToolCall] = []
     position = 0
     end = -2  # not looked for yet; looked for again only when it lies behind us
     while (start := text.find(_XML_OPEN, position)) != -1 and len(calls) < MAX_CALLS:

@@ -133,9 +133,10 @@ class Tool:
             if parameter.kind is _KINDS.VAR_KEYWORD:
                 takes_more = True
                 continue
-            annotation, default = parameter.annotation, parameter.default
+            annotation: Any = parameter.annotation
+            default: Any = parameter.default
             if parameter.kind is _KINDS.VAR_POSITIONAL:
-                annotation, default = list[annotation], []
+                annotation, default = list.__class_getitem__(annotation), []
             elif default is parameter.empty:
                 default = ...
             description = described.get(parameter.name)

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from telescope.environments.records import EnvironmentInfo
+from telescope.errors import ConfigError
 from telescope.rollout.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from telescope.config import TelescopeConfig
 
 RewardRange = tuple[float | None, float | None]
 """Smallest and largest expected reward of an environment, None where not known."""
@@ -23,6 +29,23 @@ def normalized(reward: float, low: float | None, high: float | None) -> float:
     if low is None or high is None or high <= low:
         return reward
     return (reward - low) / (high - low)
+
+
+def check_reward_ranges(config: TelescopeConfig, infos: Sequence[EnvironmentInfo]) -> None:
+    """Raise ConfigError when `normalize_rewards` is on and an environment's range of rewards is not known or empty.
+
+    `infos` is what the environment of each entry of the config says of itself, the entry's own range included.
+    """
+    if not config.normalize_rewards:
+        return
+    for entry, info in zip(config.environments, infos, strict=True):
+        low, high = info.reward_min, info.reward_max
+        if low is None or high is None or high <= low:
+            raise ConfigError(
+                f"normalize_rewards is true, but the rewards of environment {entry.name!r} have no range to be mapped "
+                f"from (reward_min is {low}, reward_max is {high}). Set both in its entry of environments, the smaller "
+                "one first, or normalize_rewards to false."
+            )
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from telescope.evals.runner import PlannedEval
 from telescope.inference.start_stages import FIRST_STAGE, start_stage
 from telescope.orchestrator.environment_keys import EnvironmentKeys, environment_keys
 from telescope.orchestrator.evaluation import plan_evals
+from telescope.orchestrator.filters import check_reward_ranges
 from telescope.orchestrator.lanes import LanePool, make_lanes
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.servers import ServerPool
@@ -154,6 +155,7 @@ async def _start_environments(
     )
     stack.push_async_callback(environments.close)
     await environments.start()
+    check_reward_ranges(config, [await environments.describe(key) for key in keys.training])
     for key in keys.training if config.interleaved_rollouts else ():
         why = (await environments.describe(key)).not_extendable
         if why is not None:

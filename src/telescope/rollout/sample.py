@@ -322,14 +322,16 @@ class Rollout:
                     priority=turn_index if settings.priority_by_turn else 0,
                 )
                 engine = self._engine_of(lane.server)
-                self._in_engine = (lane.server, request.request_id, engine.held_version)
+                held = engine.held_version
+                self._in_engine = (lane.server, request.request_id, held)
                 try:
                     generation = await engine.generate(request)
                 finally:
                     self._in_engine = None
-                if generation.finish_reason == "abort" and not trajectory.cancelled:
+                problem = None if trajectory.cancelled else _why_not_usable(generation, held)
+                if problem is not None:
                     num_seen = len(generation.token_ids_N)
-                    raise InfrastructureError(f"server {lane.server} aborted request {request.request_id} by itself")
+                    raise InfrastructureError(f"server {lane.server}, request {request.request_id}: {problem}")
                 return lane, generation
             except InfrastructureError as error:
                 # Reported first: the lane must not go to a waiter on a server that has just failed.
@@ -342,6 +344,20 @@ class Rollout:
             except BaseException:
                 self._lanes.release(lane)
                 raise
+
+
+def _why_not_usable(generation: Generation, held_version: int) -> str | None:
+    """What is wrong with an answer that came; None for one that can be used.
+
+    `held_version` is what the server held when it was asked. An older answer comes from a server that has restarted
+    since, with the weights of the run's beginning, and that nobody has missed yet.
+    """
+    if generation.finish_reason == "abort":
+        return "the server aborted it by itself"
+    oldest = min((version for version, _, _ in generation.version_spans), default=held_version)
+    if oldest < held_version:
+        return f"it was sampled by version {oldest} of the weights, though the server was given version {held_version}"
+    return None
 
 
 async def run_rollout(

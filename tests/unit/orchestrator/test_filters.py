@@ -11,10 +11,10 @@ from tests.reference.rewards import overlong_penalty
 from tests.unit.orchestrator.fakes import config_of, group, sample
 from tests.unit.orchestrator.in_memory import InMemoryRun
 
-from telescope.environments.records import Advance, RewardRecord
-from telescope.errors import RunError
+from telescope.environments.records import Advance, EnvironmentInfo, RewardRecord
+from telescope.errors import ConfigError, RunError
 from telescope.orchestrator.batches import form_batch
-from telescope.orchestrator.filters import SampleFilters, compression_ratio
+from telescope.orchestrator.filters import SampleFilters, check_reward_ranges, compression_ratio
 from telescope.orchestrator.groups import Signal
 from telescope.orchestrator.rows import sample_row
 from telescope.rollout.trajectory import Trajectory
@@ -162,3 +162,13 @@ async def test_a_run_whose_every_sample_is_left_out_ends_and_says_so() -> None:
     run.environments.advance = loop
     with pytest.raises(RunError, match="a filter left it out"):
         await run.run()
+
+
+@pytest.mark.parametrize(("low", "high"), [(None, None), (0.0, None), (None, 1.0), (1.0, 1.0), (2.0, 1.0)])
+def test_rewards_without_a_range_cannot_be_normalized(low: float | None, high: float | None) -> None:
+    """Otherwise they would be compared as they are with those of other environments, and nobody would know."""
+    infos = [EnvironmentInfo("arithmetic", 10, reward_min=low, reward_max=high)]
+    check_reward_ranges(config_of(normalize_rewards=False), infos)
+    with pytest.raises(ConfigError, match="the rewards of environment 'arithmetic' have no range"):
+        check_reward_ranges(config_of(normalize_rewards=True), infos)
+    check_reward_ranges(config_of(normalize_rewards=True), [replace(infos[0], reward_min=0.0, reward_max=2.0)])

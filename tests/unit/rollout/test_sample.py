@@ -83,6 +83,15 @@ async def test_an_engine_that_aborts_by_itself_has_failed() -> None:
     assert bench.environments.calls == [("arithmetic#1", 3, [7, 8], "stop", False)], "the aborted answer is not scored"
 
 
+async def test_an_answer_of_a_server_that_restarted_unnoticed_is_not_used() -> None:
+    """It holds the weights of the run's beginning again, and the staleness of its group would never show it."""
+    bench = Bench(FakeEngine([generation([7], version=0), generation([7, 8], version=3)], held_version=3))
+    trajectory = await bench.run()
+    assert trajectory.num_infrastructure_retries == 1 and trajectory.version_range == (3, 3)
+    assert "sampled by version 0 of the weights, though the server was given version 3" in str(bench.failures[0][1])
+    assert trajectory.failed_answers == [1], "its tokens are counted"
+
+
 async def test_an_environment_that_fails_masks_the_sample_and_is_not_asked_again() -> None:
     bench = Bench(environments=FakeEnvironments([EnvironmentFailure("KeyError: 'numbers'")]))
     sample = await bench.run()

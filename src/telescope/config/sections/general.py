@@ -64,8 +64,8 @@ class EnvironmentSection(Section):
     """Share of samples, in [0, 1], that may fail in environment code before the run stops. 0 stops at the first
     failure."""
     normalize_rewards: bool = False
-    """Map each environment's rewards from [reward_min, reward_max] to [0, 1] before advantages are computed. Off:
-    the ranges only scale charts."""
+    """Map each environment's rewards from [reward_min, reward_max] to [0, 1] before advantages are computed.
+    Every environment then needs both, from its class or its entry. Off: the ranges only scale charts."""
     eager_prepare_resources: bool = False
     """Start what environments need (sandbox pools) at the start of the run. Off: when the first sample asks for it."""
 
