@@ -242,6 +242,7 @@ def record_sync(directory: RunDirectory, report: SyncReport) -> None:
                     "pause_seconds": f"{part.pause_seconds:.6f}",
                     "transfer_seconds": f"{part.transfer_seconds:.6f}",
                     "bytes": str(report.num_bytes),
+                    "background": str(part.background).lower(),
                     "failure": part.failure or "",
                 },
             },

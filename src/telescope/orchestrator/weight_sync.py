@@ -74,6 +74,7 @@ class SyncReport:
             "timing_weight_sync_inference_total": max((s.pause_seconds for s in done), default=0.0),
             "weight_sync/bytes": float(self.num_bytes),
             "weight_sync/servers": float(len(done)),
+            "weight_sync/background": float(sum(server.background for server in done)),
         }
         for server in done:
             metrics[f"weight_sync/pause_seconds/server_{server.server}"] = server.pause_seconds

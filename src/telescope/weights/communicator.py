@@ -27,7 +27,7 @@ from telescope.weights.lifeline import Lifeline, Rendezvous, TransferError, join
 Backend = Literal["gloo", "nccl"]
 
 _POLL_FIRST_SECONDS = 1e-4
-_POLL_LAST_SECONDS = 2e-3
+_POLL_LAST_SECONDS = 5e-4
 _NCCL_WATCHDOG = timedelta(days=1)
 """NCCL's own time limit ends the whole process; it must never be the first to act."""
 _LIFELINE_SECONDS = 0.5

@@ -1,5 +1,9 @@
-"""Weights received beside the work of a real vLLM server: what it computes with, and when, and what the probe sees."""
+"""Weights received beside the work of a real vLLM server: what it computes with, and when, and what the probe sees.
 
+`tests/gpu/weights/test_background_on_gpu.py` makes the same claims of an engine on a GPU.
+"""
+
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 
@@ -42,6 +46,11 @@ def distance(left: list[float], right: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
+def equal_within(server: Server) -> float:
+    """Nats by which logprobs of one set of weights may differ. On a GPU the engine's attention multiplies in TF32."""
+    return 1e-4 if server.gpu is None else 2e-2
+
+
 @pytest.mark.parametrize(("mode", "bucket_mb"), [("flattened_bucket", 1), ("flattened_bucket", 256), ("per_tensor", 1)])
 def test_after_a_background_sync_the_engine_computes_with_the_new_weights(
     server: Server, mode: str, bucket_mb: int
@@ -52,7 +61,7 @@ def test_after_a_background_sync_the_engine_computes_with_the_new_weights(
     done = server.sync(mode=mode, bucket_mb=bucket_mb)
     assert done.probe.ok, str(done.probe)
     assert done.probe.num_tensors == len(list(server.model.parameters()))
-    assert distance(logprobs(server), model_logprobs(server.model, PROBE_TOKENS)) < 1e-4
+    assert distance(logprobs(server), model_logprobs(server.model, PROBE_TOKENS)) < equal_within(server)
     assert distance(logprobs(server), before) > 0.1
 
 
@@ -70,14 +79,12 @@ def test_the_engine_samples_from_the_old_weights_until_the_swap(server: Server) 
         assert generation.version_spans == [(update.version - 1, 0, len(generation.token_ids_N))]
         during.append(await server.client.prompt_logprobs(PROBE_TOKENS))
 
-    import asyncio
-
     report = server.receive(
         update, half_way(server, lambda: asyncio.run_coroutine_threadsafe(ask(), server.loop).result(60))
     )
     assert report.errors == {}
-    assert distance(during[0], old) < 1e-4, "half of the new weights had arrived"
-    assert distance(logprobs(server), old) < 1e-4, "all of them had arrived"
+    assert distance(during[0], old) < equal_within(server), "half of the new weights had arrived"
+    assert distance(logprobs(server), old) < equal_within(server), "all of them had arrived"
     server.run(server.swap(update))
     assert server.probe(report).ok
     assert distance(logprobs(server), old) > 0.1
@@ -119,18 +126,23 @@ def test_a_background_transfer_that_broke_off_changes_nothing_and_the_next_one_m
     update = server.next_update(mode="per_tensor")
     report = server.receive(update, half_way(server, lambda: server.sender.abort(0, "half way, on purpose")))
     assert "half way" in report.errors[0]
-    assert distance(logprobs(server), old) < 1e-4
+    assert distance(logprobs(server), old) < equal_within(server)
     with pytest.raises(InfrastructureError, match="half way"):
         server.run(server.swap(update))
-    assert distance(logprobs(server), old) < 1e-4
+    assert distance(logprobs(server), old) < equal_within(server)
     server.connect()
     assert server.sync().probe.ok
 
 
-def test_killing_the_engine_in_the_middle_of_a_background_sync_is_an_error_at_once(server: Server) -> None:
-    """Last in this file: the server is gone afterwards."""
+def kill_in_a_background_sync(server: Server) -> None:
+    """Its processes end half way: the sender must learn of it at once."""
     started = time.monotonic()
     update = server.next_update(mode="per_tensor")
     report = server.receive(update, half_way(server, server.process.kill))
     assert "gone" in report.errors[0] or "broke" in report.errors[0]
     assert time.monotonic() - started < 30  # the deadline is 60
+
+
+def test_killing_the_engine_in_the_middle_of_a_background_sync_is_an_error_at_once(server: Server) -> None:
+    """Last in this file: the server is gone afterwards."""
+    kill_in_a_background_sync(server)

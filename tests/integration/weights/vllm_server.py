@@ -1,4 +1,4 @@
-"""A real vLLM server on the CPU for the tests of this folder, and a plain transformers model as the trainer."""
+"""A real vLLM server for the tests of this folder and of `tests/gpu`, and a plain transformers model as the trainer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import telescope
 from telescope.config import load_config
+from telescope.config.machine import visible_gpu_memory
 from telescope.inference.client import EngineClient
 from telescope.inference.process import EngineProcess
 from telescope.inference.vllm_launch import WORKER_EXTENSION, launch_command
 from telescope.tiny_model.tokenizer import build_tokenizer
+from telescope.weights.communicator import backend_for
 from telescope.weights.plan import TensorMeta, UpdateInfo, make_update
 from telescope.weights.probe import ProbeReport, compare
 from telescope.weights.sender import SendReport, WeightSender
@@ -37,16 +39,19 @@ UNPACKED_VARIABLE = "TELESCOPE_TEST_UNPACKED"
 PROBE_TOKENS = [(7 * i + 3) % 290 for i in range(48)]
 
 
-def make_model(folder: Path, *, tied: bool) -> Qwen2ForCausalLM:
-    """A small random Qwen2 with grouped heads, biases that are not zero, and a vocabulary that vLLM has to pad."""
+def make_model(folder: Path, *, tied: bool, num_heads: int = 4) -> Qwen2ForCausalLM:
+    """A small random Qwen2 with grouped heads, biases that are not zero, and a vocabulary that vLLM has to pad.
+
+    Kernels of GPUs want heads of 64 numbers or more: `num_heads` of 2.
+    """
     tokenizer = build_tokenizer(["item 1 2 3", "12 7 3 -> 22"] * 4, 384)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=176,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // 2,
         max_position_embeddings=512,
         tie_word_embeddings=tied,
         bos_token_id=None,
@@ -61,10 +66,15 @@ def make_model(folder: Path, *, tied: bool) -> Qwen2ForCausalLM:
     return model
 
 
+def python_path(*folders: Path) -> str:
+    """These folders before those that are searched already."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def version_of(interpreter: str) -> str:
     """The vLLM version that an interpreter would run."""
     code = "from telescope.inference.supported_vllm import installed_version; print(installed_version())"
-    environment = os.environ | {"PYTHONPATH": str(Path(telescope.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": python_path(Path(telescope.__file__).parents[1])}
     return subprocess.check_output([interpreter, "-c", code], text=True, env=environment).strip()
 
 
@@ -73,13 +83,13 @@ def disturb(model: Qwen2ForCausalLM, seed: int, scale: float = 0.05) -> None:
     """Change every parameter, as a (very large) optimiser step would."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        parameter += torch.randn(parameter.shape, generator=generator) * scale
+        parameter += (torch.randn(parameter.shape, generator=generator) * scale).to(parameter.device)
 
 
 @torch.no_grad()
 def model_logprobs(model: Qwen2ForCausalLM, token_ids: list[int]) -> list[float]:
     """Logprobs of tokens 1 .. L-1, float32."""
-    tokens_L = torch.tensor(token_ids)
+    tokens_L = torch.tensor(token_ids, device=model.device)
     logits_LV = model(tokens_L[None]).logits[0, :-1].float()
     return logits_LV.log_softmax(-1).gather(1, tokens_L[1:, None])[:, 0].tolist()
 
@@ -111,14 +121,23 @@ class Server:
     """Linear layers keep their plain weights, so that they can be received in the background, as on a GPU."""
     background: bool = False
     """How the worker said that it takes its weights."""
-    sender: WeightSender = field(default_factory=WeightSender)
+    gpu: int | None = None
+    """The GPU of the server; None: the CPU. The model lies where it was put."""
+    staged: bool = False
+    """Weights travel through host memory, so that both may be on one GPU."""
+    sender: WeightSender = field(init=False)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
+    def __post_init__(self) -> None:
+        self.sender = WeightSender(device=self.model.device, cpu_staging=self.staged)
+
     def start(self, *, port: int | None = None) -> None:
+        on_cpu = self.gpu is None
         overrides = [
-            *("--model", str(self.folder), "--max_model_len", "256", "--max_num_seqs", "8", "--device", "cpu"),
-            *("--inference_kv_cache_gib", "1", "--inference_dtype", self.dtype, "--max_tokens", "64"),
-            *("--environments", "[{name: countdown}]"),
+            *("--model", str(self.folder), "--max_model_len", "256", "--max_num_seqs", "8", "--max_tokens", "64"),
+            *("--inference_dtype", self.dtype, "--environments", "[{name: countdown}]"),
+            *(("--device", "cpu") if on_cpu else ("--device", "cuda")),
+            *(("--inference_kv_cache_gib", "1") if on_cpu else ("--gpu_memory_utilization", "0.2")),
         ]
         config = load_config(None, overrides).config
         interpreter = os.environ.get(OTHER_INTERPRETER, sys.executable)
@@ -133,12 +152,15 @@ class Server:
             model=str(self.folder),
             directory=self.folder,
             vllm_version=version,
-            on_cpu=True,
+            on_cpu=on_cpu,
+            gpu_memory_bytes=None if on_cpu else min(visible_gpu_memory()),
         )
         arguments = [FAULTY_EXTENSION if a == WORKER_EXTENSION else a for a in command.arguments]
         arguments[0] = interpreter
         folders = [Path(__file__).parent, Path(telescope.__file__).parents[1]]
-        environment = command.environment | {"PYTHONPATH": ":".join(map(str, folders)), "OMP_NUM_THREADS": "1"}
+        environment = command.environment | {"PYTHONPATH": python_path(*folders), "OMP_NUM_THREADS": "1"}
+        if not on_cpu:
+            environment["CUDA_VISIBLE_DEVICES"] = str(self.gpu)
         environment[UNPACKED_VARIABLE] = "1" if self.unpacked else "0"
         self.process = EngineProcess(arguments, environment, self.folder / "server.log")
         self.client = EngineClient(f"http://127.0.0.1:{port}", "s" * 32, 0)
@@ -158,7 +180,8 @@ class Server:
         return self.loop.run_until_complete(coroutine)
 
     def connect(self) -> None:
-        info = self.sender.listen(0, num_workers=1, host="127.0.0.1", backend="gloo", timeout_seconds=60)
+        backend = backend_for(torch.device("cpu" if self.gpu is None else "cuda"), cpu_staging=self.staged)
+        info = self.sender.listen(0, num_workers=1, host="127.0.0.1", backend=backend, timeout_seconds=60)
 
         async def both() -> None:
             await asyncio.gather(

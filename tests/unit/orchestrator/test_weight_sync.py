@@ -240,6 +240,7 @@ async def test_a_server_that_receives_in_the_background_is_paused_for_the_swap_a
     assert bench.of(0) == BACKGROUND_STAGES
     assert bench.of(1) == STAGES, "what one server can do says nothing about another"
     assert [server.background for server in bench.reports[0].servers] == [True, False]
+    assert metrics["weight_sync/background"] == 1
     assert metrics["weight_sync/transfer_seconds/server_0"] == 0.25, "as its sender saw it"
     assert bench.calls.index(("send", (0, 1))) < bench.calls.index(("pause", 0, "keep", False))
     await bench.step()

@@ -1,0 +1,274 @@
+"""What a weight sync costs: the engines' pause, the trainer's stall, the whole, and bytes per second.
+
+    python benchmarks/weight_sync.py --quick                                 a tiny model on the CPU, two minutes
+    python benchmarks/weight_sync.py --shapes 4b --json results.json         one engine, one trainer rank
+    python benchmarks/weight_sync.py --shapes 8b --engines 4 --trainers 4
+
+The parts are those of a training run (Ray, vLLM servers, FSDP2 ranks, `WeightSync`), on random weights of a true shape.
+Requests are in flight all the time, so the engines have something to pause. Each shape is measured with what
+`weight_transfer: auto` comes to and then, on the same processes, in place. The first sync of each connects, is proven
+tensor by tensor, and is not counted. Seconds of a sync:
+
+- total: from asking for it until every engine samples from the new weights, as the training loop waits for it;
+- stall: the ranks are busy with it and cannot train (gathering, casting, sending);
+- pause: an engine does not schedule (the slowest engine's);
+- transfer: from announcing it to an engine until that engine has everything;
+- wait, load, swap: of the engine's worker, for bytes, for taking them apart, for copying them over the old ones.
+
+`tokens_per_second` are sampled tokens of all engines, between syncs and while syncs run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import provenance
+from rich.console import Console
+from rich.table import Table
+from trainer import SHAPES, gpu_name, write_model
+
+from telescope.cluster.reaper import Reaper
+from telescope.config import TelescopeConfig, load_config
+from telescope.orchestrator.parts import Parts, start_parts
+from telescope.orchestrator.run_directory import RunDirectory
+from telescope.orchestrator.status import RunStatus
+from telescope.orchestrator.weight_sync import WeightSync
+from telescope.rollout.types import GenerateRequest
+from telescope.tiny_model.tokenizer import build_tokenizer
+from telescope.trainer.worker import choose_device
+
+MORE_SHAPES: dict[str, dict[str, Any]] = {
+    # With a head size that vLLM's attention has on a CPU.
+    "tiny": SHAPES["tiny"] | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+    "1.7b": {
+        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+SETTLE_SECONDS = 1.0
+"""Between two syncs the engines sample undisturbed for this long."""
+ANSWER_TOKENS = 400
+SYNC_TIMEOUT_SECONDS = 300.0
+NUMBERS = ("total", "stall", "pause", "transfer", "wait", "load", "swap")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shapes = {**SHAPES, **MORE_SHAPES}
+    parser.add_argument("--shapes", nargs="+", choices=list(shapes), default=["4b"])
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--trainers", type=int, default=1)
+    parser.add_argument("--syncs", type=int, default=8, help="measured syncs of each kind")
+    parser.add_argument("--requests", type=int, default=64, help="in flight on each engine")
+    parser.add_argument("--bucket-mb", type=int, default=256)
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="more configuration fields")
+    parser.add_argument("--quick", action="store_true", help="the tiny shape on the CPU")
+    parser.add_argument("--json", type=Path, help="write the results here, after every case")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.shapes, arguments.syncs, arguments.requests = ["tiny"], 3, 4
+    device = choose_device("cpu" if arguments.quick else "auto", 0)
+    report: dict[str, Any] = {
+        "where": provenance(["torch", "transformers", "ray"]) | {"gpu": gpu_name(device)},
+        "command": " ".join(["benchmarks/weight_sync.py", *sys.argv[1:]]),
+        "cases": [],
+    }
+    for shape in arguments.shapes:
+        with tempfile.TemporaryDirectory() as folder:
+            write_model(shapes[shape], Path(folder), device)
+            finish_model(Path(folder))
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # this process leaves the GPU to the others
+            for case in asyncio.run(measure(shape, folder, device, arguments)):
+                report["cases"].append(case)
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    print_table(report)
+    return 0
+
+
+def finish_model(folder: Path) -> None:
+    """Add a small tokenizer; the ids that it has no token for are just never shown to it."""
+    tokenizer = build_tokenizer(["3 7 2 -> 12", "5 1 9 -> 15"] * 8, 384)
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}))
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": tokenizer.eos_token_id}))
+
+
+def configuration(model: str, device: torch.device, run_dir: str, arguments: argparse.Namespace) -> TelescopeConfig:
+    on_cpu = device.type == "cpu"
+    fields = {
+        "model": model,
+        "device": device.type,
+        "environments": "[{name: countdown, kwargs: {dataset: generated, min_numbers: 3, max_numbers: 3}}]",
+        "inference_num_workers": arguments.engines,
+        "trainer_num_workers": arguments.trainers,
+        "ray_address": "local",
+        "ray_inference_cpus_per_worker": 0.5,
+        "ray_trainer_cpus_per_worker": 0.5,
+        "trainer_threads": 1 if on_cpu else "null",
+        "inference_threads": 1 if on_cpu else "null",
+        "environment_workers": 1,
+        "max_tokens": ANSWER_TOKENS,
+        "max_model_len": 2 * ANSWER_TOKENS,
+        "seq_len": 2 * ANSWER_TOKENS,
+        "max_num_seqs": arguments.requests,
+        "mixed_precision_dtype": "null" if on_cpu else "bfloat16",
+        "weight_broadcast_bucket_mb": arguments.bucket_mb,
+        "weight_probe_every": 0,  # the first sync alone
+        "use_wandb": "false",
+        "run_dir": run_dir,
+    }
+    if on_cpu:
+        fields["inference_kv_cache_gib"] = 1
+    overrides = [item for name, value in fields.items() for item in (f"--{name}", str(value))]
+    for pair in arguments.set:
+        name, _, value = pair.partition("=")
+        overrides += [f"--{name}", value]
+    return load_config(None, overrides).config
+
+
+async def measure(shape: str, model: str, device: torch.device, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one shape: `auto`, then in place if that was something else."""
+    async with AsyncExitStack() as stack:
+        run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="weight-sync-"))
+        stack.push(lambda kind, error, traceback: print_logs(Path(run_dir) / "run" / "logs") if error else None)
+        config = configuration(model, device, str(Path(run_dir) / "run"), arguments)
+        stack.enter_context(Reaper())
+        directory = RunDirectory.create(config, [])
+        stack.enter_context(directory.open_record(console=False))
+        started = time.monotonic()
+        parts = await start_parts(config, directory, RunStatus("weight_sync", 0), stack)
+        print(f"{shape}: started in {time.monotonic() - started:.0f} s", flush=True)
+        await stack.enter_async_context(load(parts, arguments.requests))
+        rows = [await measure_kind(parts, parts.weights, shape, arguments.syncs)]
+        if rows[0]["background_servers"]:
+            rows.append(await measure_kind(parts, in_place(parts), shape, arguments.syncs))
+    return rows
+
+
+def print_logs(folder: Path) -> None:
+    """The last lines of every process, when something failed; the folder is about to go."""
+    for path in sorted(folder.glob("*.log")):
+        print(f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-150:], sep="\n", flush=True)
+
+
+def in_place(parts: Parts) -> WeightSync:
+    """Syncs of the same parts inside the pause."""
+    return WeightSync(
+        parts.config.replace(weight_transfer="in_place"),
+        parts.trainer,
+        parts.inference.clients,
+        loopback=True,
+        engines_up=lambda: parts.servers.up,
+        on_failure=parts.servers.report_failure,
+        on_report=lambda report: None,
+        probe_token_ids=list(range(5, 37)),
+    )
+
+
+@contextlib.asynccontextmanager
+async def load(parts: Parts, requests: int) -> AsyncIterator[None]:
+    """Keep `requests` requests in flight on every engine."""
+    counter = iter(range(1 << 30))
+
+    async def lane(client: Any) -> None:
+        while True:
+            name = f"load-{next(counter)}"
+            await client.generate(GenerateRequest(name, [5 + i for i in range(24)], ANSWER_TOKENS, 1.0))
+
+    tasks = [asyncio.create_task(lane(client)) for client in parts.inference.clients for _ in range(requests)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def sampled(parts: Parts) -> float:
+    """Tokens that all engines have sampled so far."""
+    return sum([(await client.metrics())["vllm:generation_tokens_total"] for client in parts.inference.clients])
+
+
+async def measure_kind(parts: Parts, weights: WeightSync, shape: str, num_syncs: int) -> dict[str, Any]:
+    """Medians over `num_syncs` syncs, after one that is not counted."""
+    syncs: list[dict[str, float]] = []
+    rates: dict[str, list[float]] = {"between": [], "during": []}
+    metrics: dict[str, float] = {}
+    for index in range(num_syncs + 1):
+        before, settling = await sampled(parts), time.monotonic()
+        await asyncio.sleep(SETTLE_SECONDS)
+        tokens, started = await sampled(parts), time.monotonic()
+        async with asyncio.timeout(SYNC_TIMEOUT_SECONDS):
+            async with parts.trainer.queue:
+                parts.trainer.version += 1  # as after a training step; the weights may be the same
+            asked = time.monotonic()
+            metrics = await weights.sync()
+            ended = time.monotonic()
+        after = await sampled(parts)
+        if index == 0:
+            continue
+        rates["between"].append((tokens - before) / (started - settling))
+        rates["during"].append((after - tokens) / (time.monotonic() - started))
+        workers = [t for client in parts.inference.clients for t in await client.call_worker("telescope_sync_timings")]
+        syncs.append(
+            {
+                "total": ended - asked,
+                "stall": metrics["timing_weight_sync_trainer_total"],
+                "pause": metrics["timing_weight_sync_inference_total"],
+                "transfer": max(v for k, v in metrics.items() if k.startswith("weight_sync/transfer_seconds")),
+                **{name: max(t.get(f"{name}_seconds", 0.0) for t in workers) for name in ("wait", "load", "swap")},
+            }
+        )
+    medians = {name: statistics.median(sync[name] for sync in syncs) for name in NUMBERS}
+    gigabytes = metrics["weight_sync/bytes"] / 1e9
+    row = {
+        "shape": shape,
+        "engines": len(parts.inference.clients),
+        "trainers": parts.config.trainer_num_workers,
+        "background_servers": int(metrics["weight_sync/background"]),
+        "gigabytes": round(gigabytes, 3),
+        "median_seconds": {name: round(value, 4) for name, value in medians.items()},
+        "worst_seconds": {name: round(max(sync[name] for sync in syncs), 4) for name in NUMBERS},
+        "gigabytes_per_second": {
+            name: round(gigabytes / medians[name], 1) for name in ("total", "transfer", "swap") if medians[name] > 0
+        },
+        "tokens_per_second": {name: round(statistics.median(values)) for name, values in rates.items()},
+        "syncs": [{name: round(value, 4) for name, value in sync.items()} for sync in syncs],
+    }
+    print(json.dumps({name: value for name, value in row.items() if name != "syncs"}), flush=True)
+    return row
+
+
+def print_table(report: dict[str, Any]) -> None:
+    table = Table("shape", "kind", "GB", *NUMBERS, "GB/s", "tokens/s between, during", box=None)
+    for case in report["cases"]:
+        seconds, rates = case["median_seconds"], case["tokens_per_second"]
+        table.add_row(
+            case["shape"],
+            "background" if case["background_servers"] else "in place",
+            f"{case['gigabytes']:.2f}",
+            *(f"{seconds[name] * 1000:.0f} ms" for name in NUMBERS),
+            f"{case['gigabytes_per_second']['transfer']:.1f}",
+            f"{rates['between']:,}, {rates['during']:,}",
+        )
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
