@@ -46,9 +46,10 @@ rows
   idle in pauses    the part of it between the pause and the resume of weight syncs
   running, mean     requests in the engine's batch
   trainer waiting   share of wall time in which the trainer had no batch
-  pause, stall      of a weight sync: engine's pause (slowest server), and how long the trainer is busy with it; median
-  thrown away       tokens of answers that were not trained (too old, no signal, masked), of all whose fate is known;
-                    those under way at the end of the run are apart"""
+  pause, stall      of a weight sync: engine's pause (slowest server), and how long it keeps the trainer from its next
+                    step, of which sending is a part; medians
+  thrown away       tokens that were not trained (too old, no signal, masked, sampled by a server that failed), of all
+                    whose fate is known; those under way at the end of the run are apart"""
 
 
 def main() -> int:
@@ -64,8 +65,8 @@ def main() -> int:
         folder = arguments.folder or Path(temporary)
         model = prepare_model(folder, shape, on_gpu=on_gpu)
         with WholeRun(folder / "end-to-end", model, arguments.port, fields, lengths) as run:
-            run.wait(arguments.timeout)
-        results = results_of(run, arguments.warm_up, arguments.steps)
+            steps = run.wait(arguments.timeout)
+        results = results_of(run, arguments.warm_up, min(arguments.steps, steps - arguments.warm_up))
         if arguments.keep_log is not None:
             arguments.keep_log.write_text(run.log.read_text(errors="replace"))
     show(results)
@@ -93,7 +94,7 @@ def parse() -> argparse.Namespace:
     add("--shape", help="shape of the model (default: qwen2.5-3b, with --quick tiny)")
     add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the configuration")
     add("--port", type=int, default=8850, help="inference_base_port (default: 8850)")
-    add("--timeout", type=float, default=1800.0, help="seconds that the run may take")
+    add("--timeout", type=float, default=1800.0, help="seconds after which it is stopped; the steps so far count")
     add("--folder", type=Path, help="where model and run are kept; the model there is used again")
     add("--quick", action="store_true", help="the tiny model on the CPU")
     add("--json", type=Path, metavar="FILE", help="write everything there")
@@ -136,15 +137,18 @@ def results_of(run: WholeRun, warm_up: int, num_steps: int) -> dict[str, Any]:
         "step_seconds": statistics.median(step["metrics"]["timing_step_total"] for step in measured),
         "trainer_waiting": sum(step["metrics"]["timing_waiting_for_data"] for step in measured) / seconds,
         "pause_seconds": median("timing_weight_sync_inference_total"),
-        "stall_seconds": median("timing_weight_sync_trainer_total"),
-        **thrown_away(run),
+        "sending_seconds": median("timing_weight_sync_trainer_total"),
+        "stall_seconds": median("timing_weight_sync_total"),
+        **thrown_away(run, steps),
         "step_times": [[step["started_at"], step["ended_at"], step["metrics"]] for step in steps],
     }
 
 
-def thrown_away(run: WholeRun) -> dict[str, Any]:
+def thrown_away(run: WholeRun, steps: list[dict[str, Any]]) -> dict[str, Any]:
     """Tokens by fate, over the whole run."""
     tokens: Counter[str] = Counter()
+    for fate in ("retried", "lost"):  # what is no part of a sample has no row of its own
+        tokens[fate] = int(sum(step["metrics"].get(f"{fate}/tokens", 0.0) for step in steps))
     columns = ["status", "reason", "completion_tokens"]
     for row in run.record.table("samples", columns=columns).to_pylist():
         fate = row["status"] if row["reason"] is None else f"{row['status']}/{row['reason']}"
@@ -177,6 +181,7 @@ def show(results: dict[str, Any]) -> None:
         ("tokens per answer", f"{results['tokens_per_sample']:,.0f}", ""),
         ("pause of a sync, ms", f"{1000 * results['pause_seconds']:.0f}", ""),
         ("stall of a sync, ms", f"{1000 * results['stall_seconds']:.0f}", ""),
+        ("  sending, ms", f"{1000 * results['sending_seconds']:.0f}", ""),
     )
     for row in rows:
         table.add_row(*row)

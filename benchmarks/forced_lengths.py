@@ -32,13 +32,14 @@ class Lengths:
     mean: float
     p99: float
 
+    def __post_init__(self) -> None:
+        if not 1 < self.p99 / self.mean < math.exp(Z99**2 / 2):
+            raise ValueError(f"no log-normal distribution has the mean {self.mean:g} and the p99 {self.p99:g}")
+
     @property
     def sigma(self) -> float:
         """From mean = exp(mu + sigma^2 / 2) and p99 = exp(mu + z sigma), the smaller of the two solutions."""
-        inside = Z99**2 - 2 * math.log(self.p99 / self.mean)
-        if self.p99 <= self.mean or inside < 0:
-            raise ValueError(f"no log-normal distribution has the mean {self.mean:g} and the p99 {self.p99:g}")
-        return Z99 - math.sqrt(inside)
+        return Z99 - math.sqrt(Z99**2 - 2 * math.log(self.p99 / self.mean))
 
     def of(self, seed: int) -> int:
         """Length of the answer to a request with this seed."""

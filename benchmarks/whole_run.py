@@ -7,7 +7,6 @@ as ever; times in it and of the readings are the machine's clock. Does not own w
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -106,12 +106,12 @@ class WholeRun:
         self.run_dir = run_dir
         self.fields = fields
         self.log = run_dir.with_suffix(".log")
-        self._ports = [port + index for index in range(fields.get("inference_num_workers", 2))]
+        self.ports = [port + index for index in range(fields.get("inference_num_workers", 2))]
         given = {"model": str(model), "run_dir": str(run_dir), "inference_base_port": port, **fields}
         command = [sys.executable, str(Path(__file__).parent / "forced_lengths.py"), str(lengths.mean)]
         command += [str(lengths.p99), "train", "--config", str(config)]
         self.command = [*command, *(f"--{name}={_text(value)}" for name, value in given.items())]
-        self.meters = [MeterSeries() for _ in self._ports]
+        self.meters = [MeterSeries() for _ in self.ports]
         self._stop = threading.Event()
         self._reader = threading.Thread(target=self._read, name="step meters", daemon=True)
 
@@ -131,19 +131,24 @@ class WholeRun:
 
     def _read(self) -> None:
         while not self._stop.wait(READ_SECONDS):
-            for port, series in zip(self._ports, self.meters, strict=True):
+            for port, series in zip(self.ports, self.meters, strict=True):
                 reading = read_meter(meter_path(self.run_dir / "inference", port))
                 if reading is not None:
                     series.add(time.time(), reading)
 
-    def wait(self, timeout: float) -> None:
-        """Until it has ended by itself. Raises RuntimeError with its last lines when it failed or took longer."""
+    def wait(self, timeout: float) -> int:
+        """Until it has ended, by itself or because `timeout` seconds are over; returns the steps that it had trained.
+
+        Raises RuntimeError with its last lines when it failed, or trained nothing.
+        """
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"the run did not end within {timeout:.0f} s:\n{self.tail()}") from None
-        if code != 0:
+            code = 0
+        if code != 0 or not (steps := len(self.steps())):
             raise RuntimeError(f"the run ended with {code}:\n{self.tail()}")
+        self.stop()
+        return steps
 
     def wait_until(self, what: str, ready: Callable[[], bool], timeout: float) -> None:
         """Until `ready()`. Raises RuntimeError when the run ends before, or not within `timeout` seconds."""
@@ -154,17 +159,16 @@ class WholeRun:
             time.sleep(READ_SECONDS)
 
     def stop(self) -> None:
-        """End it as Ctrl-C twice does, if it still runs; its reaper sees to everything that it started."""
-        if self.process.poll() is not None:
-            return
-        for _ in range(2):
-            os.kill(self.process.pid, signal.SIGINT)
-            time.sleep(1.0)
-        try:
-            self.process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        """End it as Ctrl-C does, after the step under way; when that takes long, as a second Ctrl-C, then by a kill.
+
+        Whichever way, its reaper sees to everything that it started.
+        """
+        for end in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
+            if self.process.poll() is not None:
+                return
+            self.process.send_signal(end)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_SECONDS)
 
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

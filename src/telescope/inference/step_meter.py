@@ -25,8 +25,9 @@ from telescope.inference.auth import Application, Message, Receive, Scope, Send
 STEP_METER_VARIABLE = "TELESCOPE_STEP_METER"
 """Path of the file, in the environment of every process of a server."""
 
-_LAYOUT = struct.Struct("<QddQQQ")
-"""Number of writes begun and ended (odd while one is under way), then the fields of `_State`."""
+_LAYOUT = struct.Struct("<QQddQQQ")
+"""Number of writes begun and ended (odd while one is under way), the writer's pid, busy seconds so far, since when
+a step is scheduled (0: none is), steps, tokens, running requests."""
 _WRITES = struct.Struct("<Q")
 
 READ_ATTEMPTS = 1000
@@ -57,6 +58,7 @@ class StepMeter:
             file.truncate(_LAYOUT.size)
             self._memory = mmap.mmap(file.fileno(), _LAYOUT.size)
         self._now = now
+        self._pid = os.getpid()
         self._writes = 0
         self._in_flight = 0
         self._busy_seconds = 0.0
@@ -88,25 +90,37 @@ class StepMeter:
     def _write(self) -> None:
         self._writes += 1
         _WRITES.pack_into(self._memory, 0, self._writes)
-        state = (self._busy_seconds, self._busy_since, self._steps, self._tokens, self._running)
+        state = (self._pid, self._busy_seconds, self._busy_since, self._steps, self._tokens, self._running)
         _LAYOUT.pack_into(self._memory, 0, self._writes, *state)
         self._writes += 1
         _WRITES.pack_into(self._memory, 0, self._writes)
 
 
 def read_meter(path: Path) -> StepReading | None:
-    """The counters now; None while no engine has made the file, or when one died while it wrote."""
+    """The counters now; None while no engine has made the file, and when the one that made it is gone."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), _LAYOUT.size, access=mmap.ACCESS_READ) as memory:
             for _ in range(READ_ATTEMPTS):
-                writes, busy_seconds, busy_since, steps, tokens, running = _LAYOUT.unpack_from(memory)
+                writes, pid, busy_seconds, busy_since, steps, tokens, running = _LAYOUT.unpack_from(memory)
                 clock = time.monotonic()
+                if not _runs(pid):
+                    return None  # killed in mid-step, it would be busy for ever
                 if writes % 2 == 0 and _WRITES.unpack_from(memory)[0] == writes:
                     busy = busy_seconds + (max(clock - busy_since, 0.0) if busy_since else 0.0)
                     return StepReading(clock, busy, steps, tokens, running)
     except (FileNotFoundError, ValueError):  # not there yet, or still empty
         return None
     return None
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True
 
 
 def meter_path(directory: Path, port: int) -> Path:

@@ -70,6 +70,7 @@ class SyncReport:
         """Step metrics of this sync: slowest server and mean over servers."""
         done = [server for server in self.servers if server.failure is None]
         metrics = {
+            "timing_weight_sync_total": self.ended_at - self.started_at,
             "timing_weight_sync_trainer_total": self.trainer_seconds,
             "timing_weight_sync_inference_total": max((s.pause_seconds for s in done), default=0.0),
             "weight_sync/bytes": float(self.num_bytes),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -80,8 +82,23 @@ def test_a_new_engine_begins_with_zeros_and_a_missing_one_has_no_reading(tmp_pat
         meter.finished(1, 1)
 
 
-def test_an_engine_that_died_while_it_wrote_has_no_reading(tmp_path: Path) -> None:
-    StepMeter(tmp_path / "steps")
+def test_an_engine_that_was_killed_in_mid_step_is_not_busy_for_ever(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from telescope.inference.step_meter import StepMeter\n"
+        "meter = StepMeter(Path(sys.argv[1])); meter.scheduled(); print('scheduled', flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "steps")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == "scheduled\n"
+        assert read_meter(tmp_path / "steps") is not None
+        engine.kill()
+    assert read_meter(tmp_path / "steps") is None
+
+
+def test_an_engine_that_stopped_while_it_wrote_has_no_reading(tmp_path: Path) -> None:
+    meter = StepMeter(tmp_path / "steps")
+    meter.scheduled()
     with open(tmp_path / "steps", "r+b") as file:
         file.write(struct.pack("<Q", 3))
     assert read_meter(tmp_path / "steps") is None

@@ -1,0 +1,220 @@
+"""kill -9 of one of two engines in mid-generation: how long until it is noticed, restarted, and at full throughput.
+
+    python benchmarks/engine_loss.py --quick                                  the tiny model on the CPU
+    python benchmarks/engine_loss.py --json benchmarks/results/engine_loss.json   the README's example on four GPUs
+
+Runs the same as `end_to_end.py`. After --before seconds of training every process of server 1's vLLM is killed at once.
+The run goes on with server 0, where the requests to server 1 are asked again. Times count from the kill:
+
+  noticed          no further sample goes to the server
+  answers          its new process answers (its own start, and what was before it)
+  back             it holds the current weights, proven, and takes samples
+  full throughput  it computes 90 % of the tokens/s that it did before, as a mean over five seconds
+
+Aim: full throughput within the engine's own start, which finds a warm compile cache, and 10 s. Then the run is stopped
+as by Ctrl-C, and the record has to account for every sample: each group of a trained step has all of its samples, no
+group and no sample occurs twice, none is missing, none was masked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from measure import provenance
+from rich.console import Console
+from rich.table import Table
+from whole_run import (
+    FIELDS,
+    LENGTHS,
+    QUICK_FIELDS,
+    QUICK_LENGTHS,
+    QUICK_SHAPE,
+    WholeRun,
+    fields_of,
+    gpu_names,
+    packages,
+    prepare_model,
+)
+
+KILLED = 1
+AIM_SECONDS = 10.0
+FULL = 0.9
+WINDOW_SECONDS = 5.0
+NOTICED, BACK = f"inference server {KILLED} is taken out", f"inference server {KILLED} is back"
+
+
+def main() -> int:
+    arguments = parse()
+    lengths = QUICK_LENGTHS if arguments.quick else LENGTHS
+    shape = arguments.shape or (QUICK_SHAPE if arguments.quick else "qwen2.5-3b")
+    quick = QUICK_FIELDS | {"inference_num_workers": 2} if arguments.quick else {}
+    fields = FIELDS | quick | {"number_of_steps": 1_000_000} | fields_of(arguments.set)
+    where = provenance(packages()) | {"gpus": gpu_names()}
+    with tempfile.TemporaryDirectory(prefix="telescope-engine-loss-") as temporary:
+        folder = arguments.folder or Path(temporary)
+        model = prepare_model(folder, shape, on_gpu=not arguments.quick)
+        with WholeRun(folder / "engine-loss", model, arguments.port, fields, lengths) as run:
+            results = lose_engine(run, arguments)
+        results["samples"] = account(run, fields.get("group_size", 8))
+        if arguments.keep_log is not None:
+            arguments.keep_log.write_text(run.log.read_text(errors="replace"))
+    show(results)
+    if arguments.json:
+        report = {
+            "benchmark": "engine_loss",
+            "command": " ".join(["python benchmarks/engine_loss.py", *sys.argv[1:]]),
+            "where": where,
+            "shape": shape,
+            "lengths": {"mean": lengths.mean, "p99": lengths.p99},
+            "fields": fields,
+            "results": results,
+        }
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--before", type=float, default=20.0, help="seconds of training before the kill, after --warm-up steps")
+    add("--warm-up", type=int, default=3, help="steps that do not count (default: 3)")
+    add("--after", type=float, default=10.0, help="seconds of training after everything is back")
+    add("--shape", help="shape of the model (default: qwen2.5-3b, with --quick tiny)")
+    add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the configuration")
+    add("--port", type=int, default=8870, help="inference_base_port (default: 8870)")
+    add("--timeout", type=float, default=600.0, help="seconds for the start, and for coming back")
+    add("--folder", type=Path, help="where model and run are kept; a model that is there is used again")
+    add("--quick", action="store_true", help="the tiny model on the CPU")
+    add("--json", type=Path, metavar="FILE", help="write everything there")
+    add("--keep-log", type=Path, metavar="FILE", help="keep what the run printed")
+    return parser.parse_args()
+
+
+def lose_engine(run: WholeRun, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Kill the engine of a run under load, and wait until all is as before."""
+    run.wait_until(
+        f"{arguments.warm_up} steps", lambda: len(run.steps()) >= arguments.warm_up, arguments.timeout
+    )  # fmt: skip
+    start = time.time()
+    time.sleep(arguments.before)
+    meter = run.meters[KILLED]
+    in_flight = meter.readings[-1].running
+    killed_at = time.time()
+    group = engine_group(run.run_dir, run.ports[KILLED])
+    os.killpg(group, signal.SIGKILL)
+    before = [m.tokens_per_second(start, killed_at) for m in run.meters]
+    full_at = 0.0
+
+    def is_full() -> bool:
+        nonlocal full_at
+        full_at = time.time()
+        begun = full_at - WINDOW_SECONDS
+        return begun > killed_at and meter.tokens_per_second(begun, full_at) >= FULL * before[KILLED]
+
+    run.wait_until("return to full throughput", is_full, arguments.timeout)
+    time.sleep(arguments.after)
+    stopped_at = time.time()
+    run.stop()
+    noticed, back = run.log_rows(NOTICED, killed_at)[0], run.log_rows(BACK, killed_at)[0]
+    own_start = float(back["message"].partition("its start took ")[2].partition(" s")[0])
+    answers = next(at for at, r in zip(meter.times, meter.readings, strict=True) if at > killed_at and r.steps == 0)
+    return {
+        "requests_in_flight": in_flight,
+        "noticed": noticed["time"] - killed_at,
+        "scheduler_up": answers - killed_at,
+        "own_start": own_start,
+        "back": back["time"] - killed_at,
+        "full_throughput": full_at - WINDOW_SECONDS - killed_at,
+        "over_own_start": full_at - WINDOW_SECONDS - killed_at - own_start,
+        "tokens_per_second_before": before,
+        "tokens_per_second_meanwhile": [m.tokens_per_second(killed_at, back["time"]) for m in run.meters],
+        "tokens_per_second_after": [m.tokens_per_second(full_at, stopped_at) for m in run.meters],
+        "messages": [row["message"] for row in run.log_rows(f"server {KILLED}", killed_at)][:40],
+    }
+
+
+def engine_group(run_dir: Path, port: int) -> int:
+    """Process group of the vLLM server on this port: it and all that it started."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+            if b"vllm.entrypoints.openai.api_server" in words and str(port).encode() in words:
+                return os.getpgid(int(path.parent.name))
+        except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
+            continue
+    raise RuntimeError(f"no vLLM server on port {port}; logs are in {run_dir / 'logs'}")
+
+
+def account(run: WholeRun, group_size: int) -> dict[str, Any]:
+    """Where every sample of the run went, from its record. Raises RuntimeError when one is missing or counted twice."""
+    steps = run.steps()
+    groups = run.record.table("groups", columns=["group_id", "status", "reason", "step"]).to_pylist()
+    columns = ["sample_id", "group_id", "status", "reason", "failure_kind", "step"]
+    samples = run.record.table("samples", columns=columns).to_pylist()
+    of_group = Counter(sample["group_id"] for sample in samples)
+    problems = []
+    if len({group["group_id"] for group in groups}) != len(groups):
+        problems.append("a group has two rows")
+    if len({sample["sample_id"] for sample in samples}) != len(samples):
+        problems.append("a sample has two rows")
+    if sorted(group["group_id"] for group in groups) != list(range(len(groups))):
+        problems.append("a draw that was opened has no row")
+    short = [group for group in groups if of_group[group["group_id"]] != group_size]
+    if short:
+        problems.append(f"{len(short)} groups do not have {group_size} samples, as {short[0]}")
+    kept = Counter(group["step"] for group in groups if group["status"] == "kept")
+    if any(kept[step["step"]] != step["num_groups"] for step in steps):
+        problems.append("a step has trained other groups than the record says")
+    if problems:
+        raise RuntimeError(f"the record does not account for every sample: {'; '.join(problems)}")
+    fates = Counter(s["status"] if s["reason"] is None else f"{s['status']}/{s['reason']}" for s in samples)
+    return {
+        "steps": len(steps),
+        "groups": len(groups),
+        "samples": len(samples),
+        "by_fate": dict(fates),
+        "masked_by_infrastructure": sum(sample["failure_kind"] == "infrastructure" for sample in samples),
+        "requests_asked_again": int(sum(s["metrics"].get("retried/unseen", 0.0) for s in steps)),
+        "tokens_of_failed_requests": int(sum(s["metrics"].get("retried/tokens", 0.0) for s in steps)),
+    }
+
+
+def show(results: dict[str, Any]) -> None:
+    table = Table(title="An engine is killed in mid-generation")
+    for title in ("", "measured", "aim"):
+        table.add_column(title, justify="left" if not title else "right")
+    samples = results["samples"]
+    rows = (
+        ("requests in flight on it", f"{results['requests_in_flight']}", ""),
+        ("noticed, s", f"{results['noticed']:.1f}", ""),
+        ("own start of the new process, s", f"{results['own_start']:.1f}", ""),
+        ("back with the current weights, s", f"{results['back']:.1f}", ""),
+        ("full throughput, s", f"{results['full_throughput']:.1f}", f"{results['own_start'] + AIM_SECONDS:.1f}"),
+        ("  over its own start, s", f"{results['over_own_start']:.1f}", f"{AIM_SECONDS:.0f}"),
+        ("tokens/s by server, before", _rates(results["tokens_per_second_before"]), ""),
+        ("  meanwhile", _rates(results["tokens_per_second_meanwhile"]), ""),
+        ("  after", _rates(results["tokens_per_second_after"]), ""),
+        ("samples masked", f"{samples['masked_by_infrastructure']}", "0"),
+        ("samples, all accounted for", f"{samples['samples']:,}", ""),
+        ("requests asked again", f"{samples['requests_asked_again']}", ""),
+    )
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+
+
+def _rates(rates: list[float]) -> str:
+    return " ".join(f"{rate:,.0f}" for rate in rates)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

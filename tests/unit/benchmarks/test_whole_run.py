@@ -1,0 +1,124 @@
+"""What benchmarks of whole runs work out: idle time across a restart, forced lengths, and where every sample went."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from telescope.inference.step_meter import StepReading
+from telescope.rollout.types import GenerateRequest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+MODULES = ("whole_run", "forced_lengths", "engine_loss", "end_to_end", "random_model", "fake_servers", "measure")
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def series(*readings: tuple[float, float, int, int]) -> Any:
+    """Of (time, busy seconds, steps, tokens)."""
+    from whole_run import MeterSeries
+
+    made = MeterSeries()
+    for at, busy, steps, tokens in readings:
+        made.add(at, StepReading(at, busy, steps, tokens, running=1))
+    return made
+
+
+def test_idle_is_what_is_not_busy() -> None:
+    meter = series((0, 0.0, 0, 0), (1, 0.5, 10, 100), (2, 1.5, 20, 300), (3, 1.5, 20, 300))
+    assert meter.idle_share(0, 3) == pytest.approx(0.5)
+    assert meter.idle_share(1, 2) == 0.0
+    assert meter.tokens_per_second(0, 2) == 150.0
+
+
+def test_a_dead_engine_is_idle_and_a_restarted_one_counts_from_zero() -> None:
+    meter = series((0, 9.0, 90, 900), (1, 10.0, 100, 1000), (7, 0.0, 0, 0), (8, 1.0, 10, 100))
+    assert meter.idle_share(0, 8) == pytest.approx(6 / 8)
+    assert meter.between(0, 8, lambda reading: reading.tokens) == 200
+
+
+def test_forced_lengths_have_the_stated_mean_and_percentile() -> None:
+    from forced_lengths import Lengths
+
+    lengths = Lengths(1000, 3500)
+    drawn = np.array([lengths.of(seed) for seed in range(40_000)])
+    assert drawn.mean() == pytest.approx(1000, rel=0.02)
+    assert np.percentile(drawn, 99) == pytest.approx(3500, rel=0.04)
+    assert lengths.of(7) == lengths.of(7)
+    with pytest.raises(ValueError, match="no log-normal"):
+        Lengths(1000, 100_000)
+
+
+def test_a_forced_request_differs_in_its_length_alone() -> None:
+    from forced_lengths import Lengths
+
+    request = GenerateRequest("r", [1, 2], 4096, 0.7, seed=11)
+    asked = Lengths(100, 200).force(request)
+    assert (asked.max_tokens, asked.ignore_eos) == (Lengths(100, 200).of(11), True)
+    assert (asked.request_id, asked.prompt_token_ids, asked.temperature, asked.seed) == ("r", [1, 2], 0.7, 11)
+    assert Lengths(100, 200).force(GenerateRequest("r", [1], 5, 1.0, seed=11)).max_tokens == 5
+
+
+class Record:
+    """A run of two groups of two, of which a step trained one, and whatever a test changes about it."""
+
+    def __init__(self, **changes: list[dict[str, Any]]) -> None:
+        groups = [{"group_id": n, "status": "kept", "reason": None, "step": 0} for n in range(1)]
+        groups.append({"group_id": 1, "status": "cancelled", "reason": "run_ended", "step": 1})
+        fates = [("kept", None)] * 2 + [("cancelled", "run_ended")] * 2
+        samples = [
+            {
+                "sample_id": f"{n}",
+                "group_id": n // 2,
+                "status": status,
+                "reason": reason,
+                "failure_kind": None,
+                "step": 0,
+            }
+            for n, (status, reason) in enumerate(fates)
+        ]
+        self.tables = {"groups": groups, "samples": samples} | changes
+        self.record = self
+
+    def table(self, name: str, columns: list[str]) -> Any:
+        return SimpleNamespace(to_pylist=lambda: self.tables[name])
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [{"step": 0, "num_groups": 1, "metrics": {"retried/unseen": 3.0}}]
+
+
+def test_a_record_in_which_all_is_accounted_for_passes() -> None:
+    from engine_loss import account
+
+    answer = account(Record(), 2)  # type: ignore[arg-type]
+    assert answer["by_fate"] == {"kept": 2, "cancelled/run_ended": 2}
+    assert (answer["masked_by_infrastructure"], answer["requests_asked_again"]) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("table", "change", "words"),
+    [
+        ("samples", lambda rows: rows[:-1], "groups do not have 2 samples"),
+        ("samples", lambda rows: [*rows, rows[0]], "a sample has two rows"),
+        ("groups", lambda rows: [*rows, rows[1]], "a group has two rows"),
+        ("groups", lambda rows: rows[1:], "a draw that was opened has no row"),
+        ("groups", lambda rows: [{**rows[0], "status": "discarded"}, rows[1]], "has trained other groups"),
+    ],
+)
+def test_a_record_that_loses_something_does_not(table: str, change: Any, words: str) -> None:
+    from engine_loss import account
+
+    with pytest.raises(RuntimeError, match=words):
+        account(Record(**{table: change(Record().tables[table])}), 2)  # type: ignore[arg-type]
