@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 from measure import REPOSITORY, provenance
@@ -35,7 +34,9 @@ from tests.unit.orchestrator.simulated_clock import run_simulated
 from tests.unit.orchestrator.simulation import Pace, Simulation
 
 from telescope.inference.fake_engine import FakeRequest
-from telescope.trainer.batch import StepInput, StepResult
+from telescope.orchestrator.journal import RUN_ENDED
+from telescope.orchestrator.staleness import MAX_RETURNS
+from telescope.trainer.batch import StepInput
 
 GROUP_SIZE = 8
 BATCH_GROUPS = 32
@@ -50,9 +51,10 @@ SYNC_SECONDS = 0.2
 TRAIN_SHARE = 0.9
 """A training step takes this share of the time that full lanes need for one batch: a run that is about balanced."""
 
-WARM_UP_STEPS = 15
+WARM_UP_STEPS = 20
 COOL_DOWN_STEPS = 20
-"""Steps that are trained and do not count: near its end a run opens no groups, because no step is left for them."""
+"""Steps that are trained and do not count. The longest answer takes about 17 steps, before which only shorter ones can
+have been trained; and near its end a run opens no groups, because no step is left for them."""
 
 METER_SECONDS = 0.5
 PACKAGES = ("numpy",)
@@ -65,8 +67,8 @@ class Policy:
     name: str
     steps_ahead: int
     max_age: int = -1
-    returns: int | None = None
-    """Times that the draw of a group that became too old is asked again; None is what a run does."""
+    returns: int = MAX_RETURNS
+    """Times that the draw of a group that became too old is asked again; a run has no setting for it."""
 
 
 POLICIES = (
@@ -148,24 +150,20 @@ class MeteredSimulation(Simulation):
             discard_group_zero_advantage=False, max_tokens=MAX_TOKENS, max_model_len=2 * MAX_TOKENS,
             seq_len=2 * MAX_TOKENS,
         )  # fmt: skip
-        super().__init__(config, pace, seed=seed, num_servers=SERVERS)
-        self.recorder = SampleRows()
-        self.orchestrator._journal._recorder = self.recorder  # type: ignore[assignment]
-        self.orchestrator.services.recorder = self.recorder  # type: ignore[assignment]
-        for server in self.servers:
-            server._answer = answer  # type: ignore[method-assign]
-        self._train_step = self.trainer.train_step
-        self.trainer.train_step = self._metered_step  # type: ignore[method-assign]
+        super().__init__(
+            config, pace, seed=seed, num_servers=SERVERS, answer=answer, recorder=SampleRows(),
+            max_returns=policy.returns,
+        )  # fmt: skip
+        self.trainer.on_step = self._note_step
         self.lengths: list[list[int]] = []
         self.batches_at: list[float] = []
         self.running: list[tuple[float, int]] = []
 
-    async def _metered_step(self, inputs: list[StepInput]) -> StepResult:
+    def _note_step(self, inputs: list[StepInput]) -> None:
         self.batches_at.append(asyncio.get_running_loop().time())
         batches = [b for rank in inputs for m in rank.minibatches for b in m.micro_batches]
         prompt = 1
         self.lengths.append([int(n) - prompt for b in batches for n in np.diff(b.cu_seqlens)[: len(b.sample_ids)]])
-        return await self._train_step(inputs)
 
     async def measured(self) -> dict[str, float]:
         """Run to the end, and what came of it after the warm-up."""
@@ -174,6 +172,9 @@ class MeteredSimulation(Simulation):
         meter.cancel()
         with suppress(asyncio.CancelledError):
             await meter
+        sampled = sum(server.engine.num_sampled_tokens for server in self.servers)
+        recorded = sum(row["completion_tokens"] for row in self.recorder.of("samples"))
+        assert recorded == sampled, f"the engines sampled {sampled} tokens, and {recorded} have a fate on record"
         return self._results()
 
     async def _meter(self) -> None:
@@ -193,15 +194,15 @@ class MeteredSimulation(Simulation):
         lengths = [length for step in self.lengths[WARM_UP_STEPS:last] for length in step]
         tokens: dict[bool, int] = {True: 0, False: 0}
         for row in self.recorder.of("samples"):
-            if row["reason"] != "run_ended" and WARM_UP_STEPS <= row["step"] < last:
+            if row["reason"] != RUN_ENDED and WARM_UP_STEPS <= row["step"] < last:
                 tokens[row["status"] == "kept"] += row["completion_tokens"]
         return {
             "steps_per_hour": 3600 * num_steps / (end - start),
-            "generator_idle": 1 - statistics.mean(running) / (LANE_GROUPS * GROUP_SIZE),
+            "generator_idle": 1 - float(np.mean(running)) / (LANE_GROUPS * GROUP_SIZE),
             "trainer_waiting": 1 - num_steps * busy_a_step / (end - start),
             "wasted": tokens[False] / (tokens[True] + tokens[False]),
-            "age_mean": statistics.mean(ages),
-            "age_max": max(ages),
+            "age_mean": float(np.mean(ages)),
+            "age_max": float(max(ages)),
             "length_ratio": float(np.mean(lengths) / drawn_lengths().mean()),
             "long_ratio": float(np.mean(np.array(lengths) > LONG_TOKENS) / np.mean(drawn_lengths() > LONG_TOKENS)),
             "dropped_groups": float(len(self.recorder.of("groups", status="discarded"))),
@@ -216,11 +217,8 @@ def drawn_lengths() -> np.ndarray:
 
 def run_policy(policy: Policy, steps: int, seed: int) -> dict[str, float]:
     """One policy, one seed."""
-    simulation = MeteredSimulation(policy, steps, seed)
-    if policy.returns is None:
-        return run_simulated(simulation.measured())
-    with patch("telescope.orchestrator.orchestrator.MAX_RETURNS", policy.returns):
-        return run_simulated(simulation.measured())
+    measured: dict[str, float] = run_simulated(MeteredSimulation(policy, steps, seed).measured())
+    return measured
 
 
 COLUMNS = (
@@ -291,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=60, help="training steps of each run (default: 60)")
+    parser.add_argument("--steps", type=int, default=120, help="training steps of each run (default: 120)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, FILE.md and FILE.svg too")
     arguments = parser.parse_args(argv)

@@ -93,6 +93,8 @@ class FakeEngine:
         self.num_updates = 0
         self.num_finished = 0
         self.num_aborted = 0
+        self.num_sampled_tokens = 0
+        """Tokens of every request that has ended, however it ended."""
         self.salts: dict[str, str | None] = {}
         """Salt of every request by id, in order of admission."""
         self.transfer_info: list[dict[str, object]] = []
@@ -185,6 +187,7 @@ class FakeEngine:
 
     def _end(self, request: FakeRequest, reason: str) -> None:
         del self.requests[request.request_id]
+        self.num_sampled_tokens += request.num_tokens
         if request.running:
             self._num_running -= 1
         if not request.done.done():

@@ -103,8 +103,11 @@ class Orchestrator:
         rollout_settings: RolloutSettings,
         status: RunStatus,
         start: DrawPosition = FIRST_DRAW,
+        *,
+        max_returns: int = MAX_RETURNS,
     ) -> None:
-        """`start` is where an earlier attempt of the run was in its draws (`position`)."""
+        """`start` is where an earlier attempt of the run was in its draws (`position`); `max_returns` is how often the
+        draw of a group that became too old is asked again."""
         self.config = config
         self.services = services
         self.status = status
@@ -129,6 +132,7 @@ class Orchestrator:
         self._num_taken = 0
         """Batches that the trainer has taken; also the version that the next batch is trained from."""
         self._staleness = Staleness(config.max_off_policy_steps)
+        self._max_returns = max_returns
         self._openings = itertools.count()
         self._journal = Journal(services.recorder, services.step_log, status)
         self._streak = DiscardStreak(DISCARD_LIMIT_BATCHES * config.prompts_batch_size_for_trainer)
@@ -327,7 +331,7 @@ class Orchestrator:
         self._changes.notify()
 
     def _withdraw(self, group: Group, requests: dict[int, list[str]]) -> None:
-        """One group: its draw goes to the front of the queue, or is dropped when that was so twice already.
+        """One group: its draw goes to the front of the queue, or is dropped when that was so `max_returns` times.
 
         `requests` collects by server what has to be aborted there.
         """
@@ -335,7 +339,7 @@ class Orchestrator:
         group.withdrawn = True
         group.finished_at = time.time()
         self._open.pop(group.group_id, None)
-        if group.num_returns < MAX_RETURNS:
+        if group.num_returns < self._max_returns:
             self.window.given_up()
             self.ledger.returned(group.group_id)
             group.returned = True

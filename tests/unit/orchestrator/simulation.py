@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import random
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,12 +20,13 @@ from tests.unit.orchestrator.fakes import StepLog, StrictRecorder
 from telescope.config import TelescopeConfig
 from telescope.environments.records import Advance, EnvironmentInfo, FirstPrompt, PreparedPrompt, RewardRecord
 from telescope.errors import EnvironmentFailure, InfrastructureError, RolloutLost
-from telescope.inference.fake_engine import FakeEngine, FakeEngineSettings, FakeRequest
+from telescope.inference.fake_engine import AnswerFunction, FakeEngine, FakeEngineSettings, FakeRequest
 from telescope.orchestrator.draws import DrawSequence
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.groups import Group
 from telescope.orchestrator.lanes import make_lanes
 from telescope.orchestrator.orchestrator import Orchestrator, Services
+from telescope.orchestrator.staleness import MAX_RETURNS
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervise import Supervisor
 from telescope.rollout.sample import Rollout, RolloutSettings
@@ -59,9 +61,9 @@ class Pace:
 
 
 class SimulatedServer:
-    """One server: a fake engine, and its death and return."""
+    """One server: a fake engine, and its death and return. `answer` is what it says; None draws it from the pace."""
 
-    def __init__(self, index: int, pace: Pace, rng: random.Random) -> None:
+    def __init__(self, index: int, pace: Pace, rng: random.Random, answer: AnswerFunction | None = None) -> None:
         self.index = index
         self.held_version = 0
         self.alive = True
@@ -71,13 +73,14 @@ class SimulatedServer:
         self._pace = pace
         self._rng = rng
         self._settings = FakeEngineSettings(tokens_per_second=pace.tokens_per_second)
+        self._answer = answer or self._drawn_answer
         self._fresh()
 
     def _fresh(self) -> None:
-        self.engine = FakeEngine(self._settings, lambda request: self._answer(request))
+        self.engine = FakeEngine(self._settings, self._answer)
         self.engine.label = str(self.held_version)
 
-    def _answer(self, request: FakeRequest) -> list[int]:
+    def _drawn_answer(self, request: FakeRequest) -> list[int]:
         return [self._rng.randrange(2, 100) for _ in range(self._rng.randint(*self._pace.tokens))]
 
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -186,17 +189,22 @@ class SimulatedEnvironment:
 
 @dataclass
 class SimulatedTrainer:
-    """Trains nothing, for a while; a sync takes every server that lives through an update."""
+    """Trains nothing, for a while; a sync takes every server that lives through an update.
+
+    `on_step` is told what each step trains, when it begins.
+    """
 
     pace: Pace
     rng: random.Random
     servers: list[SimulatedServer]
+    on_step: Callable[[list[StepInput]], None] = lambda inputs: None
     version: int = 0
     ages: list[list[int]] = field(default_factory=list)
     """For each step, the age of each token that was trained."""
     sample_ids: list[str] = field(default_factory=list)
 
     async def train_step(self, inputs: list[StepInput]) -> StepResult:
+        self.on_step(inputs)
         batches = [b for rank in inputs for m in rank.minibatches for b in m.micro_batches]
         self.sample_ids += [sample for batch in batches for sample in batch.sample_ids]
         versions = np.concatenate([batch.version_T[batch.trained_T] for batch in batches])
@@ -216,15 +224,29 @@ class SimulatedTrainer:
 
 
 class Simulation:
-    """One run, wired. `run` ends with its books checked."""
+    """One run, wired. `run` ends with its books checked.
 
-    def __init__(self, config: TelescopeConfig, pace: Pace, *, seed: int = 0, num_servers: int = 1) -> None:
+    `answer` is what every server says to a request, `recorder` keeps the rows, `max_returns` is how often a draw whose
+    group became too old is asked again.
+    """
+
+    def __init__(
+        self,
+        config: TelescopeConfig,
+        pace: Pace,
+        *,
+        seed: int = 0,
+        num_servers: int = 1,
+        answer: AnswerFunction | None = None,
+        recorder: StrictRecorder | None = None,
+        max_returns: int = MAX_RETURNS,
+    ) -> None:
         rng = random.Random(seed)
         self.config, self.pace = config, pace
-        self.servers = [SimulatedServer(index, pace, rng) for index in range(num_servers)]
+        self.servers = [SimulatedServer(index, pace, rng, answer) for index in range(num_servers)]
         self.environment = SimulatedEnvironment(pace, rng)
         self.trainer = SimulatedTrainer(pace, rng, self.servers)
-        self.recorder = StrictRecorder()
+        self.recorder = recorder or StrictRecorder()
         self.step_log = StepLog()
         self.status = RunStatus("simulation", config.number_of_steps)
         self.lanes = make_lanes(
@@ -256,6 +278,7 @@ class Simulation:
             frozenset(),
             RolloutSettings.from_config(config),
             self.status,
+            max_returns=max_returns,
         )
         begin = self.orchestrator._rollout
 
