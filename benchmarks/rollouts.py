@@ -295,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.steps <= WARM_UP_STEPS:
         parser.error(f"--steps {arguments.steps}: use more than {WARM_UP_STEPS}, which do not count")
-    results = []
+    made, results = provenance(PACKAGES), []
     for policy in POLICIES:
         runs = []
         for seed in arguments.seeds:
@@ -309,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "benchmark": "rollouts",
             "command": f"python benchmarks/rollouts.py --steps {arguments.steps} --seeds "
             + " ".join(map(str, arguments.seeds)),
-            "provenance": provenance(PACKAGES),
+            "provenance": made,
             "settings": {
                 "servers": SERVERS, "lanes": LANE_GROUPS * GROUP_SIZE, "group_size": GROUP_SIZE,
                 "batch_groups": BATCH_GROUPS, "tokens_per_second": TOKENS_PER_SECOND, "mean_tokens": MEAN_TOKENS,
