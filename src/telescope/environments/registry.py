@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from telescope.environments.arguments import check_arguments, instantiate
-from telescope.environments.base import Environment
+from telescope.environments.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment
 from telescope.environments.discovery import Discovery, Packages, Source
+from telescope.errors import UserError
 
 ENVIRONMENTS = Discovery(
     kind="environment",
@@ -42,8 +43,21 @@ def missing_packages(name: str, environments_path: Sequence[str | Path] = ()) ->
 
 
 def environment_class(name: str, environments_path: Sequence[str | Path] = ()) -> type[Environment]:
-    """The class, imported. Raises `UserError` as `check_environment` does, and when the import fails."""
-    return ENVIRONMENTS.load_class(name, environments_path)
+    """The class, imported. Raises `UserError` as `check_environment` does, and when the import fails.
+
+    One that stands on `Environment` (or `BaseEnvironment`) itself and has a `compute_reward` is a single-turn
+    environment, and comes as a subclass of `SingleTurnEnvironment`.
+    """
+    cls: type[Environment] = ENVIRONMENTS.load_class(name, environments_path)
+    if issubclass(cls, SingleTurnEnvironment | MultiTurnEnvironment):
+        return cls
+    if not callable(getattr(cls, "compute_reward", None)):
+        raise UserError(
+            f"The environment {name!r} has no compute_reward: {cls.__name__} stands on {Environment.__name__} itself. "
+            "Subclass SingleTurnEnvironment or MultiTurnEnvironment (telescope.environments.base)."
+        )
+    same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls, SingleTurnEnvironment), same)
 
 
 def get_environment(name: str, /, *, environments_path: Sequence[str | Path] = (), **kwargs: Any) -> Environment:

@@ -14,6 +14,9 @@ import numpy as np
 from telescope.orchestrator.groups import Group
 from telescope.rollout.trajectory import Trajectory
 
+ALWAYS_COUNTED = ("max_async", "zero_advantage", "zero_advantage_all_zero", "zero_advantage_all_positive")
+"""Why groups are discarded, by the metrics document: charted at every step, also where there were none."""
+
 
 def gini(values: Sequence[float]) -> float:
     """Gini coefficient of one group: 2 * sum(rank_i * x_i) / (n * sum x_i) - (n + 1) / n, ranks from 1, x ascending.
@@ -162,7 +165,7 @@ class DiscardCounts:
             "retried/unseen": float(self._num_unseen),
         }
         total = num_kept_groups + self._reasons.total()
-        for reason in sorted({"max_async", "zero_advantage", *self._groups}):
+        for reason in sorted({*ALWAYS_COUNTED, *self._groups}):
             section = f"discarded/{reason}"
             rewards = self._rewards[reason]
             metrics[f"{section}/groups"] = float(self._groups[reason])

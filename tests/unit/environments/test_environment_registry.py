@@ -54,6 +54,23 @@ def test_a_folder_with_environment_py_is_an_environment_without_any_registration
     assert (environment.name, len(environment)) == ("my_puzzle", 1)
 
 
+def test_a_class_that_stands_on_the_base_itself_is_a_single_turn_environment(write):
+    source = PLAIN.format(name="Puzzle").replace("SingleTurnEnvironment", "BaseEnvironment")
+    path = write("plain_puzzle", source)
+    environment = get_environment("plain_puzzle", environments_path=[path], system_prompt="Be brief.")
+    assert not environment.is_multi_turn
+    assert [message["role"] for message in environment.build_messages("a")] == ["system", "user"]
+    assert environment.compute_reward("b", environment.get_sample(0)).total_reward == 1.0
+    assert get_eval("plain_puzzle", environments_path=[path]).environment is not None
+
+
+def test_a_class_that_stands_on_the_base_itself_needs_a_reward(write):
+    source = PLAIN.format(name="Puzzle").replace("SingleTurnEnvironment", "BaseEnvironment")
+    path = write("no_reward", source.replace("compute_reward", "reward_of"))
+    with pytest.raises(UserError, match=r"'no_reward' has no compute_reward.*Subclass SingleTurnEnvironment or Multi"):
+        get_environment("no_reward", environments_path=[path])
+
+
 def test_files_of_a_folder_import_each_other_relatively(write):
     write("with_helper", "ANSWER = 'from the helper'", file="helper.py")
     path = write("with_helper", "from .helper import ANSWER\n" + textwrap.dedent(PLAIN.format(name="P")))

@@ -108,6 +108,8 @@ def test_discards_are_counted_in_groups_samples_and_tokens_with_their_lengths() 
     assert metrics["discarded/zero_advantage_all_zero/groups"] == 1
     assert metrics["discarded/zero_advantage_all_positive/tokens"] == 12
     assert metrics["discarded/max_async/groups"] == 0
+    for reason in ("max_async", "zero_advantage", "zero_advantage_all_zero", "zero_advantage_all_positive"):
+        assert {f"discarded/{reason}/{name}" for name in ("groups", "samples", "tokens", "pct")} <= set(counts.take(1))
 
 
 def test_percentages_are_of_all_groups_and_never_pass_a_hundred() -> None:

@@ -25,7 +25,7 @@ class OrchestratorSection(Section):
     discard_group_zero_advantage: bool = True
     """Drop groups where all samples got identical rewards (no learning signal). A dropped group is replaced at once."""
     enable_prompt_prefetch: bool = True
-    """Prefetch prompts from the dataset, rendered and tokenised before they are needed."""
+    """Prefetch prompts from the dataset, rendered and tokenised before they are needed. Off: one at a time."""
     prompt_prefetch_buffer_size: Count = 24
     """Number of prompts to prefetch. Raise it when preparing a prompt is slow."""
     enable_individual_sample_lanes: bool = True
