@@ -3,6 +3,7 @@
 import sys
 
 from telescope.cli.main import main
+from telescope.cli.process_exit import exit_with
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    exit_with(lambda: main(["train", *sys.argv[1:]]))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 from telescope.cli.main import main as telescope
+from telescope.cli.process_exit import exit_with
 from telescope.inference.client import EngineClient
 from telescope.rollout.types import GenerateRequest, Generation
 
@@ -71,4 +72,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(lambda: main(sys.argv[1:]))

@@ -11,8 +11,10 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from telescope import __version__
+from telescope.cli.process_exit import exit_with
 from telescope.errors import ConfigError, RunError, UserError
 
 # In the order in which the help lists them: what one does first comes first.
@@ -47,6 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except SystemExit as exit_request:  # argparse ends this way, with its message already printed
         return exit_request.code if isinstance(exit_request.code, int) else EXIT_BAD_INPUT
+
+
+def command() -> NoReturn:
+    """The process of the `telescope` command."""
+    exit_with(main)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -93,4 +100,4 @@ def _print_problems(problems: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -1,0 +1,49 @@
+"""A process that has loaded Ray ends with the code of its command, whatever native code does at the very end."""
+
+import subprocess
+import sys
+
+NATIVE_CRASH = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.on_exit(ctypes.cast(libc.abort, ctypes.c_void_p), None)
+"""
+"""Aborts the process in the phase in which native code cleans up, as a native thread may."""
+
+
+def run(command: str, *, before: str = NATIVE_CRASH, with_ray: bool = True) -> subprocess.CompletedProcess[str]:
+    ray = "import types\nsys.modules['ray'] = types.ModuleType('ray')\n" if with_ray else ""
+    script = f"""
+import atexit, sys, threading, time
+from telescope.cli.process_exit import exit_with
+{ray}
+{before}
+def command():
+    atexit.register(print, "cleaned up")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("joined"))).start()
+    {command}
+exit_with(command)
+"""
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+
+
+def test_the_exit_code_is_that_of_the_command_and_python_cleans_up_first():
+    ended = run("return 3")
+    assert (ended.returncode, ended.stdout) == (3, "joined\ncleaned up\n")
+
+
+def test_an_exception_that_nobody_expected_ends_with_1_and_its_traceback():
+    ended = run("raise RuntimeError('unexpected')")
+    assert ended.returncode == 1
+    assert "RuntimeError: unexpected" in ended.stderr
+    assert "cleaned up" in ended.stdout
+
+
+def test_a_command_without_ray_ends_as_any_python_program():
+    assert run("return 3", with_ray=False).returncode == -6, "the crash of this test is one"
+    assert run("return 3", before="", with_ray=False).returncode == 3
+
+
+def test_output_that_nobody_reads_any_more_does_not_change_the_code():
+    ended = run("sys.stderr.close(); return 0")
+    assert ended.returncode == 0
