@@ -19,7 +19,7 @@ from telescope.evals.runner import EvalResult
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.orchestrator import Orchestrator
 from telescope.orchestrator.parts import Parts, start_parts
-from telescope.orchestrator.run import make_orchestrator
+from telescope.orchestrator.run import make_orchestrator, start_collectors
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervise import Supervisor
@@ -78,11 +78,14 @@ class Stack:
         directory = RunDirectory(self.folder / f"run-{self.num_runs}", config, [])
         directory.path.mkdir()
         status = RunStatus("e2e", config.number_of_steps)
-        with directory.open_record(console=True):
+        async with AsyncExitStack() as exit_stack:
+            exit_stack.enter_context(directory.open_record(console=True))
             evaluation = Evaluation([], config, self.parts.environments, self.parts.lanes, directory.recorder, status)
             orchestrator = await make_orchestrator(config, parts, evaluation, directory, status)
             supervisor = Supervisor()
             supervisor.spawn(self.parts.servers.watch(), "server watch")
+            collectors = start_collectors(config, parts, directory.recorder, exit_stack)
+            supervisor.spawn(collectors.run(), "collectors")
             async with asyncio.timeout(timeout):
                 await supervisor.run_until(orchestrator.run(supervisor))
         return Outcome(orchestrator, status, Run(directory.path))
@@ -111,6 +114,7 @@ async def stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> A
         f"--run_dir={folder / 'parts'}",
         "--inference_base_port=18500",
         "--use_wandb=false",
+        "--system_metrics_collection_interval_seconds=0.25",
     ]
     flags.append("--max_model_len=256")  # room for two of vLLM's KV blocks: the test of the prefix cache needs one
     flags.append(f"--environments_path=[{ENVIRONMENTS}]")

@@ -1,4 +1,4 @@
-"""The Ray actors of a run: one per inference server, one per trainer rank.
+"""The Ray actors of a run: one per inference server, one per trainer rank, one per machine without the driver.
 
 They are thin: an actor unpacks the config it was handed (never one from disk), makes the plain class of the room it
 stands for, and forwards calls. Each can say the hash of its config and dump its stacks, and ends what it started.
@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from telescope.cluster.ray_cluster import LOOPBACK, own_address
 from telescope.config import TelescopeConfig
 from telescope.errors import InfrastructureError
+from telescope.inference.engine_metrics import metrics_reader
+from telescope.inference.tracing import TraceTarget
+from telescope.record.gauges import Sampler, Taken
+from telescope.record.machine import MachineSampler
 from telescope.stacks import thread_stacks
 from telescope.weights.lifeline import listen
 from telescope.weights.plan import UpdateInfo
 
-ACTOR_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"control": 4}}
-"""Actors are never restarted behind the run's back: their state is weights and processes. Calls in the `control` group
-are answered while the actor is at work."""
+ACTOR_OPTIONS: dict[str, Any] = {
+    "max_restarts": 0,
+    "max_task_retries": 0,
+    "concurrency_groups": {"control": 4, "observe": 1},
+}
+"""Actors are never restarted behind the run's back: their state is weights and processes. Calls in the other groups are
+answered while the actor is at work; those of `observe` also while calls of `control` wait for engines."""
 
 
 def make_actor(actor_class: type, placement: dict[str, Any]) -> Any:
@@ -34,16 +44,36 @@ class InferenceActor:
     """Supervises one vLLM process through `inference.server.InferenceServer`."""
 
     def __init__(
-        self, config_json: str, index: int, host: str, port: int, secret: str, model: str, run_dir: str
+        self,
+        config_json: str,
+        index: int,
+        host: str,
+        port: int,
+        secret: str,
+        model: str,
+        run_dir: str,
+        traces: TraceTarget | None,
     ) -> None:
         from telescope.inference.server import InferenceServer
 
         config = TelescopeConfig.from_json(config_json)
-        self._server = InferenceServer(config, index, port, host, secret, model, Path(run_dir))
+        self._server = InferenceServer(config, index, port, host, secret, model, Path(run_dir), traces=traces)
+        self._metrics = Sampler(
+            "engine metrics",
+            config.system_metrics_collection_interval_seconds,
+            metrics_reader(self._server.metrics_text),
+        )
 
     def start(self) -> Any:
         """Start the process and wait until it answers. Returns its `ServerInfo`."""
-        return self._server.start()
+        info = self._server.start()
+        self._metrics.start()
+        return info
+
+    @ray.method(concurrency_group="observe")
+    def take_readings(self) -> Taken:
+        """What the server has reported of itself since the last call."""
+        return placed(self._metrics.take())
 
     @ray.method(concurrency_group="control")
     def status(self) -> Any:
@@ -56,6 +86,7 @@ class InferenceActor:
     @ray.method(concurrency_group="control")
     def stop(self) -> None:
         """End the vLLM process and all its children."""
+        self._metrics.stop()
         self._server.stop()
 
 
@@ -76,6 +107,7 @@ class TrainerActor:
         self._door: socket.socket | None = None
         self._trainer: Any = None
         self._sender: Any = None
+        self._memory: Sampler | None = None
 
     @ray.method(concurrency_group="control")
     def address(self, loopback: bool) -> tuple[str, int]:
@@ -86,6 +118,7 @@ class TrainerActor:
 
     def setup(self, master_host: str, master_port: int) -> Any:
         """Join the other ranks and load the model. Returns its `TrainerInfo`."""
+        from telescope.trainer.memory import memory_reader
         from telescope.trainer.worker import Trainer
         from telescope.weights.sender import WeightSender
 
@@ -95,8 +128,21 @@ class TrainerActor:
             device=self._trainer.backend.device,
             cpu_staging=self._config.weight_broadcast_cpu_staging,
             pin_memory=self._config.weight_broadcast_pin_memory,
+            rank=self._rank,
+            track_spans=self._config.track_gpu_events,
         )
+        self._memory = Sampler(
+            "memory of the trainer",
+            self._config.torch_memory_sample_interval_seconds,
+            memory_reader(self._trainer.backend.device),
+        )
+        self._memory.start()
         return info
+
+    @ray.method(concurrency_group="observe")
+    def take_readings(self) -> Taken:
+        """What this rank's memory was since the last call; nothing before `setup`."""
+        return placed(self._memory.take() if self._memory is not None else Taken([], []))
 
     def train_step(self, step_input: Any) -> Any:
         return self._trainer.train_step(step_input)
@@ -159,14 +205,33 @@ class TrainerActor:
         return thread_stacks()
 
     def stop(self) -> None:
+        if self._memory is not None:
+            self._memory.stop()
         if self._sender is not None:
             self._sender.close()
         if self._trainer is not None:
             self._trainer.shutdown()
 
 
+class HostActor:
+    """Samples the gauges of a machine that the driver does not run on."""
+
+    def __init__(self, interval: float) -> None:
+        self._machine = MachineSampler(interval)
+
+    def take_readings(self) -> Taken:
+        """What was read since the last call."""
+        return self._machine.take()
+
+
+def placed(taken: Taken) -> Taken:
+    """The same, with this machine's name and the GPUs that Ray gave to this actor."""
+    gpus = tuple(int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdigit())
+    return replace(taken, node=socket.gethostname(), gpus=gpus)
+
+
 def _own_host(loopback: bool) -> str:
-    return "127.0.0.1" if loopback else str(ray.util.get_node_ip_address())
+    return LOOPBACK if loopback else own_address()
 
 
 async def answer(reference: Any, what: str) -> Any:

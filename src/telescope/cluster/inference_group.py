@@ -16,6 +16,8 @@ from telescope.cluster.ray_cluster import Cluster
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded
 from telescope.inference.client import EngineClient
+from telescope.inference.tracing import TraceTarget
+from telescope.record.gauges import Taken
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,14 @@ class InferenceGroup:
     """The servers of a run, numbered from 0; server i listens on `inference_base_port` + i."""
 
     def __init__(
-        self, config: TelescopeConfig, placement: Placement, run_dir: Path, cluster: Cluster, secret: str
+        self,
+        config: TelescopeConfig,
+        placement: Placement,
+        run_dir: Path,
+        cluster: Cluster,
+        secret: str,
+        *,
+        traces: TraceTarget | None = None,
     ) -> None:
         self._config = config
         self._secret = secret
@@ -59,7 +68,14 @@ class InferenceGroup:
         host = bind_host(config, cluster)
         self._actors = [
             make_actor(InferenceActor, placement.server_options(index, cpus)).remote(
-                config.to_json(), index, host, config.inference_base_port + index, secret, config.model, str(run_dir)
+                config.to_json(),
+                index,
+                host,
+                config.inference_base_port + index,
+                secret,
+                config.model,
+                str(run_dir),
+                traces,
             )
             for index in range(config.num_inference_servers)
         ]
@@ -92,6 +108,11 @@ class InferenceGroup:
         """Close the HTTP connections; requests in flight are aborted by that."""
         for client in self.clients:
             await client.close()
+
+    async def take_readings(self, index: int) -> Taken:
+        """What a server has reported of itself since the last call."""
+        taken: Taken = await answer(self._actors[index].take_readings.remote(), f"gauges of inference server {index}")
+        return taken
 
     async def dump_stacks(self) -> dict[str, str]:
         """Stacks of each server's actor, or why they could not be had."""

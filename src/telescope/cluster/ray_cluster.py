@@ -158,6 +158,11 @@ def _only_loopback() -> Iterator[None]:
             os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = variable
 
 
+def own_address() -> str:
+    """The address of this machine that the other machines of the cluster reach it by."""
+    return str(ray.util.get_node_ip_address())
+
+
 def disconnect(cluster: Cluster, config: TelescopeConfig) -> None:
     """Leave the cluster; end it when it was started here, or when `ray_shutdown_on_exit` says so."""
     if not ray.is_initialized():

@@ -18,6 +18,7 @@ from telescope.cluster.actors import TrainerActor, answer, make_actor
 from telescope.cluster.placement import Placement
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded
+from telescope.record.gauges import Taken
 from telescope.trainer.batch import Span, StepInput, StepResult
 from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo, sender_rank
 
@@ -150,6 +151,11 @@ class TrainerGroup:
     async def save_hf(self, directory: Path) -> None:
         """Write the current weights as a Hugging Face model folder."""
         await self._all("saving", lambda rank: self._ranks[rank].save_hf.remote(str(directory)), SETUP_TIMEOUT_SECONDS)
+
+    async def take_readings(self, rank: int) -> Taken:
+        """What this rank's memory was since the last call. No collective: other commands may be under way."""
+        taken: Taken = await answer(self._ranks[rank].take_readings.remote(), f"gauges of trainer rank {rank}")
+        return taken
 
     async def dump_stacks(self) -> dict[str, str]:
         """Stacks of every rank's process, or why they could not be had."""

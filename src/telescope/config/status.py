@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 CHECKPOINTS = "checkpoints and resuming"
 PERIODIC_EVALS = "evals during training"
 UPLOADS = "upload of code and logs"
-HARDWARE_METRICS = "hardware metrics and GPU timeline"
-TRACING = "engine tracing"
+EVENT_UPLOADS = "upload of events and samples"
 PARALLELISM = "context parallelism"
 MEGATRON = "the Megatron backend"
 
@@ -40,15 +39,10 @@ FIELD_STATUS: dict[str, str] = {
     "wandb_upload_logs_stdout": UPLOADS,
     "wandb_code_max_file_size_mb": UPLOADS,
     "wandb_code_exclude_patterns": UPLOADS,
-    "system_metrics_collection_interval_seconds": HARDWARE_METRICS,
-    "torch_memory_sample_interval_seconds": HARDWARE_METRICS,
-    "event_tail_window_seconds": HARDWARE_METRICS,
-    "event_block_duration_seconds": HARDWARE_METRICS,
-    "event_upload_interval_seconds": HARDWARE_METRICS,
-    "ray_torch_memory_drain_interval_seconds": HARDWARE_METRICS,
-    "rollout_block_size": HARDWARE_METRICS,
-    "enable_vllm_tracing": TRACING,
-    "otlp_receiver_port": TRACING,
+    "event_tail_window_seconds": EVENT_UPLOADS,
+    "event_block_duration_seconds": EVENT_UPLOADS,
+    "event_upload_interval_seconds": EVENT_UPLOADS,
+    "rollout_block_size": EVENT_UPLOADS,
     "fsdp_context_parallel_size": PARALLELISM,
     "weight_broadcast_free_grad_buffers": MEGATRON,
     "megatron_tensor_parallel_size": MEGATRON,

@@ -25,11 +25,13 @@ from telescope.errors import ConfigError, InfrastructureError
 from telescope.inference import vllm_adapter as wire
 from telescope.inference.process import EngineProcess
 from telescope.inference.supported_vllm import check_supported, installed_version
+from telescope.inference.tracing import TraceTarget
 from telescope.inference.vllm_launch import LaunchCommand, hint_for, launch_command, runs_on_cpu
 
 POLL_SECONDS = 0.2
 HEALTH_INTERVAL_SECONDS = 2.0
 HEALTH_TIMEOUT_SECONDS = 10.0
+METRICS_TIMEOUT_SECONDS = 10.0
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 
 
@@ -82,8 +84,9 @@ Launch = Callable[[bool], LaunchCommand]
 class InferenceServer:
     """Supervises one engine process on `host`:`port`.
 
-    `model_path` is a local folder or hub id; the log goes to `run_dir/logs/inference-<index>.log`. `launch` replaces
-    vLLM with another command (tests); `on_progress` is given the newest log line while the server starts.
+    `model_path` is a local folder or hub id; the log goes to `run_dir/logs/inference-<index>.log`. `traces` is where it
+    sends the traces of its requests. `launch` replaces vLLM with another command (tests); `on_progress` is given the
+    newest log line while the server starts.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class InferenceServer:
         run_dir: Path | str,
         *,
         limits: SupervisionLimits | None = None,
+        traces: TraceTarget | None = None,
         launch: Launch | None = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> None:
@@ -108,6 +112,7 @@ class InferenceServer:
         self._secret = secret
         self._model = str(model_path)
         self._directory = Path(run_dir) / "inference"
+        self._traces = traces
         self._limits = limits or SupervisionLimits(start_timeout=config.inference_start_timeout_seconds)
         self._launch = launch or self._launch_vllm
         self._on_progress = on_progress
@@ -168,6 +173,18 @@ class InferenceServer:
             start_seconds=self._start_seconds,
         )
 
+    def metrics_text(self) -> str | None:
+        """What the server reports of itself, as Prometheus text; None while it is not ready. From any thread.
+
+        Raises `OSError` or `HTTPException` when a server that should be ready does not answer.
+        """
+        if self._state != "ready":
+            return None
+        status, body = self._get(wire.METRICS_ROUTE, METRICS_TIMEOUT_SECONDS)
+        if status != 200:
+            raise OSError(f"{self.url}{wire.METRICS_ROUTE}: HTTP {status}")
+        return body.decode()
+
     def stop(self) -> None:
         """End the process and everything it started. Safe to call twice, and while it starts or restarts."""
         self._stopping.set()
@@ -197,6 +214,8 @@ class InferenceServer:
             on_cpu=on_cpu,
             restarted=restarted,
             gpu_memory_bytes=None if on_cpu else min(visible_gpu_memory(), default=None),
+            traces=self._traces,
+            index=self.index,
         )
 
     def _start_process(self, *, restarted: bool) -> None:
@@ -299,13 +318,19 @@ class InferenceServer:
 
     def _health(self, timeout: float) -> int | None:
         """Status of the health route, None when it cannot be reached. vLLM says 503 when its engine has died."""
+        try:
+            return self._get(wire.HEALTH_ROUTE, timeout)[0]
+        except (OSError, http.client.HTTPException):
+            return None
+
+    def _get(self, route: str, timeout: float) -> tuple[int, bytes]:
+        """Status and body of a route of the server. Raises `OSError` or `HTTPException` when it does not answer."""
         host = "127.0.0.1" if self.host in WILDCARD_HOSTS else self.host
         connection = http.client.HTTPConnection(host, self.port, timeout=timeout)
         try:
-            connection.request("GET", wire.HEALTH_ROUTE, headers={"Authorization": f"Bearer {self._secret}"})
-            return connection.getresponse().status
-        except (OSError, http.client.HTTPException):
-            return None
+            connection.request("GET", route, headers={"Authorization": f"Bearer {self._secret}"})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
         finally:
             connection.close()
 

@@ -23,6 +23,7 @@ from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.inference.step_meter import STEP_METER_VARIABLE, meter_path
 from telescope.inference.supported_vllm import check_supported, is_cpu_build
+from telescope.inference.tracing import TraceTarget
 from telescope.inference.vllm_plugin import TRANSFER_VARIABLE
 
 SCALE_OUT_FLAG_SINCE = (0, 30)
@@ -75,13 +76,16 @@ def launch_command(
     on_cpu: bool,
     restarted: bool = False,
     gpu_memory_bytes: int | None = None,
+    traces: TraceTarget | None = None,
+    index: int = 0,
 ) -> LaunchCommand:
     """What starts one server of a run.
 
     `model` is a local folder or a hub id; `directory` takes small files (the chat template). `restarted` makes the
     server refuse to sample until it has been given the current weights. `gpu_memory_bytes` is its GPU's, of which the
-    second copy of the weights is kept free where they come in the background. Raises `UserError` for an unsupported
-    vLLM, `ConfigError` when a second copy that the config insists on leaves no room for a sequence.
+    second copy of the weights is kept free where they come in the background. `traces` is where it sends the traces of
+    its requests, as server `index`. Raises `UserError` for an unsupported vLLM, `ConfigError` when a second copy that
+    the config insists on leaves no room for a sequence.
     """
     version = check_supported(vllm_version)
     arguments = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
@@ -126,6 +130,9 @@ def launch_command(
     if shadows.in_place_because is not None and config.weight_transfer == "auto":
         environment[TRANSFER_VARIABLE] = f"in_place: {shadows.in_place_because}"
     environment[STEP_METER_VARIABLE] = str(meter_path(directory, port))
+    if traces is not None:
+        arguments += ["--otlp-traces-endpoint", traces.url]
+        environment |= traces.environment(index)
     return LaunchCommand(arguments, environment)
 
 

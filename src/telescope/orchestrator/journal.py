@@ -181,19 +181,7 @@ class Journal:
             position += count
             await asyncio.sleep(0)
         for span in trained.result.spans:
-            self._recorder.write(
-                "spans",
-                {
-                    "name": span.name,
-                    "component": "trainer",
-                    "rank": span.rank,
-                    "step": trained.step,
-                    "micro_batch": span.micro_batch,
-                    "start": span.start,
-                    "end": span.end,
-                    "attributes": {},
-                },
-            )
+            self._recorder.write("spans", rows.trainer_span_row(span, trained.step))
 
     def _write_group(
         self, group: Group, *, status: str, reason: str | None, step: int, version: int, advantages: list[float]

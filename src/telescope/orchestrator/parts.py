@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from telescope.cluster.inference_group import InferenceGroup
 from telescope.cluster.placement import reserve
-from telescope.cluster.ray_cluster import Cluster, connect, disconnect
+from telescope.cluster.ray_cluster import LOOPBACK, Cluster, connect, disconnect, own_address
 from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
 from telescope.config.machine import local_resources
@@ -27,10 +28,12 @@ from telescope.environments.pool import EnvironmentPool
 from telescope.environments.records import RendererSpec
 from telescope.evals.runner import PlannedEval
 from telescope.inference.start_stages import FIRST_STAGE, start_stage
+from telescope.inference.tracing import TraceReceiver, TraceTarget, why_not_available
 from telescope.orchestrator.environment_keys import EnvironmentKeys, environment_keys
 from telescope.orchestrator.evaluation import plan_evals
 from telescope.orchestrator.filters import check_reward_ranges
 from telescope.orchestrator.lanes import LanePool, make_lanes
+from telescope.orchestrator.rows import trainer_span_row
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import RunStatus
@@ -95,7 +98,10 @@ async def start_parts(
     loopback = cluster.is_single_node and config.ray_broadcast_prefer_loopback_if_single_node
     trainer = TrainerGroup(config, placement, directory.path)
     stack.push_async_callback(trainer.stop)
-    inference = InferenceGroup(config, placement, directory.path, cluster, secrets.token_urlsafe(32))
+    traces = _receive_traces(config, cluster, directory, stack) if config.enable_vllm_tracing else None
+    inference = InferenceGroup(
+        config, placement, directory.path, cluster, secrets.token_urlsafe(32), traces=traces
+    )  # fmt: skip
     stack.push_async_callback(inference.stop)
     await _start_workers(config, trainer, inference, status, loopback=loopback)
     stack.push_async_callback(inference.close_clients)
@@ -177,6 +183,22 @@ def _connect(config: TelescopeConfig, directory: RunDirectory) -> Cluster:
     return connect(config, directory.path, local_cpus=machine.cpus, local_gpus=machine.gpus)
 
 
+def _receive_traces(
+    config: TelescopeConfig, cluster: Cluster, directory: RunDirectory, stack: AsyncExitStack
+) -> TraceTarget | None:
+    """Receive the traces of requests into the record, until `stack` ends. None when they cannot be had here."""
+    missing = why_not_available()
+    if missing is not None:
+        logger.warning("Requests are not traced: %s. enable_vllm_tracing: false turns this off.", missing)
+        return None
+    host = LOOPBACK if cluster.is_single_node else own_address()
+    write = partial(directory.recorder.write, "spans")
+    receiver = TraceReceiver(host, config.otlp_receiver_port, secrets.token_urlsafe(32), write)
+    receiver.start()
+    stack.callback(receiver.stop)
+    return receiver.target
+
+
 async def _start_workers(
     config: TelescopeConfig, trainer: TrainerGroup, inference: InferenceGroup, status: RunStatus, *, loopback: bool
 ) -> None:
@@ -226,24 +248,25 @@ def _check_hash(config: TelescopeConfig, process: str, config_hash: str) -> None
 
 
 def record_sync(directory: RunDirectory, report: SyncReport) -> None:
-    """Write a weight sync to the record: a span per server, with its pause and its transfer."""
+    """Write a weight sync to the record: a span per server of its pause and one of its transfer, and what the trainer's
+    ranks did meanwhile."""
+    step = report.version - 1
     for part in report.servers:
+        shared = {"component": "weights", "server": part.server, "step": step}
+        attributes = {
+            "version": str(report.version),
+            "pause_seconds": f"{part.pause_seconds:.6f}",
+            "transfer_seconds": f"{part.transfer_seconds:.6f}",
+            "bytes": str(report.num_bytes),
+            "background": str(part.background).lower(),
+            "failure": part.failure or "",
+        }
+        start, end = part.paused_at or part.started_at, part.resumed_at or report.ended_at
         directory.recorder.write(
-            "spans",
-            {
-                "name": "weight_sync",
-                "component": "weights",
-                "server": part.server,
-                "step": report.version - 1,
-                "start": part.paused_at or part.started_at,
-                "end": part.resumed_at or report.ended_at,
-                "attributes": {
-                    "version": str(report.version),
-                    "pause_seconds": f"{part.pause_seconds:.6f}",
-                    "transfer_seconds": f"{part.transfer_seconds:.6f}",
-                    "bytes": str(report.num_bytes),
-                    "background": str(part.background).lower(),
-                    "failure": part.failure or "",
-                },
-            },
+            "spans", {**shared, "name": "weight_sync", "start": start, "end": end, "attributes": attributes}
         )
+        if part.transfer_seconds:
+            start, end = part.transfer_started_at, part.transfer_started_at + part.transfer_seconds
+            directory.recorder.write("spans", {**shared, "name": "weight_transfer", "start": start, "end": end})
+    for span in report.trainer_spans:
+        directory.recorder.write("spans", trainer_span_row(span, step))

@@ -12,6 +12,7 @@ from typing import Any
 from telescope.environments.records import EnvironmentInfo
 from telescope.orchestrator.groups import Group
 from telescope.rollout.trajectory import Trajectory
+from telescope.trainer.batch import Span
 
 MAX_FAILURE_MESSAGE = 4000
 """Characters kept of why a sample failed: user code may raise with a message of any length."""
@@ -177,6 +178,19 @@ def request_span_rows(sample: Trajectory) -> list[dict[str, Any]]:
     if sample.turns and sample.finished_at > sample.generated_at:
         rows.append(_span("reward", sample, sample.generated_at, sample.finished_at, {}))
     return rows
+
+
+def trainer_span_row(span: Span, step: int) -> dict[str, Any]:
+    """A span of a trainer rank."""
+    return {
+        "name": span.name,
+        "component": "trainer",
+        "rank": span.rank,
+        "step": step,
+        "micro_batch": span.micro_batch,
+        "start": span.start,
+        "end": span.end,
+    }
 
 
 def _span(name: str, sample: Trajectory, start: float, end: float, attributes: dict[str, str]) -> dict[str, Any]:

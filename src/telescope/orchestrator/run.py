@@ -12,11 +12,13 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Protocol
 
+from telescope.cluster.host_group import HostGroup
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig
 from telescope.config.model_files import vocabulary_size
 from telescope.errors import RunError
 from telescope.orchestrator import rows
+from telescope.orchestrator.collectors import Collectors, sources_of
 from telescope.orchestrator.draws import DrawSequence
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.filters import SampleFilters
@@ -28,6 +30,8 @@ from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.summary import Interrupted, RunSummary, headline_of, summarise
 from telescope.orchestrator.supervise import Supervisor, watchdog
 from telescope.record.files import RunFiles
+from telescope.record.machine import MachineSampler
+from telescope.record.recorder import Recorder
 
 GAUGE_SECONDS = 0.5
 """How often the numbers of the live view and the gauges of the record are taken."""
@@ -99,6 +103,7 @@ class _TrainingRun:
             supervisor = Supervisor()
             supervisor.spawn(parts.servers.watch(), "server watch")
             supervisor.spawn(self._take_gauges(parts), "gauges")
+            supervisor.spawn(start_collectors(config, parts, self._directory.recorder, stack).run(), "collectors")
             supervisor.spawn(watchdog(status, config.watchdog_seconds, parts.dump_stacks), "watchdog")
             await supervisor.run_until(self._evaluate_and_train(parts, supervisor))
 
@@ -177,6 +182,15 @@ class _TrainingRun:
     def _stop_view(self) -> None:
         if self._view is not None:
             self._view.stop()
+
+
+def start_collectors(config: TelescopeConfig, parts: Parts, recorder: Recorder, stack: AsyncExitStack) -> Collectors:
+    """The collectors of all gauges, sampling from now on; what they start ends with `stack`."""
+    machine = MachineSampler(config.system_metrics_collection_interval_seconds)
+    stack.callback(machine.stop)
+    hosts = HostGroup(config)
+    stack.push_async_callback(hosts.stop)
+    return Collectors(sources_of(config, machine, parts.trainer, parts.inference, hosts), recorder)
 
 
 async def make_orchestrator(

@@ -25,6 +25,7 @@ from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded, InfrastructureError
 from telescope.inference.client import EngineClient
+from telescope.trainer.batch import Span
 from telescope.weights.plan import TensorMeta, make_update
 from telescope.weights.probe import ProbeReport, compare
 
@@ -39,6 +40,7 @@ class ServerSync:
     started_at: float = 0.0
     paused_at: float = 0.0
     resumed_at: float = 0.0
+    transfer_started_at: float = 0.0
     transfer_seconds: float = 0.0
     background: bool = False
     """Whether it received beside its work, so that the pause was for the swap alone."""
@@ -60,6 +62,8 @@ class SyncReport:
     num_bytes: int = 0
     servers: list[ServerSync] = field(default_factory=list)
     fingerprints: dict[str, str] = field(default_factory=dict)
+    trainer_spans: list[Span] = field(default_factory=list)
+    """What each of the trainer's ranks did when."""
 
     @property
     def held_by(self) -> list[int]:
@@ -183,7 +187,7 @@ class WeightSync:
         body, in_background = update.to_dict(), replace(update, background=True).to_dict()
 
         async def receive(part: ServerSync) -> None:
-            started = time.monotonic()
+            started, part.transfer_started_at = time.monotonic(), time.time()
             client = self._clients[part.server]
             try:
                 if part.background:
@@ -209,6 +213,7 @@ class WeightSync:
         report.num_bytes = update.num_bytes
         for rank_report in sent:
             report.fingerprints.update(rank_report.fingerprints)
+            report.trainer_spans += rank_report.spans
             for part in report.servers:
                 if part.background and part.server in rank_report.engine_seconds:
                     part.transfer_seconds = rank_report.engine_seconds[part.server]

@@ -6,19 +6,17 @@ Owns when numbers are read, what of them is kept, and what happens when reading 
 is `host`, `nvidia`, `trainer.memory` and `inference.engine_metrics`. Imports nothing heavy: it runs in every process.
 
 Invariants: nobody waits for a sampler, and it waits for nobody; what does not fit the buffer is dropped, the oldest
-first, and counted; a `read` that raises costs a warning, once for each kind of error, and is tried again.
+first, and counted; a `read` that raises costs a sentence, once for each kind of error, and is tried again. What went
+wrong travels with the readings, so that it is said where people look, in the run's own log.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-
-logger = logging.getLogger(__name__)
 
 MAX_WAITING = 20_000
 """Readings that wait to be taken; at a hundred a second more than three minutes of a driver that does not ask."""
@@ -37,6 +35,19 @@ class Reading:
     labels: tuple[tuple[str, str], ...] = ()
     gpu: int | None = None
     """Index of the GPU on its machine, as `nvidia-smi` counts; None for what is not of one."""
+
+
+@dataclass(slots=True, frozen=True)
+class Taken:
+    """What was read since it was last asked for, what went wrong meanwhile, in sentences, and where that was.
+
+    `gpus` are those that the process was given, as `nvidia-smi` counts on `node`.
+    """
+
+    readings: list[Reading]
+    problems: list[str]
+    node: str | None = None
+    gpus: tuple[int, ...] = ()
 
 
 class Thinned:
@@ -77,7 +88,8 @@ class Sampler:
         self._lock = threading.Lock()
         self._waiting: deque[Reading] = deque(maxlen=MAX_WAITING)
         self._num_dropped = 0
-        self._warned: set[str] = set()
+        self._problems: list[str] = []
+        self._said: set[str] = set()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -87,14 +99,15 @@ class Sampler:
             self._thread = threading.Thread(target=self._run, name=f"telescope-{self._name}", daemon=True)
             self._thread.start()
 
-    def take(self) -> list[Reading]:
+    def take(self) -> Taken:
         """What was read since the last call."""
         with self._lock:
-            taken = list(self._waiting)
+            taken = Taken(list(self._waiting), self._problems)
             self._waiting.clear()
-            dropped, self._num_dropped = self._num_dropped, 0
-        if dropped:
-            logger.warning("%s: %d readings were dropped, since nobody took them for long", self._name, dropped)
+            self._problems = []
+            if self._num_dropped:
+                taken.problems.append(f"{self._num_dropped} readings were dropped, since nobody took them for long")
+                self._num_dropped = 0
         return taken
 
     def stop(self, timeout: float = 2.0) -> None:
@@ -108,10 +121,7 @@ class Sampler:
         try:
             readings = self._thin(self._read())
         except Exception as error:  # whatever it is, observing must not end what is observed
-            kind = type(error).__name__
-            if kind not in self._warned:
-                self._warned.add(kind)
-                logger.warning("%s cannot be read (%r); trying on, without saying so again", self._name, error)
+            self._note(error)
             return
         with self._lock:
             self._num_dropped += max(0, len(self._waiting) + len(readings) - MAX_WAITING)
@@ -124,3 +134,10 @@ class Sampler:
             # Readings that were missed, by a process that stood still, are not made up for.
             due = max(due + self._interval, time.monotonic())
             self._stopping.wait(due - time.monotonic())
+
+    def _note(self, error: Exception) -> None:
+        if (kind := type(error).__name__) in self._said:
+            return
+        self._said.add(kind)
+        with self._lock:
+            self._problems.append(f"cannot be read: {error!r}; trying on, without saying so again")

@@ -15,26 +15,26 @@ from telescope.record.gauges import Reading
 WATTS_PER_MILLIWATT = 1e-3
 
 
-class NoGpus(Exception):
+class NoGpusError(Exception):
     """There is no NVIDIA GPU to read here; the message says why."""
 
 
 class GpuReader:
-    """Reads every GPU of this machine. Raises `NoGpus` at construction where there is none, or no library to ask."""
+    """Reads every GPU of this machine. Raises `NoGpusError` when made where there is none, or no library to ask."""
 
     def __init__(self) -> None:
         try:
             import pynvml
         except ImportError as error:
-            raise NoGpus("nvidia-ml-py is not installed") from error
+            raise NoGpusError("nvidia-ml-py is not installed") from error
         self._nvml: Any = pynvml
         try:
             pynvml.nvmlInit()
             self._devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         except pynvml.NVMLError as error:
-            raise NoGpus(f"NVML says: {error}") from error
+            raise NoGpusError(f"NVML says: {error}") from error
         if not self._devices:
-            raise NoGpus("NVML sees no GPU")
+            raise NoGpusError("NVML sees no GPU")
         self._absent: set[tuple[int, str]] = set()
 
     @property

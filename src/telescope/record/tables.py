@@ -308,10 +308,15 @@ GAUGES = Table(
         ATTEMPT,
         Column("time", TIME, "When it was read."),
         Column("name", TEXT, "What was read, with its unit where that is not plain: `queue_depth`, `memory_bytes`."),
-        Column("component", TEXT, "Where it was read."),
+        Column("component", TEXT, "Where it was read: `orchestrator`, `trainer`, `inference`, `gpu`, `host`."),
         Column("value", NUMBER, "The number."),
+        Column("node", TEXT, "Machine that it is of; null where that says nothing."),
+        Column("gpu", INTEGER, "GPU that it is of, as `nvidia-smi` counts on that machine; null elsewhere."),
+        Column("rank", INTEGER, "Trainer rank that it is of; null elsewhere."),
+        Column("server", INTEGER, "Inference server that it is of; null elsewhere."),
+        Column("labels", TEXTS, "What tells apart numbers of one name: `le`, `finished_reason`, ..."),
     ),
-    key=("attempt", "time", "component", "name"),
+    key=("attempt", "time", "component", "name", "node", "gpu", "rank", "server", "labels"),
     keep=Keep.TELEMETRY,
 )
 

@@ -23,7 +23,7 @@ from telescope.config import TelescopeConfig
 from telescope.environments.records import Advance
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.trajectory import Trajectory, Turn
-from telescope.rollout.types import Engine, Environments, GenerateRequest, Generation, Lanes, Lease
+from telescope.rollout.types import Engine, Environments, GenerateRequest, Generation, Lanes, Lease, RequestId
 
 MAX_INFRASTRUCTURE_RETRIES = 3
 """Times that a sample is asked again after its engine failed, before it is masked."""
@@ -313,7 +313,9 @@ class Rollout:
             try:
                 request = GenerateRequest(
                     # Unique, since every further try of a turn, or of the whole conversation, counts as a retry.
-                    request_id=f"{task.sample_id}.{turn_index}.{trajectory.num_infrastructure_retries}",
+                    request_id=str(
+                        RequestId(task.sample_id, turn_index, trajectory.num_infrastructure_retries, lane.slot)
+                    ),
                     prompt_token_ids=prompt_token_ids,
                     max_tokens=min(sampling.max_tokens, room),
                     temperature=sampling.temperature,

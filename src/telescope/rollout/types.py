@@ -30,6 +30,28 @@ class GenerateRequest:
     """Sample `max_tokens` tokens whatever they are (benchmarks)."""
 
 
+@dataclass(slots=True, frozen=True)
+class RequestId:
+    """What a request id says. `attempt` counts the tries of a sample, so that every request has an id of its own."""
+
+    sample_id: str
+    turn: int
+    attempt: int
+    lane: int
+
+    def __str__(self) -> str:
+        return f"{self.sample_id}.{self.turn}.{self.attempt}@{self.lane}"
+
+
+def parse_request_id(text: str) -> RequestId | None:
+    """The inverse of `str(RequestId(...))`; None for an id of another form, such as that of a probe."""
+    name, _, lane = text.rpartition("@")
+    parts = name.rsplit(".", 2)
+    if len(parts) != 3 or not all(part.isdigit() for part in (*parts[1:], lane)):
+        return None
+    return RequestId(parts[0], int(parts[1]), int(parts[2]), int(lane))
+
+
 @dataclass(slots=True)
 class Generation:
     """What the engine sampled for one request.

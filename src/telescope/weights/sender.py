@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 import torch
 
 from telescope.errors import DeadlineExceeded
+from telescope.trainer.batch import Span
+from telescope.trainer.timeline import Timeline
 from telescope.weights.communicator import Backend, Broadcast, Communicator
 from telescope.weights.fingerprint import fingerprint, to_hex
 from telescope.weights.lifeline import Rendezvous, TransferError
@@ -47,14 +49,25 @@ class SendReport:
     """Engines that did not get the weights, and why. They need a new connection before the next sync."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Per tensor, hex, of the tensors as cast for the wire and before they enter a bucket; only when asked for."""
+    spans: list[Span] = field(default_factory=list)
+    """What this rank did when: `weight_broadcast_agree`, and per bucket `weight_broadcast_gather` and
+    `weight_broadcast_wait`, then `weight_broadcast_conclude`."""
 
 
 class WeightSender:
     """Sends to some of the engines from one trainer rank. Methods are called by one thread; `abort` by any."""
 
     def __init__(
-        self, *, device: torch.device | str = "cpu", cpu_staging: bool = False, pin_memory: bool = True
+        self,
+        *,
+        device: torch.device | str = "cpu",
+        cpu_staging: bool = False,
+        pin_memory: bool = True,
+        rank: int = 0,
+        track_spans: bool = True,
     ) -> None:
+        self._rank = rank
+        self._track_spans = track_spans
         self._device = torch.device(device)
         self._cpu_staging = cpu_staging
         self._pin_memory = pin_memory
@@ -184,22 +197,29 @@ class _Send:
         self.pinned = self.staged_from_gpu and sender._pin_memory
         self.buffers: list[torch.Tensor] = []
         self.in_flight: list[list[tuple[int, Broadcast]]] = [[] for _ in range(_NUM_BUFFERS)]
+        self.timeline = Timeline(sender._device, sender._rank, enabled=sender._track_spans)
 
     def run(self) -> SendReport:
         buckets = plan_buckets(self.update)
         self.report.num_buckets = len(buckets)
-        self._agree()
+        with self.timeline.span("weight_broadcast_agree"):
+            self._agree()
         for index, bucket in enumerate(buckets):
             slot = index % _NUM_BUFFERS
-            self._wait(slot)
+            with self.timeline.span("weight_broadcast_wait"):
+                self._wait(slot)
             gathering = time.monotonic()
-            filled = self._fill(bucket, slot, buckets)
+            with self.timeline.span("weight_broadcast_gather"):
+                filled = self._fill(bucket, slot, buckets)
             self.report.gather_seconds += time.monotonic() - gathering
             self._broadcast(filled, slot)
         self._drain_iterator()
-        for slot in range(_NUM_BUFFERS):
-            self._wait(slot)
-        self._conclude()
+        with self.timeline.span("weight_broadcast_wait"):
+            for slot in range(_NUM_BUFFERS):
+                self._wait(slot)
+        with self.timeline.span("weight_broadcast_conclude"):
+            self._conclude()
+        self.report.spans = self.timeline.finish()
         self.report.seconds = time.monotonic() - self.start
         return self.report
 

@@ -19,6 +19,7 @@ from telescope.config import TelescopeConfig, load_config
 from telescope.errors import ConfigError
 from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.client import EngineClient
+from telescope.inference.engine_metrics import metrics_reader
 from telescope.inference.fake_engine import FakeEngineSettings
 from telescope.inference.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.inference.process import EngineProcess, group_members
@@ -227,3 +228,16 @@ def test_engine_dies_with_its_parent(tmp_path: Path, how: signal.Signals) -> Non
     parent.wait(timeout=20)
     wait_for(lambda: group_members(group) == [], "end of the engine")
     parent.stdout.close()
+
+
+def test_a_server_reports_its_metrics_while_it_is_ready_and_only_to_those_who_know_the_secret(make_server) -> None:
+    server = make_server()
+    assert server.metrics_text() is None
+    server.start()
+    names = {reading.name for reading in metrics_reader(server.metrics_text)()}
+    assert "vllm:num_requests_running" in names
+    server._secret = "another"
+    with pytest.raises(OSError, match="401"):
+        server.metrics_text()
+    server.stop()
+    assert server.metrics_text() is None

@@ -30,6 +30,10 @@ def test_both_modes_and_dtypes_arrive_bit_for_bit_on_every_worker_of_an_engine(e
     assert [r.errors for r in reports] == [{}, {}, {}]
     assert reports[0].num_buckets == 2
     assert reports[1].num_buckets == 4
+    for report in reports:
+        phases = [span.name.removeprefix("weight_broadcast_") for span in report.spans]
+        assert phases == ["agree", *["wait", "gather"] * report.num_buckets, "wait", "conclude"]
+        assert sum(span.end - span.start for span in report.spans) <= report.seconds
     for index, (report, dtype) in enumerate(zip(reports, (torch.float32, torch.bfloat16, torch.float16), strict=True)):
         assert report.fingerprints == expected(tensors, dtype)
         assert answers[index]["held"] == answers[index + 3]["held"] == report.fingerprints

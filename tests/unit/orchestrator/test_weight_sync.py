@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from tests.unit.orchestrator.fakes import config_of
 
 from telescope.errors import InfrastructureError
 from telescope.orchestrator.weight_sync import SyncReport, WeightMismatch, WeightSync
+from telescope.trainer.batch import Span
 from telescope.weights.fingerprint import to_hex
 from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo
 
@@ -37,6 +39,7 @@ class FakeTrainer:
         self.engine_errors: dict[int, str] = {}
         self.sent: list[tuple[int, list[int], bool]] = []
         self.spoiled: list[str | None] = []
+        self.spans: list[Span] = []
 
     @property
     def weights_identity(self) -> tuple[int, int]:
@@ -73,7 +76,11 @@ class FakeTrainer:
         await asyncio.sleep(0)
         prints = dict(PRINTS) if fingerprints else {}
         seconds = dict.fromkeys(engines, 0.25)
-        return [SimpleNamespace(fingerprints=prints, errors=dict(self.engine_errors), engine_seconds=seconds)]
+        return [
+            SimpleNamespace(
+                fingerprints=prints, errors=dict(self.engine_errors), engine_seconds=seconds, spans=self.spans
+            )
+        ]
 
     async def sequence_logprobs(self, token_ids: list[int]) -> list[float]:
         self._called("logprobs")
@@ -184,6 +191,18 @@ class Bench:
     def of(self, server: int) -> list[str]:
         """Names of the control calls that one engine got, in order."""
         return [call[0] for call in self.calls if len(call) > 1 and call[1] == server and call[0] in BACKGROUND_STAGES]
+
+
+async def test_a_sync_says_when_each_server_received_and_what_the_trainer_did_meanwhile() -> None:
+    bench = Bench()
+    bench.trainer.spans = [Span("weight_broadcast_gather", 1.0, 2.0, rank=1)]
+    before = time.time()
+    await bench.step()
+    (report,) = bench.reports
+    assert report.trainer_spans == bench.trainer.spans
+    for part in report.servers:
+        assert before - 1e-3 <= part.paused_at <= part.transfer_started_at
+        assert part.transfer_started_at + part.transfer_seconds <= part.resumed_at + 1e-3
 
 
 async def test_each_server_is_paused_updated_counted_and_resumed_in_this_order() -> None:

@@ -25,6 +25,7 @@ from telescope.environments.records import Advance
 from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError, RolloutLost
 from telescope.orchestrator.lanes import LanePool
 from telescope.rollout.sample import MAX_INFRASTRUCTURE_RETRIES, Rollout, RolloutSettings
+from telescope.rollout.types import parse_request_id
 
 DEAD = InfrastructureError("the server is gone")
 
@@ -37,7 +38,7 @@ async def test_a_sample_is_generated_and_scored() -> None:
     assert sample.completion_text == "text"
     assert sample.started_at <= sample.generated_at <= sample.finished_at
     request = bench.engine.requests[0]
-    assert (request.request_id, request.prompt_token_ids, request.seed) == ("5-0.0.0", [1, 2, 3], 100)
+    assert (request.request_id, request.prompt_token_ids, request.seed) == ("5-0.0.0@0", [1, 2, 3], 100)
     assert (request.temperature, request.top_p, request.priority) == (0.7, None, 0)
     assert bench.environments.calls == [("arithmetic#1", 3, [7, 8], "stop", False)]
     assert bench.lanes.num_held == 0
@@ -118,7 +119,10 @@ async def test_the_turns_of_a_rollout_are_one_growing_sequence() -> None:
         [1, 2, 3, 7, 8, 20, 21, 9, 22],
     ]
     assert [request.seed for request in bench.engine.requests] == [100, 101, 102]
-    assert [request.request_id for request in bench.engine.requests] == ["5-0.0.0", "5-0.1.0", "5-0.2.0"]
+    ids = [parse_request_id(request.request_id) for request in bench.engine.requests]
+    assert [(known.sample_id, known.turn, known.attempt) for known in ids if known] == [
+        ("5-0", turn, 0) for turn in range(3)
+    ]
     assert bench.lanes.turns == [0, 1, 2], "each turn takes a lane of its own, later turns first"
     assert sample.completion_text == "first\nsecond\nthird"
     assert (sample.total_reward, sample.stop_reason) == (0.5, "won")
@@ -258,7 +262,7 @@ async def test_a_cancelled_sample_ends_wherever_it_waits_and_keeps_its_tokens(
     )  # fmt: skip
     running = asyncio.create_task(rollout.run())
     await tick(20)
-    assert rollout.cancel() == ((0, "5-0.1.0") if wait == "engine" else None), "what is to be aborted in the engine"
+    assert rollout.cancel() == ((0, "5-0.1.0@1") if wait == "engine" else None), "what is to be aborted in the engine"
     if wait == "engine":
         over.set()
     sample = await running

@@ -61,4 +61,4 @@ class TracingSection(Section):
     enable_vllm_tracing: bool = True
     """Enable OpenTelemetry tracing for vLLM: queue, first token, prefill and decode times of each request."""
     otlp_receiver_port: Port = 4318
-    """OTLP HTTP receiver port. Range: [1, 65535]."""
+    """OTLP HTTP receiver port. Range: [1, 65535]. When it is taken, a free one is used instead."""

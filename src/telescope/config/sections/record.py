@@ -91,9 +91,10 @@ class LoggingSection(Section):
     wandb_code_exclude_patterns: list[str] = Field(default_factory=lambda: list(CODE_EXCLUDE_PATTERNS))
     """Glob patterns to exclude from code upload."""
     system_metrics_collection_interval_seconds: Seconds = 1.0
-    """System metrics collection interval: GPU, CPU and memory, in seconds."""
+    """System metrics collection interval, in seconds: GPUs, processor and memory of each machine, and the metrics of
+    each vLLM server."""
     torch_memory_sample_interval_seconds: Seconds = 0.1
-    """PyTorch memory sampling interval, in seconds."""
+    """PyTorch memory sampling interval, in seconds: what the allocator of each trainer rank holds."""
     event_tail_window_seconds: WholeSeconds = 60
     """Tail window for event aggregation, in seconds."""
     event_block_duration_seconds: WholeSeconds = 1800
@@ -103,7 +104,8 @@ class LoggingSection(Section):
     metrics_logger_interval_seconds: Seconds = 2.0
     """Metrics logger flush interval, in seconds: how long a row may wait in memory before it is on disk."""
     ray_torch_memory_drain_interval_seconds: Seconds = 0.5
-    """Interval for draining Ray torch memory metrics, in seconds."""
+    """Interval for draining Ray torch memory metrics, in seconds: how often the driver asks each rank for its
+    samples."""
     rollout_block_size: Count = 500
     """Block size for rollout event grouping, in rollouts."""
     track_gpu_events: bool = True

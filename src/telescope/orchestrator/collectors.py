@@ -1,0 +1,142 @@
+"""Taking the gauges of a run's processes and machines into the record.
+
+    trainer ranks       torch's allocator, in a thread     --+
+    inference actors    vLLM's Prometheus metrics, likewise  +--asked by Ray--> Collectors --> gauges
+    other machines      processor, memory, GPUs, likewise  --+                     ^
+    this machine        the same, in threads of the driver ------------------------+
+
+Owns who is asked and how often. Reading happens where the thing read is (`record.gauges`). Invariants: nobody waits for
+a collector and it waits for nobody; a source that does not answer costs a warning, is asked again, and delays no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from telescope.config import TelescopeConfig
+from telescope.record.gauges import Reading, Taken
+from telescope.record.machine import MachineSampler
+from telescope.record.recorder import Recorder
+
+if TYPE_CHECKING:
+    from telescope.cluster.host_group import HostGroup
+    from telescope.cluster.inference_group import InferenceGroup
+    from telescope.cluster.trainer_group import TrainerGroup
+
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 30.0
+"""How long a source may take to answer. A rank that loads a model may hold its process for long."""
+
+GIVEN_GPU = "gpu_given"
+"""Gauge that says, once, which GPUs a trainer rank or an inference server was given: a row for each, always 1."""
+
+
+@dataclass
+class Source:
+    """Something that is asked for its readings every `interval` seconds.
+
+    `columns` are those that its rows share; without a component, the component of a row is `gpu` or `host`.
+    """
+
+    name: str
+    columns: dict[str, Any]
+    interval: float
+    take: Callable[[], Awaitable[Taken]]
+    is_failing: bool = field(default=False, init=False)
+    is_placed: bool = field(default=False, init=False)
+
+
+class Collectors:
+    """Asks its sources until it is cancelled, and writes what they say."""
+
+    def __init__(self, sources: list[Source], recorder: Recorder) -> None:
+        self._sources = sources
+        self._recorder = recorder
+
+    async def run(self) -> None:
+        """Collect for ever. Nothing that a source does ends it."""
+        await asyncio.gather(*(self._collect(source) for source in self._sources))
+
+    async def _collect(self, source: Source) -> None:
+        while True:
+            await asyncio.sleep(source.interval)
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    taken = await source.take()
+            except Exception as error:  # whatever it is: a run does not end for want of a gauge
+                if not source.is_failing:
+                    logger.warning("%s: no readings (%r); it is asked again", source.name, error)
+                source.is_failing = True
+                continue
+            source.is_failing = False
+            self._record(source, taken)
+
+    def _record(self, source: Source, taken: Taken) -> None:
+        for problem in taken.problems:
+            logger.warning("%s: %s", source.name, problem)
+        if not source.is_placed:
+            source.is_placed = True
+            for gpu in taken.gpus:
+                self._recorder.write("gauges", gauge_row(Reading(time.time(), GIVEN_GPU, 1.0, gpu=gpu), source, taken))
+        for reading in taken.readings:
+            self._recorder.write("gauges", gauge_row(reading, source, taken))
+
+
+def gauge_row(reading: Reading, source: Source, taken: Taken) -> dict[str, Any]:
+    """The row of a reading. One of a process that has a single GPU is of that GPU."""
+    gpu = reading.gpu
+    if gpu is None and len(taken.gpus) == 1:
+        (gpu,) = taken.gpus
+    return {
+        "time": reading.time,
+        "name": reading.name,
+        "component": "host" if reading.gpu is None else "gpu",
+        "value": reading.value,
+        "node": taken.node,
+        "gpu": gpu,
+        "labels": dict(reading.labels),
+        **source.columns,
+    }
+
+
+def sources_of(
+    config: TelescopeConfig,
+    machine: MachineSampler,
+    trainer: TrainerGroup,
+    inference: InferenceGroup,
+    hosts: HostGroup,
+) -> list[Source]:
+    """All sources of a run. `machine` samples the one that the driver is on, `hosts` the others."""
+    seconds = config.system_metrics_collection_interval_seconds
+
+    async def take_here() -> Taken:
+        return machine.take()
+
+    sources = [Source("this machine", {}, seconds, take_here)]
+    sources += [Source(f"machine {name}", {}, seconds, partial(hosts.take_readings, name)) for name in hosts.names]
+    sources += [
+        Source(
+            f"trainer rank {rank}",
+            {"component": "trainer", "rank": rank},
+            config.ray_torch_memory_drain_interval_seconds,
+            partial(trainer.take_readings, rank),
+        )
+        for rank in range(trainer.world_size)
+    ]
+    sources += [
+        Source(
+            f"inference server {index}",
+            {"component": "inference", "server": index},
+            seconds,
+            partial(inference.take_readings, index),
+        )
+        for index in range(config.num_inference_servers)
+    ]
+    return sources

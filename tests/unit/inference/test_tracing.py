@@ -1,0 +1,119 @@
+"""Traces of requests, as vLLM 0.32 really sent them, through a real receiver."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from telescope.inference.tracing import TraceReceiver, read_traces, request_rows, why_not_available
+from telescope.rollout.types import RequestId, parse_request_id
+
+MESSAGE = (Path(__file__).parent / "traces" / "0.32.pb").read_bytes()
+TIMES = {
+    "gen_ai.latency.e2e": 10.0, "gen_ai.latency.time_in_queue": 0.5, "gen_ai.latency.time_in_model_prefill": 2.0,
+    "gen_ai.latency.time_in_model_decode": 7.0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def rows() -> list[dict[str, Any]]:
+    return []
+
+
+@pytest.fixture
+def receiver(rows: list[dict[str, Any]]) -> Iterator[TraceReceiver]:
+    made = TraceReceiver("127.0.0.1", 0, "a-secret", rows.append)
+    made.start()
+    yield made
+    made.stop()
+
+
+def send(receiver: TraceReceiver, body: bytes, authorization: str | None = None, path: str | None = None) -> int:
+    """Post as an exporter does; returns the status."""
+    target = receiver.target
+    headers = dict(pair.split("=") for pair in [target.environment(0)["OTEL_EXPORTER_OTLP_TRACES_HEADERS"]])
+    connection = http.client.HTTPConnection(urlsplit(target.url).netloc, timeout=30)
+    try:
+        given = {"authorization": authorization if authorization is not None else unquote(headers["authorization"])}
+        connection.request("POST", path or urlsplit(target.url).path, body, given)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_a_request_is_queue_prefill_and_decode_end_to_end() -> None:
+    name = str(RequestId("5-0", turn=2, attempt=1, lane=7))
+    queue, prefill, decode = request_rows(100.0, TIMES | {"gen_ai.request.id": f"generate-tokens-{name}"}, server=3)
+    assert [(row["name"], row["start"], row["end"]) for row in (queue, prefill, decode)] == [
+        ("queue", 100.0, 101.0),
+        ("prefill", 101.0, 103.0),
+        ("decode", 103.0, 110.0),
+    ]
+    for row in (queue, prefill, decode):
+        assert (row["server"], row["sample_id"], row["component"]) == (3, "5-0", "inference")
+        assert (row["attributes"]["turn"], row["attributes"]["lane"]) == ("2", "7")
+    assert queue["attributes"]["scheduler_seconds"] == "0.500000"
+
+
+def test_clocks_that_disagree_give_no_interval_that_runs_backwards() -> None:
+    rows = list(request_rows(100.0, TIMES | {"gen_ai.latency.e2e": 1.0}, server=0))
+    assert all(100.0 <= row["start"] <= row["end"] <= 101.0 for row in rows)
+
+
+@pytest.mark.parametrize("text", ["", "probe-123", "a.b.c@d", "5-0.0.0", "generate"])
+def test_ids_of_requests_that_no_rollout_sent_name_no_sample(text: str) -> None:
+    assert parse_request_id(text) is None
+    rows = list(request_rows(100.0, TIMES | {"gen_ai.request.id": text}, server=0))
+    assert [row["sample_id"] for row in rows] == [None] * 3
+
+
+def test_a_request_id_says_what_it_was_made_of() -> None:
+    made = RequestId("eval.countdown.12-3", turn=11, attempt=2, lane=255)
+    assert parse_request_id(str(made)) == made
+
+
+def test_what_vllm_sends_becomes_spans(receiver: TraceReceiver, rows: list[dict[str, Any]]) -> None:
+    assert why_not_available() is None
+    assert send(receiver, MESSAGE) == 200
+    assert len(rows) == 9
+    assert {row["server"] for row in rows} == {3}
+    assert {row["name"] for row in rows} == {"queue", "prefill", "decode"}
+    assert all(1.7e9 < row["start"] <= row["end"] < row["start"] + 20 for row in rows)
+    assert {row["attributes"]["tokens"] for row in rows if row["name"] == "decode"} <= {"7", "10", "20"}
+
+
+def test_nobody_writes_traces_without_the_secret(receiver: TraceReceiver, rows: list[dict[str, Any]]) -> None:
+    assert [send(receiver, MESSAGE, authorization=given) for given in ("", "Bearer wrong")] == [401, 401]
+    assert send(receiver, MESSAGE, path="/v1/metrics") == 404
+    assert rows == []
+    assert "a-secret" not in receiver.target.url
+
+
+def test_bytes_that_are_no_trace_cost_one_warning(
+    receiver: TraceReceiver, rows: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert [send(receiver, b"\xff not a message") for _ in range(3)] == [200] * 3
+    assert len(caplog.records) == 1
+    assert send(receiver, MESSAGE) == 200
+    assert len(rows) == 9
+
+
+def test_a_port_that_is_taken_is_replaced_by_a_free_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        receiver = TraceReceiver("127.0.0.1", port, "s", lambda row: None)
+        receiver.start()
+        assert urlsplit(receiver.target.url).port != port
+        receiver.stop()
+
+
+def test_a_message_of_other_spans_has_no_rows() -> None:
+    assert list(read_traces(b"")) == []

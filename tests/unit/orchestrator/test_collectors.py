@@ -1,0 +1,94 @@
+"""Taking gauges into the record: every source for itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from telescope.orchestrator.collectors import GIVEN_GPU, Collectors, Source, gauge_row
+from telescope.record.gauges import Reading, Taken
+
+
+class Rows:
+    """A recorder that keeps what it is given."""
+
+    def __init__(self, wanted: int) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.wanted = wanted
+        self.enough = asyncio.Event()
+
+    def write(self, table: str, row: dict[str, Any]) -> None:
+        assert table == "gauges"
+        self.rows.append(row)
+        if len(self.rows) >= self.wanted:
+            self.enough.set()
+
+
+async def collect(sources: list[Source], wanted: int) -> list[dict[str, Any]]:
+    """The first `wanted` rows of these sources, or some more."""
+    rows = Rows(wanted)
+    task = asyncio.create_task(Collectors(sources, rows).run())  # type: ignore[arg-type]
+    async with asyncio.timeout(30):
+        await rows.enough.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return rows.rows
+
+
+async def test_a_source_that_fails_or_hangs_delays_no_other_and_is_said_once(caplog: pytest.LogCaptureFixture):
+    numbers = iter(range(10**6))
+
+    async def good() -> Taken:
+        return Taken([Reading(1.0, "n", float(next(numbers)))], [])
+
+    async def failing() -> Taken:
+        raise RuntimeError("the actor is gone")
+
+    async def hanging() -> Taken:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    sources = [Source("a", {}, 0.001, failing), Source("b", {}, 0.001, hanging), Source("c", {}, 0.001, good)]
+    with caplog.at_level(logging.WARNING):
+        rows = await collect(sources, 20)
+    assert [row["value"] for row in rows[:20]] == [float(n) for n in range(20)]
+    assert ["the actor is gone" in record.message for record in caplog.records] == [True]
+
+
+async def test_a_source_that_answers_again_is_taken_from_again():
+    answers = iter([RuntimeError("restarting"), Taken([Reading(1.0, "n", 1.0)], ["said by the source"])])
+
+    async def take() -> Taken:
+        answer = next(answers, Taken([], []))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    rows = await collect([Source("a", {}, 0.001, take)], 1)
+    assert rows[0]["value"] == 1.0
+
+
+async def test_which_gpus_a_process_was_given_is_written_once():
+    async def take() -> Taken:
+        return Taken([Reading(1.0, "n", 1.0)], [], node="box", gpus=(2, 3))
+
+    rows = await collect([Source("server 1", {"component": "inference", "server": 1}, 0.001, take)], 10)
+    given = [row for row in rows if row["name"] == GIVEN_GPU]
+    assert [(row["component"], row["server"], row["node"], row["gpu"]) for row in given] == [
+        ("inference", 1, "box", 2),
+        ("inference", 1, "box", 3),
+    ]
+
+
+def test_a_row_says_whose_number_it_is():
+    rank = Source("rank", {"component": "trainer", "rank": 4}, 1.0, None)  # type: ignore[arg-type]
+    machine = Source("machine", {}, 1.0, None)  # type: ignore[arg-type]
+    memory = gauge_row(Reading(1.0, "torch_memory_allocated_bytes", 5.0), rank, Taken([], [], "box", (6,)))
+    assert (memory["component"], memory["rank"], memory["node"], memory["gpu"]) == ("trainer", 4, "box", 6)
+    power = gauge_row(Reading(1.0, "gpu_power_watts", 5.0, gpu=3), machine, Taken([], [], "box"))
+    assert (power["component"], power["node"], power["gpu"]) == ("gpu", "box", 3)
+    load = gauge_row(Reading(1.0, "load_average_1m", 5.0, (("a", "b"),)), machine, Taken([], [], "box"))
+    assert (load["component"], load["gpu"], load["labels"]) == ("host", None, {"a": "b"})
