@@ -30,7 +30,7 @@ from telescope.tiny_model.cache import ensure_tiny_model
 DEMO = Path(__file__).parents[2] / "configs" / "examples" / "demo_countdown.yaml"
 
 ENVIRONMENTS = Path(__file__).parents[2] / "benchmarks" / "environments"
-OTHER_ENVIRONMENTS = ("puzzle_series", "checked_puzzles")
+OTHER_ENVIRONMENTS = ("puzzle_series",)
 """What is loaded beside the demo's environment, for `Stack.run(environment=...)`."""
 
 

@@ -1,0 +1,55 @@
+"""A run with a tool as a person starts it: the tiny model learns to use a calculator."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from telescope.environments.calculator_agent.environment import CALL_CLOSE, CALL_OPEN
+from telescope.environments.countdown.arithmetic import parse
+from telescope.record.reader import Run
+from telescope.tiny_model.cache import ensure_tiny_model
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_SECONDS = 600
+
+FLAGS = """
+--number_of_steps 12 --eval_before_training false --eval_after_training false --use_wandb false
+--inference_base_port 20100
+"""
+
+
+def test_reward_rises_with_a_calculator_that_the_model_calls(tmp_path: Path) -> None:
+    model = ensure_tiny_model(task="calculator_agent")
+    config = ROOT / "configs" / "examples" / "demo_calculator_agent.yaml"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "--config", str(config), f"--model={model}",
+         f"--run_dir={tmp_path / 'run'}", *FLAGS.split()],
+        cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    record = Run(tmp_path / "run")
+    steps = sorted(record.table("steps").to_pylist(maps_as_pydicts="strict"), key=lambda row: row["step"])
+    rewards = [row["metrics"]["reward/all_groups/mean"] for row in steps]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
+
+    turns: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in sorted(record.table("turns").to_pylist(), key=lambda row: row["turn"]):
+        turns[row["sample_id"]].append(row)
+    right = [row for row in record.table("samples").to_pylist() if row["status"] == "kept" and row["reward"] == 1.0]
+    assert {row["num_turns"] for row in right} >= {2, 3}
+    for sample in right:
+        said = turns[sample["sample_id"]]
+        assert [row["role"] for row in said] == ["assistant", "tool"] * (sample["num_turns"] - 1) + ["assistant"]
+        for call, reply in zip(said[::2], said[1::2], strict=False):
+            asked = call["text"].removeprefix(CALL_OPEN).removesuffix(CALL_CLOSE)
+            assert reply["text"] == str(parse(asked).value())
+        assert sample["divergences"] == []
