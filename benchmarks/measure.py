@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import resource
+import selectors
 import subprocess
 import threading
 import time
@@ -34,15 +35,16 @@ class LagMeter:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._lags: list[float] = []
-        self._due = self._loop.time() + LAG_GRID_SECONDS
-        self._timer = self._loop.call_at(self._due, self._tick)
+        # Not the loop's own clock: uvloop's stands still during a turn, and would hide how late the turn made it.
+        self._due = time.monotonic() + LAG_GRID_SECONDS
+        self._timer = self._loop.call_later(LAG_GRID_SECONDS, self._tick)
 
     def _tick(self) -> None:
-        now = self._loop.time()
+        now = time.monotonic()
         while self._due <= now:
             self._lags.append(now - self._due)
             self._due += LAG_GRID_SECONDS
-        self._timer = self._loop.call_at(self._due, self._tick)
+        self._timer = self._loop.call_later(self._due - now, self._tick)
 
     def take(self) -> list[float]:
         """Lags since the last call, in seconds."""
@@ -53,24 +55,22 @@ class LagMeter:
         self._timer.cancel()
 
 
-class TurnMeter:
-    """CPU that the event loop's thread spends between two looks at its sockets, and how late that alone makes it.
+class TimedSelector(selectors.DefaultSelector):
+    """A selector for `asyncio.SelectorEventLoop` that knows the CPU of the loop's thread between two looks at sockets.
 
     What `LagMeter` would see on a core that nobody else uses: waiting for other processes is not in it, and neither is
     waiting for the interpreter lock while another thread of this process holds it.
     """
 
     def __init__(self) -> None:
-        self._selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
-        self._select = self._selector.select
+        super().__init__()
         self._turns: list[float] = []
         self._started = time.thread_time()
         self._since = time.monotonic()
-        self._selector.select = self._timed_select
 
-    def _timed_select(self, timeout: float | None = None) -> Any:
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._turns.append(time.thread_time() - self._started)
-        events = self._select(timeout)
+        events = super().select(timeout)
         self._started = time.thread_time()
         return events
 
@@ -80,9 +80,6 @@ class TurnMeter:
         now = time.monotonic()
         seconds, self._since = now - self._since, now
         return turns, seconds
-
-    def stop(self) -> None:
-        self._selector.select = self._select
 
 
 def lag_of_turns(turns: Sequence[float], seconds: float, share: float) -> float:

@@ -104,6 +104,13 @@ def test_a_draw_is_dropped_as_too_slow_after_two_returns() -> None:
     assert max(row["num_returns"] for row in run.recorder.of("groups")) == 2
 
 
+def test_every_token_that_an_engine_sampled_is_on_record_whether_it_was_trained_or_aborted() -> None:
+    run = simulated(SLOW_ANSWERS, max_off_policy_steps=1, max_async_rollout=4, number_of_steps=30)
+    rows = run.recorder.of("samples")
+    assert {row["status"] for row in rows} >= {"kept", "discarded", "cancelled"}
+    assert sum(row["completion_tokens"] for row in rows) == run.servers[0].engine.num_sampled_tokens
+
+
 def test_every_sampled_token_is_counted_once_with_what_became_of_it() -> None:
     pace = Pace(
         tokens=(1, 200), score=(0.0, 0.2), turns=(1, 3), environment_failures=0.1, own_aborts=0.1,

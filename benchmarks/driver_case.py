@@ -1,0 +1,233 @@
+"""One case of `orchestrator.py`: a run with so many samples in flight, measured in a process of its own.
+
+python benchmarks/driver_case.py '{"in_flight": 256, ...}'    # the fields of `Case`; prints a line of JSON
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fake_servers import SECRET, VOCABULARY, ServerProcess, fake_servers
+from measure import LagMeter, TimedSelector, cpu_seconds, cpu_seconds_of, lag_of_turns, peak_rss_mib, percentile
+
+from telescope.config import TelescopeConfig
+from telescope.inference.client import EngineClient
+from telescope.inference.fake_answers import AnswerWriter
+from telescope.inference.fake_engine import FakeEngineSettings, FakeRequest
+from telescope.inference.vllm_adapter import read_generate
+from telescope.orchestrator.fake_run import FakeRun, FakeTrainer, fake_run
+from telescope.orchestrator.supervise import Supervisor
+
+GROUP_SIZE = 16
+NUM_SERVERS = 2
+MEAN_TOKENS = 1000
+LENGTH_SIGMA = 0.8
+MAX_TOKENS = 8192
+CONTEXT = 16_384
+STEP_SECONDS = 0.2
+OPEN_GROUPS_PER_LANE = 8
+"""Window, in groups per group's worth of lanes: wide enough that lanes alone bound what is in flight."""
+VLLM_VERSION = "0.32.0"
+
+FILL_SECONDS = 300.0
+"""How long the run may take to fill its lanes; seconds on an idle machine."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement. Times in seconds."""
+
+    in_flight: int
+    tokens_per_second: float
+    warm_up: float
+    seconds: float
+    tokenizer: str
+    end_token: int
+    answers: str
+    """`arrays`: the server sends arrays, as a real one does. `json`: the driver reads vLLM's own JSON."""
+    loop: str
+    """`uvloop`, or `asyncio`, whose turns can be measured."""
+    cores: Sequence[int] = ()
+    """The only cores that the driver, its engines and its environments may use; empty: all."""
+
+
+def config_of(case: Case) -> TelescopeConfig:
+    """A run whose lanes, not its async window, bound what is in flight."""
+    groups = case.in_flight // GROUP_SIZE
+    batch = max(2, groups // 8)
+    return TelescopeConfig.model_validate(
+        {
+            "model": case.tokenizer,
+            "environments": [{"name": "coin"}],
+            "environments_path": [str(Path(__file__).parent / "environments")],
+            "environment_workers": 1,
+            "group_size": GROUP_SIZE,
+            "prompts_batch_size_for_trainer": batch,
+            # A group is open until its longest answer is there, several times as long as a lane is held.
+            "max_async_rollout": OPEN_GROUPS_PER_LANE * groups // batch,
+            "max_off_policy_steps": 1000,  # asked at every sync, and never the reason to throw a sample away
+            "max_concurrent_prompts_per_server": groups // NUM_SERVERS,
+            "inference_num_workers": NUM_SERVERS,
+            "trainer_num_workers": 2,
+            "number_of_steps": 100_000,
+            "max_tokens": MAX_TOKENS,
+            "max_model_len": CONTEXT,
+            "seq_len": CONTEXT,
+            "use_wandb": False,
+        }
+    )
+
+
+@asynccontextmanager
+async def started(case: Case, folder: Path) -> AsyncIterator[tuple[FakeRun, list[ServerProcess]]]:
+    """Servers, clients and a wired run."""
+    settings = FakeEngineSettings(
+        mean_tokens=MEAN_TOKENS,
+        length_sigma=LENGTH_SIGMA,
+        tokens_per_second=case.tokens_per_second,
+        max_model_len=CONTEXT,
+        vocabulary=VOCABULARY,
+        end_token=case.end_token,
+        vllm_version=VLLM_VERSION,
+    )
+    async with AsyncExitStack() as stack:
+        servers = await stack.enter_async_context(fake_servers(NUM_SERVERS, settings))
+        packed = case.answers == "arrays"
+        clients = [EngineClient(s.url, SECRET, index, packed_answers=packed) for index, s in enumerate(servers)]
+        for client in clients:
+            stack.push_async_callback(client.close)
+        trainer = FakeTrainer(seconds=STEP_SECONDS, keep=False)
+        run = await stack.enter_async_context(fake_run(config_of(case), folder, servers, clients, trainer=trainer))
+        yield run, servers
+
+
+async def measure(case: Case, turns: TimedSelector | None) -> dict[str, Any]:
+    """Run one case and return its numbers. `turns` is the selector of the loop, where that is asyncio's."""
+    with tempfile.TemporaryDirectory(prefix="telescope-benchmark-") as folder:
+        async with started(case, Path(folder)) as (run, servers):
+            supervisor = Supervisor()
+            supervisor.spawn(run.servers.watch(), "server watch")
+            training = asyncio.create_task(supervisor.run_until(run.orchestrator.run(supervisor)))
+            try:
+                return await _observe(case, run, servers, training, turns)
+            finally:
+                training.cancel()
+                await asyncio.wait([training])
+
+
+async def _observe(
+    case: Case, run: FakeRun, servers: list[ServerProcess], training: asyncio.Task[Any], turns: TimedSelector | None
+) -> dict[str, Any]:
+    lag = LagMeter()
+    filled_by = time.monotonic() + FILL_SECONDS
+    while run.lanes.num_used < 0.95 * case.in_flight:
+        await _sleep(0.25, training)
+        if time.monotonic() > filled_by:
+            raise RuntimeError(
+                f"only {run.lanes.num_used} samples in flight after {FILL_SECONDS:g} s: {run.status.parts}"
+            )
+    await _sleep(case.warm_up, training)
+    start_lags = lag.take()
+    if turns is not None:
+        turns.take()
+    others = {"engines": [s.pid for s in servers], "environments": list(run.environments.status().pids)}
+    before = cpu_seconds() | {name: cpu_seconds_of(pids) for name, pids in others.items()}
+    samples, tokens, steps = run.status.num_samples_finished, run.status.num_tokens_generated, run.status.step
+    started_at, in_flight = time.monotonic(), []
+    while time.monotonic() < started_at + case.seconds:
+        await _sleep(0.25, training)
+        in_flight.append(run.lanes.num_used)
+    seconds = time.monotonic() - started_at
+    after = cpu_seconds() | {name: cpu_seconds_of(pids) for name, pids in others.items()}
+    lags, (turn_seconds, turned) = lag.take(), turns.take() if turns is not None else ([], seconds)
+    lag.stop()
+    samples, tokens = run.status.num_samples_finished - samples, run.status.num_tokens_generated - tokens
+    if samples == 0:
+        raise RuntimeError(f"no sample finished within {seconds:.0f} s; the run: {run.status.parts}")
+    ms = {name: 1000 * (after[name] - before.get(name, 0.0)) / samples for name in after}
+    return {
+        "driver_ms": ms["driver"],
+        "driver_ms_per_1000_tokens": ms["driver"] * 1000 * samples / tokens,
+        "loop_ms": ms["thread:loop"],
+        "recorder_ms": ms.get("thread:telescope-recorder", 0.0),
+        "engines_ms": ms["engines"],
+        "environments_ms": ms["environments"],
+        "driver_cores": (after["driver"] - before["driver"]) / seconds,
+        "reference_ms": 1000 * reference_seconds(),
+        "lag_p50_ms": 1000 * percentile(lags, 0.5),
+        "lag_p99_ms": 1000 * percentile(lags, 0.99),
+        "lag_max_ms": 1000 * max(lags),
+        "lag_max_filling_ms": 1000 * max(start_lags),
+        "samples": samples,
+        "samples_per_second": samples / seconds,
+        "tokens_per_sample": tokens / samples,
+        "steps": run.status.step - steps,
+        "in_flight_mean": statistics.mean(in_flight),
+        "masked": run.status.num_masked_samples,
+        "rows_dropped": sum(run.recorder.health().dropped.values()),
+        "rss_mib": peak_rss_mib(),
+        "seconds": seconds,
+    } | (_turns(turn_seconds, turned) if turn_seconds else {})
+
+
+def _turns(turn_seconds: Sequence[float], turned: float) -> dict[str, float]:
+    return {
+        "turns_p99_ms": 1000 * lag_of_turns(turn_seconds, turned, 0.99),
+        "turns_max_ms": 1000 * max(turn_seconds),
+        "turns_per_second": len(turn_seconds) / turned,
+    }
+
+
+def reference_seconds() -> float:
+    """CPU of reading one answer of `MEAN_TOKENS` tokens as JSON, here and now: it shows what else the machine is doing,
+    because neighbours on its caches and cores make the same work take longer."""
+    settings = FakeEngineSettings(vocabulary=VOCABULARY, end_token=None, vllm_version=VLLM_VERSION)
+    answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    request = FakeRequest("reference", [1], MEAN_TOKENS, 1, 0, None, answered, total=MEAN_TOKENS, produced=MEAN_TOKENS)
+    request.versions = [("1", 0)]
+    body = AnswerWriter(settings).write(request, "length")
+    seconds = []
+    for _ in range(100):
+        started = time.thread_time()
+        read_generate(body)
+        seconds.append(time.thread_time() - started)
+    return statistics.median(seconds)
+
+
+async def _sleep(seconds: float, training: asyncio.Task[Any]) -> None:
+    """Sleep, unless the run ends, which it must not: then raise why."""
+    done, _ = await asyncio.wait([training], timeout=seconds)
+    if done:
+        training.result()
+        raise RuntimeError("the run ended before the measurement did")
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """`measure` on the loop, and on the cores, that the case names."""
+    if case.cores:
+        os.sched_setaffinity(0, case.cores)
+    if case.loop == "uvloop":
+        import uvloop  # not everywhere
+
+        turns, factory = None, uvloop.new_event_loop
+    else:
+        turns = TimedSelector()
+        factory = functools.partial(asyncio.SelectorEventLoop, turns)
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(measure(case, turns))
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_case(Case(**json.loads(sys.argv[1])))))

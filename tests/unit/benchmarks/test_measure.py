@@ -1,0 +1,70 @@
+"""The meters of the benchmarks: a loop that is held is seen to be late, on either kind of loop."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+HELD_SECONDS = 0.2
+
+
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import measure
+
+    yield measure
+    sys.modules.pop("measure", None)
+
+
+@pytest.mark.parametrize("loop", [asyncio.SelectorEventLoop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_turn_that_holds_the_loop_is_seen_as_lag_for_as_long_as_it_lasts(measure: Any, loop: Any) -> None:
+    async def lags() -> list[float]:
+        meter = measure.LagMeter()
+        await asyncio.sleep(2 * measure.LAG_GRID_SECONDS)
+        meter.take()
+        time.sleep(HELD_SECONDS)  # noqa: ASYNC251  (the fault that the meter is there to see)
+        await asyncio.sleep(2 * measure.LAG_GRID_SECONDS)
+        meter.stop()
+        taken: list[float] = meter.take()
+        return taken
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        seen = runner.run(lags())
+    assert max(seen) >= HELD_SECONDS - measure.LAG_GRID_SECONDS
+    late = [lag for lag in seen if lag >= measure.LAG_GRID_SECONDS]
+    assert len(late) >= HELD_SECONDS / measure.LAG_GRID_SECONDS - 2, "every point of the time it was held for counts"
+
+
+def test_turns_are_the_cpu_time_of_the_loop_and_not_its_waits(measure: Any) -> None:
+    selector = measure.TimedSelector()
+
+    async def work() -> None:
+        started = time.thread_time()
+        while time.thread_time() - started < 0.05:
+            pass
+        await asyncio.sleep(0.1)
+        await asyncio.sleep(0)
+
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        runner.run(work())
+    turns, seconds = selector.take()
+    assert max(turns) >= 0.05
+    assert sum(turns) <= seconds - 0.1, "the wait is not in it"
+    assert selector.take()[0] == [], "taken turns are gone"
+
+
+@pytest.mark.parametrize(("turns", "p99"), [([], 0.0), ([0.5], 0.4), ([0.5, 0.5], 0.45), ([0.1] * 10, 0.09)])
+def test_what_is_due_at_a_random_moment_waits_for_the_rest_of_the_turn_it_falls_into(
+    measure: Any, turns: list[float], p99: float
+) -> None:
+    # Of 10 s, 1% is 0.1 s: the turns' last moments that add up to it are what more than 99% of all moments avoid.
+    assert measure.lag_of_turns(turns, 10.0, 0.99) == pytest.approx(p99)
