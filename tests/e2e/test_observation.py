@@ -48,6 +48,7 @@ async def the_requests_are_traced(stack: Stack, samples: list[dict[str, Any]]) -
     wanted = {sample["sample_id"]: sample for sample in samples}
     deadline = time.monotonic() + TRACE_SECONDS
     spans: dict[str, dict[str, dict[str, Any]]] = {}
+    rows: list[dict[str, Any]] = []
     while spans.keys() != wanted.keys():
         assert time.monotonic() < deadline, f"{len(spans)} of {len(wanted)} samples are traced"
         await asyncio.sleep(0.5)
@@ -59,6 +60,8 @@ async def the_requests_are_traced(stack: Stack, samples: list[dict[str, Any]]) -
             sample = wanted.get(row["sample_id"])
             if row["component"] == "inference" and sample is not None and row["start"] >= sample["started_at"] - 0.1:
                 spans[row["sample_id"]][row["name"]] = row
+    names = {(row["component"], row["name"]) for row in rows}
+    assert {("weights", "weight_sync"), ("weights", "weight_transfer"), ("trainer", "weight_broadcast_gather")} <= names
     for name, sample in wanted.items():
         queue, prefill, decode = (spans[name][part] for part in ("queue", "prefill", "decode"))
         assert sample["started_at"] - 0.1 <= queue["start"] <= queue["end"] == prefill["start"]

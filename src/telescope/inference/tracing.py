@@ -37,8 +37,14 @@ EXPORT_EVERY_MS = 1000
 EXPORT_QUEUE_SIZE = 16_384
 """How often a server sends its traces, and how many may wait until then; vLLM drops what is more."""
 
-PACKAGES = ("opentelemetry.proto", "opentelemetry.exporter.otlp.proto.http", "opentelemetry.sdk")
-"""What the two ends need. They come with vLLM."""
+PACKAGES = (
+    "opentelemetry.sdk",
+    "opentelemetry.proto",
+    "opentelemetry.exporter.otlp.proto.http",
+    "opentelemetry.exporter.otlp.proto.grpc",
+    "grpc",
+)
+"""What the two ends need. They come with vLLM, which refuses to start with tracing where one is missing, gRPC's too."""
 
 Row = dict[str, Any]
 

@@ -14,7 +14,8 @@ import pytest
 from tests.unit.orchestrator.fakes import config_of
 
 from telescope.errors import InfrastructureError
-from telescope.orchestrator.weight_sync import SyncReport, WeightMismatch, WeightSync
+from telescope.orchestrator.parts import record_sync
+from telescope.orchestrator.weight_sync import ServerSync, SyncReport, WeightMismatch, WeightSync
 from telescope.trainer.batch import Span
 from telescope.weights.fingerprint import to_hex
 from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo
@@ -205,6 +206,23 @@ async def test_a_sync_says_when_each_server_received_and_what_the_trainer_did_me
         assert part.transfer_started_at + part.transfer_seconds <= part.resumed_at + 1e-3
 
 
+def test_a_sync_is_on_record_as_pauses_transfers_and_the_work_of_the_ranks() -> None:
+    rows: list[dict[str, Any]] = []
+    directory: Any = SimpleNamespace(recorder=SimpleNamespace(write=lambda table, row: rows.append(row)))
+    part = ServerSync(1, 10.0, paused_at=13.0, resumed_at=13.5, transfer_started_at=11.0, transfer_seconds=2.0)
+    failed = ServerSync(2, 10.0, failure="gone")
+    gather = Span("weight_broadcast_gather", 11.0, 12.0, rank=3)
+    record_sync(directory, SyncReport(8, 10.0, ended_at=14.0, servers=[part, failed], trainer_spans=[gather]))
+    assert [(row["name"], row.get("server"), row.get("rank"), row["start"], row["end"]) for row in rows] == [
+        ("weight_sync", 1, None, 13.0, 13.5),
+        ("weight_transfer", 1, None, 11.0, 13.0),
+        ("weight_sync", 2, None, 10.0, 14.0),
+        ("weight_broadcast_gather", None, 3, 11.0, 12.0),
+    ]
+    assert {row["step"] for row in rows} == {7}
+    assert rows[2]["attributes"]["failure"] == "gone"
+
+
 async def test_each_server_is_paused_updated_counted_and_resumed_in_this_order() -> None:
     bench = Bench()
     metrics = await bench.step()
@@ -310,7 +328,8 @@ async def test_a_sender_that_waits_to_be_connected_is_told_when_the_engine_will_
     bench.trainer.connecting = asyncio.Event()
     bench.clients[0].fails_at = "init"
     step = asyncio.create_task(bench.step())
-    await asyncio.sleep(0.01)
+    for _ in range(100):  # turns of the loop, not time: the machine may be busy
+        await asyncio.sleep(0)
     assert ("abort", 0) in bench.calls and ("abort", 1) not in bench.calls
     bench.trainer.connecting.set()
     await step
