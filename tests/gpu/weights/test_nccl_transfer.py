@@ -43,6 +43,9 @@ def test_nccl_delivers_bit_for_bit(nccl: Engines) -> None:
     held = [answer["held"] for answer in peers.answers()]
     assert held == [expected(tensors, torch.float32), expected(tensors, torch.bfloat16)]
     assert held == [report.fingerprints for report in reports]
+    for report in reports:
+        assert [span.name for span in report.spans][-1] == "weight_broadcast_conclude"
+        assert 0 < sum(span.end - span.start for span in report.spans) <= report.seconds + 1e-3
 
 
 @two_gpus
