@@ -15,7 +15,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -116,6 +116,8 @@ class WholeRun:
         self._reader = threading.Thread(target=self._read, name="step meters", daemon=True)
 
     def __enter__(self) -> WholeRun:
+        # A benchmark that is terminated ends its run too.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         self.run_dir.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
@@ -128,6 +130,7 @@ class WholeRun:
         self.stop()
         self._stop.set()
         self._reader.join()
+        self.save_meters()
 
     def _read(self) -> None:
         while not self._stop.wait(READ_SECONDS):
@@ -135,6 +138,14 @@ class WholeRun:
                 reading = read_meter(meter_path(self.run_dir / "inference", port))
                 if reading is not None:
                     series.add(time.time(), reading)
+
+    def save_meters(self) -> None:
+        """Write the readings beside the record: what was measured can be worked out again from the two."""
+        content = [
+            [[at, *astuple(reading)] for at, reading in zip(series.times, series.readings, strict=True)]
+            for series in self.meters
+        ]
+        (self.run_dir / "step_meters.json").write_text(json.dumps(content))
 
     def wait(self, timeout: float) -> int:
         """Until it has ended, by itself or because `timeout` seconds are over; returns the steps that it had trained.
@@ -152,11 +163,17 @@ class WholeRun:
 
     def wait_until(self, what: str, ready: Callable[[], bool], timeout: float) -> None:
         """Until `ready()`. Raises RuntimeError when the run ends before, or not within `timeout` seconds."""
+        if not self.reaches(ready, timeout):
+            raise RuntimeError(f"no {what} within {timeout:.0f} s:\n{self.tail()}")
+
+    def reaches(self, ready: Callable[[], bool], timeout: float) -> bool:
+        """Wait until `ready()`, the end of the run, or `timeout` seconds; whether it became ready."""
         until = time.monotonic() + timeout
         while not ready():
             if self.process.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(f"no {what} within {timeout:.0f} s:\n{self.tail()}")
+                return False
             time.sleep(READ_SECONDS)
+        return True
 
     def stop(self) -> None:
         """End it as Ctrl-C does, after the step under way; when that takes long, as a second Ctrl-C, then by a kill.

@@ -104,8 +104,12 @@ class LanePool:
 
     @property
     def has_spare_lane(self) -> bool:
-        """True when a new sample would be served at once."""
-        return any(server.up and server.num_free for server in self.servers) and self.num_waiting == 0
+        """True when a new group would be served at once.
+
+        Whoever waits then is tied to a server that is full, such as one that took over another's groups, and has no
+        use for the lane.
+        """
+        return any(server.up and server.num_free for server in self.servers)
 
     @property
     def num_used(self) -> int:

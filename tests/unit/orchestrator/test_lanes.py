@@ -119,6 +119,21 @@ async def test_a_group_tied_to_a_full_server_does_not_block_others() -> None:
     assert (await tied).server == first.server
 
 
+async def test_a_server_that_is_back_takes_new_groups_while_others_wait_for_the_one_they_moved_to() -> None:
+    lanes = pool(2, 2)
+    lanes.set_up(1, False)
+    held = [await lanes.acquire(0, timeout=1) for _ in range(2)]
+    moved = asyncio.create_task(lanes.acquire(0, timeout=1))
+    await asyncio.sleep(0)
+    assert not lanes.has_spare_lane
+    lanes.set_up(1, True)
+    assert lanes.num_waiting == 1
+    assert lanes.has_spare_lane, "the waiting sample shares its prompt with those on server 0 and stays there"
+    assert (await lanes.acquire(1, timeout=1)).server == 1
+    lanes.release(held[0])
+    assert (await moved).server == 0
+
+
 def test_lanes_count_samples_or_groups_as_configured() -> None:
     shape = {"num_servers": 2, "groups_per_server": 3, "group_size": 4}
     assert [s.capacity for s in make_lanes(individual=True, **shape).servers] == [12, 12]
