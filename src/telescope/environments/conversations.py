@@ -124,6 +124,11 @@ class Conversations:
         else:
             yield from self._close(rollout)
 
+    def end_all(self) -> Generator[Awaitable[Any], Any, None]:
+        """The process is about to end, and so is every rollout that is still open here."""
+        for rollout in list(self._open):
+            yield from self._close(rollout)
+
     def _close(self, rollout: int) -> Generator[Awaitable[Any], Any, None]:
         played = self._open.pop(rollout, None)
         if played is None:

@@ -29,7 +29,7 @@ from telescope.errors import DeadlineExceeded, EnvironmentFailure, Infrastructur
 POLITE_SECONDS = 1.0
 """Given to the processes to end by themselves when the pool is closed."""
 RELEASE_SECONDS = CLOSE_SECONDS + POLITE_SECONDS
-"""The same when an environment has resources to close."""
+"""The same when an environment has resources to close or rollouts to end."""
 BURIAL_SECONDS = 5.0
 """Given to the kernel to end those that were killed."""
 
@@ -109,7 +109,8 @@ class Crew:
         processes = [worker.process for worker in self.workers if worker.process is not None]
         for process in processes:
             process.hang_up()
-        polite = RELEASE_SECONDS if any(info.shares_resources for info in self.infos or ()) else POLITE_SECONDS
+        owes = any(info.shares_resources or info.ends_rollouts for info in self.infos or ())
+        polite = RELEASE_SECONDS if owes else POLITE_SECONDS
         for patience in (polite, BURIAL_SECONDS):
             try:
                 await asyncio.wait_for(self._all_gone(), patience)

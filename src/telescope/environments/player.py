@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from typing import Any
 
-from telescope.environments.base import ChatMessage, Sample, sample_uid
+from telescope.environments.base import ChatMessage, MultiTurnEnvironment, Sample, sample_uid
 from telescope.environments.blame import describe
 from telescope.environments.conversations import Conversations
 from telescope.environments.dialogue import why_not_extendable
@@ -84,8 +84,9 @@ class Player:
                 with self._loading(spec, "resources", "preparing the resources of"):
                     asyncio.get_event_loop().run_until_complete(_exhausted(self.resources[position].ready()))
 
-    async def close_resources(self) -> None:
-        """Close what was prepared here, each with whatever the others do."""
+    async def close(self) -> None:
+        """End the rollouts that are open, then close what was prepared here, each with whatever the others do."""
+        await _exhausted(self.conversations.end_all())
         for resources in self.resources:
             await resources.close()
 
@@ -125,6 +126,7 @@ class Player:
             not_extendable=self.not_extendable[position],
             dataset_digest=hashlib.sha256(identities.encode()).hexdigest()[:16],
             shares_resources=self.resources[position].overridden and self.resources[position].per_host,
+            ends_rollouts=_ends_rollouts(environment),
         )
 
     def _why_not_extendable(self, spec: EnvironmentSpec, environment: Any) -> str | None:
@@ -211,6 +213,12 @@ class Player:
         result = method(text, environment.get_sample(header["index"]), eos_token=environment.eos_token)
         score = plain_score((yield from settled(result)), for_eval)
         return {"text": text, "score": score}, b""
+
+
+def _ends_rollouts(environment: Any) -> bool:
+    """Whether it has something to do when a rollout is over."""
+    game = getattr(environment, "environment", None) or environment
+    return isinstance(game, MultiTurnEnvironment) and type(game).end_rollout is not MultiTurnEnvironment.end_rollout
 
 
 async def _exhausted(steps: Generator[Awaitable[Any], Any, Any]) -> None:

@@ -69,6 +69,8 @@ class EnvironmentInfo:
     """Identities of up to 64 items spread over the dataset, hashed; equal in all processes."""
     shares_resources: bool = False
     """It prepares resources that a host has once: one process plays all of it."""
+    ends_rollouts: bool = False
+    """It has an `end_rollout` of its own, which open rollouts are owed when a process ends."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -5,6 +5,7 @@ Pure bookkeeping without processes, clocks or tasks: the pool drives it. The rul
 - A worker is given a second call before it has answered the first only while all that it holds is expected to take
   less than `AHEAD_SECONDS`; so cheap calls are pipelined, and an expensive one waits at the pool where any worker that
   falls free can take it.
+- Calls behind a slow one go elsewhere, unless they belong to a rollout: a turn must not be played twice.
 - A call's deadline counts the time in which it could have made progress: not while it is queued, and not while another
   call holds the worker's main thread.
 - When a worker dies, the call that held its main thread is to blame. All others run again elsewhere, but for those of
@@ -173,9 +174,17 @@ class Seat:
         return call_id in self.parked and self.last_reading[0] != call_id
 
     def withdraw_unbegun(self) -> dict[int, Call]:
-        """Take back the calls behind the one that holds the main thread."""
+        """Take back the calls behind the one that holds the main thread, for another worker.
+
+        The worker may have begun one of them by the time it hears of this, and then it is played twice. So a call that
+        changes the state of a rollout, or that could go nowhere else, stays where it is.
+        """
         current = self.last_reading[0]
-        taken = {call_id: call for call_id, call in self.queued.items() if call_id > current}
+        taken = {
+            call_id: call
+            for call_id, call in self.queued.items()
+            if call_id > current and call.rollout is None and call.place is None
+        }
         for call_id in taken:
             self._unqueue(call_id)
         return taken

@@ -44,7 +44,7 @@ LOOK_AGAIN_SECONDS = 0.002
 MAX_ANSWER_BYTES = 32 * 2**20
 """Largest answer: what a rollout says and notes goes through the driver's memory and into the record."""
 CLOSE_SECONDS = 20.0
-"""Given to the environments to close their resources when the driver has hung up."""
+"""Given to the environments to end their rollouts and close their resources when the driver has hung up."""
 
 _request: ContextVar[int] = ContextVar("request", default=0)
 
@@ -153,7 +153,7 @@ class Worker:
                     self._turn_loop()
             else:
                 self.loop.run_forever()  # until _readable or _settled stops it
-        self._close_resources()
+        self._close()
 
     def receive(self, *, wait: bool) -> None:
         """Move what has arrived to the inbox."""
@@ -278,12 +278,12 @@ class Worker:
         if not self.ended:
             self.loop.stop()
 
-    def _close_resources(self) -> None:
+    def _close(self) -> None:
         self.loop.remove_reader(self.connection.fileno())  # which is at its end, and would stop the loop
         try:
-            self.loop.run_until_complete(asyncio.wait_for(self.player.close_resources(), CLOSE_SECONDS))
+            self.loop.run_until_complete(asyncio.wait_for(self.player.close(), CLOSE_SECONDS))
         except TimeoutError:
-            logging.getLogger(__name__).warning("Closing resources took longer than %g seconds", CLOSE_SECONDS)
+            logging.getLogger(__name__).warning("Ending rollouts and resources took over %g seconds", CLOSE_SECONDS)
 
     def _answer(self, request_id: int, fields: dict[str, Any], blob: bytes = b"") -> None:
         times = self._times(request_id)

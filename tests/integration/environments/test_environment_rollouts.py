@@ -258,3 +258,20 @@ async def test_resources_of_each_process_are_prepared_by_each(make_pool, encode,
     assert notes_of(notes).count("prepared") == 2
     advances = await asyncio.gather(*(pool.advance("reserved_by_each", i, encode("x"), "stop") for i in range(50)))
     assert len({a.reward.sample_metrics["pid"] for a in advances}) == 2
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_rollouts_that_are_open_when_the_pool_closes_are_ended(make_pool, encode, tmp_path, asynchronous):
+    """What their states hold is given back when a run is interrupted, too."""
+    diary = tmp_path / "diary"
+    pool = await make_pool(EnvironmentSpec("talk", {"asynchronous": asynchronous, "diary": str(diary)}), num_workers=2)
+    for item in range(6):
+        await pool.begin(f"r{item}", "talk", item)
+    await say(pool, encode, "r0", "stop at once")
+    pool.cancel("r1")  # right before the end, so that the process may not hear of it
+    waiting = asyncio.ensure_future(say(pool, encode, "r2", "wait 60"))
+    await eventually(lambda: pool.status().calls_in_workers > 0)
+    await pool.close()
+    with pytest.raises(InfrastructureError, match="the environment pool was closed"):
+        await waiting
+    assert sorted(diary.read_text().split()) == ["0", "1", "2", "3", "4", "5"]

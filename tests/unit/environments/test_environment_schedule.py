@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.environments.schedule import AHEAD_SECONDS, MAX_QUEUED, Call, Costs, Seat
+from telescope.environments.schedule import AHEAD_SECONDS, MAX_QUEUED, Call, Costs, Rollout, Seat
 
 
 @pytest.fixture
@@ -77,6 +77,18 @@ def test_calls_behind_a_slow_one_are_taken_back_and_the_slow_one_is_not(make_cal
     seat.charge((2, 2), 0.05)
     assert list(seat.withdraw_unbegun().values()) == calls[2:]
     assert list(seat.queued.values()) == [calls[1]]
+
+
+def test_calls_of_a_rollout_are_not_taken_back(make_call):
+    """The worker may have begun one before it hears of it; played again, the turn would be in the trajectory twice."""
+    slow, begin, respond, pinned, plain = (make_call() for _ in range(5))
+    begin.rollout = respond.rollout = Rollout(1, "a rollout")
+    respond.place = pinned.place = object()
+    seat = seat_with([slow, begin, respond, pinned, plain])
+    seat.charge((1, 1), 0.05)
+    seat.charge((1, 1), 0.05)
+    assert list(seat.withdraw_unbegun().values()) == [plain]
+    assert list(seat.queued.values()) == [slow, begin, respond, pinned]
 
 
 def test_a_call_that_was_taken_back_too_late_is_nobodys_but_counted(make_call):

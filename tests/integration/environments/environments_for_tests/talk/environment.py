@@ -15,8 +15,9 @@ ENDED = []
 class Talk(MultiTurnEnvironment):
     reward_min, reward_max = 0.0, 1.0
 
-    def __init__(self, asynchronous=False, **kwargs):
+    def __init__(self, asynchronous=False, diary=None, **kwargs):
         super().__init__(**kwargs)
+        self.diary = diary
         self.asynchronous = asynchronous
         self.resources = 0
 
@@ -63,6 +64,9 @@ class Talk(MultiTurnEnvironment):
 
     def end_rollout(self, state):
         ENDED.append(state.sample.answer)
+        if self.diary is not None:
+            with open(self.diary, "a", encoding="utf-8") as file:
+                file.write(f"{state.sample.answer}\n")
         return self.later(None) if self.asynchronous else None
 
     async def later(self, result):
