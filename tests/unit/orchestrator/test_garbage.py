@@ -4,7 +4,28 @@ import gc
 
 import pytest
 
-from telescope.orchestrator.garbage import rare_full_collections
+from telescope.orchestrator.garbage import THRESHOLDS, rare_full_collections
+
+LONGEST_PAUSE_CONTAINERS = 6_000
+"""What a collection may visit when all that is young is alive, at about 1 us each: 6 ms."""
+
+
+def test_a_collection_that_is_not_full_visits_few_containers_however_many_are_alive() -> None:
+    visited: list[int] = []
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] < 2:
+            visited.append(sum(len(gc.get_objects(generation)) for generation in range(info["generation"] + 1)))
+
+    alive: list[list[int]] = []
+    with rare_full_collections():
+        gc.callbacks.append(count)
+        try:
+            alive.extend([] for _ in range(10 * THRESHOLDS[0]))
+        finally:
+            gc.callbacks.remove(count)
+    assert len(visited) >= 9
+    assert max(visited) <= LONGEST_PAUSE_CONTAINERS
 
 
 def test_what_exists_at_the_start_is_left_out_and_everything_is_undone() -> None:
