@@ -23,8 +23,9 @@ from telescope.orchestrator.draws import DrawSequence
 from telescope.orchestrator.environment_keys import environment_keys
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.lanes import LanePool, make_lanes
-from telescope.orchestrator.orchestrator import Orchestrator, Services
+from telescope.orchestrator.orchestrator import Orchestrator
 from telescope.orchestrator.servers import ServerHandle, ServerPool
+from telescope.orchestrator.services import Services
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervise import Supervisor
 from telescope.record.recorder import Recorder

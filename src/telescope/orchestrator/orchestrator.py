@@ -19,36 +19,28 @@ import itertools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from telescope.config import TelescopeConfig
-from telescope.environments.pool import EnvironmentPool
-from telescope.environments.records import EnvironmentInfo, PreparedPrompt
+from telescope.environments.records import PreparedPrompt
 from telescope.errors import InfrastructureError, RunError
 from telescope.orchestrator import rows
 from telescope.orchestrator.batches import Batch, form_batch
 from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.changes import Changes
 from telescope.orchestrator.draws import FIRST_DRAW, Draw, DrawPosition, DrawSequence, request_seed
-from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.garbage import rare_full_collections
 from telescope.orchestrator.groups import DiscardStreak, Group, Signal, zero_advantage_kind
-from telescope.orchestrator.journal import Journal, StepLogPort, TrainedStep
-from telescope.orchestrator.lanes import LanePool
+from telescope.orchestrator.journal import Journal, TrainedStep
 from telescope.orchestrator.prompts import PromptBuffer
+from telescope.orchestrator.services import Services
 from telescope.orchestrator.staleness import MAX_ASYNC, MAX_RETURNS, TOO_SLOW, Staleness
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervise import Supervisor
 from telescope.orchestrator.window import AsyncWindow, Ledger
-from telescope.record.recorder import Recorder
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask
 from telescope.rollout.trajectory import Trajectory
-from telescope.rollout.types import Engine
-from telescope.trainer.batch import StepInput, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -57,38 +49,6 @@ IN_FLIGHT_SECONDS = 2.0
 
 DISCARD_LIMIT_BATCHES = 10
 """Discards in a row, in batches' worth of groups, after which the run stops with a diagnosis."""
-
-
-class TrainerPort(Protocol):
-    """The trainer, as the loops see it: all ranks behind one door."""
-
-    async def train_step(self, inputs: list[StepInput]) -> StepResult: ...
-
-
-class WeightSyncPort(Protocol):
-    """Brings the trainer's current weights into every engine that is up. Returns step metrics of the sync."""
-
-    async def sync(self) -> dict[str, float]: ...
-
-
-@dataclass
-class Services:
-    """What the loops use and do not own."""
-
-    environments: EnvironmentPool
-    environment_keys: list[str]
-    """What the pool calls the environment of each entry of the config."""
-    lanes: LanePool
-    engines: Sequence[Engine]
-    trainer: TrainerPort
-    weights: WeightSyncPort
-    recorder: Recorder
-    step_log: StepLogPort
-    filters: SampleFilters
-    """Judge every scored sample."""
-    infos: Sequence[EnvironmentInfo]
-    """What the environment of each entry of the config says of itself."""
-    report_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None
 
 
 class Orchestrator:

@@ -23,9 +23,10 @@ from telescope.orchestrator.draws import DrawSequence
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.interrupt import Interrupt
-from telescope.orchestrator.orchestrator import Orchestrator, Services
+from telescope.orchestrator.orchestrator import Orchestrator
 from telescope.orchestrator.parts import Parts, start_parts
 from telescope.orchestrator.run_directory import RunDirectory
+from telescope.orchestrator.services import Services
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.summary import Interrupted, RunSummary, headline_of, summarise
 from telescope.orchestrator.supervise import Supervisor, watchdog

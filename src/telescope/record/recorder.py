@@ -17,8 +17,6 @@ Invariants:
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
 import os
 import threading
@@ -29,12 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from telescope.errors import UserError
-from telescope.record.files import RunFiles, read_json, replace_json
+from telescope.record.files import RunFiles, replace_json
 from telescope.record.pending import PendingRows
 from telescope.record.process import ProcessIdentity
 from telescope.record.run_info import HEARTBEAT_SECONDS
 from telescope.record.table_writer import TableWriter
 from telescope.record.tables import COLUMN_NAMES, TABLES, Keep
+from telescope.record.writer_lock import WriterLock
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +98,6 @@ class Recorder:
         self._closing_deadline = float("inf")
         self._small_files: dict[Path, Any] = {}
         self._error: str | None = None
-        self._folder_is_gone = False
         self._reported_drops = 0
         self._written_rows = 0
         self._written_bytes = 0
@@ -107,9 +105,9 @@ class Recorder:
         self._heartbeat_due = 0.0
         self._logged_once: set[str] = set()
         self._identity = ProcessIdentity.current()
-        self._writer_lock: int | None = None
+        self._writer_lock = WriterLock(self.files)
         try:
-            self._take_writer_lock()
+            self._writer_lock.take()
         except OSError as error:
             self._note_failure(error)
         self._thread = threading.Thread(target=self._run, name="telescope-recorder", daemon=True)
@@ -218,7 +216,7 @@ class Recorder:
     def _cycle(self, cut: dict[str, int]) -> bool:
         """Flush the rows before `cut`, and merge a little. False if the disk failed; the rows wait then."""
         try:
-            self._take_writer_lock()
+            self._writer_lock.take()
             self._write_heartbeat()
             for name in TABLES:
                 self._flush_table(name, cut.get(name, 0))
@@ -267,7 +265,11 @@ class Recorder:
     def _finish(self, cut: dict[str, int]) -> None:
         """The last writes: try again while time is left, merge, and remove what was replaced."""
         # A folder that was taken away does not come back while somebody waits for the end of the run.
-        while self._error is not None and not self._folder_is_gone and time.monotonic() + 1.0 < self._closing_deadline:
+        while (
+            self._error is not None
+            and not self._writer_lock.folder_is_gone
+            and time.monotonic() + 1.0 < self._closing_deadline
+        ):
             time.sleep(min(1.0, self._flush_seconds))
             self._cycle(cut)
         if self._error is not None:
@@ -280,9 +282,7 @@ class Recorder:
         else:
             self._final_merge()
         self._report_drops()
-        if self._writer_lock is not None:
-            os.close(self._writer_lock)
-            self._writer_lock = None
+        self._writer_lock.release()
 
     def _final_merge(self) -> None:
         try:
@@ -326,34 +326,6 @@ class Recorder:
             self._written_bytes += replace_json(self.files.heartbeat, value)
             self._heartbeat_due = now + HEARTBEAT_SECONDS
 
-    def _take_writer_lock(self) -> None:
-        """Become the one writer, or see that this still is. `UserError` if another process is, `OSError` if the folder
-        cannot be made, or was taken away: it is not made again then, for its rows so far would be missing in it.
-        """
-        if self._writer_lock is not None:
-            self._see_that_the_folder_is_there(self._writer_lock)
-            return
-        self.files.tables.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.files.writer_lock, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise UserError(_other_writer(self.files.run_dir)) from None
-        except OSError as error:
-            # Some network file systems have no locks. The run goes on without that protection.
-            logger.warning("record: %s cannot be locked (%s): start no second run in it", self.files.tables, error)
-        self._writer_lock = descriptor
-
-    def _see_that_the_folder_is_there(self, writer_lock: int) -> None:
-        try:
-            found = os.stat(self.files.writer_lock)
-        except FileNotFoundError:
-            found = None
-        self._folder_is_gone = found is None or not os.path.samestat(found, os.fstat(writer_lock))
-        if self._folder_is_gone:
-            raise FileNotFoundError(errno.ENOENT, "the run directory was removed or replaced", str(self.files.run_dir))
-
     def _note_failure(self, error: Exception) -> None:
         with self._lock:
             first = self._error is None
@@ -389,18 +361,3 @@ class Recorder:
         if what not in self._logged_once:
             self._logged_once.add(what)
             logger.warning(message, *values)
-
-
-def _other_writer(run_dir: Path) -> str:
-    who = "Another process"
-    try:
-        heartbeat = read_json(RunFiles(run_dir).heartbeat)
-    except (OSError, ValueError):
-        heartbeat = None
-    identity = ProcessIdentity.from_json((heartbeat or {}).get("process"))
-    if identity is not None:
-        who = f"Process {identity.pid} on {identity.host}"
-    return (
-        f"run_dir {str(run_dir)!r} is being written by another run. {who} holds it: "
-        "wait until it ends or stop it, or choose another run_dir."
-    )

@@ -16,7 +16,8 @@ from telescope.orchestrator.draws import FIRST_DRAW, DrawPosition, DrawSequence
 from telescope.orchestrator.fake_run import VOCAB_SIZE
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.lanes import make_lanes
-from telescope.orchestrator.orchestrator import Orchestrator, Services
+from telescope.orchestrator.orchestrator import Orchestrator
+from telescope.orchestrator.services import Services
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervise import Supervisor
 from telescope.rollout.sample import RolloutSettings

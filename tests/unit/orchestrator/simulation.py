@@ -25,7 +25,8 @@ from telescope.orchestrator.draws import DrawSequence
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.groups import Group
 from telescope.orchestrator.lanes import make_lanes
-from telescope.orchestrator.orchestrator import Orchestrator, Services
+from telescope.orchestrator.orchestrator import Orchestrator
+from telescope.orchestrator.services import Services
 from telescope.orchestrator.staleness import MAX_RETURNS
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervise import Supervisor
