@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from telescope.orchestrator import rows
+from telescope.orchestrator.draws import DrawPosition
 from telescope.orchestrator.groups import Group
 from telescope.orchestrator.status import RunStatus, StepSummary
 from telescope.orchestrator.step_metrics import DiscardCounts, batch_metrics
@@ -36,6 +37,7 @@ class TrainedStep:
     """A training step whose weights the engines hold. Times in seconds; `step` is also the version it started from.
 
     `advantages` are of the usable samples of `groups`, in their order. `waited` is how long the trainer had no batch.
+    `position` is where the run stands in its draws once these groups are trained.
     """
 
     step: int
@@ -46,6 +48,7 @@ class TrainedStep:
     sync_metrics: dict[str, float]
     started_at: float
     waited: float
+    position: DrawPosition
 
 
 class Journal:
@@ -140,6 +143,8 @@ class Journal:
                 "num_groups": len(trained.groups),
                 "num_tokens_trained": num_tokens,
                 "num_tokens_generated": generated,
+                "next_draw": trained.position.next_draw,
+                "unfinished_draws": list(trained.position.unfinished),
                 "metrics": metrics,
             },
         )

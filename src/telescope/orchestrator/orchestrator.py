@@ -370,8 +370,16 @@ class Orchestrator:
                 del self._unsettled[group.group_id]
             await self._journal.trained(
                 TrainedStep(
-                    step, batch.groups, batch.advantages, batch.packing, result, sync_metrics, started_at, waited
-                )
+                    step,
+                    batch.groups,
+                    batch.advantages,
+                    batch.packing,
+                    result,
+                    sync_metrics,
+                    started_at,
+                    waited,
+                    self.position(),
+                )  # fmt: skip
             )
 
     async def _next_batch(self) -> Batch | None:

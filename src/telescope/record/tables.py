@@ -161,6 +161,8 @@ STEPS = Table(
             INTEGER,
             "Tokens that the engines sampled since the step before, thrown away ones included.",
         ),
+        Column("next_draw", INTEGER, "Prompts drawn so far: all draws below this are settled, but for the unfinished."),
+        Column("unfinished_draws", INT32_LIST, "Draws that are neither trained nor given up, in any queue or lane."),
         Column(
             "metrics",
             NUMBERS,

@@ -68,6 +68,21 @@ async def test_a_run_that_goes_on_from_a_position_asks_every_other_draw_once() -
     assert set(position.unfinished) <= set(asked) | still_to_ask, "and none is forgotten"
 
 
+async def test_where_the_run_stands_in_its_draws_is_on_record_with_every_step() -> None:
+    run = InMemoryRun(config_of(number_of_steps=4, max_async_rollout=2))
+    await run.run()
+    for row in run.recorder.of("steps"):
+        settled = {
+            group["group_id"]
+            for group in run.recorder.of("groups")
+            if group["step"] <= row["step"] and group["status"] == "kept"
+        }
+        assert settled <= set(range(row["next_draw"])), "what was trained was drawn"
+        assert not settled & set(row["unfinished_draws"]), "and is never asked again"
+    position = run.orchestrator.position()
+    assert (row["next_draw"], row["unfinished_draws"]) == (position.next_draw, list(position.unfinished))
+
+
 async def test_discarded_groups_are_on_record_with_their_reason_and_step() -> None:
     run = InMemoryRun(config_of(number_of_steps=6))
     await run.run()
