@@ -379,7 +379,7 @@ class Orchestrator:
                     started_at,
                     waited,
                     self.position(),
-                )  # fmt: skip
+                )
             )
 
     async def _next_batch(self) -> Batch | None:
