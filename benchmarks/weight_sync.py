@@ -28,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -91,10 +91,13 @@ def main() -> int:
             finish_model(Path(folder))
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # this process leaves the GPU to the others
-            for case in asyncio.run(measure(shape, folder, device, arguments)):
+
+            def keep(case: dict[str, Any]) -> None:
                 report["cases"].append(case)
                 if arguments.json:
                     arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+            asyncio.run(measure(shape, folder, device, arguments, keep))
     print_table(report)
     return 0
 
@@ -142,8 +145,14 @@ def configuration(model: str, device: torch.device, run_dir: str, arguments: arg
     return load_config(None, overrides).config
 
 
-async def measure(shape: str, model: str, device: torch.device, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of one shape: `auto`, then in place if that was something else."""
+async def measure(
+    shape: str,
+    model: str,
+    device: torch.device,
+    arguments: argparse.Namespace,
+    keep: Callable[[dict[str, Any]], None],
+) -> None:
+    """The rows of one shape, each to `keep` once it is known: `auto`, then in place if that was something else."""
     async with AsyncExitStack() as stack:
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="weight-sync-"))
         stack.push(lambda kind, error, traceback: print_logs(Path(run_dir) / "run" / "logs") if error else None)
@@ -155,10 +164,10 @@ async def measure(shape: str, model: str, device: torch.device, arguments: argpa
         parts = await start_parts(config, directory, RunStatus("weight_sync", 0), stack)
         print(f"{shape}: started in {time.monotonic() - started:.0f} s", flush=True)
         await stack.enter_async_context(load(parts, arguments.requests))
-        rows = [await measure_kind(parts, parts.weights, shape, arguments.syncs)]
-        if rows[0]["background_servers"]:
-            rows.append(await measure_kind(parts, in_place(parts), shape, arguments.syncs))
-    return rows
+        row = await measure_kind(parts, parts.weights, shape, arguments.syncs)
+        keep(row)
+        if row["background_servers"]:
+            keep(await measure_kind(parts, in_place(parts), shape, arguments.syncs))
 
 
 def print_logs(folder: Path) -> None:

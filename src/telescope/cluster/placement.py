@@ -23,8 +23,8 @@ class Placement:
 
     inference: PlacementGroup
     trainer: PlacementGroup
-    gpus_per_server: int
-    gpus_per_rank: int
+    gpus_per_server: float
+    gpus_per_rank: float
 
     def server_options(self, index: int, cpus: float) -> dict[str, object]:
         """Options of the actor of server `index`."""
@@ -36,11 +36,12 @@ class Placement:
 
     def remove(self) -> None:
         """Give the bundles back; actors still in them are ended by Ray."""
-        for group in (self.inference, self.trainer):
-            remove_placement_group(group)
+        remove_placement_group(self.inference)
+        if self.trainer is not self.inference:
+            remove_placement_group(self.trainer)
 
 
-def _options(group: PlacementGroup, bundle: int, cpus: float, gpus: int) -> dict[str, object]:
+def _options(group: PlacementGroup, bundle: int, cpus: float, gpus: float) -> dict[str, object]:
     return {
         "num_cpus": cpus,
         "num_gpus": gpus,
@@ -60,6 +61,8 @@ async def reserve(config: TelescopeConfig, *, on_gpu: bool) -> Placement:
     gpus_per_server = tensor_parallel if on_gpu else 0
     gpus_per_rank = 1 if on_gpu else 0
     inference_cpus = config.ray_inference_cpus_per_worker * tensor_parallel
+    if on_gpu and config.share_gpus:
+        return await _reserve_shared(config, inference_cpus + config.ray_trainer_cpus_per_worker)
     inference = placement_group(
         [_bundle(inference_cpus, gpus_per_server)] * num_servers, strategy=config.ray_inference_placement_strategy
     )
@@ -67,8 +70,19 @@ async def reserve(config: TelescopeConfig, *, on_gpu: bool) -> Placement:
         [_bundle(config.ray_trainer_cpus_per_worker, gpus_per_rank)] * config.trainer_num_workers,
         strategy=config.ray_trainer_placement_strategy,
     )
-    placement = Placement(inference, trainer, gpus_per_server, gpus_per_rank)
-    for name, group in (("inference", inference), ("trainer", trainer)):
+    return await _ready(config, Placement(inference, trainer, gpus_per_server, gpus_per_rank))
+
+
+async def _reserve_shared(config: TelescopeConfig, cpus: float) -> Placement:
+    """One bundle with a GPU for each pair of a server and a rank; each of the two is given half of that GPU."""
+    pairs = placement_group(
+        [_bundle(cpus, 1)] * config.trainer_num_workers, strategy=config.ray_inference_placement_strategy
+    )
+    return await _ready(config, Placement(pairs, pairs, 0.5, 0.5))
+
+
+async def _ready(config: TelescopeConfig, placement: Placement) -> Placement:
+    for name, group in (("inference", placement.inference), ("trainer", placement.trainer)):
         try:
             async with asyncio.timeout(config.ray_placement_timeout_s):
                 await group.ready()

@@ -38,16 +38,13 @@ class TrainerMemory:
     overhead: int
 
     @property
+    def states(self) -> int:
+        """What a rank holds all the time, whatever the batch."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
     def total(self) -> int:
-        return (
-            self.parameters
-            + self.gradients
-            + self.optimizer
-            + self.unsharded
-            + self.activations
-            + self.logprobs
-            + self.overhead
-        )
+        return self.states + self.unsharded + self.activations + self.logprobs + self.overhead
 
 
 @dataclass(frozen=True)
@@ -209,7 +206,15 @@ def _problems(
     config: TelescopeConfig, trainer: TrainerMemory, engine: EngineMemory, device: str, memory: int | None
 ) -> list[str]:
     problems: list[str] = []
-    if memory is not None and device == "cuda" and trainer.total > memory:
+    shared = config.share_gpus and device == "cuda"
+    left = int((memory or 0) * (1 - config.gpu_memory_utilization))
+    if shared and memory is not None and trainer.total > left:
+        problems.append(
+            f"A trainer worker needs about {trainer.total / GIB:.1f} GiB (weights, gradients, optimizer "
+            f"{trainer.states / GIB:.1f}), and share_gpus leaves it {left / GIB:.1f} of a GPU's {memory / GIB:.1f} "
+            'GiB: lower gpu_memory_utilization or seq_len, set model_dtype to "bfloat16", or choose a smaller model.'
+        )
+    elif memory is not None and device == "cuda" and trainer.total > memory:
         problems.append(
             f"A trainer worker needs about {trainer.total / GIB:.1f} GiB, and a GPU has {memory / GIB:.1f} GiB: raise "
             'trainer_num_workers, lower seq_len, or set model_dtype to "bfloat16".'

@@ -98,15 +98,16 @@ def resolve_device(config: TelescopeConfig, resources: ClusterResources) -> Lite
 
 
 def bundles_of(config: TelescopeConfig, device: Literal["cpu", "cuda"]) -> tuple[list[Bundle], list[Bundle]]:
-    """The bundles of the servers and of the trainer ranks."""
+    """The bundles of the servers and of the trainer ranks. With `share_gpus` a rank has none but its server's GPU."""
     per_server = config.inference_tensor_parallel_size
     on_gpu = device == "cuda"
     cpus = config.ray_inference_cpus_per_worker * per_server
     servers = [
         Bundle("inference", index, cpus, per_server if on_gpu else 0) for index in range(config.num_inference_servers)
     ]
+    own_gpus = 1 if on_gpu and not config.share_gpus else 0
     ranks = [
-        Bundle("trainer", rank, config.ray_trainer_cpus_per_worker, 1 if on_gpu else 0)
+        Bundle("trainer", rank, config.ray_trainer_cpus_per_worker, own_gpus)
         for rank in range(config.trainer_num_workers)
     ]
     return servers, ranks
@@ -118,6 +119,8 @@ def plan_placement(config: TelescopeConfig, resources: ClusterResources) -> Plac
     servers, ranks = bundles_of(config, device)
     _check_totals(config, resources, servers + ranks, device)
     _check_single_bundles(config, resources, servers[0], ranks[0])
+    if device == "cuda" and config.share_gpus:
+        return _plan_shared(config, resources, servers, ranks)
     _check_strict_strategies(config, resources, servers, ranks)
     # Ray fills the groups one after the other. Larger bundles first leaves the fewest gaps; where that order fails, the
     # other one may still fit.
@@ -136,6 +139,23 @@ def plan_placement(config: TelescopeConfig, resources: ClusterResources) -> Plac
         f"({_describe_nodes(resources)}). Lower inference_num_workers or trainer_num_workers, or set "
         "ray_inference_placement_strategy and ray_trainer_placement_strategy to PACK"
     )
+
+
+def _plan_shared(
+    config: TelescopeConfig, resources: ClusterResources, servers: Sequence[Bundle], ranks: Sequence[Bundle]
+) -> Placement:
+    """Server i and rank i as one bundle, by the servers' strategy."""
+    joint = [replace(server, cpus=server.cpus + rank.cpus) for server, rank in zip(servers, ranks, strict=True)]
+    placed = _place(joint, config.ray_inference_placement_strategy, _Free.of(resources))
+    if placed is None:
+        raise PlacementError(
+            f"share_gpus puts {len(joint)} pairs of a server and a trainer worker on a GPU each, with "
+            f"{_amount(joint[0].cpus)} CPU cores a pair, but the nodes are: {_describe_nodes(resources)}. Lower "
+            "inference_num_workers and trainer_num_workers, ray_inference_cpus_per_worker or "
+            "ray_trainer_cpus_per_worker"
+        )
+    pairs = {pair.bundle.index: pair for pair in placed}
+    return Placement("cuda", tuple(replace(pairs[bundle.index], bundle=bundle) for bundle in (*servers, *ranks)))
 
 
 def gpus_needed(config: TelescopeConfig) -> int:
@@ -213,10 +233,12 @@ def _check_totals(
 
 def _lower_gpu_workers(config: TelescopeConfig, available: int) -> str:
     tensor_parallel = config.inference_tensor_parallel_size
+    if config.share_gpus:
+        return f"Lower both to {available}"
     if available < tensor_parallel + 1:
         return (
             f"One server and one trainer worker need {tensor_parallel + 1} GPUs"
-            + (": lower inference_tensor_parallel_size" if tensor_parallel > 1 else "")
+            + (": lower inference_tensor_parallel_size" if tensor_parallel > 1 else ", or one with share_gpus: true")
             + '. Set device to "cpu" to run without GPUs'
         )
     trainers = min(config.trainer_num_workers, available - tensor_parallel)

@@ -197,6 +197,18 @@ def check_report(config: TelescopeConfig, report: ModelReport) -> None:
     if config.filter_gibberish:
         vocabulary_size(config)
     check_kv_cache(config, report)
+    check_shared_gpu(config, report)
+
+
+def check_shared_gpu(config: TelescopeConfig, report: ModelReport) -> None:
+    """On a shared GPU of this machine, what a trainer rank always holds fits beside the server's share."""
+    here = local_resources()
+    memory = here.nodes[0].gpu_memory_bytes
+    if not config.share_gpus or memory is None or resolve_device(config, here) != "cuda" or report.shape is None:
+        return
+    estimate = estimate_memory(config, report.shape, device_memory_bytes=memory)
+    if estimate.trainer.states > memory * (1 - config.gpu_memory_utilization):
+        raise ConfigError(estimate.problems[0])
 
 
 def check_kv_cache(config: TelescopeConfig, report: ModelReport) -> None:

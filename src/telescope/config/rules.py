@@ -117,6 +117,14 @@ MAX_SAMPLES = 2**20
 """Samples of a batch, and lanes of a server, beyond which something was mistyped: each is an object in the driver."""
 
 
+MOST_OF_SHARED_GPU, SHARE_OF_SHARED_GPU = 0.85, 0.4
+"""Of a shared GPU's memory, for the server: more leaves no trainer room; what the default is adjusted to."""
+
+
+def _shares_gpus(config: TelescopeConfig) -> bool:
+    return config.share_gpus and config.device != "cpu"
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         ("environments",),
@@ -322,6 +330,34 @@ RULES: tuple[Rule, ...] = (
         "requires megatron_use_transformer_engine",
         lambda c: _megatron(c) and c.megatron_fp8 and not c.megatron_use_transformer_engine,
         lambda c: "Set megatron_use_transformer_engine to true, or megatron_fp8 to false",
+    ),
+    # One GPU for a server and a rank.
+    Rule(
+        ("inference_tensor_parallel_size", "share_gpus"),
+        "must be 1 with share_gpus: a rank shares one GPU with one server",
+        lambda c: _shares_gpus(c) and c.inference_tensor_parallel_size > 1,
+        lambda c: "Set inference_tensor_parallel_size to 1, or share_gpus to false",
+    ),
+    Rule(
+        ("trainer_num_workers", "inference_num_workers", "share_gpus"),
+        "must equal inference_num_workers with share_gpus, since each rank shares a GPU with a server",
+        lambda c: _shares_gpus(c) and c.trainer_num_workers != c.inference_num_workers,
+        lambda c: f"Set trainer_num_workers to {c.inference_num_workers}, or share_gpus to false",
+        lambda c: c.inference_num_workers,
+    ),
+    Rule(
+        ("weight_broadcast_cpu_staging", "share_gpus"),
+        "must be true with share_gpus, because NCCL does not connect two processes on one GPU",
+        lambda c: _shares_gpus(c) and not c.weight_broadcast_cpu_staging,
+        lambda c: "Set weight_broadcast_cpu_staging to true, or share_gpus to false",
+        lambda c: True,
+    ),
+    Rule(
+        ("gpu_memory_utilization", "share_gpus"),
+        f"must leave the trainer {1 - MOST_OF_SHARED_GPU:.0%} of the GPU or more with share_gpus",
+        lambda c: _shares_gpus(c) and c.gpu_memory_utilization > MOST_OF_SHARED_GPU,
+        lambda c: f"Lower gpu_memory_utilization to at most {MOST_OF_SHARED_GPU:g}, or set share_gpus to false",
+        lambda c: SHARE_OF_SHARED_GPU,
     ),
     # Ports and servers.
     Rule(

@@ -12,10 +12,11 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from telescope.cluster.inference_group import InferenceGroup
 from telescope.cluster.placement import reserve
@@ -202,7 +203,8 @@ def _receive_traces(
 async def _start_workers(
     config: TelescopeConfig, trainer: TrainerGroup, inference: InferenceGroup, status: RunStatus, *, loopback: bool
 ) -> None:
-    """Load the trainer and start the servers side by side; the first failure is raised at once."""
+    """Load the trainer and start the servers, side by side unless they share GPUs; the first failure is raised at
+    once."""
 
     async def start_trainer() -> None:
         status.set_part("trainer", "loading the model")
@@ -220,7 +222,16 @@ async def _start_workers(
         _check_hash(config, f"inference server {index}", info.config_hash)
         status.set_part(f"server {index}", "ready")
 
-    starts = (start_trainer(), *(start_server(index) for index in range(config.num_inference_servers)))
+    servers = [start_server(index) for index in range(config.num_inference_servers)]
+    if config.share_gpus:
+        # A server takes its share by what it finds free; a trainer that loads meanwhile would be counted as its own.
+        await _all_or_first_failure(*servers)
+        await start_trainer()
+    else:
+        await _all_or_first_failure(start_trainer(), *servers)
+
+
+async def _all_or_first_failure(*starts: Coroutine[Any, Any, None]) -> None:
     tasks = [asyncio.create_task(start) for start in starts]
     try:
         await asyncio.gather(*tasks)

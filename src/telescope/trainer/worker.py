@@ -90,6 +90,8 @@ class Trainer:
         transformers_logging.disable_progress_bar()
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            if config.share_gpus:
+                torch.cuda.set_per_process_memory_fraction(1 - config.gpu_memory_utilization, device)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=self._open_store(),

@@ -117,3 +117,16 @@ async def test_a_cancelled_wait_leaves_nothing_reserved(fake: FakePlacementGroup
 async def test_removing_a_placement_gives_both_groups_back(fake: FakePlacementGroups) -> None:
     (await reserve(config_of(), on_gpu=False)).remove()
     assert fake.removed == fake.groups
+
+
+async def test_a_server_and_a_rank_that_share_a_gpu_are_one_bundle_and_have_half_of_it_each(
+    fake: FakePlacementGroups,
+) -> None:
+    shared = config_of(
+        inference_num_workers=2, trainer_num_workers=2, inference_tensor_parallel_size=1, share_gpus=True
+    )
+    placement = await reserve(shared, on_gpu=True)
+    assert [group.bundle_specs for group in fake.groups] == [[{"CPU": 3.5, "GPU": 1}] * 2]
+    assert placement.server_options(1, 1.5)["num_gpus"] == placement.rank_options(1, 2.0)["num_gpus"] == 0.5
+    placement.remove()
+    assert fake.removed == fake.groups

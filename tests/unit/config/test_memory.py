@@ -176,3 +176,12 @@ def test_who_insists_on_the_background_gets_it_while_one_sequence_fits_and_is_to
 
 def test_on_the_cpu_no_memory_is_set_aside_for_a_second_copy():
     assert estimate_memory(config(), shape_of("qwen3-0.6b"), device="cpu").engine.shadows == 0
+
+
+def test_a_shared_gpu_has_for_the_trainer_what_the_server_leaves():
+    one = {"trainer_num_workers": 1, "inference_num_workers": 1, "share_gpus": True, "gpu_memory_utilization": 0.5}
+    small = estimate_memory(config(**one), shape_of("qwen3-0.6b"), device_memory_bytes=80 * GIB)
+    assert not [problem for problem in small.problems if "share_gpus" in problem]
+    large = estimate_memory(config(**one), shape_of("qwen3-4b"), device_memory_bytes=80 * GIB)
+    assert large.trainer.states > 40 * GIB
+    assert any("share_gpus leaves it 40.0 of a GPU's 80.0 GiB" in problem for problem in large.problems)

@@ -15,6 +15,7 @@ from telescope.config.plan import (
     Placement,
     PlacementError,
     assumed_cluster,
+    gpus_needed,
     plan_placement,
 )
 
@@ -198,3 +199,39 @@ def test_the_suggested_share_of_cores_fits():
         plan_placement(config(**values), cluster((2, 0)))
     shares = {"ray_inference_cpus_per_worker": 0.5, "ray_trainer_cpus_per_worker": 0.5}
     assert plan_placement(config(**values, **shares), cluster((2, 0)))
+
+
+def test_with_share_gpus_each_rank_is_on_the_gpu_of_its_server():
+    shared = config(inference_num_workers=2, trainer_num_workers=2, share_gpus=True)
+    plan = plan_placement(shared, cluster((16, 1), (16, 1)))
+    places = {(p.bundle.role, p.bundle.index): (p.node.name, p.gpu_indices) for p in plan.bundles}
+    assert places["inference", 0] == places["trainer", 0]
+    assert places["inference", 1] == places["trainer", 1]
+    assert len(set(places.values())) == 2
+    assert gpus_needed(shared) == 2
+    assert assumed_cluster(shared).gpus == 2
+
+
+def test_a_single_gpu_holds_a_run_only_if_it_is_shared():
+    one = {"inference_num_workers": 1, "trainer_num_workers": 1}
+    plan, refusal = plan_or_refusal(config(**one), cluster((16, 1)))
+    assert plan is None
+    assert "share_gpus: true" in refusal
+    plan = plan_placement(config(**one, share_gpus=True), cluster((16, 1)))
+    assert [placed.gpu_indices for placed in plan.bundles] == [(0,), (0,)]
+
+
+def test_on_cpus_share_gpus_has_no_effect():
+    plan = plan_placement(config(share_gpus=True, device="cpu"), cluster((32, 0)))
+    assert plan == plan_placement(config(device="cpu"), cluster((32, 0)))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [(((64, 1),), "Lower both to 1"), (((6, 2), (6, 0)), "pairs of a server and a trainer worker on a GPU each")],
+)
+def test_pairs_that_do_not_fit_name_what_to_lower(nodes, words):
+    shared = config(inference_num_workers=2, trainer_num_workers=2, share_gpus=True, ray_trainer_cpus_per_worker=2)
+    plan, refusal = plan_or_refusal(shared, cluster(*nodes))
+    assert plan is None
+    assert words in refusal

@@ -55,6 +55,20 @@ BROKEN: list[tuple[str, dict[str, object]]] = [
         {**MEGATRON, "megatron_tensor_parallel_size": 4, "megatron_use_distributed_optimizer": True},
     ),
     ("megatron_fp8", {**MEGATRON, "megatron_fp8": True}),
+    (
+        "inference_tensor_parallel_size",
+        {
+            "share_gpus": True,
+            "inference_tensor_parallel_size": 2,
+            "inference_num_workers": 2,
+            "trainer_num_workers": 2,
+            "weight_broadcast_cpu_staging": True,
+            "gpu_memory_utilization": 0.4,
+        },
+    ),
+    ("trainer_num_workers", {"share_gpus": True, "trainer_num_workers": 2, "inference_num_workers": 1}),
+    ("weight_broadcast_cpu_staging", {"share_gpus": True, "weight_broadcast_cpu_staging": False}),
+    ("gpu_memory_utilization", {"share_gpus": True, "gpu_memory_utilization": 0.95}),
     ("inference_base_port", {"inference_base_port": 65535}),
     ("otlp_receiver_port", {"otlp_receiver_port": 8101}),
     ("eval_num_servers", {"eval_num_servers": 2, "evals": [{"name": "math500"}]}),
@@ -70,6 +84,9 @@ ADJUSTED: list[tuple[str, object, dict[str, object]]] = [
     ("advantage_norm", "batch", {"algorithm": "reinforce_pp"}),
     ("overlong_buffer_tokens", 50, {"max_tokens": 50, "overlong_penalty_factor": 1.0}),
     ("trainer_num_workers", 4, {"train_backend": "megatron", "megatron_tensor_parallel_size": 4}),
+    ("trainer_num_workers", 3, {"share_gpus": True, "inference_num_workers": 3}),
+    ("weight_broadcast_cpu_staging", True, {"share_gpus": True}),
+    ("gpu_memory_utilization", 0.4, {"share_gpus": True}),
     ("megatron_sequence_parallel", False, {"train_backend": "megatron"}),
     (
         "megatron_use_distributed_optimizer",
@@ -107,7 +124,9 @@ def test_every_rule_is_broken_by_an_example():
     assert not unbroken
 
 
-@pytest.mark.parametrize(("field", "value", "values"), ADJUSTED, ids=[field for field, *_ in ADJUSTED])
+@pytest.mark.parametrize(
+    ("field", "value", "values"), ADJUSTED, ids=[f"{field}-{n}" for n, (field, *_) in enumerate(ADJUSTED)]
+)
 def test_a_default_that_breaks_a_rule_is_adjusted(field, value, values):
     config = build(values)
     assert getattr(config, field) == value

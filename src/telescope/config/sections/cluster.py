@@ -47,6 +47,10 @@ class RaySection(Section):
     ray_trainer_placement_strategy: PlacementStrategy = "PACK"
     """Placement strategy for trainer workers. PACK: few nodes if possible; SPREAD: many nodes if possible;
     STRICT_PACK: one node; STRICT_SPREAD: a node per worker."""
+    share_gpus: bool = False
+    """Let trainer rank i and inference server i use one GPU, for machines with a single one: the server takes
+    gpu_memory_utilization of its memory, the rank has the rest, and weights travel through host memory. They slow each
+    other down. No effect without GPUs."""
     ray_placement_timeout_s: WholeSeconds = 900
     """Timeout for Ray placement group creation, in seconds. Waits for nodes that are still joining, or for another
     run to end."""
