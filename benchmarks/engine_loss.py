@@ -3,8 +3,8 @@
     python benchmarks/engine_loss.py --quick                                  the tiny model on the CPU
     python benchmarks/engine_loss.py --json benchmarks/results/engine_loss.json   the README's example on four GPUs
 
-Runs the same as `end_to_end.py`. After --before seconds of training every process of server 1's vLLM is killed at once.
-The run goes on with server 0, where the requests to server 1 are asked again. Times count from the kill:
+Runs the same as `end_to_end.py`. After --before seconds of training every process of the last server's vLLM is killed.
+The run goes on with the others, where its requests are asked again. Times count from the kill:
 
   noticed          no further sample goes to the server
   answers          its new process answers (its own start, and what was before it)
@@ -45,11 +45,10 @@ from whole_run import (
     prepare_model,
 )
 
-KILLED = 1
 AIM_SECONDS = 10.0
 FULL = 0.9
 WINDOW_SECONDS = 5.0
-NOTICED, BACK = f"inference server {KILLED} is taken out", f"inference server {KILLED} is back"
+NOTICED, BACK = "inference server {} is taken out", "inference server {} is back"
 
 
 def main() -> int:
@@ -107,10 +106,11 @@ def lose_engine(run: WholeRun, arguments: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     start = time.time()
     time.sleep(arguments.before)
-    meter = run.meters[KILLED]
+    killed = len(run.meters) - 1
+    meter = run.meters[killed]
     in_flight = meter.readings[-1].running
+    group = engine_group(run.run_dir, run.ports[killed])
     killed_at = time.time()
-    group = engine_group(run.run_dir, run.ports[KILLED])
     os.killpg(group, signal.SIGKILL)
     before = [m.tokens_per_second(start, killed_at) for m in run.meters]
     full_at = 0.0
@@ -119,14 +119,16 @@ def lose_engine(run: WholeRun, arguments: argparse.Namespace) -> dict[str, Any]:
         nonlocal full_at
         full_at = time.time()
         begun = full_at - WINDOW_SECONDS
-        return begun > killed_at and meter.tokens_per_second(begun, full_at) >= FULL * before[KILLED]
+        return begun > killed_at and meter.tokens_per_second(begun, full_at) >= FULL * before[killed]
 
-    run.wait_until("return of the server", lambda: bool(run.log_rows(BACK, killed_at)), arguments.timeout)
+    run.wait_until(
+        "return of the server", lambda: bool(run.log_rows(BACK.format(killed), killed_at)), arguments.timeout
+    )
     became_full = run.reaches(is_full, arguments.full_within)
     time.sleep(arguments.after)
     stopped_at = time.time()
     run.stop()
-    noticed, back = run.log_rows(NOTICED, killed_at)[0], run.log_rows(BACK, killed_at)[0]
+    noticed, back = run.log_rows(NOTICED.format(killed), killed_at)[0], run.log_rows(BACK.format(killed), killed_at)[0]
     own_start = float(back["message"].partition("its start took ")[2].partition(" s")[0])
     answers = next(at for at, r in zip(meter.times, meter.readings, strict=True) if at > killed_at and r.steps == 0)
     return {
@@ -140,7 +142,7 @@ def lose_engine(run: WholeRun, arguments: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_second_before": before,
         "tokens_per_second_meanwhile": [m.tokens_per_second(killed_at, back["time"]) for m in run.meters],
         "tokens_per_second_after": [m.tokens_per_second(full_at, stopped_at) for m in run.meters],
-        "messages": [row["message"] for row in run.log_rows(f"server {KILLED}", killed_at)][:40],
+        "messages": [row["message"] for row in run.log_rows(f"server {killed}", killed_at)][:40],
     }
 
 
