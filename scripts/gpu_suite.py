@@ -47,6 +47,7 @@ DEMO = (
 )
 RUN = f"{sys.executable} -m telescope.cli.main"
 PYTEST = f"{sys.executable} -m pytest -q -p no:cacheprovider -m gpu"
+SHARES = "--set ray_inference_cpus_per_worker=4 ray_trainer_cpus_per_worker=4"
 PARTS = (
     Part("weights", f"{PYTEST} tests/gpu/weights", 1, 300),
     Part("sync 4b", f"{sys.executable} benchmarks/weight_sync.py --shapes 4b --json {{json}}", 2, 240),
@@ -65,6 +66,16 @@ PARTS = (
         "sync 8b on four",
         f"{sys.executable} benchmarks/weight_sync.py --shapes 8b --engines 2 --trainers 2 --json {{json}}",
         4,
+        420,
+    ),
+    Part("throughput", f"{sys.executable} benchmarks/engine_throughput.py {SHARES} --json {{json}}", 1, 420),
+    Part("end to end", f"{sys.executable} benchmarks/end_to_end.py {SHARES} --timeout 480 --json {{json}}", 4, 600),
+    Part(
+        "engine loss",
+        # Few lanes and one rank: generation, and not the trainer, says how fast it goes.
+        f"{sys.executable} benchmarks/engine_loss.py {SHARES} trainer_num_workers=1 "
+        "max_concurrent_prompts_per_server=4 --json {json}",
+        3,
         420,
     ),
 )
