@@ -10,7 +10,6 @@ import argparse
 import inspect
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from rich.text import Text
 from telescope.environments.arguments import constructor_arguments, dataset_arguments
 from telescope.environments.base import ChatMessage, Environment, MultiTurnEnvironment
 from telescope.environments.chat_server import API_KEY_VARIABLE, ChatServer
-from telescope.environments.play import Answer, Answerer, Played, play_item
+from telescope.environments.play import Answer, Answerer, NobodyAnswers, Played, play_item
 from telescope.environments.registry import (
     check_environment,
     environment_class,
@@ -47,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     listing = commands.add_parser("list", help="all environments that can be found")
-    describing = commands.add_parser("describe", help="what one asks, takes and needs")
+    describing = commands.add_parser("describe", help="its description, where it lies, what it takes")
     trying = commands.add_parser(
         "try",
         help="play items against a model server, a script, or you",
@@ -96,13 +95,13 @@ def run_describe(arguments: argparse.Namespace) -> int:
     """Print what an environment asks, takes and needs. Returns the exit status."""
     cls = environment_class(arguments.name, arguments.path)
     source = check_environment(arguments.name, arguments.path)
-    print(f"{arguments.name}: {_kind(cls)}, {cls.__module__}.{cls.__qualname__}")
+    print(f"{arguments.name}: {_kind(cls)}, class {cls.__qualname__}")
     if source.file is not None:
         print(f"in {source.file}")
     optional = missing_packages(arguments.name, arguments.path).missing_optional
     if optional:
         print(f"not installed, not required: {', '.join(optional)}")
-    print(f"\n{inspect.getdoc(cls) or 'It has no description.'}\n\nArguments (kwargs):")
+    print(f"\n{_description(cls) or 'It has no description.'}\n\nArguments (kwargs):")
     for name, default in sorted(_arguments(cls).items()):
         print(f"  {name}{default}")
     return 0
@@ -117,12 +116,21 @@ def run_try(arguments: argparse.Namespace) -> int:
     records: list[dict[str, Any]] = []
     for item in range(arguments.item, arguments.item + arguments.items):
         console.print(Text(f"{arguments.name}, item {item} of {len(environment)}", style="bold underline"))
-        played = play_item(environment, item, answerer, lambda message: _print_message(console, message))
+        try:
+            played = play_item(environment, item, answerer, lambda message: _print_message(console, message))
+        except NobodyAnswers:
+            if not records:
+                raise
+            console.print(Text(f"no answer: {len(records)} of {arguments.items} items were played", style="yellow"))
+            break
         rewards.append(played.score["total_reward"])
         records.append(
             {"item": item, "messages": played.messages, "end_reason": played.end_reason, "score": played.score}
         )
         _print_score(console, played)
+    if isinstance(answerer, _Script) and answerer.answers:
+        unused = len(answerer.answers)
+        console.print(Text(f"answers that were not needed: {unused}", style="yellow"))
     if arguments.json:
         print(json.dumps(records, indent=1))
     elif len(rewards) > 1:
@@ -132,10 +140,15 @@ def run_try(arguments: argparse.Namespace) -> int:
 
 def run_new(arguments: argparse.Namespace) -> int:
     """Write a scaffold and say what to do next. Returns the exit status."""
+    is_taken = arguments.name in list_environments([])
     files = write_scaffold(arguments.name, arguments.folder, arguments.kind)
     for file in files:
         print(file)
-    print(f"\nTest it:  python -m pytest {files[1]}")
+    if is_taken:
+        print(
+            f"\n{arguments.name} is also the name of an installed environment; in environments_path, this one is found."
+        )
+    print(f"\nTest it:  python -m pytest {files[1]}   (pip install pytest)")
     print(f"Try it:   telescope envs try {arguments.name} --path {arguments.folder}")
     print(f'Train it: environments_path: ["{arguments.folder}"] and environments: [{{name: {arguments.name}}}]')
     return 0
@@ -146,8 +159,14 @@ def _listed(name: str, path: list[str]) -> dict[str, str]:
         cls = environment_class(name, path)
     except UserError as error:
         return {"name": name, "kind": "?", "about": "", "problem": str(error)}
-    about = (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
+    about = _description(cls).split("\n\n")[0].replace("\n", " ")
     return {"name": name, "kind": _kind(cls), "about": about, "problem": ""}
+
+
+def _description(cls: type[Environment]) -> str:
+    """The docstring of the class itself or of its module; what it inherits describes another class."""
+    module = sys.modules.get(cls.__module__)
+    return inspect.cleandoc(vars(cls).get("__doc__") or (module.__doc__ if module else None) or "")
 
 
 def _kind(cls: type[Environment]) -> str:
@@ -194,28 +213,30 @@ def _answerer(arguments: argparse.Namespace) -> Answerer:
             arguments.url, model=arguments.model, max_tokens=arguments.max_tokens, temperature=arguments.temperature
         )
     if arguments.answer:
-        return _script(iter(arguments.answer))
+        return _Script(arguments.answer)
     if not sys.stdin.isatty():
         raise UserError("Nobody answers: give --url of a model server, or --answer for each turn.")
     return _by_hand
 
 
-def _script(answers: Iterator[str]) -> Answerer:
-    def answer(_: list[ChatMessage]) -> Answer:
-        try:
-            return Answer(next(answers))
-        except StopIteration:
-            raise UserError("The environment goes on, and there is no further --answer.") from None
+class _Script:
+    """Answers that were given in advance. `answers` are those that are left."""
 
-    return answer
+    def __init__(self, answers: list[str]) -> None:
+        self.answers = list(answers)
+
+    def __call__(self, _: list[ChatMessage]) -> Answer | None:
+        return Answer(self.answers.pop(0)) if self.answers else None
 
 
-def _by_hand(_: list[ChatMessage]) -> Answer:
-    print("Your answer (end it with an empty line):", file=sys.stderr)
-    lines = []
-    while line := sys.stdin.readline().rstrip("\n"):
-        lines.append(line)
-    return Answer("\n".join(lines))
+def _by_hand(_: list[ChatMessage]) -> Answer | None:
+    print("Your answer (end it with an empty line; Ctrl-D ends the game):", file=sys.stderr)
+    lines: list[str] = []
+    while line := sys.stdin.readline():
+        if line == "\n":
+            return Answer("\n".join(lines))
+        lines.append(line.rstrip("\n"))
+    return Answer("\n".join(lines)) if lines else None
 
 
 def _print_message(console: Console, message: ChatMessage) -> None:

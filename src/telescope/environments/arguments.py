@@ -77,15 +77,31 @@ def _owners(cls: type, method: str, root: type) -> list[type]:
 
 def _arguments_of(cls: type, method: str, root: type) -> set[str]:
     names: set[str] = set()
+    fixed: set[str] = set()
+    """Arguments of a base class that a subclass gives by itself."""
     for owner in _owners(cls, method, root):
         function = vars(owner)[method]
         parameters = list(inspect.signature(function).parameters.values())[1:]
-        names.update(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        taken = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        names.update(taken - fixed)
         rest = _var_keyword(function)
         if rest is None:
             break
         names.update(_literal_reads(function, rest))
+        fixed |= _given_beside(function, rest) - taken
     return names
+
+
+def _given_beside(function: Callable[..., Any], mapping: str) -> set[str]:
+    """Keywords that the source gives itself where it passes the mapping on: `super().__init__(tools=[f], **m)`."""
+    return {
+        keyword.arg
+        for node in ast.walk(_source_of(function))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == function.__name__
+        if any(k.arg is None and _is_name(k.value, mapping) for k in node.keywords)
+        for keyword in node.keywords
+        if keyword.arg is not None
+    }
 
 
 def _var_keyword(function: Callable[..., Any]) -> str | None:
@@ -98,12 +114,8 @@ def _var_keyword(function: Callable[..., Any]) -> str | None:
 
 def _literal_reads(function: Callable[..., Any], mapping: str) -> set[str]:
     """String literals that the source reads from the mapping: `m["x"]`, `m.get("x")`, `m.pop("x")`, `"x" in m`."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return set()  # no source at hand (built at run time): the signature alone has to do
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(_source_of(function)):
         match node:
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str(key))) if name == mapping:
                 names.add(key)
@@ -115,3 +127,14 @@ def _literal_reads(function: Callable[..., Any], mapping: str) -> set[str]:
             case ast.Compare(left=ast.Constant(value=str(key)), comparators=[ast.Name(id=name)]) if name == mapping:
                 names.add(key)
     return names
+
+
+def _source_of(function: Callable[..., Any]) -> ast.AST:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return ast.Module([], [])  # no source at hand (built at run time): the signature alone has to do
+
+
+def _is_name(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name

@@ -34,7 +34,15 @@ class Answer:
     is_truncated: bool = False
 
 
-Answerer = Callable[[list[ChatMessage]], Answer]
+Answerer = Callable[[list[ChatMessage]], Answer | None]
+"""Says what comes next in a conversation; None when it says nothing any more, which ends the game."""
+
+NO_MORE_ANSWERS = "no_more_answers"
+"""End reason of a game that the player left; the environment scores what there is."""
+
+
+class NobodyAnswers(UserError):
+    """The player had nothing to say to the first prompt of an item, so that there is nothing to score."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,7 +60,7 @@ def play_item(
 ) -> Played:
     """Play the item at `index`. `said` is called with every message as it is said.
 
-    Raises what the environment's code or `answer` raises, and `UserError` when there is no such item.
+    Raises what the environment's code or `answer` raises, `UserError` when there is no such item, and `NobodyAnswers`.
     """
     if not 0 <= index < len(environment):
         raise UserError(f"There is no item {index}: the dataset has {len(environment)}, counted from 0.")
@@ -70,6 +78,8 @@ def _single_turn(
     for message in messages:
         said(message)
     given = answer(messages)
+    if given is None:
+        raise NobodyAnswers("There is no answer to the prompt.")
     messages = [*messages, {"role": "assistant", "content": given.text}]
     said(messages[-1])
     result: RewardResult = yield from settled(environment.compute_reward(given.text, sample, eos_token=""))
@@ -88,17 +98,23 @@ def _several_turns(
     try:
         while True:
             given = answer(prompt)
+            if given is None and not state.trajectory:
+                raise NobodyAnswers("There is no answer to the first prompt.")
+            if given is None:
+                reason: str | None = NO_MORE_ANSWERS
+                break
             state.trajectory.append(TrajectoryStep(prompt, given.text, is_truncated=given.is_truncated))
             everything.append({"role": "assistant", "content": given.text})
             said(everything[-1])
             reply = yield from take_turn(environment, state)
             if reply.done:
+                reason = reply.reason
                 break
             for message in reply.added:
                 said(message)
             everything += reply.added
             prompt = reply.conversation
-        state.is_completed, state.stop_reason = True, reply.reason or state.stop_reason
+        state.is_completed, state.stop_reason = True, reason or state.stop_reason
         result = yield from settled(environment.compute_reward(state, eos_token=""))
         return Played(everything, plain_score(result, for_eval=False), state.num_turns, state.stop_reason)
     finally:

@@ -1,5 +1,6 @@
 """`telescope envs`: what there is, what it takes, a rollout to read, a place to start from."""
 
+import io
 import json
 import os
 import subprocess
@@ -88,6 +89,56 @@ def test_try_plays_a_script_and_prints_the_conversation_and_the_reward(capsys):
     assert lines[7] == "reward 1 (3 turns, final_answer)"
 
 
+def test_a_script_that_ends_before_the_game_scores_what_was_played(capsys):
+    code, out, _ = run(capsys, "try", "wordle", "--answer", "[crane]", "--answer", "[slate]")
+    assert code == 0 and "(2 turns, no_more_answers)" in out and "num_guesses 2" in out
+    arguments = ["try", "calculator_agent", "--set", "prompt_style=short", "--items", "3", "--json"]
+    code, out, err = run(capsys, *arguments, "--answer", "<answer>24</answer>")
+    assert code == 0 and len(json.loads(out)) == 1, "the item that was played is printed"
+    assert "1 of 3 items were played" in err
+    code, out, _ = run(capsys, *arguments[:-3], "--answer", "<answer>24</answer>", "--answer", "more")
+    assert code == 0 and "answers that were not needed: 1" in out
+
+
+def test_the_end_of_the_input_ends_the_game_of_a_person(capsys, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal("[crane]\n\n[sla\nte]\n\n"))
+    code, out, err = run(capsys, "try", "wordle")
+    assert code == 0 and "(2 turns, no_more_answers)" in out
+    assert "Ctrl-D ends the game" in err
+    monkeypatch.setattr(sys, "stdin", Terminal(""))
+    assert run(capsys, "try", "wordle")[0] == 2
+
+
+OWN_TOOLS = """
+from telescope.environments.base import RewardResult, Sample
+from telescope.environments.tool_env import ToolEnvironment
+
+class Own(ToolEnvironment):
+    def __init__(self, **kwargs):
+        super().__init__(tools=[], **kwargs)
+
+    def load_dataset(self, num_samples=-1):
+        return [Sample("?", answer="!")]
+
+    def compute_reward(self, state, eos_token=""):
+        return RewardResult(1.0)
+"""
+
+
+def test_an_argument_that_the_class_gives_itself_is_not_offered_and_nor_is_the_text_of_its_base(capsys, tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "environment.py").write_text(OWN_TOOLS)
+    code, out, _ = run(capsys, "describe", "own", "--path", str(tmp_path))
+    assert code == 0 and "max_turns = 10" in out and "\n  tools" not in out
+    assert "It has no description." in out and "class Own" in out
+    code, _, err = run(capsys, "try", "own", "--path", str(tmp_path), "--set", "tools=[]", "--answer", "x")
+    assert code == 2 and "no keyword argument 'tools'" in err
+
+
 def test_try_plays_against_a_model_server(capsys, chat_server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
 
@@ -111,7 +162,6 @@ def test_try_plays_against_a_model_server(capsys, chat_server, monkeypatch):
 
 def test_what_goes_wrong_is_said_and_nothing_hangs(capsys, chat_server, monkeypatch):
     for arguments, words in (
-        (["--answer", "[crane]"], "there is no further --answer"),
         (["--answer", "x", "--url", "http://x"], "give one of them"),
         (["--set", "seed"], "write it as KEY=VALUE"),
         (["--set", "sead=1", "--answer", "x"], "did you mean 'seed'"),
@@ -148,6 +198,8 @@ def test_new_refuses_a_name_that_is_taken_or_impossible(capsys, tmp_path):
     assert run(capsys, "new", "mine", "--folder", str(tmp_path))[0] == 0
     code, _, err = run(capsys, "new", "mine", "--folder", str(tmp_path))
     assert code == 2 and "exists already" in err
+    _, out, _ = run(capsys, "new", "wordle", "--folder", str(tmp_path))
+    assert "also the name of an installed environment" in out
     for name in ("My-Env", "1st", "class", "../up"):
         code, _, err = run(capsys, "new", name, "--folder", str(tmp_path))
         assert code == 2 and "cannot be the name of an environment" in err
