@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import math
 import resource
 import time
 from collections.abc import Callable, Mapping
@@ -138,9 +139,17 @@ class EngineClient:
         await self._control("POST", wire.ABORT_ROUTE, wire.encode_abort(request_ids))
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Logprobs of tokens 1..L-1 of a fixed text under the weights held now, at temperature 1 (L - 1 values)."""
+        """Logprobs of tokens 1..L-1 of a fixed text under the weights held now, at temperature 1 (L - 1 values).
+
+        All NaN when the weights give no numbers: that is an answer too, and the worst that a probe can get.
+        """
         body = wire.encode_prompt_logprobs(token_ids, f"probe-{time.monotonic_ns()}")
-        answer = await self._control("POST", wire.GENERATE_ROUTE, body)
+        try:
+            answer = await self._control("POST", wire.GENERATE_ROUTE, body)
+        except EngineRequestError as error:
+            if wire.NOT_FINITE in str(error):
+                return [math.nan] * (len(token_ids) - 1)
+            raise
         return wire.parse_prompt_logprobs(answer, token_ids)
 
     @property

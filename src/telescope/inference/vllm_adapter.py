@@ -28,6 +28,8 @@ from telescope.errors import InfrastructureError
 from telescope.rollout.types import GenerateRequest
 
 GENERATE_ROUTE = "/inference/v1/generate"
+NOT_FINITE = "Out of range float values are not JSON compliant"
+"""What a 400 of vLLM says when its answer holds NaN or an infinity: the words of the JSON writer that it uses."""
 PAUSE_ROUTE = "/pause"
 RESUME_ROUTE = "/resume"
 ABORT_ROUTE = "/abort_requests"

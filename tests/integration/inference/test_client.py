@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from telescope.errors import InfrastructureError
 from telescope.inference import vllm_adapter as wire
@@ -14,6 +17,7 @@ from telescope.inference.client import EngineClient, EngineRequestError
 from telescope.inference.fake_engine import FakeEngineSettings
 from telescope.inference.fake_server import FakeEngineServer
 from telescope.rollout.types import GenerateRequest
+from telescope.weights.probe import compare_logprobs
 
 SLOW = {"mean_tokens": 400, "tokens_per_second": 400.0}
 
@@ -155,6 +159,21 @@ async def test_refused_requests_are_bugs_with_the_servers_own_words(connect) -> 
     with pytest.raises(EngineRequestError, match=r"HTTP 401: .*secret"):
         await stranger.generate(request())
     await stranger.close()
+
+
+async def test_weights_that_give_no_numbers_are_an_answer_to_the_probe_and_no_bug() -> None:
+    async def answer(_: web.Request) -> web.Response:
+        message = "Out of range float values are not JSON compliant"  # as vLLM 0.32 says it
+        return web.json_response({"error": {"message": message, "type": "BadRequestError", "code": 400}}, status=400)
+
+    app = web.Application()
+    app.router.add_post(wire.GENERATE_ROUTE, answer)
+    async with TestServer(app) as server:
+        client = EngineClient(str(server.make_url("")).rstrip("/"), "secret", 0)
+        logprobs = await client.prompt_logprobs([1, 2, 3])
+        await client.close()
+    assert len(logprobs) == 2 and all(math.isnan(value) for value in logprobs)
+    assert not compare_logprobs([-1.0, -2.0], logprobs, "float32").ok
 
 
 async def test_one_request_id_is_not_used_twice_at_once(connect) -> None:
