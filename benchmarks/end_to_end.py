@@ -14,7 +14,6 @@ The measured steps come after --warm-up (the trainer compiles, the lanes fill) a
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -32,10 +31,12 @@ from whole_run import (
     QUICK_LENGTHS,
     QUICK_SHAPE,
     WholeRun,
+    add_arguments,
     fields_of,
     gpu_names,
     packages,
     prepare_model,
+    write_report,
 )
 
 AIM_IDLE, AIM_THROWN_AWAY = 0.03, 0.02
@@ -71,16 +72,7 @@ def main() -> int:
             arguments.keep_log.write_text(run.log.read_text(errors="replace"))
     show(results)
     if arguments.json:
-        report = {
-            "benchmark": "end_to_end",
-            "command": " ".join(["python benchmarks/end_to_end.py", *sys.argv[1:]]),
-            "where": where,
-            "shape": shape,
-            "lengths": {"mean": lengths.mean, "p99": lengths.p99},
-            "fields": fields,
-            "results": results,
-        }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(arguments.json, "end_to_end", where, shape, lengths, fields, {"results": results})
     return 0
 
 
@@ -88,16 +80,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_arguments(parser, port=8850)
     add = parser.add_argument
     add("--steps", type=int, help="measured training steps (default: 30, with --quick 6)")
     add("--warm-up", type=int, default=3, help="steps before them (default: 3)")
-    add("--shape", help="shape of the model (default: qwen2.5-3b, with --quick tiny)")
-    add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the configuration")
-    add("--port", type=int, default=8850, help="inference_base_port (default: 8850)")
     add("--timeout", type=float, default=1800.0, help="seconds after which it is stopped; the steps so far count")
-    add("--folder", type=Path, help="where model and run are kept; the model there is used again")
-    add("--quick", action="store_true", help="the tiny model on the CPU")
-    add("--json", type=Path, metavar="FILE", help="write everything there")
     add("--keep-log", type=Path, metavar="FILE", help="keep what the run printed")
     arguments = parser.parse_args()
     arguments.steps = arguments.steps or (6 if arguments.quick else 30)

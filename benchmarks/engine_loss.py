@@ -19,7 +19,6 @@ group and no sample occurs twice, none is missing, none was masked.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -39,10 +38,12 @@ from whole_run import (
     QUICK_LENGTHS,
     QUICK_SHAPE,
     WholeRun,
+    add_arguments,
     fields_of,
     gpu_names,
     packages,
     prepare_model,
+    write_report,
 )
 
 AIM_SECONDS = 10.0
@@ -68,33 +69,19 @@ def main() -> int:
             arguments.keep_log.write_text(run.log.read_text(errors="replace"))
     show(results)
     if arguments.json:
-        report = {
-            "benchmark": "engine_loss",
-            "command": " ".join(["python benchmarks/engine_loss.py", *sys.argv[1:]]),
-            "where": where,
-            "shape": shape,
-            "lengths": {"mean": lengths.mean, "p99": lengths.p99},
-            "fields": fields,
-            "results": results,
-        }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(arguments.json, "engine_loss", where, shape, lengths, fields, {"results": results})
     return 0
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, port=8870)
     add = parser.add_argument
     add("--before", type=float, default=20.0, help="seconds of training before the kill, after --warm-up steps")
     add("--warm-up", type=int, default=3, help="steps that do not count (default: 3)")
     add("--after", type=float, default=10.0, help="seconds of training after everything is back")
-    add("--shape", help="shape of the model (default: qwen2.5-3b, with --quick tiny)")
-    add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the configuration")
-    add("--port", type=int, default=8870, help="inference_base_port (default: 8870)")
     add("--timeout", type=float, default=600.0, help="seconds for the start, and for coming back")
     add("--full-within", type=float, default=60.0, help="seconds for full throughput after that")
-    add("--folder", type=Path, help="where model and run are kept; a model that is there is used again")
-    add("--quick", action="store_true", help="the tiny model on the CPU")
-    add("--json", type=Path, metavar="FILE", help="write everything there")
     add("--keep-log", type=Path, metavar="FILE", help="keep what the run printed")
     return parser.parse_args()
 

@@ -41,10 +41,12 @@ from whole_run import (
     QUICK_FIELDS,
     QUICK_LENGTHS,
     QUICK_SHAPE,
+    add_arguments,
     fields_of,
     gpu_names,
     packages,
     prepare_model,
+    write_report,
 )
 
 from telescope.config import TelescopeConfig
@@ -78,30 +80,16 @@ def main() -> int:
             results = asyncio.run(measure(config, server, folder / "throughput", lengths, arguments))
     show(results)
     if arguments.json:
-        report = {
-            "benchmark": "engine_throughput",
-            "command": " ".join(["python benchmarks/engine_throughput.py", *sys.argv[1:]]),
-            "where": where,
-            "shape": shape,
-            "lengths": {"mean": lengths.mean, "p99": lengths.p99},
-            "fields": fields,
-            **results,
-        }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(arguments.json, "engine_throughput", where, shape, lengths, fields, results)
     return 0
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, port=8860)
     add = parser.add_argument
     add("--requests", type=int, help="requests of one load (default: 6 for each lane)")
     add("--repeats", type=int, default=3, help="times that each of the two loads the server (default: 3)")
-    add("--shape", help="shape of the model (default: qwen2.5-3b, with --quick tiny)")
-    add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the configuration")
-    add("--port", type=int, default=8860, help="port of the server (default: 8860)")
-    add("--folder", type=Path, help="where the model is kept; one that is there is used again")
-    add("--quick", action="store_true", help="the tiny model on the CPU")
-    add("--json", type=Path, metavar="FILE", help="write everything there")
     return parser.parse_args()
 
 

@@ -6,6 +6,7 @@ as ever; times in it and of the readings are the machine's clock. Does not own w
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import subprocess
@@ -205,6 +206,39 @@ class WholeRun:
         """Log lines with this text, in order of time."""
         rows = self.record.table("logs").to_pylist()
         return sorted((r for r in rows if text in r["message"] and r["time"] >= since), key=lambda row: row["time"])
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, port: int) -> None:
+    """What every benchmark of a whole run takes."""
+    add = parser.add_argument
+    add("--shape", help="shape of the model (default: qwen2.5-3b, with --quick tiny)")
+    add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the configuration")
+    add("--port", type=int, default=port, help=f"inference_base_port (default: {port})")
+    add("--folder", type=Path, help="where model and run are kept; a model that is there is used again")
+    add("--quick", action="store_true", help="the tiny model on the CPU")
+    add("--json", type=Path, metavar="FILE", help="write everything there")
+
+
+def write_report(
+    path: Path,
+    benchmark: str,
+    where: dict[str, Any],
+    shape: str,
+    lengths: Lengths,
+    fields: dict[str, Any],
+    results: dict[str, Any],
+) -> None:
+    """Write what was measured, with what, and `where` (see `measure.provenance`)."""
+    report = {
+        "benchmark": benchmark,
+        "command": " ".join([f"python benchmarks/{benchmark}.py", *sys.argv[1:]]),
+        "where": where,
+        "shape": shape,
+        "lengths": {"mean": lengths.mean, "p99": lengths.p99},
+        "fields": fields,
+        **results,
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def fields_of(settings: Sequence[str]) -> dict[str, Any]:
