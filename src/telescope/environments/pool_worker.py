@@ -49,7 +49,9 @@ class PoolWorker:
         """The process has ended, and the call to blame for it, if any, fails. Returns the calls to run again."""
         process = self.process
         assert process is not None
-        culprit, others = self.seat.died(process.slot.read(), killed=self.killed, lost=process.is_lost)
+        culprit, others = self.seat.died(
+            process.slot.read(), killed=self.killed, lost=process.is_lost, outside=process.ended_from_outside
+        )
         if not (self.ready or process.is_lost):
             self.failed_starts += 1
         self.process, self.ready = None, False

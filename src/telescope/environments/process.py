@@ -174,6 +174,11 @@ class WorkerProcess:
             return f"was killed by {signal.Signals(-self._code).name}"
         return f"ended with exit code {self._code}"
 
+    @property
+    def ended_from_outside(self) -> bool:
+        """A signal ended it that user code does not cause in itself, and that this side did not send."""
+        return not self._killed and self._code in (-signal.SIGKILL, -signal.SIGTERM)
+
     def log_tail(self) -> str:
         """The last lines that this process wrote."""
         return log_tail(self.log_path, _LOG_TAIL_BYTES, start=self._log_start)

@@ -8,8 +8,9 @@ Pure bookkeeping without processes, clocks or tasks: the pool drives it. The rul
 - Calls behind a slow one go elsewhere, unless they belong to a rollout: a turn must not be played twice.
 - A call's deadline counts the time in which it could have made progress: not while it is queued, and not while another
   call holds the worker's main thread.
-- When a worker dies, the call that held its main thread is to blame. All others run again elsewhere, but for those of
-  a rollout that had begun there: its state is gone, and it is for the caller to begin it again.
+- When a worker dies, the call that held its main thread is to blame, unless a signal from outside ended the worker. All
+  others run again elsewhere, but for those of a rollout that had begun there: its state is gone, and it is for the
+  caller to begin it again.
 - When all workers die with the process that they were forked from, everything runs again.
 """
 
@@ -28,7 +29,7 @@ MAX_PARKED = 1024
 """Calls of one worker that wait in its event loop: connections to other services, mostly."""
 
 MAX_DEATHS = 3
-"""Workers that may die while a call waits in them, nobody being to blame, before the call itself is given up."""
+"""Workers that may die around a call, nobody being to blame, before the call itself is given up."""
 
 UNKNOWN_COST = 0.02
 """Seconds assumed of a kind of call that was never measured: one at a time."""
@@ -190,7 +191,7 @@ class Seat:
         return taken
 
     def died(
-        self, reading: tuple[int, int], *, killed: bool = False, lost: bool = False
+        self, reading: tuple[int, int], *, killed: bool = False, lost: bool = False, outside: bool = False
     ) -> tuple[Call | None, list[Call]]:
         """Empty the seat: the call to blame, if any, and the others in order.
 
@@ -199,16 +200,25 @@ class Seat:
         a thread or a subprocess), or the first in the queue, whose answer was under way; so the death is counted on
         each of those. `lost` says that the worker went with the
         process that it was forked from: a call of any worker may have done that, so no call is to blame, and the death
-        is counted on all that had begun.
+        is counted on all that had begun. `outside` says that a signal ended the worker which the call did not cause,
+        unless it made the kernel kill for memory: so the call that held the main thread runs again too, and the death
+        is counted on it.
         """
         current, _ = reading
-        culprit = None if killed or lost else self.queued.pop(current, None) or self.parked.pop(current, None)
-        if culprit is None and not killed:
+        running = self.queued.get(current) or self.parked.get(current)
+        culprit = None
+        if running is not None and not (killed or lost):
+            if outside:
+                running.deaths += 1
+            else:
+                culprit = running
+        elif not killed:
             first = current if current or lost else next(iter(self.queued), 0)
             begun = [*self.parked.values(), *([self.queued[first]] if first in self.queued else [])]
             for call in begun:
                 call.deaths += 1
-        others = [call for _, call in sorted({**self.queued, **self.parked}.items(), key=lambda item: item[0])]
+        held = sorted({**self.queued, **self.parked}.items(), key=lambda item: item[0])
+        others = [call for _, call in held if call is not culprit]
         self.queued.clear()
         self.parked.clear()
         self.expected_seconds = self.stray_seconds = self.held_seconds = 0.0

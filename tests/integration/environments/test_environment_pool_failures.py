@@ -242,15 +242,23 @@ def start_parent(index):
     return subprocess.Popen([sys.executable, "-c", PARENT, *arguments], stdout=subprocess.PIPE, text=True)
 
 
-async def test_a_worker_that_is_killed_from_outside_is_replaced(make_pool, encode):
+@pytest.mark.parametrize("deed", ["wait 0.5", "sleep 0.5"])
+async def test_the_call_of_a_worker_that_is_killed_from_outside_runs_again(make_pool, encode, deed):
     pool = await make_pool("hostile")
-    waiting = asyncio.ensure_future(do(pool, encode, "wait 0.5"))
+    waiting = asyncio.ensure_future(do(pool, encode, deed))
     await eventually(lambda: pool.status().calls_in_workers == 1)
     await asyncio.sleep(0.2)
     (pid,) = pool.status().pids
     os.kill(pid, 9)
     assert (await waiting).sample_metrics["pid"] != pid
     assert pool.status().restarts == 1
+
+
+async def test_a_call_whose_worker_is_killed_every_time_is_given_up(make_pool, encode):
+    """The kernel kills a process that takes all memory with the same signal."""
+    pool = await make_pool("hostile")
+    with pytest.raises(EnvironmentFailure, match="given up: its process died 3 times around it"):
+        await do(pool, encode, "kill_itself")
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -113,6 +113,14 @@ def test_a_death_is_blamed_on_the_call_that_held_the_thread(make_call):
     assert seat.num_held == 0
 
 
+def test_a_death_by_a_signal_from_outside_counts_on_the_call_that_held_the_thread_and_blames_nobody(make_call):
+    waiting, running, queued = make_call(), make_call(), make_call()
+    seat = seat_with([waiting, running, queued])
+    seat.begun_waiting(1)
+    assert seat.died((2, 2), outside=True) == (None, [waiting, running, queued])
+    assert [call.deaths for call in (waiting, running, queued)] == [0, 1, 0]
+
+
 def test_a_death_while_all_wait_counts_on_each_that_waited(make_call):
     waiting, queued = make_call(), make_call()
     seat = seat_with([waiting, queued])
