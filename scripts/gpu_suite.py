@@ -3,9 +3,10 @@
     python scripts/gpu_suite.py --json results.json --minutes 10
     python scripts/gpu_suite.py --list                    what there is, what it needs and how long it takes
 
-Each part is a process of its own with a deadline; what needs more GPUs than there are, or more time than is left, is
-skipped and says so. Results are written after every part, so a machine that goes away takes only the part in progress
-with it. `--only` names parts. Exit code 1 when a part failed.
+Each part is a process of its own with a deadline, and has its GPUs to itself; parts whose GPUs are free run side by
+side, unless `--one-at-a-time`. What needs more GPUs than there are, or more time than is left, is skipped and says so.
+Results are written after every part, so a machine that goes away takes only the parts in progress with it. `--only`
+names parts. Exit code 1 when a part failed.
 """
 
 from __future__ import annotations
@@ -13,23 +14,29 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TAIL_LINES = 15
+FIRST_PORT = 8200
+POLL_SECONDS = 0.5
+ENDINGS = ((signal.SIGINT, 30.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0))
+"""What a part gets when its time is over, and the seconds to end after each: those that started others end them."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """`command` may hold {json} for a file of results, {tiny} for a model made beforehand and {folder} for scratch."""
+    """`command` may hold {json} for a file of results, {tiny} for a model made beforehand, {folder} for scratch and
+    {port}, from which on ten ports are its own."""
 
     name: str
     command: str
@@ -43,14 +50,16 @@ class Part:
 DEMO = (
     "--config configs/examples/demo_countdown.yaml --model {tiny} --device cuda --trainer_num_workers 1 "
     "--inference_num_workers 1 --inference_threads null --trainer_threads null --ray_inference_cpus_per_worker 4 "
-    "--ray_trainer_cpus_per_worker 4 --use_wandb false"
+    "--ray_trainer_cpus_per_worker 4 --use_wandb false --ray_address local --inference_base_port {port}"
 )
 RUN = f"{sys.executable} -m telescope.cli.main"
 PYTEST = f"{sys.executable} -m pytest -q -p no:cacheprovider -m gpu"
-SHARES = "--set ray_inference_cpus_per_worker=4 ray_trainer_cpus_per_worker=4"
+BENCHMARK = f"{sys.executable} benchmarks"
+SHARES = "--json {json} --port {port} --set ray_inference_cpus_per_worker=4 ray_trainer_cpus_per_worker=4"
+SYNC = f"{sys.executable} benchmarks/weight_sync.py --json {{json}} --set inference_base_port={{port}} --shapes"
 PARTS = (
     Part("weights", f"{PYTEST} tests/gpu/weights", 1, 300),
-    Part("sync 4b", f"{sys.executable} benchmarks/weight_sync.py --shapes 4b --json {{json}}", 2, 240),
+    Part("sync 4b", f"{SYNC} 4b", 2, 240),
     Part(
         "demo on one gpu",
         f"{RUN} train {DEMO} --share_gpus true --number_of_steps 20 --weight_probe_every 5 --run_dir {{folder}}/run",
@@ -61,20 +70,14 @@ PARTS = (
     Part("verify", f"{RUN} verify {DEMO} --gpu_memory_utilization 0.5 --json {{json}}", 2, 200),
     Part("trainer tests", f"{PYTEST} tests/gpu --ignore tests/gpu/weights", 1, 300),
     Part("trainer speed", f"{sys.executable} benchmarks/trainer.py --shapes 0.6b --json {{json}}", 1, 300),
-    Part("sync small", f"{sys.executable} benchmarks/weight_sync.py --shapes 0.6b 1.7b --json {{json}}", 2, 360),
-    Part(
-        "sync 8b on four",
-        f"{sys.executable} benchmarks/weight_sync.py --shapes 8b --engines 2 --trainers 2 --json {{json}}",
-        4,
-        420,
-    ),
-    Part("throughput", f"{sys.executable} benchmarks/engine_throughput.py {SHARES} --json {{json}}", 1, 420),
-    Part("end to end", f"{sys.executable} benchmarks/end_to_end.py {SHARES} --timeout 480 --json {{json}}", 4, 600),
+    Part("sync small", f"{SYNC} 0.6b 1.7b", 2, 360),
+    Part("sync 8b on four", f"{SYNC} 8b --engines 2 --trainers 2", 4, 420),
+    Part("throughput", f"{BENCHMARK}/engine_throughput.py {SHARES}", 1, 420),
+    Part("end to end", f"{BENCHMARK}/end_to_end.py --timeout 480 {SHARES}", 4, 600),
+    # Few lanes and one rank: generation, and not the trainer, says how fast it goes.
     Part(
         "engine loss",
-        # Few lanes and one rank: generation, and not the trainer, says how fast it goes.
-        f"{sys.executable} benchmarks/engine_loss.py {SHARES} trainer_num_workers=1 "
-        "max_concurrent_prompts_per_server=4 --json {json}",
+        f"{BENCHMARK}/engine_loss.py {SHARES} trainer_num_workers=1 max_concurrent_prompts_per_server=4",
         3,
         420,
     ),
@@ -86,6 +89,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("gpu_suite.json"), help="where the results go")
     parser.add_argument("--minutes", type=float, default=30.0, help="start nothing that may not end within this time")
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART")
+    parser.add_argument("--one-at-a-time", action="store_true", help="no two parts side by side")
     parser.add_argument("--list", action="store_true", help="print the parts and end")
     arguments = parser.parse_args()
     if arguments.list:
@@ -93,20 +97,20 @@ def main() -> int:
             print(f"{part.name:16} {part.num_gpus} GPU(s), up to {part.seconds} s: {part.command}")
         return 0
     parts = [part for part in PARTS if not arguments.only or part.name in arguments.only]
-    deadline = time.monotonic() + 60 * arguments.minutes
     gpus = gpu_names()
     report: dict[str, Any] = {"gpus": gpus, "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())}
-    report["parts"] = results = []
     with tempfile.TemporaryDirectory(prefix="gpu-suite-") as folder:
-        for part in parts:
-            left = deadline - time.monotonic()
-            result = why_not(part, len(gpus), left) or run_part(part, Path(folder))
-            results.append(asdict(part) | result)
-            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-            print(f"{part.name}: {result['outcome']} ({result.get('took', 0):.0f} s)", flush=True)
-            if result["outcome"] == "failed":
-                print(*result["tail"], sep="\n", flush=True)
-    return int(any(result["outcome"] == "failed" for result in results))
+        suite = Suite(parts, gpu_ids(len(gpus)), Path(folder), arguments.minutes * 60, arguments.one_at_a_time)
+        try:
+            for part, result in suite.results():
+                report["parts"] = [*report.get("parts", []), asdict(part) | result]
+                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+                print(f"{part.name}: {result['outcome']} ({result.get('took', 0):.0f} s)", flush=True)
+                if result["outcome"] == "failed":
+                    print(*result["tail"], sep="\n", flush=True)
+        finally:
+            suite.stop()
+    return int(any(part["outcome"] == "failed" for part in report.get("parts", [])))
 
 
 def gpu_names() -> list[str]:
@@ -119,6 +123,126 @@ def gpu_names() -> list[str]:
     return done.stdout.strip().splitlines()
 
 
+def gpu_ids(count: int) -> list[str]:
+    """The GPUs to use, as CUDA_VISIBLE_DEVICES names them; all of the machine's when it is not set."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(index) for index in range(count)] if visible is None else [name for name in visible.split(",") if name]
+
+
+class Suite:
+    """Runs parts in their order, each as soon as there are GPUs for it.
+
+    While a part waits for GPUs, later and smaller ones go before it if they are over, by their deadlines, before those
+    that it waits for.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], gpus: Sequence[str], folder: Path, seconds: float, one_at_a_time: bool = False
+    ) -> None:
+        self._waiting = list(parts)
+        self._num_gpus = len(gpus)
+        self._free = list(gpus)
+        self._folder = folder
+        self._ends = time.monotonic() + seconds
+        self._one_at_a_time = one_at_a_time
+        self._running: list[Running] = []
+        self._num_started = 0
+
+    def results(self) -> Iterator[tuple[Part, dict[str, Any]]]:
+        """Each part with its result, as they end."""
+        while self._waiting or self._running:
+            for part in list(self._waiting):
+                reason = why_not(part, self._num_gpus, self._ends - time.monotonic())
+                if reason is not None:
+                    self._waiting.remove(part)
+                    yield part, reason
+            self._start_what_fits()
+            for running in [running for running in self._running if running.is_over()]:
+                self._running.remove(running)
+                self._free = sorted([*self._free, *running.gpus])
+                yield running.part, running.result()
+            if self._running:
+                time.sleep(POLL_SECONDS)
+
+    def _start_what_fits(self) -> None:
+        before = float("inf")
+        for part in list(self._waiting):
+            if self._one_at_a_time and self._running:
+                return
+            if part.num_gpus <= len(self._free) and time.monotonic() + part.seconds <= before:
+                self._waiting.remove(part)
+                gpus, self._free = self._free[: part.num_gpus], self._free[part.num_gpus :]
+                folder = self._folder / part.name.replace(" ", "-")
+                folder.mkdir()
+                port = FIRST_PORT + 10 * self._num_started
+                self._num_started += 1
+                self._running.append(Running(part, gpus, folder, port))
+            elif part.num_gpus > len(self._free):
+                before = min(before, max(running.deadline for running in self._running))
+
+    def stop(self) -> None:
+        """End what runs."""
+        for running in self._running:
+            running.end()
+
+
+class Running:
+    """A part that was started on `gpus`. `results` of its result is what it wrote, if it writes."""
+
+    def __init__(self, part: Part, gpus: Sequence[str], folder: Path, port: int) -> None:
+        self.part = part
+        self.gpus = gpus
+        self._results, self._output = folder / part.results, folder / "output.txt"
+        words = {"json": self._results, "folder": folder, "tiny": folder / "tiny", "port": port}
+        self._started = time.monotonic()
+        self.deadline = self._started + part.seconds
+        command = part.command.format(**words)
+        if "{tiny}" in part.command:
+            # Kernels of GPUs want heads of 64 numbers.
+            command = f"{RUN} tiny-model --output {words['tiny']} --num-heads 2 --num-kv-heads 1 && exec {command}"
+        with self._output.open("w") as sink:
+            self._process = subprocess.Popen(
+                ["bash", "-c", command],
+                cwd=REPOSITORY,
+                env=environment(gpus),
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def is_over(self) -> bool:
+        """Whether it has ended, if need be because its time is over."""
+        if self._process.poll() is None and time.monotonic() > self.deadline:
+            self.end()
+        return self._process.poll() is not None
+
+    def end(self) -> None:
+        """End it with everything that it started."""
+        for number, seconds in ENDINGS:
+            if self._process.poll() is not None:
+                break
+            os.killpg(self._process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # what is left of its group
+
+    def result(self) -> dict[str, Any]:
+        """How it went."""
+        took = time.monotonic() - self._started
+        code = self._process.returncode
+        results = self._results
+        return {
+            "outcome": "passed" if code == 0 else "failed",
+            "exit_code": code,
+            "on_gpus": list(self.gpus),
+            "took": round(took, 1),
+            "ran_out_of_time": took >= self.part.seconds,
+            "tail": self._output.read_text(errors="replace").splitlines()[-TAIL_LINES:],
+            "results": json.loads(results.read_text()) if results.exists() else None,
+        }
+
+
 def why_not(part: Part, num_gpus: int, seconds_left: float) -> dict[str, Any] | None:
     """The result of a part that is not run here, or None."""
     if part.num_gpus > num_gpus:
@@ -128,44 +252,10 @@ def why_not(part: Part, num_gpus: int, seconds_left: float) -> dict[str, Any] | 
     return None
 
 
-def run_part(part: Part, folder: Path) -> dict[str, Any]:
-    """Run it within its time, with everything that it starts. `results` is what it wrote, if it writes."""
-    results, output = folder / part.results, folder / "output.txt"
-    results.unlink(missing_ok=True)
-    words = {"json": results, "folder": folder, "tiny": folder / "tiny"}
-    if "{tiny}" in part.command and not words["tiny"].exists():
-        # Kernels of GPUs want heads of 64 numbers.
-        make = f"{RUN} tiny-model --output {words['tiny']} --num-heads 2 --num-kv-heads 1"
-        subprocess.run(shlex.split(make), cwd=REPOSITORY, env=environment(), check=True)
-    started = time.monotonic()
-    with output.open("w") as sink:
-        process = subprocess.Popen(
-            shlex.split(part.command.format(**words)),
-            cwd=REPOSITORY,
-            env=environment(),
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(part.seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            code = None
-    return {
-        "outcome": "passed" if code == 0 else "failed",
-        "exit_code": code,
-        "took": round(time.monotonic() - started, 1),
-        "tail": output.read_text(errors="replace").splitlines()[-TAIL_LINES:],
-        "results": json.loads(results.read_text()) if results.exists() else None,
-    }
-
-
-def environment() -> dict[str, str]:
-    """This process's, with the sources of this checkout first and what several GPUs on a shared host need."""
+def environment(gpus: Sequence[str]) -> dict[str, str]:
+    """This process's, with the sources of this checkout first, and those GPUs alone."""
     paths = [str(REPOSITORY / "src"), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,146 @@
+"""The suite for machines with GPUs: who has which GPU when, what is skipped, and what becomes of a part that hangs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def suite() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("gpu_suite", ROOT / "scripts" / "gpu_suite.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_suite"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["gpu_suite"]
+
+
+WRITE = (
+    "import json, os, time; start = time.time(); time.sleep({sleep}); json.dump(dict(start=start, end=time.time(), "
+    "gpus=os.environ['CUDA_VISIBLE_DEVICES'], port={{port}}), open('{{json}}', 'w'))"
+)
+
+
+def part(suite: ModuleType, name: str, num_gpus: int, seconds: int = 30, sleep: float = 0.5):
+    return suite.Part(name, f'{sys.executable} -c "{WRITE.format(sleep=sleep)}"', num_gpus, seconds)
+
+
+def run(suite: ModuleType, folder: Path, parts, gpus=("0", "1", "2", "3"), seconds=60.0, **options):
+    made = suite.Suite(parts, gpus, folder, seconds, **options)
+    try:
+        return {part.name: result for part, result in made.results()}
+    finally:
+        made.stop()
+
+
+def at_once(one: dict, other: dict) -> bool:
+    return one["start"] < other["end"] and other["start"] < one["end"]
+
+
+def test_parts_run_side_by_side_and_never_on_one_gpu(suite: ModuleType, tmp_path: Path) -> None:
+    parts = [part(suite, f"part {n}", num_gpus) for n, num_gpus in enumerate((2, 1, 1, 4, 3, 1))]
+    done = run(suite, tmp_path, parts)
+    assert {result["outcome"] for result in done.values()} == {"passed"}
+    results = [done[p.name]["results"] for p in parts]
+    for n, one in enumerate(results):
+        assert len(one["gpus"].split(",")) == parts[n].num_gpus
+        for other in results[n + 1 :]:
+            assert one["port"] != other["port"]
+            if at_once(one, other):
+                assert not set(one["gpus"].split(",")) & set(other["gpus"].split(","))
+    assert at_once(results[0], results[1])
+
+
+def test_one_at_a_time_is_one_at_a_time(suite: ModuleType, tmp_path: Path) -> None:
+    parts = [part(suite, f"part {n}", 1, sleep=0.1) for n in range(3)]
+    results = [r["results"] for r in run(suite, tmp_path, parts, one_at_a_time=True).values()]
+    assert not any(at_once(one, other) for n, one in enumerate(results) for other in results[n + 1 :])
+
+
+def test_a_small_part_goes_before_a_large_one_that_waits_only_if_it_is_over_in_time(
+    suite: ModuleType, tmp_path: Path
+) -> None:
+    parts = [
+        part(suite, "first", 2, seconds=30, sleep=1.5),
+        part(suite, "large", 4, sleep=0.1),
+        part(suite, "long", 1, seconds=40, sleep=0.1),
+        part(suite, "short", 1, seconds=20, sleep=0.1),
+    ]
+    done = {name: result["results"] for name, result in run(suite, tmp_path, parts).items()}
+    assert done["short"]["start"] < done["first"]["end"] <= done["large"]["start"]
+    assert done["long"]["start"] >= done["large"]["end"]
+
+
+def test_what_needs_more_gpus_or_time_than_there_is_is_skipped_and_says_so(suite: ModuleType, tmp_path: Path) -> None:
+    parts = [part(suite, "wide", 8), part(suite, "long", 1, seconds=600), part(suite, "small", 1, sleep=0.0)]
+    done = run(suite, tmp_path, parts)
+    assert done["wide"]["outcome"] == "skipped: needs 8 GPUs, this machine has 4"
+    assert done["long"]["outcome"].startswith("skipped: may take 600 s, ")
+    assert done["small"]["outcome"] == "passed"
+
+
+def test_a_part_that_hangs_is_ended_with_all_that_it_started_and_frees_its_gpu(
+    suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "ENDINGS", tuple((number, 0.3) for number, _ in suite.ENDINGS))
+    pid_file = tmp_path / "pid"
+    hangs = f"trap '' INT TERM; sleep 3600 & echo $! > {pid_file}; echo its last words; wait"
+    parts = [suite.Part("hangs", hangs, 1, 1), part(suite, "next", 1, sleep=0.0)]
+    done = run(suite, tmp_path, parts, gpus=["5"])
+    assert done["hangs"]["outcome"] == "failed"
+    assert done["hangs"]["ran_out_of_time"]
+    assert done["hangs"]["tail"] == ["its last words"]
+    assert done["next"]["results"]["gpus"] == "5"
+    child = int(pid_file.read_text())
+    until = time.monotonic() + 20
+    while is_running(child):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Not ended, and no zombie that waits for its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_results_are_written_after_every_part_and_a_failure_is_the_exit_code(
+    suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = tmp_path / "seen.json"
+    report = tmp_path / "report.json"
+    parts = (suite.Part("breaks", "echo no luck; exit 3", 1, 30), suite.Part("looks", f"cp {report} {seen}", 1, 30))
+    monkeypatch.setattr(suite, "PARTS", parts)
+    monkeypatch.setattr(suite, "gpu_names", lambda: ["a GPU"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(sys, "argv", ["gpu_suite.py", "--json", str(report), "--minutes", "5"])
+    assert suite.main() == 1
+    assert [p["name"] for p in json.loads(seen.read_text())["parts"]] == ["breaks"]
+    assert [(p["outcome"], p["exit_code"]) for p in json.loads(report.read_text())["parts"]] == [
+        ("failed", 3),
+        ("passed", 0),
+    ]
+    assert "no luck" in capsys.readouterr().out
+
+
+def test_the_gpus_are_those_that_the_caller_may_use(suite: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5f")
+    assert suite.gpu_ids(8) == ["2", "GPU-5f"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert suite.gpu_ids(2) == ["0", "1"]
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") is None
