@@ -90,6 +90,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="start nothing that may not end within this time")
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART")
     parser.add_argument("--one-at-a-time", action="store_true", help="no two parts side by side")
+    parser.add_argument("--folder", type=Path, help="keep there what the parts print and write (default: nowhere)")
     parser.add_argument("--list", action="store_true", help="print the parts and end")
     arguments = parser.parse_args()
     if arguments.list:
@@ -99,8 +100,9 @@ def main() -> int:
     parts = [part for part in PARTS if not arguments.only or part.name in arguments.only]
     gpus = gpu_names()
     report: dict[str, Any] = {"gpus": gpus, "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())}
-    with tempfile.TemporaryDirectory(prefix="gpu-suite-") as folder:
-        suite = Suite(parts, gpu_ids(len(gpus)), Path(folder), arguments.minutes * 60, arguments.one_at_a_time)
+    with tempfile.TemporaryDirectory(prefix="gpu-suite-") as temporary:
+        folder = arguments.folder or Path(temporary)
+        suite = Suite(parts, gpu_ids(len(gpus)), folder, arguments.minutes * 60, arguments.one_at_a_time)
         try:
             for part, result in suite.results():
                 report["parts"] = [*report.get("parts", []), asdict(part) | result]
@@ -173,7 +175,7 @@ class Suite:
                 self._waiting.remove(part)
                 gpus, self._free = self._free[: part.num_gpus], self._free[part.num_gpus :]
                 folder = self._folder / part.name.replace(" ", "-")
-                folder.mkdir()
+                folder.mkdir(parents=True, exist_ok=True)
                 port = FIRST_PORT + 10 * self._num_started
                 self._num_started += 1
                 self._running.append(Running(part, gpus, folder, port))
@@ -193,6 +195,7 @@ class Running:
         self.part = part
         self.gpus = gpus
         self._results, self._output = folder / part.results, folder / "output.txt"
+        self._results.unlink(missing_ok=True)
         words = {"json": self._results, "folder": folder, "tiny": folder / "tiny", "port": port}
         self._started = time.monotonic()
         self.deadline = self._started + part.seconds

@@ -128,7 +128,9 @@ def test_results_are_written_after_every_part_and_a_failure_is_the_exit_code(
     monkeypatch.setattr(suite, "PARTS", parts)
     monkeypatch.setattr(suite, "gpu_names", lambda: ["a GPU"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(sys, "argv", ["gpu_suite.py", "--json", str(report), "--minutes", "5"])
+    kept = tmp_path / "kept"
+    arguments = ["--json", str(report), "--minutes", "5", "--folder", str(kept)]
+    monkeypatch.setattr(sys, "argv", ["gpu_suite.py", *arguments])
     assert suite.main() == 1
     assert [p["name"] for p in json.loads(seen.read_text())["parts"]] == ["breaks"]
     assert [(p["outcome"], p["exit_code"]) for p in json.loads(report.read_text())["parts"]] == [
@@ -136,6 +138,7 @@ def test_results_are_written_after_every_part_and_a_failure_is_the_exit_code(
         ("passed", 0),
     ]
     assert "no luck" in capsys.readouterr().out
+    assert (kept / "breaks" / "output.txt").read_text() == "no luck\n"
 
 
 def test_the_gpus_are_those_that_the_caller_may_use(suite: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
