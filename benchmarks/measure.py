@@ -129,11 +129,15 @@ def peak_rss_mib() -> float:
 
 
 def provenance(packages: Sequence[str]) -> dict[str, Any]:
-    """Where, when and with which code a number was measured."""
+    """Where, when and with which code a number was measured.
+
+    A copy of the sources without their history names the commit that SOURCE_COMMIT gives, if it is set.
+    """
+    changes = _git("status", "--porcelain", "--", "src", "benchmarks/*.py")
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": _git("rev-parse", "--short", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--", "src", "benchmarks/*.py")),
+        "commit": _git("rev-parse", "--short", "HEAD") or os.environ.get("SOURCE_COMMIT", "unknown"),
+        "uncommitted_changes": None if changes is None else bool(changes),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -151,6 +155,10 @@ def _cpu_name() -> str:
     return platform.machine()
 
 
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
+def _git(*arguments: str) -> str | None:
+    """What git says; None where there is no git, or no repository."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

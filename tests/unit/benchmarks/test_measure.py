@@ -1,4 +1,4 @@
-"""The meters of the benchmarks: a loop that is held is seen to be late, on either kind of loop."""
+"""The meters of the benchmarks: a held loop is seen to be late, on either kind of loop; results name their code."""
 
 from __future__ import annotations
 
@@ -68,3 +68,22 @@ def test_what_is_due_at_a_random_moment_waits_for_the_rest_of_the_turn_it_falls_
 ) -> None:
     # Of 10 s, 1% is 0.1 s: the turns' last moments that add up to it are what more than 99% of all moments avoid.
     assert measure.lag_of_turns(turns, 10.0, 0.99) == pytest.approx(p99)
+
+
+def test_a_copy_without_history_names_the_commit_that_it_is_told(
+    measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "REPOSITORY", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.setenv("SOURCE_COMMIT", "abc1234")
+    where = measure.provenance([])
+    assert where["commit"] == "abc1234"
+    assert where["uncommitted_changes"] is None
+
+
+def test_a_machine_without_git_says_that_the_commit_is_unknown(
+    measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SOURCE_COMMIT", raising=False)
+    assert measure.provenance(["torch"])["commit"] == "unknown"
