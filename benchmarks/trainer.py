@@ -67,6 +67,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
     },
+    "14b": {
+        "hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 40, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
+    },
+    "32b": {
+        "hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 """Those of Qwen3 (Qwen3 Technical Report, arXiv:2505.09388), and one that a CPU can train."""
 

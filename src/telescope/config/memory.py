@@ -115,6 +115,14 @@ def estimate_memory(
     return MemoryEstimate(trainer, engine, tuple(problems), kv_cache_problem)
 
 
+def reshards_after_forward(choice: bool | Literal["auto"], device: str) -> bool:
+    """What `fsdp_reshard_after_forward` comes to: whether weights are dropped between forward and backward pass.
+
+    On the CPU memory is rarely what is short, and a gather over gloo costs more than it is worth.
+    """
+    return device == "cuda" if choice == "auto" else choice
+
+
 def _trainer_memory(config: TelescopeConfig, shape: ModelShape, device: str) -> TrainerMemory:
     ranks = config.trainer_num_workers
     stored = DTYPE_BYTES[config.model_dtype]

@@ -4,7 +4,8 @@ Owns the order of a step: forward and backward over this rank's micro-batches, t
 update, the metrics. Invariants: backward runs on the *sum* of token losses, and the gradient is multiplied by one over
 the global count and by the clip factor in one pass afterwards, so that neither packing nor ranks change it and half
 precision does not underflow; the host waits for the device twice an optimiser step at most, never between forward and
-backward; a gradient that is not finite stops the run before it reaches the weights.
+backward; every backward pass reduces its gradients into shards, so that none is whole between micro-batches; a gradient
+that is not finite stops the run before it reaches the weights.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from telescope.algorithms import get_algorithm
 from telescope.algorithms.loss import needs_batch_reference
+from telescope.config.memory import reshards_after_forward
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends.base import TensorMeta, TrainingBackend
+from telescope.trainer.backends.fsdp.gathering import reshard_all, stay_gathered
 from telescope.trainer.backends.fsdp.reduction import TimedReduceScatter
 from telescope.trainer.backends.fsdp.sharding import (
     build_sharded_policy,
     compute_dtype,
     full_tensor,
     local_tensor,
-    reshard_all,
 )
 from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, Span
 from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device
@@ -68,6 +70,7 @@ class FSDPBackend(TrainingBackend):
         self.reduction = TimedReduceScatter()
         if config.track_gpu_events:
             self.reduction.measure(self.policy)
+        self._keeps_gathered = not reshards_after_forward(config.fsdp_reshard_after_forward, self.device.type)
         self._spans: list[Span] = []
 
     @property
@@ -129,6 +132,8 @@ class FSDPBackend(TrainingBackend):
         divisor = denominator(self.algorithm, batch, self.config)
         penalty_share = divisor / max(batch.num_trained_tokens, 1)
         for index, micro_batch in enumerate(batch.micro_batches):
+            # Until the update weights stay what they are.
+            stay_gathered(self.policy, self._keeps_gathered and index + 1 < len(batch.micro_batches))
             with timeline.span("prepare_tensors", index):
                 host = prepare(micro_batch, version, self.environments)
             with timeline.span("data_to_device", index):

@@ -1,6 +1,7 @@
 """Loading a model into shards, and full tensors out of them again.
 
-Owns which modules are gathered together and how the weights reach the ranks. Invariants: only rank 0 ever holds the
+Owns which modules are gathered together and how the weights reach the ranks; not when they are gathered (`gathering`).
+Invariants: only rank 0 ever holds the
 whole model, on its CPU, while loading; every other rank holds its shards and one full tensor at a time. The gradient
 of a parameter is the plain sum of the ranks' gradients: FSDP's average over ranks is switched off, since the loss is
 divided by a count of all ranks already.
@@ -14,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from telescope.config.memory import reshards_after_forward
 from telescope.trainer.attention import choose_kernel
+from telescope.trainer.backends.fsdp.gathering import set_prefetch, units
 from telescope.trainer.blocks import wrap_blocks
 from telescope.trainer.model import DTYPES, PREFIX, PolicyModel, load_causal_lm
 
@@ -43,7 +46,13 @@ def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) ->
         compiled=config.compile_blocks and choose_kernel(device, compute_dtype(config), policy.head_dim) != "padded",
     )
     is_tied = policy.is_tied
-    shard(policy, mesh, compute_dtype(config))
+    shard(
+        policy,
+        mesh,
+        compute_dtype(config),
+        reshard=reshards_after_forward(config.fsdp_reshard_after_forward, device.type),
+    )
+    set_prefetch(policy, config.fsdp_prefetch_layers)
     policy.to_empty(device=device)
     if is_tied:
         # Moving off the meta device made two parameters of the one that embedding and head share.
@@ -54,27 +63,26 @@ def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) ->
     return policy
 
 
-def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Wrap each layer, then the embedding and the head by themselves if they are untied, then the rest."""
+def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype, *, reshard: bool) -> None:
+    """Wrap each layer, then the embedding and the head by themselves if they are untied, then the rest.
+
+    `reshard`: drop a layer's gathered weights between its forward and its backward pass.
+    """
     precision = MixedPrecisionPolicy(
         param_dtype=dtype if dtype in LOW_PRECISION else None,
         reduce_dtype=torch.float32 if dtype in LOW_PRECISION else None,
     )
-    # On CPU memory is not what is short: keeping gathered weights until backward saves a collective per layer.
-    options: dict[str, Any] = {
-        "mesh": mesh, "mp_policy": precision, "reshard_after_forward": mesh.device_type == "cuda",
-    }  # fmt: skip
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision}
     for layer in policy.layers:
-        fully_shard(layer, **options)
+        fully_shard(layer, reshard_after_forward=reshard, **options)
     if not policy.is_tied:
-        fully_shard(policy.causal_lm.get_input_embeddings(), **options)
-        fully_shard(policy.head, **options)
-    fully_shard(policy, **options)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            # A sum, and by ReduceOp.SUM: the premultiplied reductions that other factors use do not exist in gloo.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+        fully_shard(policy.causal_lm.get_input_embeddings(), reshard_after_forward=reshard, **options)
+        fully_shard(policy.head, reshard_after_forward=False, **options)
+    fully_shard(policy, reshard_after_forward=False, **options)
+    for unit in units(policy):
+        # A sum, and by ReduceOp.SUM: the premultiplied reductions that other factors use do not exist in gloo.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
 
 
 @torch.no_grad()
@@ -92,13 +100,6 @@ def fill(policy: PolicyModel, source: nn.Module | None, mesh: DeviceMesh, device
             target.to_local().copy_(local)
         else:
             target.copy_(full)
-
-
-def reshard_all(policy: PolicyModel) -> None:
-    """Drop gathered weights, which stay after a forward pass that no backward pass follows."""
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
