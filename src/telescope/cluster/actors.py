@@ -14,7 +14,8 @@ from typing import Any
 
 import ray
 
-from telescope.cluster.ray_cluster import LOOPBACK, own_address
+from telescope.cluster.network import own_host, use_interface_of
+from telescope.cluster.ray_cluster import own_address
 from telescope.config import TelescopeConfig
 from telescope.errors import InfrastructureError
 from telescope.inference.engine_metrics import metrics_reader
@@ -53,11 +54,16 @@ class InferenceActor:
         model: str,
         run_dir: str,
         traces: TraceTarget | None,
+        broadcast_on_loopback: bool,
     ) -> None:
         from telescope.inference.server import InferenceServer
 
         config = TelescopeConfig.from_json(config_json)
-        self._server = InferenceServer(config, index, port, host, secret, model, Path(run_dir), traces=traces)
+        # In the environment that vLLM and its workers inherit, whose NCCL meets the trainer's.
+        use_interface_of(own_host(loopback=broadcast_on_loopback))
+        self._server = InferenceServer(
+            config, index, port, host, secret, model, Path(run_dir), traces=traces, node_address=own_address()
+        )
         self._metrics = Sampler(
             "engine metrics",
             config.system_metrics_collection_interval_seconds,
@@ -112,12 +118,13 @@ class TrainerActor:
     @ray.method(concurrency_group="control")
     def address(self, loopback: bool) -> tuple[str, int]:
         """Where the ranks can meet this one: its host, and a port that it listens on from now on."""
-        host = _own_host(loopback)
+        host = own_host(loopback=loopback)
         self._door = listen(host)
         return host, int(self._door.getsockname()[1])
 
-    def setup(self, master_host: str, master_port: int) -> Any:
+    def setup(self, master_host: str, master_port: int, loopback: bool) -> Any:
         """Join the other ranks and load the model. Returns its `TrainerInfo`."""
+        use_interface_of(own_host(loopback=loopback))
         from telescope.trainer.memory import memory_reader
         from telescope.trainer.worker import Trainer
         from telescope.weights.sender import WeightSender
@@ -162,7 +169,7 @@ class TrainerActor:
         return self._sender.listen(
             engine,
             num_workers=num_workers,
-            host=_own_host(loopback),
+            host=own_host(loopback=loopback),
             backend=backend_for(self._trainer.backend.device, cpu_staging=config.weight_broadcast_cpu_staging),
             timeout_seconds=config.ray_broadcast_init_timeout_s,
         )
@@ -225,13 +232,8 @@ class HostActor:
 
 
 def placed(taken: Taken) -> Taken:
-    """The same, with this machine's name and the GPUs that Ray gave to this actor."""
-    gpus = tuple(int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdigit())
-    return replace(taken, node=socket.gethostname(), gpus=gpus)
-
-
-def _own_host(loopback: bool) -> str:
-    return LOOPBACK if loopback else own_address()
+    """The same, with the GPUs that Ray gave to this actor; its node is known to who placed it."""
+    return replace(taken, gpus=tuple(int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdigit()))
 
 
 async def answer(reference: Any, what: str) -> Any:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from telescope.cluster.actors import InferenceActor, answer, make_actor
+from telescope.cluster.network import Network
 from telescope.cluster.placement import Placement
-from telescope.cluster.ray_cluster import Cluster
+from telescope.cluster.ray_cluster import LOOPBACK, Cluster
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded
 from telescope.inference.client import EngineClient
@@ -22,7 +24,6 @@ from telescope.record.gauges import Taken
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_SECONDS = 20.0
-LOOPBACK = "127.0.0.1"
 ANSWER_TIMEOUT_SECONDS = 30.0
 
 
@@ -57,6 +58,7 @@ class InferenceGroup:
         placement: Placement,
         run_dir: Path,
         cluster: Cluster,
+        network: Network,
         secret: str,
         *,
         traces: TraceTarget | None = None,
@@ -65,7 +67,8 @@ class InferenceGroup:
         self._secret = secret
         self.clients: list[EngineClient] = []
         cpus = config.ray_inference_cpus_per_worker * config.inference_tensor_parallel_size
-        host = bind_host(config, cluster)
+        host = bind_host(config, network)
+        self._nodes = [cluster.node_names[node] for node in placement.server_nodes]
         self._actors = [
             make_actor(InferenceActor, placement.server_options(index, cpus)).remote(
                 config.to_json(),
@@ -76,6 +79,7 @@ class InferenceGroup:
                 config.model,
                 str(run_dir),
                 traces,
+                network.broadcast_on_loopback,
             )
             for index in range(config.num_inference_servers)
         ]
@@ -112,7 +116,7 @@ class InferenceGroup:
     async def take_readings(self, index: int) -> Taken:
         """What a server has reported of itself since the last call."""
         taken: Taken = await answer(self._actors[index].take_readings.remote(), f"gauges of inference server {index}")
-        return taken
+        return replace(taken, node=self._nodes[index])
 
     async def dump_stacks(self) -> dict[str, str]:
         """Stacks of each server's actor, or why they could not be had."""
@@ -139,8 +143,9 @@ class InferenceGroup:
         await asyncio.gather(*(stop(index, actor) for index, actor in enumerate(self._actors)))
 
 
-def bind_host(config: TelescopeConfig, cluster: Cluster) -> str:
-    """Where servers listen: loopback on a single node unless the user chose a host; `inference_host` otherwise."""
-    if cluster.is_single_node and "inference_host" not in config.user_set:
+def bind_host(config: TelescopeConfig, network: Network) -> str:
+    """Where servers listen: loopback where the driver is on their node, unless the user chose a host; else
+    `inference_host`."""
+    if network.servers_on_loopback and "inference_host" not in config.user_set:
         return LOOPBACK
     return config.inference_host

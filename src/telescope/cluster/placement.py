@@ -7,13 +7,20 @@ is waiting, with a deadline, for resources that somebody else holds.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from telescope.config import TelescopeConfig
+from telescope.config.plan import Placement as Plan
+from telescope.config.plan import Role
 from telescope.errors import DeadlineExceeded
 
 
@@ -25,6 +32,9 @@ class Placement:
     trainer: PlacementGroup
     gpus_per_server: float
     gpus_per_rank: float
+    server_nodes: list[str] = field(default_factory=list)
+    """The node of each server, by its id in Ray."""
+    rank_nodes: list[str] = field(default_factory=list)
 
     def server_options(self, index: int, cpus: float) -> dict[str, object]:
         """Options of the actor of server `index`."""
@@ -51,54 +61,73 @@ def _options(group: PlacementGroup, bundle: int, cpus: float, gpus: float) -> di
     }
 
 
-async def reserve(config: TelescopeConfig, *, on_gpu: bool) -> Placement:
-    """Reserve both groups within `ray_placement_timeout_s`.
+async def reserve(config: TelescopeConfig, plan: Plan) -> Placement:
+    """Reserve both groups, each within `ray_placement_timeout_s`, in the order in which `plan` found room for them.
 
     Raises DeadlineExceeded that says what was asked for and what the cluster has free.
     """
+    on_gpu = plan.device == "cuda"
     tensor_parallel = config.inference_tensor_parallel_size
-    num_servers = config.inference_num_workers // tensor_parallel
-    gpus_per_server = tensor_parallel if on_gpu else 0
-    gpus_per_rank = 1 if on_gpu else 0
-    inference_cpus = config.ray_inference_cpus_per_worker * tensor_parallel
+    server = _bundle(config.ray_inference_cpus_per_worker * tensor_parallel, tensor_parallel if on_gpu else 0)
+    rank = _bundle(config.ray_trainer_cpus_per_worker, 1 if on_gpu else 0)
     if on_gpu and config.share_gpus:
-        return await _reserve_shared(config, inference_cpus + config.ray_trainer_cpus_per_worker)
-    inference = placement_group(
-        [_bundle(inference_cpus, gpus_per_server)] * num_servers, strategy=config.ray_inference_placement_strategy
+        pair = {"CPU": server["CPU"] + rank["CPU"], "GPU": 1}
+        group = await _reserve_one(
+            config, "inference", [pair] * config.trainer_num_workers, config.ray_inference_placement_strategy
+        )
+        nodes = _nodes_of(group)
+        # One bundle with a GPU for each pair of a server and a rank; each of the two is given half of that GPU.
+        return Placement(group, group, 0.5, 0.5, nodes, nodes)
+    asked: dict[Role, tuple[list[dict[str, float]], str]] = {
+        "inference": ([server] * config.num_inference_servers, config.ray_inference_placement_strategy),
+        "trainer": ([rank] * config.trainer_num_workers, config.ray_trainer_placement_strategy),
+    }
+    groups: dict[Role, PlacementGroup] = {}
+    try:
+        for role in plan.order:
+            groups[role] = await _reserve_one(config, role, *asked[role])
+    except BaseException:
+        for group in groups.values():
+            remove_placement_group(group)
+        raise
+    return Placement(
+        groups["inference"],
+        groups["trainer"],
+        server.get("GPU", 0),
+        rank.get("GPU", 0),
+        _nodes_of(groups["inference"]),
+        _nodes_of(groups["trainer"]),
     )
-    trainer = placement_group(
-        [_bundle(config.ray_trainer_cpus_per_worker, gpus_per_rank)] * config.trainer_num_workers,
-        strategy=config.ray_trainer_placement_strategy,
-    )
-    return await _ready(config, Placement(inference, trainer, gpus_per_server, gpus_per_rank))
 
 
-async def _reserve_shared(config: TelescopeConfig, cpus: float) -> Placement:
-    """One bundle with a GPU for each pair of a server and a rank; each of the two is given half of that GPU."""
-    pairs = placement_group(
-        [_bundle(cpus, 1)] * config.trainer_num_workers, strategy=config.ray_inference_placement_strategy
-    )
-    return await _ready(config, Placement(pairs, pairs, 0.5, 0.5))
+async def _reserve_one(
+    config: TelescopeConfig, role: Role, bundles: list[dict[str, float]], strategy: str
+) -> PlacementGroup:
+    """One group, once Ray has found a place for all of it."""
+    group = placement_group(bundles, strategy=strategy)
+    try:
+        async with asyncio.timeout(config.ray_placement_timeout_s):
+            await group.ready()
+    except TimeoutError:
+        free = ray.available_resources()
+        remove_placement_group(group)
+        raise DeadlineExceeded(
+            f"placement of {role} workers: not reserved within ray_placement_timeout_s = "
+            f"{config.ray_placement_timeout_s} s; asked for {len(bundles)} x {bundles[0]} by "
+            f'ray_{role}_placement_strategy "{strategy}", free in the cluster: '
+            f"{free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs. Another run may hold them: end it, or lower "
+            f"{role}_num_workers or ray_{role}_cpus_per_worker."
+        ) from None
+    except BaseException:
+        remove_placement_group(group)  # Ctrl-C while it waits: a cluster of others keeps nothing of ours
+        raise
+    return group
 
 
-async def _ready(config: TelescopeConfig, placement: Placement) -> Placement:
-    for name, group in (("inference", placement.inference), ("trainer", placement.trainer)):
-        try:
-            async with asyncio.timeout(config.ray_placement_timeout_s):
-                await group.ready()
-        except TimeoutError:
-            free = ray.available_resources()
-            placement.remove()
-            raise DeadlineExceeded(
-                f"placement of {name} workers: not reserved within ray_placement_timeout_s = "
-                f"{config.ray_placement_timeout_s} s; asked for {group.bundle_specs}, free in the cluster: "
-                f"{free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs. Another run may hold them, or lower "
-                f"{name}_num_workers or ray_{name}_cpus_per_worker."
-            ) from None
-        except BaseException:
-            placement.remove()  # Ctrl-C while it waits: a cluster of others keeps nothing of ours
-            raise
-    return placement
+def _nodes_of(group: PlacementGroup) -> list[str]:
+    """The node of each bundle, by its id."""
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    return [nodes[index] for index in range(len(group.bundle_specs))]
 
 
 def _bundle(cpus: float, gpus: int) -> dict[str, float]:

@@ -12,7 +12,8 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ LOOPBACK = "127.0.0.1"
 STARTED_TOO_SLOWLY = "timed out during startup"
 """In what Ray raises when its daemons are not up in time."""
 
+FORWARDED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
+"""Variables of this process that every actor gets, as long as `ray_runtime_env` says nothing else."""
+
 LOCAL_OBJECT_STORE_BYTES = 1 << 30
 """Batches pass through the object store and are a few MB; Ray's default, 30 % of the memory, is for data work."""
 
@@ -42,10 +46,10 @@ class Cluster:
 
     started_here: bool
     resources: ClusterResources
-
-    @property
-    def is_single_node(self) -> bool:
-        return len(self.resources.nodes) == 1
+    node_names: Mapping[str, str]
+    """What the record calls each node, by its id in Ray."""
+    driver_node: str
+    """The node that this process is on, by its id."""
 
 
 def runtime_environment(config: TelescopeConfig, run_dir: Path) -> dict[str, Any]:
@@ -63,6 +67,8 @@ def runtime_environment(config: TelescopeConfig, run_dir: Path) -> dict[str, Any
         variables["PATH"] = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
     if config.debug:
         variables["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    # A cluster that runs already has not inherited them from this process.
+    variables |= {name: value for name, value in os.environ.items() if name.startswith(FORWARDED_PREFIXES)}
     user["env_vars"] = {**variables, **(user.get("env_vars") or {})}
     if config.ray_pin_py_executable:
         user.setdefault("py_executable", sys.executable)
@@ -76,9 +82,12 @@ def connect(config: TelescopeConfig, run_dir: Path, *, local_cpus: float, local_
     Raises UserError when there is no cluster and none may be started.
     """
     if config.ray_disable_runtime_env_hook:
-        # Under `uv run`, Ray would otherwise rebuild the whole environment for each worker.
+        # Under `uv run`, Ray would otherwise rebuild the whole environment for each worker. The variable is for the
+        # processes that Ray starts; in this one it was read when Ray was imported.
         os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+        ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     common: dict[str, Any] = {
+        "_skip_env_hook": config.ray_disable_runtime_env_hook,  # the one that RAY_RUNTIME_ENV_HOOK names
         "namespace": config.ray_namespace,
         "runtime_env": runtime_environment(config, run_dir),
         "log_to_driver": config.ray_log_to_driver,
@@ -87,7 +96,7 @@ def connect(config: TelescopeConfig, run_dir: Path, *, local_cpus: float, local_
     if config.ray_address != "local":
         try:
             ray.init(address=config.ray_address, **common)
-            return Cluster(started_here=False, resources=_resources())
+            return _cluster(started_here=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
             may_start = (
                 config.ray_address == "auto" and config.ray_auto_start_local and isinstance(error, ConnectionError)
@@ -111,7 +120,7 @@ def connect(config: TelescopeConfig, run_dir: Path, *, local_cpus: float, local_
             **common,
         }
     )
-    return Cluster(started_here=True, resources=_resources())
+    return _cluster(started_here=True)
 
 
 def _start_here(arguments: dict[str, Any]) -> None:
@@ -174,16 +183,26 @@ def disconnect(cluster: Cluster, config: TelescopeConfig) -> None:
         subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "stop"], check=False, timeout=60)
 
 
-def _resources() -> ClusterResources:
-    """What the nodes of the cluster offer in total (not what is free just now)."""
-    return ClusterResources(
-        tuple(
-            NodeResources(
-                name=node["NodeManagerAddress"],
-                cpus=float(node["Resources"].get("CPU", 0)),
-                gpus=int(node["Resources"].get("GPU", 0)),
-            )
-            for node in ray.nodes()
-            if node["Alive"]
+def _cluster(*, started_here: bool) -> Cluster:
+    """The cluster that this process is connected to, with what its nodes offer in total, not what is free just now."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    resources = tuple(
+        NodeResources(
+            name=node["NodeManagerAddress"],
+            cpus=float(node["Resources"].get("CPU", 0)),
+            gpus=int(node["Resources"].get("GPU", 0)),
         )
+        for node in nodes
     )
+    here = ray.get_runtime_context().get_node_id()
+    return Cluster(started_here, ClusterResources(resources), names_of_nodes(nodes), here)
+
+
+def names_of_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The host name of each node by its id, with its address where several nodes have one name."""
+    count = Counter(node["NodeManagerHostname"] for node in nodes)
+    return {
+        node["NodeID"]: name if count[name] == 1 else f"{name} ({node['NodeManagerAddress']})"
+        for node in nodes
+        for name in [node["NodeManagerHostname"]]
+    }

@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telescope.cluster.actors import TrainerActor, answer, make_actor
 from telescope.cluster.placement import Placement
+from telescope.cluster.ray_cluster import Cluster
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded
 from telescope.record.gauges import Taken
@@ -39,7 +41,7 @@ STOP_TIMEOUT_SECONDS = 20.0
 class TrainerGroup:
     """The trainer's ranks, numbered from 0; which of them serves an engine is `weights.plan.sender_rank`'s."""
 
-    def __init__(self, config: TelescopeConfig, placement: Placement, run_dir: Path) -> None:
+    def __init__(self, config: TelescopeConfig, placement: Placement, run_dir: Path, cluster: Cluster) -> None:
         self.world_size = config.trainer_num_workers
         self._config = config
         self._step_timeout = config.watchdog_seconds
@@ -47,6 +49,7 @@ class TrainerGroup:
         self.queue = asyncio.Lock()
         self.version = 0
         self._num_restarts = 0
+        self._nodes = [cluster.node_names[node] for node in placement.rank_nodes]
         self._ranks = [
             make_actor(TrainerActor, placement.rank_options(rank, config.ray_trainer_cpus_per_worker)).remote(
                 config.to_json(), rank, self.world_size, str(run_dir)
@@ -58,7 +61,7 @@ class TrainerGroup:
         """Make the ranks meet and load the model. Returns each rank's `TrainerInfo`."""
         host, port = await answer(self._ranks[0].address.remote(loopback), "address of trainer rank 0")
         return await self._all(
-            "model setup", lambda rank: self._ranks[rank].setup.remote(host, port), SETUP_TIMEOUT_SECONDS
+            "model setup", lambda rank: self._ranks[rank].setup.remote(host, port, loopback), SETUP_TIMEOUT_SECONDS
         )
 
     async def train_step(self, inputs: list[StepInput]) -> StepResult:
@@ -155,7 +158,7 @@ class TrainerGroup:
     async def take_readings(self, rank: int) -> Taken:
         """What this rank's memory was since the last call. No collective: other commands may be under way."""
         taken: Taken = await answer(self._ranks[rank].take_readings.remote(), f"gauges of trainer rank {rank}")
-        return taken
+        return replace(taken, node=self._nodes[rank])
 
     async def dump_stacks(self) -> dict[str, str]:
         """Stacks of every rank's process, or why they could not be had."""

@@ -79,6 +79,8 @@ class Placement:
 
     device: Literal["cpu", "cuda"]
     bundles: tuple[PlacedBundle, ...]
+    order: tuple[Role, ...] = ("inference", "trainer")
+    """The groups in the order in which they found room: reserved the other way round they may not."""
 
     @property
     def nodes(self) -> tuple[NodeResources, ...]:
@@ -122,23 +124,29 @@ def plan_placement(config: TelescopeConfig, resources: ClusterResources) -> Plac
     if device == "cuda" and config.share_gpus:
         return _plan_shared(config, resources, servers, ranks)
     _check_strict_strategies(config, resources, servers, ranks)
-    # Ray fills the groups one after the other. Larger bundles first leaves the fewest gaps; where that order fails, the
-    # other one may still fit.
+    # Ray fills the groups one after the other. What must be on one node goes first, the largest first: that leaves the
+    # fewest gaps. Where that order fails, the other one may still fit.
     groups = sorted(
         ((servers, config.ray_inference_placement_strategy), (ranks, config.ray_trainer_placement_strategy)),
-        key=lambda group: (not group[1].startswith("STRICT"), -group[0][0].gpus, -group[0][0].cpus),
+        key=lambda group: (not group[1].startswith("STRICT"), *_undivided(*group)),
     )
     for order in (groups, groups[::-1]):
         placed = _place_groups(order, resources)
         if placed is not None:
             placed.sort(key=lambda item: (item.bundle.role != "inference", item.bundle.index))
-            return Placement(device, tuple(placed))
+            return Placement(device, tuple(placed), tuple(bundles[0].role for bundles, _ in order))
     raise PlacementError(
         f"The {len(servers)} inference servers and {len(ranks)} trainer workers do not fit the nodes together, though "
         f"the cluster has {_amount(resources.cpus)} cores and {resources.gpus} GPUs in total "
         f"({_describe_nodes(resources)}). Lower inference_num_workers or trainer_num_workers, or set "
         "ray_inference_placement_strategy and ray_trainer_placement_strategy to PACK"
     )
+
+
+def _undivided(bundles: Sequence[Bundle], strategy: str) -> tuple[float, float]:
+    """GPUs and cores that must be on one node, negative, so that the largest sorts first."""
+    count = len(bundles) if strategy == "STRICT_PACK" else 1
+    return -count * bundles[0].gpus, -count * bundles[0].cpus
 
 
 def _plan_shared(

@@ -32,6 +32,7 @@ POLL_SECONDS = 0.2
 HEALTH_INTERVAL_SECONDS = 2.0
 HEALTH_TIMEOUT_SECONDS = 10.0
 METRICS_TIMEOUT_SECONDS = 10.0
+LOOPBACK = "127.0.0.1"
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 
 
@@ -85,7 +86,8 @@ class InferenceServer:
     """Supervises one engine process on `host`:`port`.
 
     `model_path` is a local folder or hub id; the log goes to `run_dir/logs/inference-<index>.log`. `traces` is where it
-    sends the traces of its requests. `launch` replaces vLLM with another command (tests); `on_progress` is given the
+    sends the traces of its requests. `node_address` is where other machines reach this one, when it listens on all of
+    its interfaces. `launch` replaces vLLM with another command (tests); `on_progress` is given the
     newest log line while the server starts.
     """
 
@@ -101,11 +103,13 @@ class InferenceServer:
         *,
         limits: SupervisionLimits | None = None,
         traces: TraceTarget | None = None,
+        node_address: str | None = None,
         launch: Launch | None = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> None:
         self.index = index
         self.host = host
+        self._node_address = node_address
         self.port = port
         self.log_path = Path(run_dir) / "logs" / f"inference-{index}.log"
         self._config = config
@@ -130,7 +134,7 @@ class InferenceServer:
     @property
     def url(self) -> str:
         """Where other processes, on other machines too, reach this server."""
-        host = advertised_host(self.host)
+        host = advertised_host(self.host, self._node_address)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def start(self) -> ServerInfo:
@@ -325,7 +329,7 @@ class InferenceServer:
 
     def _get(self, route: str, timeout: float) -> tuple[int, bytes]:
         """Status and body of a route of the server. Raises `OSError` or `HTTPException` when it does not answer."""
-        host = "127.0.0.1" if self.host in WILDCARD_HOSTS else self.host
+        host = LOOPBACK if self.host in WILDCARD_HOSTS else self.host
         connection = http.client.HTTPConnection(host, self.port, timeout=timeout)
         try:
             connection.request("GET", route, headers={"Authorization": f"Bearer {self._secret}"})
@@ -349,13 +353,18 @@ def check_port_free(host: str, port: int) -> None:
             ) from error
 
 
-def advertised_host(host: str) -> str:
-    """The address under which others reach a server that listens on `host`."""
+def advertised_host(host: str, node_address: str | None = None) -> str:
+    """The address under which others reach a server that listens on `host`: for all interfaces, the node's address.
+
+    Where that is not known, or is loopback, it is the one that the way out of this machine begins with.
+    """
     if host not in WILDCARD_HOSTS:
         return host
+    if node_address is not None and node_address != LOOPBACK:
+        return node_address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("203.0.113.1", 9))  # a documentation address: picks the outward interface, sends nothing
             return str(probe.getsockname()[0])
         except OSError:
-            return "127.0.0.1"
+            return LOOPBACK

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +117,7 @@ def sources_of(
     seconds = config.system_metrics_collection_interval_seconds
 
     async def take_here() -> Taken:
-        return machine.take()
+        return replace(machine.take(), node=hosts.here)
 
     sources = [Source("this machine", {}, seconds, take_here)]
     sources += [Source(f"machine {name}", {}, seconds, partial(hosts.take_readings, name)) for name in hosts.names]

@@ -19,8 +19,9 @@ from functools import partial
 from typing import Any
 
 from telescope.cluster.inference_group import InferenceGroup
+from telescope.cluster.network import Network, network_of, own_host
 from telescope.cluster.placement import reserve
-from telescope.cluster.ray_cluster import LOOPBACK, Cluster, connect, disconnect, own_address
+from telescope.cluster.ray_cluster import Cluster, connect, disconnect
 from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
 from telescope.config.machine import local_resources
@@ -92,16 +93,17 @@ async def start_parts(
     stack.callback(disconnect, cluster, config)
     on_ray_started()
     plan = plan_placement(config, cluster.resources)
-    placement = await reserve(config, on_gpu=plan.device == "cuda")
+    placement = await reserve(config, plan)
     stack.callback(placement.remove)
+    network = network_of(config, placement, cluster.driver_node)
 
     status.phase = "starting the trainer and the inference servers"
-    loopback = cluster.is_single_node and config.ray_broadcast_prefer_loopback_if_single_node
-    trainer = TrainerGroup(config, placement, directory.path)
+    loopback = network.broadcast_on_loopback
+    trainer = TrainerGroup(config, placement, directory.path, cluster)
     stack.push_async_callback(trainer.stop)
-    traces = _receive_traces(config, cluster, directory, stack) if config.enable_vllm_tracing else None
+    traces = _receive_traces(config, network, directory, stack) if config.enable_vllm_tracing else None
     inference = InferenceGroup(
-        config, placement, directory.path, cluster, secrets.token_urlsafe(32), traces=traces
+        config, placement, directory.path, cluster, network, secrets.token_urlsafe(32), traces=traces
     )  # fmt: skip
     stack.push_async_callback(inference.stop)
     await _start_workers(config, trainer, inference, status, loopback=loopback)
@@ -185,14 +187,14 @@ def _connect(config: TelescopeConfig, directory: RunDirectory) -> Cluster:
 
 
 def _receive_traces(
-    config: TelescopeConfig, cluster: Cluster, directory: RunDirectory, stack: AsyncExitStack
+    config: TelescopeConfig, network: Network, directory: RunDirectory, stack: AsyncExitStack
 ) -> TraceTarget | None:
     """Receive the traces of requests into the record, until `stack` ends. None when they cannot be had here."""
     missing = why_not_available()
     if missing is not None:
         logger.warning("Requests are not traced: %s. enable_vllm_tracing: false turns this off.", missing)
         return None
-    host = LOOPBACK if cluster.is_single_node else own_address()
+    host = own_host(loopback=network.servers_on_loopback)
     write = partial(directory.recorder.write, "spans")
     receiver = TraceReceiver(host, config.otlp_receiver_port, secrets.token_urlsafe(32), write)
     receiver.start()

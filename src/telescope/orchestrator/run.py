@@ -189,7 +189,7 @@ def start_collectors(config: TelescopeConfig, parts: Parts, recorder: Recorder, 
     """The collectors of all gauges, sampling from now on; what they start ends with `stack`."""
     machine = MachineSampler(config.system_metrics_collection_interval_seconds)
     stack.callback(machine.stop)
-    hosts = HostGroup(config)
+    hosts = HostGroup(config, parts.cluster)
     stack.push_async_callback(hosts.stop)
     return Collectors(sources_of(config, machine, parts.trainer, parts.inference, hosts), recorder)
 

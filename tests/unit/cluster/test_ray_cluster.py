@@ -10,25 +10,30 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray._private import ray_constants
+from ray._private.runtime_env import uv_runtime_env_hook
 from ray._private.services import get_node_ip_address
+from ray._private.worker import _maybe_modify_runtime_env
 
 from telescope.cluster import ray_cluster
-from telescope.cluster.inference_group import bind_host
-from telescope.cluster.ray_cluster import Cluster, connect, disconnect, runtime_environment
+from telescope.cluster.ray_cluster import Cluster, connect, disconnect, names_of_nodes, runtime_environment
 from telescope.config import TelescopeConfig
 from telescope.config.plan import ClusterResources, NodeResources
 from telescope.errors import RunError, UserError
 
 RUN_DIR = Path("/runs/demo")
-NODE = {"NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": {"CPU": 8.0, "GPU": 2.0}}
+NODE = {
+    "NodeID": "first", "NodeManagerAddress": "10.0.0.1", "NodeManagerHostname": "box", "Alive": True,
+    "Resources": {"CPU": 8.0, "GPU": 2.0},
+}  # fmt: skip
 
 
 def config_of(**fields: Any) -> TelescopeConfig:
     return TelescopeConfig.model_validate({"model": "m", "environments": [{"name": "countdown"}], **fields})
 
 
-def nodes(count: int) -> ClusterResources:
-    return ClusterResources(tuple(NodeResources(f"10.0.0.{index}", 8.0, 0) for index in range(count)))
+def cluster_of(*, started_here: bool) -> Cluster:
+    return Cluster(started_here, ClusterResources((NodeResources("10.0.0.1", 8.0, 0),)), {"first": "box"}, "first")
 
 
 class FakeRay:
@@ -50,6 +55,9 @@ class FakeRay:
     def nodes(self) -> list[dict[str, Any]]:
         return [NODE, {**NODE, "NodeManagerAddress": "10.0.0.2", "Alive": False}]
 
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "first")
+
     def is_initialized(self) -> bool:
         return self.is_running
 
@@ -64,6 +72,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     # `connect` writes to these; setting them here has them put back.
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "1")
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
+    monkeypatch.setattr(ray_constants, "RAY_ENABLE_UV_RUN_RUNTIME_ENV", ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV)
     return fake
 
 
@@ -114,34 +123,15 @@ def test_debug_asks_torch_for_more() -> None:
     assert runtime_environment(config_of(debug=True), RUN_DIR)["env_vars"]["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
 
 
-@pytest.mark.parametrize(
-    ("num_nodes", "fields", "expected"),
-    [
-        (1, {}, "127.0.0.1"),
-        (1, {"inference_host": "0.0.0.0"}, "0.0.0.0"),
-        (1, {"inference_host": "10.0.0.7"}, "10.0.0.7"),
-        (2, {"inference_host": "10.0.0.7"}, "10.0.0.7"),
-    ],
-)
-def test_servers_of_one_node_listen_on_loopback_unless_the_user_names_a_host(
-    num_nodes: int, fields: dict[str, Any], expected: str
-) -> None:
-    assert bind_host(config_of(**fields), Cluster(True, nodes(num_nodes))) == expected
-
-
-def test_servers_of_several_nodes_listen_where_the_default_says() -> None:
-    config = config_of()
-    assert bind_host(config, Cluster(False, nodes(2))) == config.inference_host
-
-
 def test_a_cluster_that_runs_is_joined_and_its_dead_nodes_are_not_counted(fake_ray: FakeRay) -> None:
     cluster = connect(config_of(ray_address="auto"), RUN_DIR, local_cpus=4, local_gpus=0)
     assert not cluster.started_here
-    assert cluster.is_single_node
+    assert (cluster.node_names, cluster.driver_node) == ({"first": "box"}, "first")
     assert cluster.resources.nodes == (NodeResources("10.0.0.1", 8.0, 2),)
     (call,) = fake_ray.calls
     assert call["address"] == "auto"
     assert call["namespace"] == config_of().ray_namespace
+    assert call["log_to_driver"] is True
     assert "num_cpus" not in call, "a cluster that runs has resources of its own"
 
 
@@ -188,11 +178,48 @@ def test_a_cluster_that_was_asked_for_and_is_not_there_is_the_users_to_mend(
     assert len(fake_ray.calls) == 1
 
 
-def test_the_hook_of_uv_run_is_off_only_if_so_configured(fake_ray: FakeRay) -> None:
-    connect(config_of(ray_disable_runtime_env_hook=False), RUN_DIR, local_cpus=4, local_gpus=0)
-    assert os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] == "1"
-    connect(config_of(ray_disable_runtime_env_hook=True), RUN_DIR, local_cpus=4, local_gpus=0)
-    assert os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] == "0"
+@pytest.mark.parametrize("off", [True, False])
+def test_ray_rewrites_no_runtime_environment_unless_so_configured(
+    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, off: bool
+) -> None:
+    """Under `uv run`, and where RAY_RUNTIME_ENV_HOOK names a hook. Ray has read the first switch when it was imported,
+    so what counts is what its own function does afterwards."""
+    monkeypatch.setattr(ray_constants, "RAY_ENABLE_UV_RUN_RUNTIME_ENV", True)
+    monkeypatch.setattr(uv_runtime_env_hook, "_get_uv_run_cmdline", lambda: ["uv", "run", "train.py"])
+    monkeypatch.setattr(uv_runtime_env_hook, "hook", lambda env: {**env, "rewritten": True})
+    connect(config_of(ray_disable_runtime_env_hook=off), RUN_DIR, local_cpus=4, local_gpus=0)
+    (call,) = fake_ray.calls
+    assert _maybe_modify_runtime_env({}, call["_skip_env_hook"]) == ({} if off else {"rewritten": True})
+    assert os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] == ("0" if off else "1")
+    monkeypatch.setattr(uv_runtime_env_hook, "_get_uv_run_cmdline", lambda: None)
+    monkeypatch.setenv("RAY_RUNTIME_ENV_HOOK", "tests.unit.cluster.test_ray_cluster.hook_of_the_site")
+    assert _maybe_modify_runtime_env({}, call["_skip_env_hook"]) == ({} if off else {"by_the_site": True})
+
+
+def hook_of_the_site(env: dict[str, Any]) -> dict[str, Any]:
+    return {**env, "by_the_site": True}
+
+
+def test_what_workers_print_stays_away_from_the_driver_when_so_configured(fake_ray: FakeRay) -> None:
+    connect(config_of(ray_log_to_driver=False), RUN_DIR, local_cpus=4, local_gpus=0)
+    assert fake_ray.calls[0]["log_to_driver"] is False
+
+
+def test_settings_of_nccl_and_gloo_reach_the_workers_of_any_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("NCCL_NVLS_ENABLE", "0"), ("GLOO_SOCKET_IFNAME", "eth7"), ("NCCL_DEBUG", "WARN")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ANOTHER_SECRET", "x")
+    config = config_of(ray_runtime_env={"env_vars": {"NCCL_DEBUG": "INFO"}})
+    variables = runtime_environment(config, RUN_DIR)["env_vars"]
+    assert (variables["NCCL_NVLS_ENABLE"], variables["GLOO_SOCKET_IFNAME"]) == ("0", "eth7")
+    assert variables["NCCL_DEBUG"] == "INFO", "the field wins"
+    assert "ANOTHER_SECRET" not in variables
+
+
+def test_nodes_are_called_by_their_host_names_and_told_apart_where_those_are_equal() -> None:
+    twin = {**NODE, "NodeID": "second", "NodeManagerAddress": "10.0.0.2"}
+    assert names_of_nodes([NODE, {**twin, "NodeManagerHostname": "shelf"}]) == {"first": "box", "second": "shelf"}
+    assert names_of_nodes([NODE, twin]) == {"first": "box (10.0.0.1)", "second": "box (10.0.0.2)"}
 
 
 @pytest.mark.parametrize(("started_here", "asked", "stops"), [(False, True, 1), (False, False, 0), (True, True, 0)])
@@ -201,11 +228,11 @@ def test_a_cluster_of_others_is_ended_only_when_asked(
 ) -> None:
     commands: list[Any] = []
     monkeypatch.setattr(ray_cluster, "subprocess", SimpleNamespace(run=lambda *a, **k: commands.append(a)))
-    disconnect(Cluster(started_here, nodes(1)), config_of(ray_shutdown_on_exit=asked))
+    disconnect(cluster_of(started_here=started_here), config_of(ray_shutdown_on_exit=asked))
     assert fake_ray.num_shutdowns == 1, "this ends one that was started here"
     assert len(commands) == stops
     fake_ray.is_running = False
-    disconnect(Cluster(started_here, nodes(1)), config_of())
+    disconnect(cluster_of(started_here=started_here), config_of())
     assert fake_ray.num_shutdowns == 1
 
 

@@ -1,0 +1,72 @@
+"""One Ray of two nodes for all tests of this room: two raylets on this machine, each at a loopback address of its own,
+which say that they have GPUs. Ray keeps its books by what it is told, so that placement, isolation and addresses are
+those of two machines; nothing computes on a GPU."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster as Raylets
+
+from telescope.cluster.ray_cluster import Cluster, connect
+from telescope.cluster.reaper import Reaper
+from telescope.config import TelescopeConfig
+
+HEAD, OTHER = "127.0.0.2", "127.0.0.3"
+GPUS_PER_NODE = 4
+CPUS_PER_NODE = 4
+
+
+def config_of(**fields: Any) -> TelescopeConfig:
+    """A run whose workers ask for little; `fields` are those that the test is about."""
+    small = {"ray_inference_cpus_per_worker": 0.1, "ray_trainer_cpus_per_worker": 0.1}
+    return TelescopeConfig.model_validate({"model": "m", "environments": [{"name": "countdown"}], **small, **fields})
+
+
+@dataclass
+class TwoNodes:
+    """The nodes, and what `connect` found of them."""
+
+    other: Any
+    """The second raylet, for `kill_all_processes`."""
+    run_dir: Path
+    cluster: Cluster
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[TwoNodes]:
+    """Joined by its address. Nobody else finds it: its files are in a folder of its own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="two-", dir="/tmp") as folder,  # Ray's sockets want short paths
+        pytest.MonkeyPatch.context() as patch,
+        Reaper(),
+    ):
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("RAY_prestart_worker_first_driver", "0")  # a process for each core otherwise
+        patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        patch.setenv("NCCL_DEBUG_FILE", "/from/the/driver")
+        node = {"num_cpus": CPUS_PER_NODE, "num_gpus": GPUS_PER_NODE, "object_store_memory": 80 << 20}
+        raylets = Raylets(
+            initialize_head=True, head_node_args={**node, "node_ip_address": HEAD, "include_dashboard": False}
+        )
+        try:
+            other = raylets.add_node(**node, node_ip_address=OTHER)
+            # Not known to the nodes, which were started before: it can only come with the run.
+            patch.setenv("NCCL_IB_HCA", "set by the user")
+            run_dir = Path(folder, "run")
+            config = config_of(
+                ray_address=raylets.address,
+                ray_namespace="of-the-test",
+                ray_runtime_env={"env_vars": {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": "/from/the/field"}},
+            )
+            cluster = connect(config, run_dir, local_cpus=1, local_gpus=0)
+            yield TwoNodes(other, run_dir, cluster)
+        finally:
+            ray.shutdown()
+            raylets.shutdown()

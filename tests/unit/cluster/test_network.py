@@ -1,0 +1,104 @@
+"""Who meets on loopback, at which address everybody else is reached, and through which interface NCCL and gloo talk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from telescope.cluster import network as network_module
+from telescope.cluster.inference_group import bind_host
+from telescope.cluster.network import (
+    Network,
+    interface_networks,
+    interface_of,
+    network_of,
+    own_host,
+    use_interface_of,
+)
+from telescope.cluster.placement import Placement
+from telescope.config import TelescopeConfig
+from telescope.inference.server import advertised_host
+
+INTERFACES = [
+    ("lo", "127.0.0.1/255.0.0.0"), ("lo", "::1/128"), ("docker0", "172.17.0.1/16"), ("ib0", "10.1.0.4/16"),
+    ("eth0", "10.0.0.4/8"), ("eth1", "fd00::4/64"),
+]  # fmt: skip
+
+
+def config_of(**fields: Any) -> TelescopeConfig:
+    return TelescopeConfig.model_validate({"model": "m", "environments": [{"name": "countdown"}], **fields})
+
+
+def placed(servers: list[str], ranks: list[str]) -> Placement:
+    return Placement(None, None, 1, 1, servers, ranks)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("servers", "ranks", "http", "broadcast"),
+    [
+        (["here", "here"], ["here"], True, True),
+        (["there", "there"], ["there"], False, True),
+        (["here"], ["there"], True, False),
+        (["here", "there"], ["here"], False, False),
+    ],
+)
+def test_processes_meet_on_loopback_where_all_that_meet_are_on_one_node(
+    servers: list[str], ranks: list[str], http: bool, broadcast: bool
+) -> None:
+    """Whatever else is in the cluster. The driver asks the servers; ranks and servers send each other weights."""
+    assert network_of(config_of(), placed(servers, ranks), "here") == Network(http, broadcast)
+    unwanted = config_of(ray_broadcast_prefer_loopback_if_single_node=False)
+    assert network_of(unwanted, placed(servers, ranks), "here") == Network(http, False)
+
+
+def test_off_loopback_a_process_is_reached_at_its_nodes_address_or_the_outward_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(network_module, "own_address", lambda: "10.0.0.4")
+    assert own_host(loopback=True) == "127.0.0.1"
+    assert own_host(loopback=False) == "10.0.0.4"
+    monkeypatch.setattr(network_module, "own_address", lambda: "127.0.0.1")  # a Ray that was started for one run
+    monkeypatch.setattr(network_module, "advertised_host", lambda host: "192.0.2.9")
+    assert own_host(loopback=False) == "192.0.2.9"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({}, "127.0.0.1"), ({"inference_host": "0.0.0.0"}, "0.0.0.0"), ({"inference_host": "10.0.0.7"}, "10.0.0.7")],
+)
+def test_servers_beside_the_driver_listen_on_loopback_unless_the_user_names_a_host(
+    fields: dict[str, Any], expected: str
+) -> None:
+    assert bind_host(config_of(**fields), Network(True, False)) == expected
+
+
+def test_servers_elsewhere_listen_where_the_field_says_and_are_asked_at_their_nodes_address() -> None:
+    assert bind_host(config_of(), Network(False, True)) == config_of().inference_host == "0.0.0.0"
+    assert bind_host(config_of(inference_host="10.0.0.7"), Network(False, True)) == "10.0.0.7"
+    assert advertised_host("0.0.0.0", "10.0.0.4") == "10.0.0.4"
+    assert advertised_host("10.0.0.7", "10.0.0.4") == "10.0.0.7"
+
+
+@pytest.mark.parametrize(
+    ("address", "interface"),
+    [("127.0.0.1", "lo"), ("127.0.0.3", "lo"), ("10.1.0.4", "ib0"), ("10.0.0.4", "eth0"), ("fd00::9", "eth1"),
+     ("203.0.113.9", None)],
+)  # fmt: skip
+def test_an_address_has_the_interface_that_holds_it_and_else_the_one_whose_network_it_is_in(
+    address: str, interface: str | None
+) -> None:
+    assert interface_of(address, INTERFACES) == interface
+
+
+def test_loopback_is_among_the_interfaces_of_this_machine() -> None:
+    assert interface_of("127.0.0.1", interface_networks()) == "lo"
+
+
+def test_nccl_and_gloo_are_told_the_interface_and_a_users_choice_is_kept() -> None:
+    environment: dict[str, str] = {}
+    use_interface_of("127.0.0.1", environment)
+    assert environment == {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {"NCCL_SOCKET_IFNAME": "ib0"}
+    use_interface_of("127.0.0.1", environment)
+    assert environment == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "lo"}
