@@ -22,9 +22,11 @@ class RaySection(Section):
     ray_log_to_driver: bool = True
     """Forward worker logs to the driver process."""
     ray_runtime_env: dict[str, Any] | None = None
-    """Custom Ray runtime environment, such as {env_vars: {NCCL_DEBUG: INFO}}. Merged with what the run itself needs."""
+    """Custom Ray runtime environment, such as {env_vars: {NCCL_DEBUG: INFO}}. Merged with what the run itself needs,
+    NCCL_*, TORCH_NCCL_* and GLOO_* of the shell that starts the run included; this field wins."""
     ray_disable_runtime_env_hook: bool = True
-    """Disable Ray's runtime environment hook, which under `uv run` would build an environment anew on every node."""
+    """Disable Ray's runtime environment hooks: the one that under `uv run` would build an environment anew on every
+    node, and one that RAY_RUNTIME_ENV_HOOK names."""
     ray_pin_py_executable: bool = True
     """Pin the Python executable path in workers to the driver's own."""
     ray_propagate_active_venv: bool = True
@@ -34,7 +36,8 @@ class RaySection(Section):
     ray_broadcast_init_timeout_s: WholeSeconds = 300
     """Timeout for weight broadcast initialization, in seconds."""
     ray_broadcast_prefer_loopback_if_single_node: bool = True
-    """Prefer loopback interface for single-node broadcasts."""
+    """Prefer loopback interface for single-node broadcasts, when all ranks and servers are on one node. Off, or on
+    several nodes: the node's address, and the interface that has it."""
     ray_shutdown_on_exit: bool = False
     """Shut down the Ray cluster on exit. A cluster that the run started itself is always shut down."""
     ray_inference_cpus_per_worker: Annotated[float, Field(gt=0, le=1024)] = 4.0
@@ -43,7 +46,7 @@ class RaySection(Section):
     """CPU cores allocated per trainer worker. May be a fraction. Lower it when the placement does not fit."""
     ray_inference_placement_strategy: PlacementStrategy = "PACK"
     """Placement strategy for inference workers. PACK: few nodes if possible; SPREAD: many nodes if possible;
-    STRICT_PACK: one node; STRICT_SPREAD: a node per server."""
+    STRICT_PACK: one node; STRICT_SPREAD: a node per server. A server's GPUs are always on one node."""
     ray_trainer_placement_strategy: PlacementStrategy = "PACK"
     """Placement strategy for trainer workers. PACK: few nodes if possible; SPREAD: many nodes if possible;
     STRICT_PACK: one node; STRICT_SPREAD: a node per worker."""
@@ -52,8 +55,8 @@ class RaySection(Section):
     gpu_memory_utilization of its memory, the rank has the rest, and weights travel through host memory. They slow each
     other down. No effect without GPUs."""
     ray_placement_timeout_s: WholeSeconds = 900
-    """Timeout for Ray placement group creation, in seconds. Waits for nodes that are still joining, or for another
-    run to end."""
+    """Timeout for Ray placement group creation, in seconds. Waits for what other runs hold; what the nodes of the
+    cluster could not hold if they were free is refused at once."""
 
 
 class WeightSection(Section):
