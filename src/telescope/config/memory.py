@@ -210,12 +210,21 @@ def plan_shadows(config: TelescopeConfig, shape: ModelShape | None, memory: int 
     return ShadowPlan(needed)
 
 
+def trainer_share(config: TelescopeConfig, memory: int) -> int:
+    """Bytes that torch may allocate in a rank that shares a GPU of `memory` bytes with a server.
+
+    What `gpu_memory_utilization` leaves, less the CUDA contexts of both processes: neither torch nor vLLM counts its
+    own, and a server that is started again must find its whole share free.
+    """
+    return max(int(memory * (1 - config.gpu_memory_utilization)) - 2 * CUDA_CONTEXT_BYTES, 0)
+
+
 def _problems(
     config: TelescopeConfig, trainer: TrainerMemory, engine: EngineMemory, device: str, memory: int | None
 ) -> list[str]:
     problems: list[str] = []
     shared = config.share_gpus and device == "cuda"
-    left = int((memory or 0) * (1 - config.gpu_memory_utilization))
+    left = trainer_share(config, memory or 0) + CUDA_CONTEXT_BYTES  # with the rank's own context, as in its total
     if shared and memory is not None and trainer.total > left:
         problems.append(
             f"A trainer worker needs about {trainer.total / GIB:.1f} GiB (weights, gradients, optimizer "

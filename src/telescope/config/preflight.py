@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from telescope.config.machine import local_resources, ray_cluster_is_configured
-from telescope.config.memory import estimate_memory
+from telescope.config.memory import estimate_memory, trainer_share
 from telescope.config.model_files import ModelReport, inspect_model, vocabulary_size
 from telescope.config.plan import PlacementError, gpus_needed, plan_placement, resolve_device
 from telescope.config.run_dir import choose_run_dir
@@ -207,7 +207,7 @@ def check_shared_gpu(config: TelescopeConfig, report: ModelReport) -> None:
     if not config.share_gpus or memory is None or resolve_device(config, here) != "cuda" or report.shape is None:
         return
     estimate = estimate_memory(config, report.shape, device_memory_bytes=memory)
-    if estimate.trainer.states > memory * (1 - config.gpu_memory_utilization):
+    if estimate.trainer.states > trainer_share(config, memory):
         raise ConfigError(estimate.problems[0])
 
 

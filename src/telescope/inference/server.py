@@ -21,12 +21,14 @@ from pathlib import Path
 
 from telescope.config import TelescopeConfig
 from telescope.config.machine import visible_gpu_memory
+from telescope.config.memory import estimate_memory
 from telescope.errors import ConfigError, InfrastructureError
 from telescope.inference import vllm_adapter as wire
+from telescope.inference.gpu_share import kv_cache_of_a_restart
 from telescope.inference.process import EngineProcess
 from telescope.inference.supported_vllm import check_supported, installed_version
 from telescope.inference.tracing import TraceTarget
-from telescope.inference.vllm_launch import LaunchCommand, hint_for, launch_command, runs_on_cpu
+from telescope.inference.vllm_launch import LaunchCommand, hint_for, launch_command, runs_on_cpu, shape_of
 
 POLL_SECONDS = 0.2
 HEALTH_INTERVAL_SECONDS = 2.0
@@ -130,6 +132,7 @@ class InferenceServer:
         self._exit_code: int | None = None
         self._error: str | None = None
         self._restart_times: list[float] = []
+        self._kv_cache_bytes: int | None = None
 
     @property
     def url(self) -> str:
@@ -152,6 +155,7 @@ class InferenceServer:
         except BaseException as error:
             self._state, self._error = "failed", str(error)
             raise
+        self._kv_cache_bytes = self._kv_cache_of_a_restart()
         self._state = "ready"
         name = f"inference-{self.index}-supervisor"
         self._thread = threading.Thread(target=self._supervise, name=name, daemon=True)
@@ -218,9 +222,21 @@ class InferenceServer:
             on_cpu=on_cpu,
             restarted=restarted,
             gpu_memory_bytes=None if on_cpu else min(visible_gpu_memory(), default=None),
+            kv_cache_bytes=self._kv_cache_bytes if restarted else None,
             traces=self._traces,
             index=self.index,
         )
+
+    def _kv_cache_of_a_restart(self) -> int | None:
+        """The KV cache that the server has now, if another process of the run has come to its GPU by the next start."""
+        if not self._config.share_gpus or runs_on_cpu(self._config):
+            return None
+        assert self._process is not None
+        shape, memory = shape_of(self._model), min(visible_gpu_memory(), default=None)
+        estimate = None
+        if shape is not None and memory is not None:
+            estimate = estimate_memory(self._config, shape, device_memory_bytes=memory).engine
+        return kv_cache_of_a_restart(self._process.log_tail(2000), estimate)
 
     def _start_process(self, *, restarted: bool) -> None:
         command = self._launch(restarted)

@@ -20,6 +20,7 @@ from telescope.config.memory import ShadowPlan, estimate_memory, plan_shadows
 from telescope.config.model_shape import ModelShape, known_shape
 from telescope.errors import ConfigError
 from telescope.inference.auth import SECRET_VARIABLE
+from telescope.inference.gpu_share import memory_arguments
 from telescope.inference.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.inference.step_meter import STEP_METER_VARIABLE, meter_path
 from telescope.inference.supported_vllm import check_supported, is_cpu_build
@@ -76,6 +77,7 @@ def launch_command(
     on_cpu: bool,
     restarted: bool = False,
     gpu_memory_bytes: int | None = None,
+    kv_cache_bytes: int | None = None,
     traces: TraceTarget | None = None,
     index: int = 0,
 ) -> LaunchCommand:
@@ -83,7 +85,8 @@ def launch_command(
 
     `model` is a local folder or a hub id; `directory` takes small files (the chat template). `restarted` makes the
     server refuse to sample until it has been given the current weights. `gpu_memory_bytes` is its GPU's, of which the
-    second copy of the weights is kept free where they come in the background. `traces` is where it sends the traces of
+    second copy of the weights is kept free where they come in the background. `kv_cache_bytes` is the KV cache of a
+    server that starts again on a GPU that it shares (`gpu_share`). `traces` is where it sends the traces of
     its requests, as server `index`. Raises `UserError` for an unsupported vLLM, `ConfigError` when a second copy that
     the config insists on leaves no room for a sequence.
     """
@@ -111,15 +114,18 @@ def launch_command(
         arguments.append("--enforce-eager")
     shadows = ShadowPlan(0)
     if not on_cpu:
-        shape = _shape_of(model)
+        shape = shape_of(model)
         shadows = plan_shadows(config, shape, gpu_memory_bytes)
         if shadows.num_bytes and shape is not None:
             problem = estimate_memory(config, shape, device_memory_bytes=gpu_memory_bytes).kv_cache_problem
             if problem is not None:
                 raise ConfigError(problem)
-        # vLLM makes its KV cache of what it finds free under this bound; the second copy is made after that.
-        share = shadows.num_bytes / gpu_memory_bytes if gpu_memory_bytes else 0.0
-        arguments += ["--gpu-memory-utilization", f"{max(config.gpu_memory_utilization - share, 0.01):.4g}"]
+        arguments += memory_arguments(
+            config,
+            shadow_bytes=shadows.num_bytes,
+            gpu_memory_bytes=gpu_memory_bytes,
+            kv_cache_bytes=kv_cache_bytes,
+        )
     if config.trust_remote_code:
         arguments.append("--trust-remote-code")
     arguments += _chat_arguments(config, directory)
@@ -197,7 +203,7 @@ def _environment(config: TelescopeConfig, secret: str, model: str, *, on_cpu: bo
     return environment
 
 
-def _shape_of(model: str) -> ModelShape | None:
+def shape_of(model: str) -> ModelShape | None:
     """The model's shape, as far as it can be known without asking the hub."""
     path = Path(model) / "config.json"
     if not path.is_file():

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
+from telescope.config.memory import trainer_share
 from telescope.errors import ConfigError
 from telescope.trainer.backends import TensorMeta, TrainingBackend, find_backend
 from telescope.trainer.batch import Span, StepInput, StepResult
@@ -91,7 +92,8 @@ class Trainer:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             if config.share_gpus:
-                torch.cuda.set_per_process_memory_fraction(1 - config.gpu_memory_utilization, device)
+                memory = torch.cuda.get_device_properties(device).total_memory
+                torch.cuda.set_per_process_memory_fraction(trainer_share(config, memory) / memory, device)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=self._open_store(),

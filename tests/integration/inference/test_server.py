@@ -17,10 +17,12 @@ import pytest
 
 from telescope.config import TelescopeConfig, load_config
 from telescope.errors import ConfigError
+from telescope.inference import server as server_module
 from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.client import EngineClient
 from telescope.inference.engine_metrics import metrics_reader
 from telescope.inference.fake_engine import FakeEngineSettings
+from telescope.inference.gpu_share import ROUNDING_BYTES
 from telescope.inference.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.inference.process import EngineProcess, group_members
 from telescope.inference.server import EngineStartError, InferenceServer, SupervisionLimits
@@ -116,6 +118,34 @@ async def test_killed_engine_is_restarted_and_samples_nothing_until_updated(make
     await client.resume()
     assert (await client.generate(request)).version_spans == [(7, 0, 4)]
     await client.close()
+
+
+def test_a_killed_server_that_shares_its_gpu_is_started_again_with_the_cache_that_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then the trainer is on the GPU, and vLLM could measure nothing there (`inference.gpu_share`)."""
+    shared = ["--environments", '[{"name": "countdown"}]', "--share_gpus=true"]
+    config = load_config(None, [*shared, "--inference_num_workers=1", "--trainer_num_workers=1"]).config
+    port = free_port()
+    words = "print('Available KV cache memory: 7.50 GiB', flush=True)"
+    script = f"{words}; import runpy; runpy.run_module('telescope.inference.fake_server', run_name='__main__')"
+    given: list[int | None] = []
+
+    def launch(_: TelescopeConfig, **fields: object) -> LaunchCommand:
+        given.append(fields["kv_cache_bytes"])  # type: ignore[arg-type]
+        settings = msgspec.json.encode(FakeEngineSettings()).decode()
+        arguments = [sys.executable, "-c", script, "--port", str(port), "--settings", settings]
+        return LaunchCommand(arguments, {SECRET_VARIABLE: SECRET})
+
+    monkeypatch.setattr(server_module, "launch_command", launch)
+    monkeypatch.setattr(server_module, "runs_on_cpu", lambda config: False)
+    server = InferenceServer(config, 0, port, "127.0.0.1", SECRET, "m", tmp_path, limits=QUICK)
+    try:
+        os.kill(server.start().pid, signal.SIGKILL)
+        wait_for(lambda: server.status().restarts == 1 and server.status().state == "ready", "restart")
+    finally:
+        server.stop()
+    assert given == [None, int(7.5 * 2**30) - ROUNDING_BYTES]
 
 
 def test_engine_that_keeps_dying_is_given_up(make_server) -> None:
