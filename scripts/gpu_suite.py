@@ -57,8 +57,11 @@ PYTEST = f"{sys.executable} -m pytest -q -p no:cacheprovider -m gpu"
 BENCHMARK = f"{sys.executable} benchmarks"
 SHARES = "--json {json} --port {port} --set ray_inference_cpus_per_worker=4 ray_trainer_cpus_per_worker=4"
 SYNC = f"{sys.executable} benchmarks/weight_sync.py --json {{json}} --set inference_base_port={{port}} --shapes"
+EXPERTS_AND_RANKS = "tests/gpu/weights/test_experts_and_ranks_on_gpu.py"
 PARTS = (
-    Part("weights", f"{PYTEST} tests/gpu/weights", 1, 300),
+    Part("weights", f"{PYTEST} tests/gpu/weights --ignore {EXPERTS_AND_RANKS}", 1, 300),
+    Part("experts and ranks", f"{PYTEST} {EXPERTS_AND_RANKS} -k 'not untied-4'", 3, 540),
+    Part("four ranks", f"{PYTEST} {EXPERTS_AND_RANKS} -k untied-4", 5, 240),
     Part("sync 4b", f"{SYNC} 4b", 2, 240),
     Part(
         "demo on one gpu",

@@ -16,7 +16,7 @@ from rich.text import Text
 from telescope.config import LoadedConfig, TelescopeConfig, preflight
 from telescope.config.describe import yaml_text
 from telescope.config.machine import local_resources
-from telescope.config.memory import GIB, EngineMemory, MemoryEstimate, TrainerMemory, estimate_memory
+from telescope.config.memory import GIB, EngineMemory, MemoryEstimate, TrainerMemory, estimate_memory, plan_shadows
 from telescope.config.model_files import ModelReport, inspect_model
 from telescope.config.plan import ClusterResources, Placement, PlacementError, assumed_cluster, plan_placement
 from telescope.config.run_dir import choose_run_dir
@@ -162,7 +162,14 @@ def _print_memory(
         right = engine_rows[index] if index < len(engine_rows) else ("", "")
         table.add_row(*left, *right)
     console.print(table)
-    return list(_remarks(config, estimate))
+    remarks = list(_remarks(config, estimate))
+    in_place = plan_shadows(config, report.shape, memory).in_place_because
+    # What a dense model on one GPU comes to depends on the GPU; on the CPU there is nothing to choose.
+    is_open = config.inference_tensor_parallel_size == 1 and not report.shape.num_experts
+    is_decided = not is_open or (placement.device == "cuda" and memory is not None)
+    if config.weight_transfer == "auto" and in_place and is_decided:
+        remarks.append(f"Weights reach the servers in place, inside a pause of each: {in_place}.")
+    return remarks
 
 
 def _trainer_rows(config: TelescopeConfig, trainer: TrainerMemory) -> list[tuple[str, str]]:

@@ -104,6 +104,7 @@ class InferenceGroup:
             request_timeout=self._config.request_timeout_seconds,
             update_timeout=self._config.weight_sync_timeout_seconds,
             with_priority=self._config.vllm_scheduling_policy == "priority",
+            num_workers=self._config.inference_tensor_parallel_size,
         )
         self.clients = [client for _, client in sorted(self._clients_by_index.items())]
         return info

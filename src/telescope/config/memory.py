@@ -165,7 +165,7 @@ def _engine_memory(config: TelescopeConfig, shape: ModelShape, device: str, memo
     if device == "cpu":
         # vLLM takes whole GiB on the CPU.
         if config.inference_kv_cache_gib is not None:
-            kv_cache = math.ceil(config.inference_kv_cache_gib) * GIB
+            kv_cache = math.ceil(config.inference_kv_cache_gib / tensor_parallel) * GIB
         elif memory is None:
             kv_cache = None
         else:

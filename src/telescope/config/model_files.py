@@ -19,7 +19,7 @@ import jinja2.ext
 import jinja2.sandbox
 
 from telescope.config.model_contents import largest_token_id, safetensors_problem, tokenizer_problem
-from telescope.config.model_shape import ModelShape, known_shape
+from telescope.config.model_shape import EXPERT_MODEL_TYPES, ModelShape, known_shape, unsupported_experts
 from telescope.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -105,6 +105,12 @@ def _inspect(config: TelescopeConfig, files: _Files) -> ModelReport:
         )
     _check_tokenizer(config, files, data)
     _check_weights(config, files)
+    unsupported = unsupported_experts(data)
+    if unsupported is not None:
+        raise ConfigError(
+            f"model is {config.model!r}, a mixture of experts of type {unsupported}. Of models with experts, the "
+            f"weight transfer knows {', '.join(EXPERT_MODEL_TYPES)} only. Choose one of those, or a dense model"
+        )
     shape = ModelShape.from_config(data)
     if shape is not None:
         rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
@@ -284,6 +290,21 @@ def _check_against_shape(config: TelescopeConfig, shape: ModelShape, *, scaled: 
         raise ConfigError(
             f"inference_tensor_parallel_size is {tensor_parallel}, but {config.model} has {shape.num_heads} attention "
             "heads, which it must divide. Choose a divisor"
+        )
+    cut = {"num_key_value_heads": shape.num_kv_heads, "intermediate_size": shape.intermediate_size}
+    if shape.num_experts:
+        cut["moe_intermediate_size"] = shape.expert_intermediate_size
+    for name, size in cut.items():
+        repeated = name == "num_key_value_heads" and tensor_parallel % size == 0
+        if size % tensor_parallel and not repeated:
+            raise ConfigError(
+                f"inference_tensor_parallel_size is {tensor_parallel}, but {name} of {config.model} is {size}, which "
+                "it must divide. Choose a divisor"
+            )
+    if shape.num_experts and config.weight_transfer == "background":
+        raise ConfigError(
+            f"weight_transfer is background, but {config.model} has experts, which take their weights in place. Set "
+            "weight_transfer to auto"
         )
 
 

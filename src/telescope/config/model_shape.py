@@ -7,10 +7,12 @@ reached. Does not own where the files come from (`model_files`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+EXPERT_MODEL_TYPES = ("qwen3_moe",)
+"""Models with experts whose tensors the weight transfer knows on both sides (`trainer.experts`, `weights.held`)."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,15 @@ class ModelShape:
             return None
 
 
+def unsupported_experts(config: Mapping[str, Any]) -> str | None:
+    """The `model_type` of a `config.json` whose experts the weight transfer does not know; None for all others."""
+    inner = config.get("text_config")
+    config = inner if isinstance(inner, Mapping) else config
+    counts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    model_type = str(config.get("model_type", "without model_type"))
+    return model_type if any(counts) and model_type not in EXPERT_MODEL_TYPES else None
+
+
 def known_shape(model: str) -> ModelShape | None:
     """The shape of a well-known hub model, by name; None for others."""
     name = model.rsplit("/", 1)[-1].lower()
@@ -136,4 +147,5 @@ _KNOWN: dict[str, ModelShape] = {
     "qwen3-4b": _qwen3(36, 2560, 9728, 32, 8, True),
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8, False),
     "qwen3-14b": _qwen3(40, 5120, 17408, 40, 8, False),
+    "qwen3-30b-a3b": replace(_qwen3(48, 2048, 6144, 32, 4, False), num_experts=128, expert_intermediate_size=768),
 }

@@ -331,6 +331,13 @@ RULES: tuple[Rule, ...] = (
         lambda c: _megatron(c) and c.megatron_fp8 and not c.megatron_use_transformer_engine,
         lambda c: "Set megatron_use_transformer_engine to true, or megatron_fp8 to false",
     ),
+    # How weights reach the servers.
+    Rule(
+        ("weight_transfer", "inference_tensor_parallel_size"),
+        "cannot be background with tensor-parallel servers, whose collectives must not run beside a transfer",
+        lambda c: c.weight_transfer == "background" and c.inference_tensor_parallel_size > 1,
+        lambda c: "Set weight_transfer to auto, or inference_tensor_parallel_size to 1",
+    ),
     # One GPU for a server and a rank.
     Rule(
         ("inference_tensor_parallel_size", "share_gpus"),

@@ -46,7 +46,8 @@ class EngineClient:
 
     `secret` is the run's secret, sent with every request. `with_priority` says that the server runs the `priority`
     policy. `initial_version` is the policy version of the weights that the server starts with. `packed_answers` asks
-    for answers as arrays (see `packed_answers`); a server that does not know them sends JSON. All times in seconds.
+    for answers as arrays (see `packed_answers`); a server that does not know them sends JSON. `num_workers` is the
+    server's tensor-parallel size. All times in seconds.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class EngineClient:
         with_priority: bool = True,
         initial_version: int = 0,
         packed_answers: bool = True,
+        num_workers: int = 1,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.server_index = server_index
@@ -83,6 +85,7 @@ class EngineClient:
         self._update_timeout = update_timeout
         self._abort_grace = abort_grace
         self._with_priority = with_priority
+        self._num_workers = num_workers
         self._in_flight: dict[str, asyncio.Timeout] = {}
         self._aborted: set[str] = set()
         raise_file_limit()
@@ -161,6 +164,7 @@ class EngineClient:
     async def init_weight_transfer(self, info: dict[str, Any]) -> None:
         """Tell the server's workers how to reach the trainer. Returns when they have joined the communicator."""
         await self._control("POST", wire.INIT_TRANSFER_ROUTE, {"init_info": info}, within=self._update_timeout)
+        await self._check_workers()
 
     async def pause(self, mode: str = "keep", *, drop_caches: bool = False) -> None:
         """Stop sampling; with `keep`, running requests freeze and go on at `resume`.
@@ -180,15 +184,18 @@ class EngineClient:
 
     async def start_update(self) -> None:
         await self._control("POST", wire.START_UPDATE_ROUTE, within=self._update_timeout)
+        await self._check_workers()
 
     async def update_weights(self, info: dict[str, Any]) -> None:
         """Receive and load what `info` describes. Returns when the workers have it."""
         await self._control("POST", wire.UPDATE_WEIGHTS_ROUTE, {"update_info": info}, within=self._update_timeout)
+        await self._check_workers()
 
     async def finish_update(self, version: int) -> None:
         """End the update; tokens from the next step on are of policy `version`, and the cache salt changes with it."""
         body = {"weight_version": str(version)}
         await self._control("POST", wire.FINISH_UPDATE_ROUTE, body, within=self._update_timeout)
+        await self._check_workers()
         self.held_version = version
 
     async def call_worker(
@@ -201,6 +208,15 @@ class EngineClient:
         body = {"method": method, "args": args or []}
         answer = await self._control("POST", wire.COLLECTIVE_RPC_ROUTE, body, within=within or self._update_timeout)
         return list(msgspec.json.decode(answer)["results"]) if answer else []
+
+    async def _check_workers(self) -> None:
+        """Raise InfrastructureError with what failed in a worker of a server that has several; one says so itself."""
+        if self._num_workers == 1:
+            return
+        answers = await self.call_worker("telescope_failure")
+        failures = [f"worker {rank}: {each['failure']}" for rank, each in enumerate(answers) if each.get("failure")]
+        if failures:
+            raise InfrastructureError(f"inference server {self.server_index} ({self.base_url}): {'; '.join(failures)}")
 
     # --- state ------------------------------------------------------------------------------------------------------
 

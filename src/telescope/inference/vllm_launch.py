@@ -115,6 +115,9 @@ def launch_command(
     shadows = ShadowPlan(0)
     if not on_cpu:
         shape = shape_of(model)
+        if shape is not None and shape.num_experts:
+            # vLLM's own choice on Hopper. Others keep experts in layouts that a reload or the probe does not know.
+            arguments += ["--moe-backend", "triton"]
         shadows = plan_shadows(config, shape, gpu_memory_bytes)
         if shadows.num_bytes and shape is not None:
             problem = estimate_memory(config, shape, device_memory_bytes=gpu_memory_bytes).kv_cache_problem
@@ -198,8 +201,14 @@ def _environment(config: TelescopeConfig, secret: str, model: str, *, on_cpu: bo
         environment |= {
             "OMP_NUM_THREADS": str(min(threads, os.cpu_count() or threads)),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several servers may share the cores
-            "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(kv_cache_gib(config, read_model_shape(model)))),
+            # Of each worker, which holds its share of the heads.
+            "VLLM_CPU_KVCACHE_SPACE": str(
+                math.ceil(kv_cache_gib(config, read_model_shape(model)) / config.inference_tensor_parallel_size)
+            ),
         }
+    if config.inference_tensor_parallel_size > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # The workers of a server are on one host; gloo would listen on whatever the host's name resolves to.
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
     return environment
 
 

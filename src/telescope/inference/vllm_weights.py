@@ -11,18 +11,25 @@ Invariants:
 - An update that broke off leaves nothing behind that the next `start_weight_update` does not undo; the engine must not
   sample before that next update ends, because some layers are new by then and others are not.
 - A parameter that two layers share is processed for both of them. vLLM's layer-wise reload processes it for the layer
-that
-  loaded it and puts the other one's old state back; on the CPU that state is a packed copy of old weights, and a tied
-  output layer would go on computing with it, without an error.
+  that loaded it and puts the other one's old state back; on the CPU that state is a packed copy of old weights, and a
+  tied output layer would go on computing with it, without an error.
+- Experts that a kernel packs are packed anew. vLLM packs them when it makes the kernel, once: after a reload the plain
+  weights would lie where the kernel expects packed ones, without an error.
+- In a server of several workers no method that vLLM calls on all of them raises: `failure` keeps what went wrong, and
+  the driver asks for it. vLLM stops reading the workers' answers at the first error, and hands the ones that it left
+  out as answers to the next call, so that one failure would make every later answer that of the call before.
 - A background update opens vLLM's update session only when all of it has arrived, and changes no weight before the
   session ends; one that broke off has changed nothing.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +53,24 @@ if TYPE_CHECKING:
     from vllm.config.weight_transfer import WeightTransferConfig
 
 GIB = 1 << 30
+logger = logging.getLogger("vllm.telescope.weights")
+
+
+def kept_for_the_driver(method: Callable[..., None]) -> Callable[..., None]:
+    """Keep in `failure` what `method` raises in a worker that is not alone (see the invariants)."""
+
+    @functools.wraps(method)
+    def call(self: TelescopeWeightTransferEngine, *args: Any) -> None:
+        if self.parallel_config.world_size == 1:
+            method(self, *args)
+            return
+        try:
+            method(self, *args)
+        except Exception as error:  # handed to the driver by `telescope_failure`
+            logger.exception("%s failed", method.__name__)
+            self.failure = str(error)
+
+    return call
 
 
 class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
@@ -59,6 +84,8 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self.communicator: Communicator | None = None
+        self.failure: str | None = None
+        """What went wrong in this worker, of several, since the driver last asked."""
         self.pin_memory = True
         self.update: UpdateInfo | None = None
         """The last update whose tensors all arrived."""
@@ -66,6 +93,8 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         # Before anything is reloaded: a reload takes the parameters apart, and the tie with them.
         self.tied = tied_names(model)
         self.addresses = storage_addresses(model)
+        self._expert_kernels: list[tuple[Any, Any]] = []
+        """Taken away for the time of an update in place: what computes with experts, and its kernel."""
         self.shadows: ShadowWeights | None = None
         self.receiving: BackgroundReceive | None = None
         self.swap_seconds = 0.0
@@ -76,6 +105,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         if self._wish == "background" and self.in_place_because is not None:
             raise ValueError(f"weight_transfer is background, but {self.in_place_because}")
 
+    @kept_for_the_driver
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the sender's communicator; a former one is dropped. All workers of the engine do this at once."""
         self.shutdown()
@@ -127,6 +157,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
             pin_memory=self.pin_memory,
         )
 
+    @kept_for_the_driver
     def start_weight_update(self) -> None:
         """Make the layers ready to be loaded, from the state that a broken-off update may have left.
 
@@ -137,8 +168,12 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         # vLLM 0.26 leaves setting the current config to the engine, 0.32 does it around these calls; layers ask for it.
         with set_current_vllm_config(self.vllm_config):
             undo_unfinished_reload(self.model)
+            give_back_kernels(self._expert_kernels)
             initialize_layerwise_reload(self.model)
+            if self.device.type == "cpu":
+                self._expert_kernels = take_expert_kernels(self.model)
 
+    @kept_for_the_driver
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive and load what `UpdateInfo` describes. On an accelerator, returns when the device is done with it."""
         self.receive_weights(self.parse_update_info(update_info))
@@ -158,12 +193,14 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
             )
         self.update = update_info
 
+    @kept_for_the_driver
     def finish_weight_update(self) -> None:
         if self.receiving is not None:
             self._swap()
             return
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model, self.model_config)
+            give_back_kernels(self._expert_kernels)
             reprocess_tied_layers(self.model)
 
     def shutdown(self) -> None:
@@ -227,11 +264,22 @@ class WeightsWorkerExtension:
     """Methods that vLLM adds to its worker class, called over `/collective_rpc`."""
 
     def telescope_transfer_mode(self) -> dict[str, Any]:
-        """Whether this worker receives in the `background` (it makes its shadow weights now), else the `reason`."""
+        """Whether this worker receives in the `background` (it makes its shadow weights now), else the `reason`.
+
+        Asked when a sender has been connected, so no update is in progress: a session of vLLM's that one before left
+        open is over. A worker closes it when its own part fails, and its neighbour, which had all of it, does not.
+        """
+        self._weight_update_active = False
         engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
         reason = engine.make_shadows()
         size = engine.shadows.num_bytes if engine.shadows is not None else 0
         return {"background": reason is None, "reason": reason, "shadow_bytes": size}
+
+    def telescope_failure(self) -> dict[str, Any]:
+        """What went wrong in this worker since this was last asked, under `failure`; None if nothing did."""
+        engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        failure, engine.failure = engine.failure, None
+        return {"failure": failure}
 
     def telescope_begin_background(self, update: str) -> dict[str, Any]:
         """Start to receive an `UpdateInfo` (JSON) beside the engine's work, and return at once."""
@@ -303,6 +351,25 @@ def undo_unfinished_reload(model: nn.Module) -> None:
         if info.kernel_tensors is not None:
             _place_kernel_tensors(layer, info)
         info.reset()
+
+
+def take_expert_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Take the kernels of all experts away, so that new weights are processed as those of the first load are: packed,
+    with a new kernel. Only where no CUDA graph holds a kernel. Returns the methods with the kernels that they had.
+    """
+    methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    taken = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+    for method, _ in taken:
+        method.moe_kernel = None
+    return taken
+
+
+def give_back_kernels(taken: list[tuple[Any, Any]]) -> None:
+    """Give back the kernels of those experts that no new weights came for, and forget the others."""
+    for method, kernel in taken:
+        if method.moe_kernel is None:
+            method.moe_kernel = kernel
+    taken.clear()
 
 
 def reprocess_tied_layers(model: nn.Module) -> None:

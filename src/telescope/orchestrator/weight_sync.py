@@ -239,8 +239,9 @@ class WeightSync:
                 await self._trainer.abort_engine(part.server, str(error))
             raise
         self._in_background.discard(part.server)
+        # Asked in any case: the workers also end what an update that failed in one of them left open in the others.
+        modes = await self._clients[part.server].call_worker("telescope_transfer_mode")
         if self._config.weight_transfer != "in_place":
-            modes = await self._clients[part.server].call_worker("telescope_transfer_mode")
             if modes and all(mode.get("background") for mode in modes):
                 self._in_background.add(part.server)
             else:

@@ -115,6 +115,8 @@ def load_causal_lm(
             raise UserError(
                 f"model: {model!r} sets {name}, which the trainer's output layer does not implement: choose another"
             )
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False  # kept for a loss that balances experts, which no algorithm here has
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if isinstance(architecture, type):  # not for code that comes with the model
         refuse_unpackable(model, architecture, config)
@@ -122,6 +124,8 @@ def load_causal_lm(
         if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
             setattr(config, name, 0.0)
     options |= {"attn_implementation": ATTENTION_NAME, "dtype": dtype}
+    if dtype == torch.float64:
+        options["experts_implementation"] = "eager"  # torch's grouped product of experts knows no float64
     if with_weights:
         return AutoModelForCausalLM.from_pretrained(model, config=config, **options)
     with torch.device("meta"):

@@ -3,11 +3,11 @@
 An engine fuses projections (`q_proj`, `k_proj`, `v_proj` into `qkv_proj`), cuts them over tensor-parallel ranks, pads
 the vocabulary, and on the CPU packs them for its matrix kernels and throws the plain weight away. Owns the map from
 trainer tensors to those places and the reading of them. Knows vLLM's layers by class name and attributes only, and
-imports nothing of vLLM, so it is tested with stand-ins.
+imports nothing of vLLM, so it is tested with stand-ins. Experts, which have layouts of their own, are `held_experts`.
 
-Invariants: - The map is written from the meaning of the layers (heads, partitions, ranks), not derived by running the
-model's weight
-  loader, so that a loader that goes wrong cannot hide itself.
+Invariants:
+- The map is written from the meaning of the layers (heads, partitions, ranks), not derived by running the model's
+  weight loader, so that a loader that goes wrong cannot hide itself.
 - What is read is what the forward pass computes with. Where a layer multiplies with a packed copy, the copy is read by
   multiplying it with the identity through the layer's own operator: a row of the identity picks one column, every
   other product is zero, so what comes back is the column itself, exactly (1 x w plus zeros has no rounding in any
@@ -19,42 +19,22 @@ model's weight
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 
-from telescope.weights.fingerprint import add_fingerprints, as_matrix_shape, partial_fingerprint, to_hex
+from telescope.weights.fingerprint import as_matrix_shape
+from telescope.weights.held_experts import expert_slices, experts_as_loaded, is_experts, why_unreadable
 from telescope.weights.plan import TensorMeta
+from telescope.weights.slices import Share, Slice, fingerprint_slices
 
 IDENTITY_ROWS = 256
 """Rows of the identity multiplied at a time when a packed weight is read back."""
 
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The part of a trainer tensor that one worker holds in one place.
-
-    `rows` and `columns` are the part's range in the trainer's tensor (first dimension by the rest). `fingerprint` is
-    the part's share of the tensor's fingerprint, in hex. `exact` is False when the held values are wider than the
-    wire's dtype and do not convert without loss, so they cannot have come from it.
-    """
-
-    place: str
-    rows: tuple[int, int]
-    columns: tuple[int, int]
-    fingerprint: str
-    exact: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Where a trainer tensor lies in a parameter: rows from `held_row`, and its range in the trainer's tensor."""
-
-    held_row: int
-    rows: tuple[int, int]
-    columns: tuple[int, int]
+USUAL_PACKING = {"gate_up_proj": ["gate_proj", "up_proj"]}
+"""What a model with experts in some layers only does not always list."""
 
 
 def held_weights(model: nn.Module, metas: list[TensorMeta], dtype: torch.dtype) -> dict[str, Any]:
@@ -67,9 +47,13 @@ def held_weights(model: nn.Module, metas: list[TensorMeta], dtype: torch.dtype) 
     shares: dict[str, list[dict[str, Any]]] = {meta.name: [] for meta in metas}
     unaccounted: list[str] = []
     for place, module, attribute, parameter, canonical in _parameters(model):
-        slices = _slices(module, place, attribute, parameter, shapes, canonical, _packing(model))
+        if is_experts(module):
+            slices = expert_slices(module, place, attribute, shapes)
+        else:
+            slices = _slices(module, place, attribute, parameter, shapes, canonical, _packing(model))
         if not slices:
-            unaccounted.append(f"{place}.{attribute}")
+            problem = why_unreadable(module) if is_experts(module) else None
+            unaccounted.append(f"{place}.{attribute}" + (f" ({problem})" if problem else ""))
             continue
         for name, found in _read(module, place, attribute, parameter, slices, dtype, model):
             shares[name].append(asdict(found))
@@ -77,12 +61,17 @@ def held_weights(model: nn.Module, metas: list[TensorMeta], dtype: torch.dtype) 
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Parameter names that are second names of one parameter, and the first name of each."""
+    """Parameter names that are second names of one parameter, and the first name of each.
+
+    A module that has two names itself (the router of a layer with experts) counts under its first one alone.
+    """
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
-            tied[name] = first[id(parameter)]
+    for place, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            name = f"{place}.{attribute}" if place else attribute
+            if first.setdefault(id(parameter), name) != name:
+                tied[name] = first[id(parameter)]
     return tied
 
 
@@ -97,7 +86,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Para
 
 def _packing(model: nn.Module) -> Mapping[str, list[str]]:
     """Fused module name -> names of the trainer's modules that it holds, in order."""
-    return getattr(model, "packed_modules_mapping", None) or {}
+    return {**USUAL_PACKING, **(getattr(model, "packed_modules_mapping", None) or {})}
 
 
 def _kinds(module: nn.Module) -> set[str]:
@@ -176,15 +165,20 @@ def _read(
     model: nn.Module,
 ) -> Iterator[tuple[str, Share]]:
     """Fingerprint each tensor's slice, in every form in which the forward pass uses the parameter."""
+    if is_experts(module):
+        yield from fingerprint_slices(
+            [(0, experts_as_loaded(module, attribute))], f"{place}.{attribute}", slices, dtype
+        )
+        return
     packed = attribute == "weight" and hasattr(module, "cpu_linear")
     is_lookup = "VocabParallelEmbedding" in _kinds(module) and "ParallelLMHead" not in _kinds(module)
     is_output = is_lookup and getattr(model, "lm_head", None) is module  # some models use one module for both
     if not packed or is_lookup:
-        yield from _fingerprints([(0, parameter.detach())], f"{place}.{attribute}", slices, dtype)
+        yield from fingerprint_slices([(0, parameter.detach())], f"{place}.{attribute}", slices, dtype)
     if packed and (not is_lookup or is_output):
         columns = next(iter(slices.values())).columns
         blocks = _packed_columns(module, parameter, columns[1] - columns[0])
-        yield from _fingerprints(blocks, f"{place}.{attribute} as packed", slices, dtype)
+        yield from fingerprint_slices(blocks, f"{place}.{attribute} as packed", slices, dtype)
 
 
 def _packed_columns(module: Any, parameter: nn.Parameter, num_columns: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -194,25 +188,3 @@ def _packed_columns(module: Any, parameter: nn.Parameter, num_columns: int) -> I
         identity = torch.zeros(stop - start, num_columns, dtype=parameter.dtype, device=parameter.device)
         identity[torch.arange(stop - start), torch.arange(start, stop)] = 1
         yield start, module.quant_method.apply(module, identity, None).T
-
-
-def _fingerprints(
-    blocks: Iterator[tuple[int, torch.Tensor]] | list[tuple[int, torch.Tensor]],
-    place: str,
-    slices: Mapping[str, Slice],
-    dtype: torch.dtype,
-) -> Iterator[tuple[str, Share]]:
-    """Shares of all tensors in a parameter that is given as blocks of columns."""
-    sums: dict[str, list[int]] = {name: [] for name in slices}
-    exact = dict.fromkeys(slices, True)
-    for first_column, block in blocks:
-        for name, where in slices.items():
-            part = block[where.held_row : where.held_row + where.rows[1] - where.rows[0]]
-            cast = part.to(dtype)
-            exact[name] &= part.dtype == dtype or bool((cast.to(part.dtype) == part).all())
-            sums[name].append(partial_fingerprint(cast, where.rows[0], where.columns[0] + first_column))
-    for name, where in slices.items():
-        yield (
-            name,
-            Share(place, where.rows, where.columns, to_hex(add_fingerprints(sums[name])), exact[name]),
-        )

@@ -176,6 +176,29 @@ async def test_weights_that_give_no_numbers_are_an_answer_to_the_probe_and_no_bu
     assert not compare_logprobs([-1.0, -2.0], logprobs, "float32").ok
 
 
+async def test_a_failure_in_one_of_several_workers_is_one_of_the_server() -> None:
+    """vLLM answers 200, because no worker may raise (see `vllm_weights`)."""
+    failures: list[str | None] = [None, "the sender is gone"]
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"message": "Weights updated"})
+
+    async def ask_workers(request: web.Request) -> web.Response:
+        assert (await request.json())["method"] == "telescope_failure"
+        return web.json_response({"results": [{"failure": failure} for failure in failures]})
+
+    app = web.Application()
+    app.router.add_post(wire.UPDATE_WEIGHTS_ROUTE, answer)
+    app.router.add_post(wire.COLLECTIVE_RPC_ROUTE, ask_workers)
+    async with TestServer(app) as server:
+        client = EngineClient(str(server.make_url("")).rstrip("/"), "secret", 3, num_workers=2)
+        with pytest.raises(InfrastructureError, match=r"server 3 .*worker 1: the sender is gone"):
+            await client.update_weights({})
+        failures[1] = None
+        await client.update_weights({})
+        await client.close()
+
+
 async def test_one_request_id_is_not_used_twice_at_once(connect) -> None:
     server, client = await connect(**SLOW)
     task = asyncio.create_task(client.generate(request()))

@@ -14,12 +14,13 @@ from telescope.trainer.worker import Trainer
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Paths of models: Qwen2 `tied` and `untied`, and the same of a family that is float64 throughout."""
+    """Paths of models: Qwen2 `tied` and `untied`, the same of a family that is float64 throughout, and `experts`."""
     root: Path = tmp_path_factory.mktemp("trainer_models")
     return {
         "tied": build_model(root / "tied", tied=True),
         "untied": build_model(root / "untied", tied=False),
         "tied64": build_model(root / "tied64", family="starcoder2", tied=True),
+        "experts": build_model(root / "experts", family="qwen3_moe", tied=False),
         "untied64": build_model(root / "untied64", family="starcoder2", tied=False),
     }
 

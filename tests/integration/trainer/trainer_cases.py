@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
+from transformers import (
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+)
 
 from telescope.algorithms import compute_advantages
 from telescope.config.sections import AlgorithmSection
@@ -45,6 +52,9 @@ def build_model(directory: Path, *, family: str = "qwen2", tied: bool = True, se
     shape |= changes
     if family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    elif family == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(shape | {"head_dim": 4} | experts | changes)))
     else:
         model = Starcoder2ForCausalLM(Starcoder2Config(**shape, residual_dropout=0.1, embedding_dropout=0.1))
     model.to(torch.float64).save_pretrained(directory)

@@ -44,10 +44,15 @@ class FaultyWorkerExtension(WeightsWorkerExtension):
         if engine.shadows is not None:
             engine.shadows.load = load_shadows
 
-    def telescope_test_fault(self, fault: str, name: str) -> None:
+    def telescope_test_fault(self, fault: str, name: str, rank: int | None) -> None:
         engine: Any = self.weight_transfer_engine  # type: ignore[attr-defined]
+        if rank is not None and rank != self.rank:  # type: ignore[attr-defined]
+            return
         original = vllm_weights.reprocess_tied_layers
-        other = name.replace("q_proj", "k_proj").replace("gate_proj", "up_proj")
+        take_kernels = vllm_weights.take_expert_kernels
+        if fault == "unpacked":
+            vllm_weights.take_expert_kernels = lambda model: []
+        other = name.replace("q_proj", "k_proj").replace("gate_proj", "up_proj").replace(".0.down_proj", ".1.down_proj")
 
         def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
             type(engine)._load(engine, spoil(dict(tensors)))
@@ -55,6 +60,9 @@ class FaultyWorkerExtension(WeightsWorkerExtension):
         def spoil(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
             if fault == "nothing":
                 return []
+            if fault == "raise":
+                del engine._load, engine.finish_weight_update
+                raise ValueError("this worker cannot load, on purpose")
             if fault == "skipped":
                 del tensors[name]
             elif fault == "previous":
@@ -80,6 +88,7 @@ class FaultyWorkerExtension(WeightsWorkerExtension):
                 type(engine).finish_weight_update(engine)
             finally:
                 vllm_weights.reprocess_tied_layers = original
+                vllm_weights.take_expert_kernels = take_kernels
                 del engine._load, engine.finish_weight_update
                 if engine.shadows is not None:
                     vars(engine.shadows).pop("load")

@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import telescope
 from telescope.config import load_config
@@ -24,6 +32,7 @@ from telescope.inference.client import EngineClient
 from telescope.inference.process import EngineProcess
 from telescope.inference.vllm_launch import WORKER_EXTENSION, launch_command
 from telescope.tiny_model.tokenizer import build_tokenizer
+from telescope.trainer.experts import checkpoint_tensors
 from telescope.weights.communicator import backend_for
 from telescope.weights.plan import TensorMeta, UpdateInfo, make_update
 from telescope.weights.probe import ProbeReport, compare
@@ -39,31 +48,64 @@ UNPACKED_VARIABLE = "TELESCOPE_TEST_UNPACKED"
 PROBE_TOKENS = [(7 * i + 3) % 290 for i in range(48)]
 
 
-def make_model(folder: Path, *, tied: bool, num_heads: int = 4) -> Qwen2ForCausalLM:
-    """A small random Qwen2 with grouped heads, biases that are not zero, and a vocabulary that vLLM has to pad.
+def make_model(
+    folder: Path,
+    *,
+    tied: bool,
+    num_heads: int = 4,
+    architecture: str = "qwen2",
+    head_dim: int = 32,
+    expert_size: int = 96,
+) -> PreTrainedModel:
+    """A small random model with grouped heads, weights that are not symmetric anywhere, and a vocabulary that vLLM has
+    to pad: a Qwen2 (with biases), Qwen3 or Qwen3-MoE.
 
-    Kernels of GPUs want heads of 64 numbers or more: `num_heads` of 2.
+    The Qwen3-MoE has experts in its first layer and none in its second. Kernels of GPUs want heads of 64 numbers or
+    more: `num_heads` of 2, or `head_dim` (of a Qwen3). The CPU's kernel for experts pads an `expert_size` that leaves a
+    rank no multiple of 32.
     """
     tokenizer = build_tokenizer(["item 1 2 3", "12 7 3 -> 22"] * 4, 384)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=176,
-        num_hidden_layers=2,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads // 2,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    common: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 176,
+        "num_hidden_layers": 2,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads // 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if architecture != "qwen2":
+        common["head_dim"] = head_dim
+    if architecture == "qwen3_moe":
+        common |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": expert_size}
+        common |= {"norm_topk_prob": True, "mlp_only_layers": [1]}
+    kinds: dict[str, tuple[Any, Any]] = {
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    }
+    config, kind = kinds[architecture]
     torch.manual_seed(5)
-    model = Qwen2ForCausalLM(config).float().eval()
+    model = kind(config(**common)).float().eval()
     disturb(model, seed=0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model
+
+
+def trainer_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a trainer sends of `model`: its parameters under the names of its files."""
+    for name, parameter in model.named_parameters():
+        yield from checkpoint_tensors(name, parameter)
+
+
+def names_of(model: PreTrainedModel) -> list[str]:
+    """The names of `trainer_tensors`."""
+    return [name for name, _ in trainer_tensors(model)]
 
 
 def python_path(*folders: Path) -> str:
@@ -79,7 +121,7 @@ def version_of(interpreter: str) -> str:
 
 
 @torch.no_grad()
-def disturb(model: Qwen2ForCausalLM, seed: int, scale: float = 0.05) -> None:
+def disturb(model: PreTrainedModel, seed: int, scale: float = 0.05) -> None:
     """Change every parameter, as a (very large) optimiser step would."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
@@ -87,7 +129,7 @@ def disturb(model: Qwen2ForCausalLM, seed: int, scale: float = 0.05) -> None:
 
 
 @torch.no_grad()
-def model_logprobs(model: Qwen2ForCausalLM, token_ids: list[int]) -> list[float]:
+def model_logprobs(model: PreTrainedModel, token_ids: list[int]) -> list[float]:
     """Logprobs of tokens 1 .. L-1, float32."""
     tokens_L = torch.tensor(token_ids, device=model.device)
     logits_LV = model(tokens_L[None]).logits[0, :-1].float()
@@ -112,19 +154,23 @@ class Sync:
 class Server:
     """A vLLM server, the trainer that sends to it, and one event loop for the client."""
 
-    model: Qwen2ForCausalLM
+    model: PreTrainedModel
     folder: Path
     dtype: str = "float32"
     version: int = 0
     vllm_version: str = ""
+    tensor_parallel: int = 1
+    """Workers of the server."""
     unpacked: bool = False
     """Linear layers keep their plain weights, so that they can be received in the background, as on a GPU."""
     background: bool = False
     """How the worker said that it takes its weights."""
     gpu: int | None = None
-    """The GPU of the server; None: the CPU. The model lies where it was put."""
+    """The (last) GPU of the server; None: the CPU. The model lies where it was put."""
     staged: bool = False
     """Weights travel through host memory, so that both may be on one GPU."""
+    modes: list[dict[str, Any]] = field(init=False)
+    """What each worker said of how it takes its weights."""
     sender: WeightSender = field(init=False)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
@@ -136,6 +182,8 @@ class Server:
         overrides = [
             *("--model", str(self.folder), "--max_model_len", "256", "--max_num_seqs", "8", "--max_tokens", "64"),
             *("--inference_dtype", self.dtype, "--environments", "[{name: countdown}]"),
+            *("--inference_tensor_parallel_size", str(self.tensor_parallel)),
+            *("--inference_num_workers", str(self.tensor_parallel)),
             *(("--device", "cpu") if on_cpu else ("--device", "cuda")),
             *(("--inference_kv_cache_gib", "1") if on_cpu else ("--gpu_memory_utilization", "0.2")),
         ]
@@ -160,10 +208,11 @@ class Server:
         folders = [Path(__file__).parent, Path(telescope.__file__).parents[1]]
         environment = command.environment | {"PYTHONPATH": python_path(*folders), "OMP_NUM_THREADS": "1"}
         if not on_cpu:
-            environment["CUDA_VISIBLE_DEVICES"] = str(self.gpu)
+            first = (self.gpu or 0) - self.tensor_parallel + 1
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(self.tensor_parallel))
         environment[UNPACKED_VARIABLE] = "1" if self.unpacked else "0"
         self.process = EngineProcess(arguments, environment, self.folder / "server.log")
-        self.client = EngineClient(f"http://127.0.0.1:{port}", "s" * 32, 0)
+        self.client = EngineClient(f"http://127.0.0.1:{port}", "s" * 32, 0, num_workers=self.tensor_parallel)
         deadline = time.monotonic() + START_SECONDS
         while not self.run(self.client.health()):
             assert self.process.poll() is None, "\n".join(self.process.log_tail(60))
@@ -181,7 +230,9 @@ class Server:
 
     def connect(self) -> None:
         backend = backend_for(torch.device("cpu" if self.gpu is None else "cuda"), cpu_staging=self.staged)
-        info = self.sender.listen(0, num_workers=1, host="127.0.0.1", backend=backend, timeout_seconds=60)
+        info = self.sender.listen(
+            0, num_workers=self.tensor_parallel, host="127.0.0.1", backend=backend, timeout_seconds=60
+        )
 
         async def both() -> None:
             await asyncio.gather(
@@ -189,18 +240,19 @@ class Server:
             )
 
         self.run(both())
-        (mode,) = self.run(self.client.call_worker("telescope_transfer_mode"))
-        self.background = mode["background"]
+        self.modes = self.run(self.client.call_worker("telescope_transfer_mode"))
+        self.background = all(mode["background"] for mode in self.modes)
 
-    def fault(self, kind: str, name: str = "") -> None:
-        self.run(self.client.call_worker("telescope_test_fault", [kind, name]))
+    def fault(self, kind: str, name: str = "", rank: int | None = None) -> None:
+        """Spoil the next update in the worker of that rank; None: in all of them."""
+        self.run(self.client.call_worker("telescope_test_fault", [kind, name, rank]))
 
     def remember(self) -> None:
         self.run(self.client.call_worker("telescope_test_remember"))
 
     def next_update(self, *, mode: str = "flattened_bucket", bucket_mb: int = 8) -> UpdateInfo:
         self.version += 1
-        metas = [TensorMeta(name, tuple(p.shape)) for name, p in self.model.named_parameters()]
+        metas = [TensorMeta(name, tuple(t.shape)) for name, t in trainer_tensors(self.model)]
         return make_update(
             metas,
             version=self.version,
@@ -214,7 +266,7 @@ class Server:
         """One whole sync of the model's parameters, and the probe."""
         update = self.next_update(mode=mode, bucket_mb=bucket_mb)
         if self.background:
-            report = self.receive(update, self.model.named_parameters())
+            report = self.receive(update, trainer_tensors(self.model))
             assert report.errors == {}
             pause_seconds = self.run(self.swap(update))
             return Sync(report, pause_seconds, self.probe(report))
@@ -226,7 +278,7 @@ class Server:
         paused = time.monotonic()
         await self.client.pause("keep", drop_caches=drop_caches)
         await self.client.start_update()
-        send = asyncio.to_thread(self.sender.send, self.model.named_parameters(), update, [0], fingerprints=True)
+        send = asyncio.to_thread(self.sender.send, trainer_tensors(self.model), update, [0], fingerprints=True)
         report, _ = await asyncio.gather(send, self.client.update_weights(update.to_dict()))
         await self.client.finish_update(update.version)
         await self.client.resume()
@@ -277,7 +329,7 @@ class Server:
         update = self.next_update(mode="per_tensor")
 
         def half() -> Iterator[tuple[str, torch.Tensor]]:
-            for index, item in enumerate(self.model.named_parameters()):
+            for index, item in enumerate(trainer_tensors(self.model)):
                 if index == 7:
                     spoil()
                 yield item

@@ -134,6 +134,21 @@ def test_what_is_wrong_everywhere_is_an_error_even_for_another_machine(dry_run, 
     assert printed == ""
 
 
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_weights_that_come_in_place_whatever_the_machine_are_a_remark(dry_run, tmp_path, device):
+    values = HERE | {"device": device}
+    assert "in place" not in dry_run(**values)[0]
+    two, error = dry_run(**values, inference_tensor_parallel_size=2, inference_num_workers=2)
+    assert error is None
+    assert "Weights reach the servers in place, inside a pause of each: collectives of a tensor-parallel" in two
+    experts, error = dry_run(**values, model=write_model_folder(tmp_path / "experts", **EXPERTS))
+    assert error is None
+    assert "Weights reach the servers in place, inside a pause of each: the model has experts." in experts
+
+
 def test_thousands_of_workers_are_planned_and_the_first_are_shown(dry_run):
     printed, error = dry_run(device="cuda", ray_address="local", trainer_num_workers=1000, inference_num_workers=1000)
     assert error is None

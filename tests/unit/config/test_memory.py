@@ -19,6 +19,7 @@ PUBLISHED = {
     "Qwen/Qwen3-0.6B": 596_049_920,
     "Qwen/Qwen3-4B": 4_022_468_096,
     "Qwen/Qwen3-8B-Base": 8_190_735_360,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
 }
 LLAMA_3_2_1B = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,

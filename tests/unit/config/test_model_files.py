@@ -191,6 +191,44 @@ def test_tensor_parallelism_must_divide_the_heads(tmp_path):
     assert "4 attention heads" in message
 
 
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 44}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"num_attention_heads": 8, "num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"intermediate_size": 130}, "intermediate_size"),
+        ({**EXPERTS, "moe_intermediate_size": 42}, "moe_intermediate_size"),
+    ],
+)
+def test_tensor_parallelism_must_divide_whatever_is_cut(tmp_path, changes, name):
+    folder = write_model(tmp_path / "m", config=json.dumps({**MODEL_CONFIG, **changes}))
+    message = error_of(folder, inference_tensor_parallel_size=4, inference_num_workers=4)
+    assert f"inference_tensor_parallel_size is 4, but {name} of" in message
+
+
+def test_key_value_heads_that_are_fewer_than_workers_are_repeated(tmp_path):
+    folder = write_model(tmp_path / "m")  # two of them
+    assert inspect_model(config(folder, inference_tensor_parallel_size=4, inference_num_workers=4)).shape
+
+
+def test_experts_that_the_weight_transfer_does_not_know_are_refused(tmp_path):
+    assert inspect_model(config(write_model(tmp_path / "m", config=json.dumps({**MODEL_CONFIG, **EXPERTS})))).shape
+    for other in (
+        {"model_type": "mixtral", "num_local_experts": 8},
+        {"model_type": "deepseek_v3", "n_routed_experts": 4},
+    ):
+        message = error_of(write_model(tmp_path / other["model_type"], config=json.dumps({**MODEL_CONFIG, **other})))
+        assert f"experts of type {other['model_type']}" in message
+        assert "qwen3_moe" in message
+
+
+def test_experts_cannot_be_sent_in_the_background(tmp_path):
+    folder = write_model(tmp_path / "m", config=json.dumps({**MODEL_CONFIG, **EXPERTS}))
+    assert "weight_transfer is background" in error_of(folder, weight_transfer="background")
+
+
 def test_a_hub_identifier_that_cannot_be_looked_up_says_so_and_keeps_its_known_shape(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     report = inspect_model(config("Qwen/Qwen2.5-3B"), ask_hub=False)

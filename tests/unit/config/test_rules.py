@@ -66,6 +66,10 @@ BROKEN: list[tuple[str, dict[str, object]]] = [
             "gpu_memory_utilization": 0.4,
         },
     ),
+    (
+        "weight_transfer",
+        {"weight_transfer": "background", "inference_tensor_parallel_size": 2, "inference_num_workers": 2},
+    ),
     ("trainer_num_workers", {"share_gpus": True, "trainer_num_workers": 2, "inference_num_workers": 1}),
     ("weight_broadcast_cpu_staging", {"share_gpus": True, "weight_broadcast_cpu_staging": False}),
     ("gpu_memory_utilization", {"share_gpus": True, "gpu_memory_utilization": 0.95}),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.model_folder import write_model_folder
 
 from telescope.config import TelescopeConfig, load_config
 from telescope.errors import ConfigError, UserError
@@ -119,6 +120,29 @@ def test_cpu_settings_are_for_the_cpu_and_gpu_settings_for_gpus(tmp_path: Path) 
     on_gpu = launch(tmp_path, on_cpu=False, gpu_memory_utilization=0.5)
     assert value_of(on_gpu, "--gpu-memory-utilization") == "0.5"
     assert "OMP_NUM_THREADS" not in on_gpu.environment
+
+
+def test_the_kv_cache_of_a_server_on_the_cpu_is_shared_by_its_workers(tmp_path: Path) -> None:
+    two = launch(
+        tmp_path, inference_kv_cache_gib=6, inference_tensor_parallel_size=2, inference_num_workers=2
+    ).environment
+    assert two["VLLM_CPU_KVCACHE_SPACE"] == "3"
+
+
+def test_the_workers_of_a_server_meet_on_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    shape = {"inference_tensor_parallel_size": 2, "inference_num_workers": 2}
+    assert launch(tmp_path, **shape).environment["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in launch(tmp_path).environment
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth3")
+    assert "GLOO_SOCKET_IFNAME" not in launch(tmp_path, **shape).environment
+
+
+def test_experts_on_a_gpu_are_kept_as_they_are_loaded(tmp_path: Path) -> None:
+    model = write_model_folder(tmp_path / "m", model_type="qwen3_moe", num_experts=4, moe_intermediate_size=64)
+    assert value_of(launch_on_gpu(tmp_path, str(model), None), "--moe-backend") == "triton"
+    dense = write_model_folder(tmp_path / "dense")
+    assert "--moe-backend" not in launch_on_gpu(tmp_path, str(dense), None).arguments
 
 
 def test_remote_code_runs_only_when_asked_for(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from telescope.trainer.backends.fsdp.sharding import (
     local_tensor,
 )
 from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, Span
+from telescope.trainer.experts import checkpoint_tensors
 from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device
 from telescope.trainer.metrics import StepMetrics, environment_names, reduce_max
 from telescope.trainer.model import DTYPES, PREFIX
@@ -226,12 +227,13 @@ class FSDPBackend(TrainingBackend):
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._named_tensors():
-            yield name, full_tensor(tensor).detach()
+            yield from checkpoint_tensors(name, full_tensor(tensor).detach())
 
     def weight_metadata(self) -> list[TensorMeta]:
         return [
-            TensorMeta(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            TensorMeta(part, tuple(shape.shape), str(tensor.dtype).removeprefix("torch."))
             for name, tensor in self._named_tensors()
+            for part, shape in checkpoint_tensors(name, torch.empty(tensor.shape, device="meta"))
         ]
 
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,67 @@
+"""Experts and tensor-parallel workers on GPUs, with CUDA graphs: the claims of the CPU's test, over NCCL from another
+GPU and over host memory from the same one. Run by hand on GPUs.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.integration.weights.test_experts_and_ranks_on_vllm import (
+    test_a_transfer_that_broke_off_half_way_is_mended_by_the_next_one,
+    test_a_worker_that_cannot_load_fails_the_sync_and_leaves_no_update_open_in_the_other,
+    test_after_a_sync_the_engine_computes_with_the_new_weights,
+    test_before_any_sync_it_samples_with_the_logprobs_of_the_model_that_it_loaded,
+    test_every_worker_takes_its_weights_in_place_and_says_why,
+    test_killing_the_engine_in_the_middle_of_a_sync_is_an_error_at_once,
+    test_the_probe_names_what_one_worker_holds_wrong_and_the_next_sync_mends_it,
+)
+from tests.integration.weights.vllm_server import Server, make_model
+
+__all__ = [
+    "test_a_transfer_that_broke_off_half_way_is_mended_by_the_next_one",
+    "test_a_worker_that_cannot_load_fails_the_sync_and_leaves_no_update_open_in_the_other",
+    "test_after_a_sync_the_engine_computes_with_the_new_weights",
+    "test_before_any_sync_it_samples_with_the_logprobs_of_the_model_that_it_loaded",
+    "test_every_worker_takes_its_weights_in_place_and_says_why",
+    "test_killing_the_engine_in_the_middle_of_a_sync_is_an_error_at_once",
+    "test_the_probe_names_what_one_worker_holds_wrong_and_the_next_sync_mends_it",
+]
+
+pytestmark = pytest.mark.gpu
+SHARED = "one_gpu"
+
+
+def case(num_gpus: int, *values: object) -> Any:
+    """Parameters of a server that needs so many GPUs, its trainer's included."""
+    few = torch.cuda.device_count() < num_gpus
+    return pytest.param(
+        values, id="-".join(map(str, values)), marks=pytest.mark.skipif(few, reason=f"needs {num_gpus} GPUs")
+    )
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        case(1, "untied", 1, SHARED),
+        case(2, "tied", 1, "nccl"),
+        case(3, "tied", 2, "nccl"),
+        case(3, "untied", 2, "nccl"),
+        case(5, "untied", 4, "nccl"),
+    ],
+)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One vLLM server per kind of embedding, number of workers and transport; the trainer is on the first GPU."""
+    kind, workers, transport = request.param
+    folder = tmp_path_factory.mktemp("experts")
+    last = torch.cuda.device_count() - 1
+    # Two key and value heads: four workers repeat them.
+    model = make_model(folder, tied=kind == "tied", architecture="qwen3_moe", head_dim=64, expert_size=128)
+    model = model.to(f"cuda:{last if transport == SHARED else 0}")
+    made = Server(model, folder, gpu=last, staged=transport == SHARED, tensor_parallel=workers)
+    made.start()
+    try:
+        made.connect()
+        yield made
+    finally:
+        made.stop()

@@ -1,0 +1,153 @@
+"""Weights into real vLLM servers with experts (Qwen3-MoE) and of two tensor-parallel workers, and the probe of them.
+
+The model has a layer with experts and one without. One server per shape, for all claims;
+`tests/gpu/weights/test_experts_and_ranks_on_gpu.py` makes the same ones of engines on GPUs.
+"""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from tests.integration.weights.vllm_server import PROBE_TOKENS, Server, disturb, make_model, model_logprobs, names_of
+
+from telescope.errors import InfrastructureError
+from telescope.rollout.types import GenerateRequest
+
+pytestmark = pytest.mark.e2e
+
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+@pytest.fixture(scope="module", params=["tied, two workers", "untied, one worker"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One vLLM server per kind of model; every test brings it to a state of its own by a sync."""
+    folder = tmp_path_factory.mktemp("experts")
+    workers = 2 if "two workers" in request.param else 1
+    # The CPU's kernel pads the rows of an expert to a multiple of 32: on one worker here, and not on two.
+    model = make_model(
+        folder, tied=request.param.startswith("tied"), architecture="qwen3_moe", expert_size=64 if workers == 2 else 80
+    )
+    made = Server(model, folder, tensor_parallel=workers)
+    made.start()
+    try:
+        made.connect()
+        yield made
+    finally:
+        made.stop()
+
+
+def worst(server: Server) -> float:
+    """Largest difference of the logprobs of the probe's text between the server and the model, in nats."""
+    found = server.run(server.client.prompt_logprobs(PROBE_TOKENS))
+    wanted = model_logprobs(server.model, PROBE_TOKENS)
+    return max(abs(a - b) for a, b in zip(found, wanted, strict=True))
+
+
+def equal_within(server: Server) -> float:
+    """Nats by which logprobs of one set of weights may differ. On a GPU the engine's attention multiplies in TF32."""
+    return 1e-4 if server.gpu is None else 2e-2
+
+
+def test_before_any_sync_it_samples_with_the_logprobs_of_the_model_that_it_loaded(server: Server) -> None:
+    assert worst(server) < equal_within(server)
+    prompt = PROBE_TOKENS[:12]
+    answer = server.run(server.client.generate(GenerateRequest("first", prompt, 24, 1.0, seed=3)))
+    sampled = answer.token_ids_N.tolist()
+    wanted = model_logprobs(server.model, prompt + sampled)[len(prompt) - 1 :]
+    assert len(sampled) > 1
+    assert max(abs(a - b) for a, b in zip(answer.logprobs_N.tolist(), wanted, strict=True)) < equal_within(server)
+
+
+def test_every_worker_takes_its_weights_in_place_and_says_why(server: Server) -> None:
+    assert len(server.modes) == server.tensor_parallel
+    assert not server.background
+    reasons = {mode["reason"] for mode in server.modes}
+    if server.tensor_parallel > 1:
+        assert reasons == {"collectives of a tensor-parallel engine must not run beside a transfer"}
+    else:
+        assert all(reasons)
+
+
+@pytest.mark.parametrize(("mode", "bucket_mb"), [("flattened_bucket", 1), ("flattened_bucket", 256), ("per_tensor", 1)])
+def test_after_a_sync_the_engine_computes_with_the_new_weights(server: Server, mode: str, bucket_mb: int) -> None:
+    before = server.run(server.client.prompt_logprobs(PROBE_TOKENS))
+    disturb(server.model, seed=server.version + 1)
+    done = server.sync(mode=mode, bucket_mb=bucket_mb)
+    assert done.probe.ok, str(done.probe)
+    assert done.probe.num_tensors == len(names_of(server.model))
+    assert worst(server) < equal_within(server)
+    after = server.run(server.client.prompt_logprobs(PROBE_TOKENS))
+    assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "rank"),
+    [
+        ("nothing", "", 0),
+        ("skipped", f"{EXPERTS}.1.up_proj.weight", 1),
+        ("skipped", f"{EXPERTS}.3.down_proj.weight", 0),
+        ("skipped", "model.layers.0.mlp.gate.weight", 1),
+        ("skipped", "model.layers.1.mlp.down_proj.weight", 0),
+        ("skipped", "model.layers.1.self_attn.k_norm.weight", 1),
+        ("skipped", "model.embed_tokens.weight", 1),
+        ("previous", f"{EXPERTS}.2.gate_proj.weight", 0),
+        ("previous", "model.layers.1.self_attn.v_proj.weight", 1),
+        ("swapped", f"{EXPERTS}.2.gate_proj.weight", 1),
+        ("swapped", f"{EXPERTS}.0.down_proj.weight", 0),
+        ("swapped", "model.layers.0.self_attn.q_proj.weight", 0),
+        ("swapped", "model.layers.1.mlp.gate_proj.weight", 0),
+        ("bit", f"{EXPERTS}.3.down_proj.weight", 1),
+    ],
+)
+def test_the_probe_names_what_one_worker_holds_wrong_and_the_next_sync_mends_it(
+    server: Server, fault: str, name: str, rank: int
+) -> None:
+    server.remember()
+    assert server.sync().probe.ok
+    # Small enough to hide from logprobs, as at a learning rate of 1e-6: only the fingerprints can tell.
+    disturb(server.model, seed=server.version + 1, scale=1e-6)
+    server.fault(fault, name, rank % server.tensor_parallel)
+    spoiled = server.sync().probe
+    assert not spoiled.ok
+    other = name.replace("q_proj", "k_proj").replace("gate_proj", "up_proj").replace(".0.down_proj", ".1.down_proj")
+    wrong = set(names_of(server.model)) if fault == "nothing" else {name, other} if fault == "swapped" else {name}
+    assert set(spoiled.mismatched) == wrong
+    assert server.sync().probe.ok
+
+
+def test_experts_that_are_not_packed_again_are_caught(server: Server) -> None:
+    if server.gpu is not None or server.tensor_parallel == 1:
+        return  # a kernel that computes with the weights as they are loaded, or one that pads: there it is an error
+    disturb(server.model, seed=server.version + 1)
+    server.fault("unpacked", rank=server.tensor_parallel - 1)
+    spoiled = server.sync().probe
+    assert {name for name in names_of(server.model) if EXPERTS in name} == set(spoiled.mismatched)
+    assert server.sync().probe.ok
+
+
+def test_a_transfer_that_broke_off_half_way_is_mended_by_the_next_one(server: Server) -> None:
+    disturb(server.model, seed=server.version + 1)
+    with pytest.raises(InfrastructureError, match="half way"):
+        server.break_off()
+    server.connect()
+    assert server.sync().probe.ok
+    assert worst(server) < equal_within(server)
+
+
+def test_a_worker_that_cannot_load_fails_the_sync_and_leaves_no_update_open_in_the_other(server: Server) -> None:
+    disturb(server.model, seed=server.version + 1)
+    server.fault("raise", rank=server.tensor_parallel - 1)
+    with pytest.raises(InfrastructureError, match="on purpose"):
+        server.sync()
+    server.connect()
+    assert server.sync().probe.ok
+    assert worst(server) < equal_within(server)
+
+
+def test_killing_the_engine_in_the_middle_of_a_sync_is_an_error_at_once(server: Server) -> None:
+    """Last in this file: the server is gone afterwards."""
+    started = time.monotonic()
+    failure, report = server.killed_in_a_sync()
+    assert isinstance(failure, InfrastructureError)
+    assert "gone" in report.errors[0] or "broke" in report.errors[0]
+    assert time.monotonic() - started < 30  # the deadline is 60
