@@ -16,11 +16,12 @@ from rich.text import Text
 from telescope.config import LoadedConfig, TelescopeConfig, preflight
 from telescope.config.describe import yaml_text
 from telescope.config.machine import local_resources
-from telescope.config.memory import GIB, EngineMemory, MemoryEstimate, TrainerMemory, estimate_memory, plan_shadows
+from telescope.config.memory import EngineMemory, MemoryEstimate, estimate_memory, plan_shadows
 from telescope.config.model_files import ModelReport, inspect_model
 from telescope.config.plan import ClusterResources, Placement, PlacementError, assumed_cluster, plan_placement
 from telescope.config.run_dir import choose_run_dir
 from telescope.config.sections import SECTIONS
+from telescope.config.trainer_memory import GIB, TrainerMemory
 from telescope.errors import ConfigError, UserError
 
 LONGEST_VALUE = 60  # characters of a default in the table of fields; what the user set is shown in full
@@ -178,9 +179,9 @@ def _trainer_rows(config: TelescopeConfig, trainer: TrainerMemory) -> list[tuple
         (f"parameters ({config.model_dtype}, 1/{config.trainer_num_workers})", _gib(trainer.parameters)),
         ("gradients", _gib(trainer.gradients)),
         ("optimizer (AdamW)", _gib(trainer.optimizer)),
-        ("gathered layers", _gib(trainer.unsharded)),
+        ("gathered weights", _gib(trainer.unsharded)),
         (f"activations ({config.seq_len:,} tokens, {checkpointing})", _gib(trainer.activations)),
-        (f"logprobs (chunks of {config.entropy_chunk_size:,})", _gib(trainer.logprobs)),
+        ("largest moment of a backward pass", _gib(trainer.moment)),
         ("libraries", _gib(trainer.overhead)),
         ("total", _gib(trainer.total)),
     ]

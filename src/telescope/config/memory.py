@@ -1,4 +1,4 @@
-"""How much memory a run needs, estimated from the model's shape: trainer per rank, engine per worker.
+"""How much memory a run needs, estimated from the model's shape: per engine worker, and per rank (`trainer_memory`).
 
 An estimate for choosing settings before the first start, not a bound: allocators fragment, libraries keep workspaces,
 and both are given as one named item. Pure arithmetic; bytes everywhere.
@@ -11,40 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from telescope.config.model_shape import DTYPE_BYTES, ModelShape
+from telescope.config.trainer_memory import CUDA_CONTEXT_BYTES, GIB, TrainerMemory, trainer_memory
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
 
-GIB = 1 << 30
-CUDA_CONTEXT_BYTES = GIB  # CUDA context, NCCL buffers and cuBLAS workspaces of one process, together
 ENGINE_WORKSPACE_BYTES = 2 * GIB  # vLLM's profiled peak of activations, and CUDA graphs
 SHARE_OF_CPU_MEMORY_FOR_KV = 0.25
-
-
-@dataclass(frozen=True)
-class TrainerMemory:
-    """Bytes of one trainer rank at its peak. FSDP shards parameters, gradients and optimizer over all ranks."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    """AdamW: two moments, in the dtype of the parameters."""
-    unsharded: int
-    """The two largest gathered units (one in use, one prefetched) with the gradients of one."""
-    activations: int
-    """One micro-batch of `seq_len` tokens."""
-    logprobs: int
-    """The chunked pass over the output layer: a chunk of logits and its gradient in float32."""
-    overhead: int
-
-    @property
-    def states(self) -> int:
-        """What a rank holds all the time, whatever the batch."""
-        return self.parameters + self.gradients + self.optimizer
-
-    @property
-    def total(self) -> int:
-        return self.states + self.unsharded + self.activations + self.logprobs + self.overhead
 
 
 @dataclass(frozen=True)
@@ -106,48 +79,13 @@ def estimate_memory(
 
     `device_memory_bytes`: memory of one GPU, or of the node on a CPU (which all its workers share). None: not known.
     """
-    trainer = _trainer_memory(config, shape, device)
+    trainer = trainer_memory(config, shape, device)
     engine = _engine_memory(config, shape, device, device_memory_bytes)
     problems = _problems(config, trainer, engine, device, device_memory_bytes)
     kv_cache_problem = _kv_cache_problem(config, engine)
     if kv_cache_problem is not None and device == "cuda":
         problems.append(kv_cache_problem)
     return MemoryEstimate(trainer, engine, tuple(problems), kv_cache_problem)
-
-
-def reshards_after_forward(choice: bool | Literal["auto"], device: str) -> bool:
-    """What `fsdp_reshard_after_forward` comes to: whether weights are dropped between forward and backward pass.
-
-    On the CPU memory is rarely what is short, and a gather over gloo costs more than it is worth.
-    """
-    return device == "cuda" if choice == "auto" else choice
-
-
-def _trainer_memory(config: TelescopeConfig, shape: ModelShape, device: str) -> TrainerMemory:
-    ranks = config.trainer_num_workers
-    stored = DTYPE_BYTES[config.model_dtype]
-    computed = DTYPE_BYTES[config.mixed_precision_dtype or config.model_dtype]
-    shard = -(-shape.num_parameters // ranks)
-    # The root unit holds the embeddings; tied or not, both are gathered together at the ends of the model.
-    largest_unit = max(shape.parameters_per_layer, shape.embedding_parameters)
-    unsharded = (largest_unit + shape.parameters_per_layer + largest_unit) * computed if ranks > 1 else 0
-    tokens = config.seq_len
-    layer_input = tokens * shape.hidden_size * computed
-    layer = tokens * shape.activation_elements_per_token() * computed
-    # Recomputed blocks keep their input and, unless that is recomputed too, what attention returned.
-    attention = 0 if config.recompute_attention else tokens * shape.num_heads * shape.head_dim * computed
-    recomputed = shape.num_layers * (layer_input + attention) + layer
-    kept = recomputed if config.gradient_checkpointing else shape.num_layers * layer
-    chunk = min(config.entropy_chunk_size, tokens)
-    return TrainerMemory(
-        parameters=shard * stored,
-        gradients=shard * stored,
-        optimizer=2 * shard * stored,
-        unsharded=unsharded,
-        activations=kept,
-        logprobs=2 * chunk * shape.vocab_size * 4 + 2 * tokens * shape.hidden_size * 4,
-        overhead=CUDA_CONTEXT_BYTES if device == "cuda" else 0,
-    )
 
 
 def _engine_memory(config: TelescopeConfig, shape: ModelShape, device: str, memory: int | None) -> EngineMemory:

@@ -60,15 +60,23 @@ class ModelShape:
         """Bytes of keys and values of one token, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
-    def activation_elements_per_token(self) -> int:
-        """Elements that one layer keeps per token for its backward pass when nothing is recomputed.
+    @property
+    def mlp_width(self) -> int:
+        """Width of the gated MLP's intermediate arrays; of all experts together that a token visits, taken as eight."""
+        return min(self.num_experts, 8) * self.expert_intermediate_size if self.num_experts else self.intermediate_size
 
-        Inputs of both norms and of both residual additions, queries, keys, values and the attention's output, and the
-        three intermediate arrays of the gated MLP (of the experts that a token visits, taken as eight).
+    def activation_elements_per_token(self, *, compiled: bool = True) -> int:
+        """Elements, of the dtype that is computed in, that a layer keeps per token for its backward pass.
+
+        Compiled: inputs of both norms, of both residual additions and of the first product, queries, keys (with norms
+        of their own also before those), values, the attention's output, and three arrays of the gated MLP. Not
+        compiled: norms keep float32 copies (in half precision worth two elements), and the MLP four arrays.
         """
         query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        width = min(self.num_experts, 8) * self.expert_intermediate_size if self.num_experts else self.intermediate_size
-        return 4 * self.hidden_size + 2 * query + 2 * key_value + 3 * width
+        normed = query + key_value if self.qk_norm else 0
+        if compiled:
+            return 5 * self.hidden_size + 2 * query + 2 * key_value + normed + 3 * self.mlp_width
+        return 8 * self.hidden_size + 2 * query + 2 * key_value + 3 * normed + 4 * self.mlp_width
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape | None:
@@ -142,10 +150,12 @@ _KNOWN: dict[str, ModelShape] = {
     "qwen2.5-3b": _qwen2(36, 2048, 11008, 16, 2, 151936, True),
     "qwen2.5-7b": _qwen2(28, 3584, 18944, 28, 4, 152064, False),
     "qwen2.5-14b": _qwen2(48, 5120, 13824, 40, 8, 152064, False),
+    "qwen2.5-32b": _qwen2(64, 5120, 27648, 40, 8, 152064, False),
     "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, 8, True),
     "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, 8, True),
     "qwen3-4b": _qwen3(36, 2560, 9728, 32, 8, True),
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8, False),
     "qwen3-14b": _qwen3(40, 5120, 17408, 40, 8, False),
     "qwen3-30b-a3b": replace(_qwen3(48, 2048, 6144, 32, 4, False), num_experts=128, expert_intermediate_size=768),
+    "qwen3-32b": _qwen3(64, 5120, 25600, 64, 8, False),
 }

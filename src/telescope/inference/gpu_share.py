@@ -16,7 +16,8 @@ import re
 from collections.abc import Iterable
 
 from telescope.config import TelescopeConfig
-from telescope.config.memory import CUDA_CONTEXT_BYTES, ENGINE_WORKSPACE_BYTES, GIB, EngineMemory
+from telescope.config.memory import ENGINE_WORKSPACE_BYTES, EngineMemory
+from telescope.config.trainer_memory import CUDA_CONTEXT_BYTES, GIB
 
 LEAST_SHARE = 0.01
 KV_CACHE_LINE = re.compile(r"Available KV cache memory: (\d+\.\d+) GiB")

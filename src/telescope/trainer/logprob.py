@@ -13,7 +13,6 @@ On GPU one kernel reads a block for all three sums, and one turns it into its gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,7 +153,8 @@ class _LogprobEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype, device, num_tokens = _accumulation_dtype(hidden_ND.dtype), hidden_ND.device, hidden_ND.shape[0]
         logprob_N, entropy_N, log_total_N = (torch.empty(num_tokens, dtype=dtype, device=device) for _ in range(3))
-        for rows, blocks in _blocks(num_tokens, weight_VD.shape[0], chunk_size, device):
+        all_rows, blocks = _cut(num_tokens, weight_VD.shape[0], chunk_size, device)
+        for rows in all_rows:
             hidden_CD, target_C = hidden_ND[rows], targets_N[rows]
             softmax = _Softmax.empty(hidden_CD.shape[0], dtype, device)
             for columns in blocks:
@@ -172,13 +172,17 @@ class _LogprobEntropy(torch.autograd.Function):
         grad_logprob_N, grad_entropy_N = (grad.contiguous() for grad in grads)
         hidden_ND, weight_VD, bias_V, targets_N, log_total_N, entropy_N = ctx.saved_tensors
         dtype, device = _accumulation_dtype(hidden_ND.dtype), hidden_ND.device
-        grad_hidden_ND = torch.empty_like(hidden_ND)
-        grad_weight_VD = torch.zeros(weight_VD.shape, dtype=dtype, device=device)
+        grad_hidden_ND = torch.zeros(hidden_ND.shape, dtype=dtype, device=device)
+        grad_weight_VD = torch.zeros_like(weight_VD)
         grad_bias_V = None if bias_V is None else torch.zeros(bias_V.shape, dtype=dtype, device=device)
-        for rows, blocks in _blocks(hidden_ND.shape[0], weight_VD.shape[0], ctx.chunk_size, device):
-            hidden_CD = hidden_ND[rows]
-            grad_hidden_CD = torch.zeros(hidden_CD.shape, dtype=dtype, device=device)
-            for columns in blocks:
+        # Vocabulary outside, so that wide sums are needed for one block of the weight at a time: the whole of it would
+        # take twice the memory of the weight itself.
+        all_rows, blocks = _cut(hidden_ND.shape[0], weight_VD.shape[0], ctx.chunk_size, device)
+        for columns in blocks:
+            grad_weight_BD = grad_weight_VD[columns]
+            sum_BD = grad_weight_BD if weight_VD.dtype == dtype else grad_weight_BD.to(dtype)
+            for rows in all_rows:
+                hidden_CD = hidden_ND[rows]
                 grad_CB = _block_gradient(
                     _logits(hidden_CD, weight_VD, bias_V, columns, dtype),
                     targets_N[rows] - columns.start,
@@ -191,11 +195,14 @@ class _LogprobEntropy(torch.autograd.Function):
                 )
                 if grad_bias_V is not None:
                     grad_bias_V[columns] += grad_CB.sum(dim=0, dtype=dtype)
-                _add_product(grad_hidden_CD, grad_CB, weight_VD[columns])
-                _add_product(grad_weight_VD[columns], grad_CB.t(), hidden_CD)
-            grad_hidden_ND[rows] = grad_hidden_CD
+                _add_product(grad_hidden_ND[rows], grad_CB, weight_VD[columns])
+                _add_product(sum_BD, grad_CB.t(), hidden_CD)
+                del grad_CB  # or it would be there beside the next one
+            if sum_BD is not grad_weight_BD:
+                grad_weight_BD.copy_(sum_BD)
+            del sum_BD
         grad_bias = None if grad_bias_V is None else grad_bias_V.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), grad_bias, None, None, None
+        return grad_hidden_ND.to(hidden_ND.dtype), grad_weight_VD, grad_bias, None, None, None
 
 
 def _logits(
@@ -208,17 +215,15 @@ def _logits(
     return logits_CB
 
 
-def _blocks(
-    num_tokens: int, vocab_size: int, chunk_size: int, device: torch.device
-) -> Iterator[tuple[slice, list[slice]]]:
-    """Rows, and for each the blocks of vocabulary, such that a block has about chunk_size x vocab_size numbers."""
+def _cut(num_tokens: int, vocab_size: int, chunk_size: int, device: torch.device) -> tuple[list[slice], list[slice]]:
+    """Rows and columns such that a block of logits has about chunk_size x vocab_size numbers."""
     num_blocks = max(1, min(VOCABULARY_BLOCKS.get(device.type, 1), -(-num_tokens // chunk_size)))
     per_block = vocab_size
     if num_blocks > 1:
         per_block = -(-vocab_size // (num_blocks * COLUMNS_MULTIPLE)) * COLUMNS_MULTIPLE
-    blocks = [slice(first, min(first + per_block, vocab_size)) for first in range(0, vocab_size, per_block)]
-    for first in range(0, num_tokens, chunk_size * num_blocks):
-        yield slice(first, min(first + chunk_size * num_blocks, num_tokens)), blocks
+    columns = [slice(first, min(first + per_block, vocab_size)) for first in range(0, vocab_size, per_block)]
+    step = chunk_size * num_blocks
+    return [slice(first, min(first + step, num_tokens)) for first in range(0, num_tokens, step)], columns
 
 
 class LogprobHead(nn.Module):

@@ -69,9 +69,8 @@ def test_trainer_state_is_sharded_over_ranks():
     assert one.parameters == shape.num_parameters * 4
     assert one.optimizer == 2 * one.parameters
     assert four.parameters == pytest.approx(one.parameters / 4, rel=1e-6)
-    assert one.total == (
-        one.parameters + one.gradients + one.optimizer + one.unsharded + one.activations + one.logprobs + one.overhead
-    )
+    parts = (one.parameters, one.gradients, one.optimizer, one.unsharded, one.activations, one.moment, one.overhead)
+    assert one.total == sum(parts)
 
 
 def test_checkpointing_saves_activations_and_length_costs_them():
@@ -81,8 +80,64 @@ def test_checkpointing_saves_activations_and_length_costs_them():
     longer = estimate_memory(config(seq_len=8192), shape).trainer.activations
     least = estimate_memory(config(recompute_attention=True), shape).trainer.activations
     assert kept > 5 * least
-    assert recomputed - least == 36 * 4096 * 16 * 128 * 2  # layers x tokens x heads x head dimension x bfloat16
+    # Layers x tokens x heads x (head dimension x bfloat16, and a float32 sum).
+    assert recomputed - least == 36 * 4096 * 16 * (128 * 2 + 4)
     assert longer == 2 * recomputed
+
+
+MEASURED = [
+    # shape, tokens, recomputed, model_dtype, GiB: benchmarks/results/trainer.json
+    ("qwen3-0.6b", 16_384, "nothing", "float32", 28.28),
+    ("qwen3-0.6b", 16_384, "selective", "float32", 11.61),
+    ("qwen3-0.6b", 65_536, "selective", "float32", 21.48),
+    ("qwen3-0.6b", 65_536, "all", "float32", 14.75),
+    ("qwen3-4b", 16_384, "selective", "bfloat16", 34.00),
+    ("qwen3-4b", 65_536, "selective", "bfloat16", 61.86),
+    ("qwen3-8b", 16_384, "selective", "bfloat16", 66.89),
+    ("qwen3-8b", 65_536, "selective", "bfloat16", 96.49),
+]
+
+
+@pytest.mark.parametrize(("name", "tokens", "recomputed", "dtype", "gib"), MEASURED)
+def test_the_estimate_is_near_what_was_measured_on_one_gpu(name, tokens, recomputed, dtype, gib):
+    settings = {"gradient_checkpointing": recomputed != "nothing", "recompute_attention": recomputed == "all"}
+    lengths = {"seq_len": tokens, "max_model_len": tokens, "max_tokens": tokens // 2}
+    of = estimate_memory(
+        config(trainer_num_workers=1, model_dtype=dtype, **settings, **lengths), shape_of(name)
+    ).trainer
+    # One micro-batch a step: while activations are there, nearly no gradients are.
+    held = of.states + of.unsharded
+    found = max(held - of.gradients + of.activations + max(of.layer, of.logprobs), held + of.tables) / GIB
+    assert 0.95 * gib <= found <= 1.05 * gib
+
+
+def test_what_the_documentation_says_fits_a_gpu_of_139_gib():
+    def total(name: str, ranks: int, tokens: int, **settings: object) -> float:
+        lengths = {"seq_len": tokens, "max_model_len": tokens, "max_tokens": tokens // 2}
+        return (
+            estimate_memory(config(trainer_num_workers=ranks, **lengths, **settings), shape_of(name)).trainer.total
+            / GIB
+        )
+
+    assert total("qwen3-14b", 4, 32_768) == pytest.approx(95, abs=1)
+    assert total("qwen3-14b", 4, 65_536, recompute_attention=True) == pytest.approx(103, abs=1)
+    assert total("qwen3-8b", 2, 65_536) == pytest.approx(115, abs=1)
+    assert total("qwen3-32b", 8, 16_384) == pytest.approx(100, abs=1)
+    assert total("qwen3-32b", 4, 16_384, model_dtype="bfloat16") == pytest.approx(100, abs=1)
+
+
+def test_weights_that_stay_gathered_cost_the_whole_model_in_what_is_computed_with():
+    shape = shape_of("qwen3-8b")
+    dropped = estimate_memory(config(), shape).trainer
+    stay = estimate_memory(config(fsdp_reshard_after_forward=False), shape).trainer
+    assert stay.unsharded == 2 * shape.num_parameters
+    assert 0.9 * stay.unsharded < stay.total - dropped.total < stay.unsharded
+
+
+def test_each_layer_gathered_ahead_costs_its_weights():
+    shape = shape_of("qwen3-8b")
+    one, three = (estimate_memory(config(fsdp_prefetch_layers=n), shape).trainer.total for n in (1, 3))
+    assert three - one == 2 * shape.parameters_per_layer * 2
 
 
 def test_memory_of_logprobs_depends_on_the_chunk_and_not_on_length_times_vocabulary():

@@ -86,7 +86,8 @@ def test_blocks_cover_every_logit_once_and_none_is_larger_than_a_chunk(num_token
         patch.setitem(logprob.VOCABULARY_BLOCKS, "cpu", num_blocks)
         patch.setattr(logprob, "COLUMNS_MULTIPLE", 8)
         seen = np.zeros((num_tokens, vocab), dtype=int)
-        for rows, blocks in logprob._blocks(num_tokens, vocab, chunk, torch.device("cpu")):
+        all_rows, blocks = logprob._cut(num_tokens, vocab, chunk, torch.device("cpu"))
+        for rows in all_rows:
             for columns in blocks:
                 seen[rows, columns] += 1
                 rounding = 8 * (rows.stop - rows.start)

@@ -42,13 +42,13 @@ class TrainerSection(Section):
     about a minute at the first step. Turn it off for a model whose code does not compile."""
     fsdp_reshard_after_forward: bool | Literal["auto"] = "auto"
     """Whether a layer's gathered weights are dropped after its forward pass and gathered again for its backward pass
-    (FSDP). false: weights are gathered once per optimizer step and kept until the update, which saves two gathers of
-    three with one micro-batch and nearly all with many, and costs the memory of the whole model in
-    mixed_precision_dtype. "auto": true on GPUs, false on the CPU."""
+    (FSDP). false: weights are gathered once per optimizer step and kept until the update, which saves half of
+    the gathers of one micro-batch and nearly all of many, and costs the memory of the whole model in
+    mixed_precision_dtype; no result changes. "auto": true on GPUs, false on the CPU."""
     fsdp_prefetch_layers: Annotated[int, Field(ge=0, le=8)] = 1
     """Layers whose weights are gathered ahead of the one that computes, in both directions (FSDP). Each costs the
-    memory of a gathered layer twice while it arrives. Raise it when gathers are not hidden behind the computation
-    (short micro-batches, several nodes); 0 leaves it to torch."""
+    memory of a gathered layer. Raise it when gathers are not hidden behind the computation (short micro-batches,
+    several nodes); 0 leaves it to torch."""
     fsdp_context_parallel_size: Workers = 1
     """Ranks that share one sequence (FSDP). Raise it when one sequence does not fit one GPU. Must divide
     trainer_num_workers."""

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from telescope.algorithms import get_algorithm
 from telescope.algorithms.loss import needs_batch_reference
-from telescope.config.memory import reshards_after_forward
+from telescope.config.trainer_memory import reshards_after_forward
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends.base import TensorMeta, TrainingBackend
 from telescope.trainer.backends.fsdp.gathering import reshard_all, stay_gathered

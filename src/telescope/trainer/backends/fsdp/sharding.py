@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from telescope.config.memory import reshards_after_forward
+from telescope.config.trainer_memory import reshards_after_forward
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends.fsdp.gathering import set_prefetch, units
 from telescope.trainer.blocks import wrap_blocks
