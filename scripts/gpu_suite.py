@@ -71,7 +71,10 @@ PARTS = (
         "run/summary.json",
     ),
     Part("verify", f"{RUN} verify {DEMO} --gpu_memory_utilization 0.5 --json {{json}}", 2, 200),
-    Part("trainer tests", f"{PYTEST} tests/gpu --ignore tests/gpu/weights", 1, 300),
+    Part("loss on a shared gpu", f"{PYTEST} tests/gpu/test_shared_gpu.py", 1, 420),
+    Part(
+        "trainer tests", f"{PYTEST} tests/gpu --ignore tests/gpu/weights --ignore tests/gpu/test_shared_gpu.py", 1, 300
+    ),
     Part("trainer speed", f"{sys.executable} benchmarks/trainer.py --shapes 0.6b --json {{json}}", 1, 300),
     Part("sync small", f"{SYNC} 0.6b 1.7b", 2, 360),
     Part("sync 8b on four", f"{SYNC} 8b --engines 2 --trainers 2", 4, 420),
@@ -98,7 +101,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.list:
         for part in PARTS:
-            print(f"{part.name:16} {part.num_gpus} GPU(s), up to {part.seconds} s: {part.command}")
+            print(f"{part.name:20} {part.num_gpus} GPU(s), up to {part.seconds} s: {part.command}")
         return 0
     parts = [part for part in PARTS if not arguments.only or part.name in arguments.only]
     gpus = gpu_names()

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import math
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray._private import ray_constants
 
@@ -32,6 +32,9 @@ LOOPBACK = "127.0.0.1"
 
 STARTED_TOO_SLOWLY = "timed out during startup"
 """In what Ray raises when its daemons are not up in time."""
+
+STOP_SECONDS = 5.0
+"""After which daemons of a cluster that is to be stopped are killed."""
 
 FORWARDED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 """Variables of this process that every actor gets, as long as `ray_runtime_env` says nothing else."""
@@ -177,10 +180,31 @@ def disconnect(cluster: Cluster, config: TelescopeConfig) -> None:
     if not ray.is_initialized():
         return
     stop_all = config.ray_shutdown_on_exit and not cluster.started_here
+    node = ray._private.worker._global_node
+    session = node.session_name if node is not None else None
     ray.shutdown()
-    if stop_all:
-        logger.info("ray_shutdown_on_exit: stopping the Ray processes of this machine")
-        subprocess.run([sys.executable, "-m", "ray.scripts.scripts", "stop"], check=False, timeout=60)
+    if stop_all and session is not None:
+        logger.info("ray_shutdown_on_exit: stopping the processes of the Ray cluster on this machine")
+        _stop_session(session)
+
+
+def _stop_session(session: str) -> None:
+    """End the daemons of one Ray session on this machine; its workers, and other nodes without their head, follow.
+
+    `ray stop` ends those of every cluster that the machine has, other people's included.
+    """
+    daemons = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(session in argument for argument in process.info["cmdline"] or [])
+    ]
+    for process in daemons:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, left = psutil.wait_procs(daemons, timeout=STOP_SECONDS)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _cluster(*, started_here: bool) -> Cluster:

@@ -33,10 +33,14 @@ def config_of(**fields: Any) -> TelescopeConfig:
 class TwoNodes:
     """The nodes, and what `connect` found of them."""
 
+    raylets: Raylets
     other: Any
-    """The second raylet, for `kill_all_processes`."""
     run_dir: Path
     cluster: Cluster
+
+    def lose_the_other(self) -> None:
+        """The second node goes away at once, as a machine does that is switched off."""
+        self.raylets.remove_node(self.other, allow_graceful=False)
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +53,7 @@ def two_nodes() -> Iterator[TwoNodes]:
     ):
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_prestart_worker_first_driver", "0")  # a process for each core otherwise
+        patch.setenv("RAY_health_check_period_ms", "1000")  # how soon the loss of a node is noticed
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         patch.setenv("NCCL_DEBUG_FILE", "/from/the/driver")
         node = {"num_cpus": CPUS_PER_NODE, "num_gpus": GPUS_PER_NODE, "object_store_memory": 80 << 20}
@@ -66,7 +71,7 @@ def two_nodes() -> Iterator[TwoNodes]:
                 ray_runtime_env={"env_vars": {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": "/from/the/field"}},
             )
             cluster = connect(config, run_dir, local_cpus=1, local_gpus=0)
-            yield TwoNodes(other, run_dir, cluster)
+            yield TwoNodes(raylets, other, run_dir, cluster)
         finally:
             ray.shutdown()
             raylets.shutdown()

@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray import cloudpickle
 from tests.integration.cluster.conftest import HEAD, OTHER, TwoNodes, config_of
 
 from telescope.cluster.actors import make_actor
+from telescope.cluster.host_group import HostGroup
 from telescope.cluster.network import network_of
 from telescope.cluster.placement import Placement, reserve
+from telescope.cluster.ray_cluster import disconnect
+from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
 from telescope.config.plan import PlacementError, plan_placement
 from telescope.errors import DeadlineExceeded
+from telescope.orchestrator.collectors import Collectors, sources_of
+from telescope.orchestrator.run_directory import RunDirectory
+from telescope.record.gauges import Taken
+from telescope.record.machine import MachineSampler
+from telescope.record.reader import Run
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not have the tests on their path
 
+MODEL = Path(__file__).parents[1] / "trainer" / "golden" / "model"
 ROLES = ("inference", "trainer")
 
 
@@ -218,3 +231,99 @@ def wait_for_words(capfd: pytest.CaptureFixture[str], words: str) -> None:
         time.sleep(0.1)
         captured = capfd.readouterr()
         printed += captured.out + captured.err
+
+
+async def test_ranks_of_two_nodes_meet_at_their_nodes_addresses_and_say_where_they_are(two_nodes: TwoNodes) -> None:
+    """Real ranks, on CPUs: the store, gloo, and the door at which an engine of each rank would be met."""
+    config = config_of(
+        device="cpu", model=str(MODEL), trainer_num_workers=2, inference_num_workers=2, trainer_threads=1,
+        ray_trainer_placement_strategy="STRICT_SPREAD", ray_inference_placement_strategy="STRICT_SPREAD",
+    )  # fmt: skip
+    async with place(config, two_nodes) as placement:
+        network = network_of(config, placement, two_nodes.cluster.driver_node)
+        assert not network.broadcast_on_loopback
+        group = TrainerGroup(config, placement, two_nodes.run_dir, two_nodes.cluster)
+        infos = await group.setup(loopback=network.broadcast_on_loopback)
+        assert [info.config_hash for info in infos] == [config.hash, config.hash]
+        address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        doors = [await group.listen_for_engine(engine, 1, loopback=False) for engine in range(2)]
+        assert [door.host for door in doors] == [address_of[node] for node in placement.rank_nodes]
+        assert {door.timeout_seconds for door in doors} == {config.ray_broadcast_init_timeout_s}
+        names = [(await group.take_readings(rank)).node for rank in range(2)]
+        assert names == [two_nodes.cluster.node_names[node] for node in placement.rank_nodes]
+        assert len(set(names)) == 2
+        await group.stop()
+
+
+async def test_gauges_of_every_node_are_recorded_and_a_node_that_goes_away_is_a_warning(
+    two_nodes: TwoNodes, tmp_path: Path
+) -> None:
+    """The second node is gone afterwards."""
+    here, there = (f"{socket.gethostname()} ({address})" for address in (HEAD, OTHER))
+    config = config_of(
+        run_dir=str(tmp_path), use_wandb=False, system_metrics_collection_interval_seconds=0.2,
+        metrics_logger_interval_seconds=0.2,
+    )  # fmt: skip
+    directory = RunDirectory.create(config, [])
+    hosts, machine = HostGroup(config, two_nodes.cluster), MachineSampler(0.2)
+    with directory.open_record(console=False):
+        sources = sources_of(config, machine, NoTrainer(), NoServers(), hosts)  # type: ignore[arg-type]
+        collecting = asyncio.create_task(Collectors(sources, directory.recorder).run())
+        await rows_until(tmp_path, "gauges", lambda rows: {here, there} <= {row["node"] for row in rows})
+        await asyncio.to_thread(two_nodes.lose_the_other)
+        warning = f"machine {there}: no readings"
+        await rows_until(tmp_path, "logs", lambda rows: any(row["message"].startswith(warning) for row in rows))
+        lost_at = time.time()
+        await rows_until(tmp_path, "gauges", lambda rows: max(row["time"] for row in rows) > lost_at)
+        collecting.cancel()
+        await asyncio.gather(collecting, return_exceptions=True)
+        await hosts.stop()
+        machine.stop()
+    gauges = Run(tmp_path).table("gauges").to_pylist()
+    assert {row["node"] for row in gauges} == {here, there}
+    assert {row["node"] for row in gauges if row["time"] > lost_at} == {here}
+    memory = {row["node"]: row["value"] for row in gauges if row["name"] == "memory_total_bytes"}
+    assert memory[here] == memory[there] > 0, "they are one machine, after all"
+
+
+def test_a_run_that_is_told_to_stops_the_cluster_that_it_joined_and_nothing_else(two_nodes: TwoNodes) -> None:
+    """Last in this file: nothing is left afterwards."""
+    session = two_nodes.raylets.head_node.session_name
+
+    def daemons() -> list[psutil.Process]:
+        return [
+            process
+            for process in psutil.process_iter(["cmdline", "status"])
+            if any(session in argument for argument in process.info["cmdline"] or [])
+        ]
+
+    with subprocess.Popen([sys.executable, "-c", "input()", "session_of_another"], stdin=subprocess.PIPE) as another:
+        assert len(daemons()) >= 2, "the raylet and the GCS at least"
+        disconnect(two_nodes.cluster, config_of(ray_shutdown_on_exit=True))
+        assert daemons() == []
+        assert not ray.is_initialized()
+        assert another.poll() is None
+
+
+class NoTrainer:
+    """A trainer without ranks."""
+
+    world_size = 0
+
+
+class NoServers:
+    """Servers that have nothing to say."""
+
+    async def take_readings(self, index: int) -> Taken:
+        return Taken([], [])
+
+
+async def rows_until(
+    run_dir: Path, table: str, enough: Callable[[list[dict[str, Any]]], bool], seconds: float = 90.0
+) -> None:
+    """Wait until a table of the record, read as anybody may while it is written, holds what is wanted."""
+    deadline, rows = time.monotonic() + seconds, list[dict[str, Any]]()
+    while not (rows and enough(rows)):
+        assert time.monotonic() < deadline, f"{table} after {seconds:g} s: {rows[-5:]}"
+        await asyncio.sleep(0.2)
+        rows = await asyncio.to_thread(lambda: Run(run_dir).table(table).to_pylist())

@@ -45,6 +45,7 @@ class FakeRay:
         self.is_running = True
         self.num_shutdowns = 0
         self.on_init: Callable[[], None] = lambda: None
+        self._private = SimpleNamespace(worker=SimpleNamespace(_global_node=SimpleNamespace(session_name="session_1")))
 
     def init(self, **arguments: Any) -> None:
         self.calls.append(arguments)
@@ -226,11 +227,11 @@ def test_nodes_are_called_by_their_host_names_and_told_apart_where_those_are_equ
 def test_a_cluster_of_others_is_ended_only_when_asked(
     started_here: bool, asked: bool, stops: int, fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands: list[Any] = []
-    monkeypatch.setattr(ray_cluster, "subprocess", SimpleNamespace(run=lambda *a, **k: commands.append(a)))
+    stopped: list[str] = []
+    monkeypatch.setattr(ray_cluster, "_stop_session", stopped.append)
     disconnect(cluster_of(started_here=started_here), config_of(ray_shutdown_on_exit=asked))
     assert fake_ray.num_shutdowns == 1, "this ends one that was started here"
-    assert len(commands) == stops
+    assert stopped == ["session_1"] * stops
     fake_ray.is_running = False
     disconnect(cluster_of(started_here=started_here), config_of())
     assert fake_ray.num_shutdowns == 1

@@ -39,7 +39,8 @@ class RaySection(Section):
     """Prefer loopback interface for single-node broadcasts, when all ranks and servers are on one node. Off, or on
     several nodes: the node's address, and the interface that has it."""
     ray_shutdown_on_exit: bool = False
-    """Shut down the Ray cluster on exit. A cluster that the run started itself is always shut down."""
+    """Shut down the Ray cluster on exit: its processes on this machine, and with the head node the others. A cluster
+    that the run started itself is always shut down."""
     ray_inference_cpus_per_worker: Annotated[float, Field(gt=0, le=1024)] = 4.0
     """CPU cores allocated per inference worker. May be a fraction. Lower it when the placement does not fit."""
     ray_trainer_cpus_per_worker: Annotated[float, Field(gt=0, le=1024)] = 4.0
