@@ -238,6 +238,7 @@ async def test_ranks_of_two_nodes_meet_at_their_nodes_addresses_and_say_where_th
     config = config_of(
         device="cpu", model=str(MODEL), trainer_num_workers=2, inference_num_workers=2, trainer_threads=1,
         ray_trainer_placement_strategy="STRICT_SPREAD", ray_inference_placement_strategy="STRICT_SPREAD",
+        ray_broadcast_init_timeout_s=77,
     )  # fmt: skip
     async with place(config, two_nodes) as placement:
         network = network_of(config, placement, two_nodes.cluster.driver_node)
@@ -248,7 +249,7 @@ async def test_ranks_of_two_nodes_meet_at_their_nodes_addresses_and_say_where_th
         address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         doors = [await group.listen_for_engine(engine, 1, loopback=False) for engine in range(2)]
         assert [door.host for door in doors] == [address_of[node] for node in placement.rank_nodes]
-        assert {door.timeout_seconds for door in doors} == {config.ray_broadcast_init_timeout_s}
+        assert {door.timeout_seconds for door in doors} == {77}
         names = [(await group.take_readings(rank)).node for rank in range(2)]
         assert names == [two_nodes.cluster.node_names[node] for node in placement.rank_nodes]
         assert len(set(names)) == 2

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from telescope.orchestrator.collectors import GIVEN_GPU, Collectors, Source, gauge_row
+from telescope.config import TelescopeConfig
+from telescope.orchestrator.collectors import GIVEN_GPU, Collectors, Source, gauge_row, sources_of
 from telescope.record.gauges import Reading, Taken
 
 
@@ -92,3 +94,18 @@ def test_a_row_says_whose_number_it_is():
     assert (power["component"], power["node"], power["gpu"]) == ("gpu", "box", 3)
     load = gauge_row(Reading(1.0, "load_average_1m", 5.0, (("a", "b"),)), machine, Taken([], [], "box"))
     assert (load["component"], load["gpu"], load["labels"]) == ("host", None, {"a": "b"})
+
+
+def test_each_part_is_asked_as_often_as_its_field_says() -> None:
+    config = TelescopeConfig.model_validate(
+        {
+            "model": "m", "environments": [{"name": "countdown"}], "inference_num_workers": 1,
+            "system_metrics_collection_interval_seconds": 7, "ray_torch_memory_drain_interval_seconds": 0.125,
+        }
+    )  # fmt: skip
+    asked = SimpleNamespace(names=["shelf"], here="box", world_size=2, take_readings=lambda name: None)
+    sources = sources_of(config, None, asked, asked, asked)  # type: ignore[arg-type]
+    assert {source.name: source.interval for source in sources} == {
+        "this machine": 7, "machine shelf": 7, "inference server 0": 7,
+        "trainer rank 0": 0.125, "trainer rank 1": 0.125,
+    }  # fmt: skip
