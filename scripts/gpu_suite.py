@@ -57,6 +57,8 @@ PYTEST = f"{sys.executable} -m pytest -q -p no:cacheprovider -m gpu"
 BENCHMARK = f"{sys.executable} benchmarks"
 SHARES = "--json {json} --port {port} --set ray_inference_cpus_per_worker=4 ray_trainer_cpus_per_worker=4"
 SYNC = f"{sys.executable} benchmarks/weight_sync.py --json {{json}} --set inference_base_port={{port}} --shapes"
+TRAINER = f"{sys.executable} benchmarks/trainer.py --json {{json}} --shapes"
+FEW = "--steps 3 --warmup 2"
 EXPERTS_AND_RANKS = "tests/gpu/weights/test_experts_and_ranks_on_gpu.py"
 PARTS = (
     Part("weights", f"{PYTEST} tests/gpu/weights --ignore {EXPERTS_AND_RANKS}", 1, 300),
@@ -76,6 +78,29 @@ PARTS = (
         "trainer tests", f"{PYTEST} tests/gpu --ignore tests/gpu/weights --ignore tests/gpu/test_shared_gpu.py", 1, 300
     ),
     Part("trainer speed", f"{sys.executable} benchmarks/trainer.py --shapes 0.6b --json {{json}}", 1, 300),
+    Part("trainer kept", f"{TRAINER} 0.6b --loads packed --reshard true false --micro-batches 4", 1, 300),
+    Part("trainer 8b on two", f"{TRAINER} 8b --ranks 2 --loads single --micro-batches 2 {FEW}", 2, 360),
+    Part(
+        "trainer 14b on four",
+        f"{TRAINER} 14b --ranks 4 --loads single --tokens 16384 32768 --micro-batches 2 {FEW}",
+        4,
+        420,
+    ),
+    Part(
+        "14b at 64k",
+        f"env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True {TRAINER} 14b --ranks 4 --loads single --tokens 65536 "
+        f"--checkpointing selective full {FEW}",
+        4,
+        480,
+    ),
+    Part("trainer 4b on eight", f"{TRAINER} 4b --ranks 8 --loads single packed {FEW}", 8, 540),
+    Part(
+        "4b on eight, kept",
+        f"{TRAINER} 4b --ranks 8 --tokens 16384 --loads packed --micro-batches 4 --reshard true false --prefetch 1 2 "
+        f"{FEW}",
+        8,
+        480,
+    ),
     Part("sync small", f"{SYNC} 0.6b 1.7b", 2, 360),
     Part("sync 8b on four", f"{SYNC} 8b --engines 2 --trainers 2", 4, 420),
     Part("throughput", f"{BENCHMARK}/engine_throughput.py {SHARES}", 1, 420),

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.integration.trainer.test_gathering import settings_job
 from tests.integration.trainer.test_two_ranks import BATCHES, CHANGES, resume_job, whole_job
-from tests.integration.trainer.trainer_cases import build_model, make_config, relative_error, run_here, run_ranks
+from tests.integration.trainer.trainer_cases import (
+    Job,
+    build_model,
+    make_config,
+    relative_error,
+    run_here,
+    run_ranks,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,3 +40,24 @@ def test_gradients_weights_and_checkpoints_equal_those_of_one_rank(tmp_path, tie
         assert relative_error(one[f"gradient_{batch}"], on_cpu[f"gradient_{batch}"]) < 1e-6
     assert relative_error(two[0]["weights_3"], one["weights_3"]) < 1e-10
     assert relative_error(resumed[0], two[0]["weights_3"]) < 1e-12
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_when_weights_are_gathered_changes_no_gradient_and_no_weight(tmp_path, tied):
+    path = build_model(tmp_path / "model", family="starcoder2", tied=tied, num_hidden_layers=4)
+    settings = [(True, 0), (True, 1), (True, 3), (False, 1)]
+    jobs: list[Job] = [
+        (
+            settings_job,
+            make_config(path, device="cuda", fsdp_reshard_after_forward=reshard, fsdp_prefetch_layers=prefetch),
+            (),
+        )
+        for reshard, prefetch in settings
+    ]
+    plain, *others = run_ranks(jobs, num_ranks=2, folder=tmp_path / "results")
+    for ranks in others:
+        for rank in ranks:
+            assert relative_error(rank["gradient"], plain[0]["gradient"]) < 1e-13
+            assert relative_error(rank["weights"], plain[0]["weights"]) < 1e-11
+            assert rank["gathered_after"] == 0
+    assert others[1][0]["ahead"]["backward"] == [3] * 6

@@ -81,7 +81,8 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype, *, reshard:
     fully_shard(policy, reshard_after_forward=False, **options)
     for unit in units(policy):
         # A sum, and by ReduceOp.SUM: the premultiplied reductions that other factors use do not exist in gloo.
-        unit.set_gradient_divide_factor(1.0)
+        if mesh.size() > 1:  # one rank would divide by 1, through a copy
+            unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
 
 

@@ -1,0 +1,360 @@
+"""One case of the trainer benchmark: a model of a true shape, a load, and the ranks that train on it.
+
+Owns shapes, loads, the count of floating-point operations, and timing steps on the ranks. Does not own which cases are
+run, nor the report (`trainer`).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import multiprocessing.connection
+import socket
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from telescope.config import TelescopeConfig
+from telescope.config.model_shape import ModelShape
+from telescope.config.trainer_memory import trainer_memory
+from telescope.trainer.backends.fsdp import sharding
+from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, StepInput, TrainSample
+from telescope.trainer.model import PREFIX, PolicyModel, load_causal_lm
+from telescope.trainer.packing import pack_step
+from telescope.trainer.worker import Trainer, choose_device
+
+PEAK_TFLOPS = 989.0
+"""H100 SXM, dense bfloat16."""
+MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
+MEAN_ANSWER, SIGMA_ANSWER, LONGEST_ANSWER = 1000, 0.8, 8192
+GIB = 2**30
+OUT_OF_MEMORY = 3
+"""Exit code of a rank that does not fit."""
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 2048, "tie_word_embeddings": True,
+    },
+    "0.6b": {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True,
+    },
+    "4b": {
+        "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True,
+    },
+    "8b": {
+        "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
+    },
+    "14b": {
+        "hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 40, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
+    },
+    "32b": {
+        "hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""Those of Qwen3 (Qwen3 Technical Report, arXiv:2505.09388), and one that a CPU can train."""
+
+CHECKPOINTING = {
+    "none": {"gradient_checkpointing": False},
+    "selective": {"gradient_checkpointing": True},
+    "full": {"gradient_checkpointing": True, "recompute_attention": True},
+}
+
+
+@dataclass(slots=True, frozen=True)
+class Case:
+    """What is trained, and how often."""
+
+    shape: str
+    num_tokens: int
+    """Of one micro-batch of one rank."""
+    load: str
+    checkpointing: str
+    ranks: int = 1
+    micro_batches: int = 1
+    """Of each rank in a step."""
+    model_dtype: str = "float32"
+    compiled: bool = True
+    chunk_size: int = 1024
+    reshard: bool | str = "auto"
+    prefetch: int = 1
+    steps: int = 5
+    warmup: int = 3
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of the sequences of a micro-batch. All are alike, so that no rank waits for a longer one."""
+        return [self.num_tokens] if self.load == "single" else answer_lengths(self.num_tokens)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks."""
+        return self.num_tokens * self.ranks * self.micro_batches
+
+
+def run_here(case: Case, wanted_device: str, matmul: float, folder: Path) -> dict[str, Any]:
+    """The numbers of a case of one rank, in this process; `out_of_memory` if it does not fit."""
+    device, trainer = choose_device(wanted_device, 0), None
+    try:
+        trainer = make_trainer(case, device, folder, 0, free_port())
+        return time_steps(trainer, case, device, matmul)
+    except torch.OutOfMemoryError:
+        return {"out_of_memory": True}
+    finally:
+        if trainer is not None:
+            trainer.shutdown()
+        del trainer
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def run_on_ranks(case: Case, wanted_device: str, matmul: float, folder: Path, deadline: float) -> dict[str, Any]:
+    """The same on several ranks, each in a new process. One that ends early takes the others with it."""
+    results = folder / "numbers.json"
+    results.unlink(missing_ok=True)
+    context = multiprocessing.get_context("spawn")
+    arguments = (case, wanted_device, matmul, folder, free_port())
+    processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(case.ranks)]
+    for process in processes:
+        process.start()
+    ends = time.monotonic() + deadline
+    try:
+        while any(process.is_alive() for process in processes) and time.monotonic() < ends:
+            if any(process.exitcode for process in processes):
+                break  # the others would wait for it
+            multiprocessing.connection.wait([p.sentinel for p in processes if p.is_alive()], timeout=1.0)
+    finally:
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
+    if OUT_OF_MEMORY in codes:
+        return {"out_of_memory": True}
+    if not results.exists():
+        return {"failed": f"exit codes of the ranks after {deadline:.0f} s at most: {codes}"}
+    return json.loads(results.read_text())
+
+
+def _rank(rank: int, case: Case, wanted_device: str, matmul: float, folder: Path, port: int) -> None:
+    device = choose_device(wanted_device, rank)
+    try:
+        trainer = make_trainer(case, device, folder, rank, port)
+        found = time_steps(trainer, case, device, matmul)
+    except torch.OutOfMemoryError:
+        raise SystemExit(OUT_OF_MEMORY) from None
+    if rank == 0:
+        partial = folder / "numbers.part"
+        partial.write_text(json.dumps(found))
+        partial.rename(folder / "numbers.json")
+    trainer.shutdown()
+
+
+def make_trainer(case: Case, device: torch.device, folder: Path, rank: int, port: int) -> Trainer:
+    """A rank like those of a training run, but for its mixed precision on the CPU and for weights that are noise, drawn
+    where they are used: those of a large model take minutes to write and read."""
+    write_config(SHAPES[case.shape], folder)
+    load = load_causal_lm
+
+    def without_weights(model: str, dtype: torch.dtype, *, with_weights: bool, **options: Any) -> Any:
+        return None if with_weights else load(model, dtype, with_weights=False, **options)
+
+    sharding.load_causal_lm = without_weights
+    sharding.fill = draw_weights
+    trainer = Trainer(make_config(case, device, folder), rank, case.ranks, "127.0.0.1", port)
+    trainer.setup()
+    return trainer
+
+
+@torch.no_grad()
+def draw_weights(policy: PolicyModel, source: Any, mesh: Any, device: torch.device) -> None:
+    """In place of `sharding.fill`: matrices of small random numbers, norms of ones, the buffers as they should be."""
+    torch.manual_seed(dist.get_rank())
+    for parameter in policy.parameters():
+        local = sharding.local_tensor(parameter)
+        if parameter.ndim > 1:
+            local.normal_(0.0, 0.02)
+        else:
+            local.fill_(1.0)
+    # Buffers (rotary frequencies) depend on neither depth nor vocabulary.
+    smallest = policy.causal_lm.config.to_dict() | {
+        "num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8, "layer_types": None,
+    }  # fmt: skip
+    buffers = dict(AutoModelForCausalLM.from_config(type(policy.causal_lm.config)(**smallest)).named_buffers())
+    for name, buffer in policy.named_buffers():
+        buffer.copy_(buffers[name.removeprefix(PREFIX)])
+
+
+def make_config(case: Case, device: torch.device, folder: Path) -> TelescopeConfig:
+    settings: dict[str, Any] = {
+        "model": str(folder),
+        "environments": [{"name": "countdown"}],
+        "trainer_num_workers": case.ranks,
+        "model_dtype": case.model_dtype,
+        "mixed_precision_dtype": "bfloat16" if device.type == "cuda" else None,
+        "device": device.type,
+        "entropy_chunk_size": case.chunk_size,
+        "compile_blocks": case.compiled,
+        "fsdp_reshard_after_forward": case.reshard,
+        "fsdp_prefetch_layers": case.prefetch,
+        "seq_len": case.num_tokens,
+        "max_model_len": case.num_tokens,
+        "max_tokens": case.num_tokens // 2,
+    }
+    return TelescopeConfig(**settings, **CHECKPOINTING[case.checkpointing])
+
+
+def time_steps(trainer: Trainer, case: Case, device: torch.device, matmul: float) -> dict[str, Any]:
+    """The numbers of a case, the same on every rank but for the seconds. Collective."""
+    shape, seconds, steps = SHAPES[case.shape], [], []
+    rows = [make_row(case, index) for index in range(case.micro_batches)]
+    for step in range(case.warmup + case.steps):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            if step == case.warmup:
+                torch.cuda.reset_peak_memory_stats()
+        dist.barrier()
+        started = time.perf_counter()
+        steps.append(trainer.train_step(make_step(case, rows, step)).metrics)
+        seconds.append(time.perf_counter() - started)
+    timed = seconds[case.warmup :]
+    flops = model_flops(shape, case.lengths) * case.micro_batches * case.ranks
+    tflops = flops / statistics.median(timed) / 1e12 / case.ranks
+    times = {name: statistics.median(m[name] for m in steps[case.warmup :]) for name in steps[-1] if "_total" in name}
+    row = {
+        "sequences": len(case.lengths),
+        "seconds": statistics.median(timed),
+        "seconds_min": min(timed),
+        "seconds_max": max(timed),
+        "first_step_seconds": seconds[0],
+        "tokens_per_second": case.tokens_per_step / statistics.median(timed),
+        "tflops": tflops,
+        "mfu": tflops / PEAK_TFLOPS,
+        "share_of_matmul": tflops / matmul,
+        "kernel": trainer.backend.kernel,  # type: ignore[attr-defined]
+        "timing": {name: value for name, value in times.items() if value},
+    }
+    return row | memory_of_ranks(trainer, device)
+
+
+def memory_of_ranks(trainer: Trainer, device: torch.device) -> dict[str, Any]:
+    """The estimate without the share of libraries, and on GPUs what the allocator of each rank gave out. Collective."""
+    text = (Path(trainer.config.model) / "config.json").read_text()
+    shape = ModelShape.from_config(json.loads(text))
+    assert shape is not None
+    estimate = trainer_memory(trainer.config, shape, "cuda" if device.type == "cuda" else "cpu")
+    row: dict[str, Any] = {"estimate_gib": (estimate.total - estimate.overhead) / GIB}
+    if device.type == "cuda":
+        mine = (torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB)
+        ranks: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(ranks, mine)
+        row |= {"peak_gib": max(peak for peak, _ in ranks), "peak_reserved_gib": max(held for _, held in ranks)}
+        row |= {"peak_gib_of_ranks": [peak for peak, _ in ranks]}
+    return row
+
+
+def make_row(case: Case, seed: int) -> MicroBatch:
+    """A micro-batch in which every token but the first of each sequence is trained."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for index, length in enumerate(case.lengths):
+        trained_L = np.arange(length) > 0
+        samples.append(
+            TrainSample(
+                sample_id=f"s{index}",
+                group_id=0,
+                environment="countdown",
+                token_ids_L=rng.integers(0, SHAPES[case.shape]["vocab_size"], length),
+                trained_L=trained_L,
+                engine_logprob_L=np.where(trained_L, -np.log(SHAPES[case.shape]["vocab_size"]), 0.0),
+                version_L=np.where(trained_L, 0, -1),
+                reward=0.0,
+                advantage=float(rng.normal()),
+            )
+        )
+    (batch,) = pack_step(samples, step=0, version=0, seq_len=case.num_tokens, num_ranks=1, pad_to_multiple_of=64)
+    (row,) = batch.minibatches[0].micro_batches
+    return row
+
+
+def make_step(case: Case, rows: list[MicroBatch], step: int) -> StepInput:
+    """The share of one rank; all ranks have the same."""
+    trained = sum(int(row.trained_T.sum()) for row in rows) * case.ranks
+    samples = sum(len(row.sample_ids) for row in rows) * case.ranks
+    return StepInput(step, 0, [OptimizerStepBatch(list(rows), trained, samples)])
+
+
+def answer_lengths(num_tokens: int, seed: int = 0) -> list[int]:
+    """Log-normal lengths that add up to `num_tokens`; the last is cut to fit."""
+    rng = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while (missing := num_tokens - sum(lengths)) > 1:
+        drawn = rng.lognormal(np.log(MEAN_ANSWER) - SIGMA_ANSWER**2 / 2, SIGMA_ANSWER)
+        lengths.append(min(missing, max(2, min(LONGEST_ANSWER, int(drawn)))))
+    return lengths
+
+
+def model_flops(shape: dict[str, Any], lengths: list[int]) -> float:
+    """Floating-point operations of forward and backward that the model needs, whatever is computed twice."""
+    width, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
+    queries, keys = shape["num_attention_heads"] * shape["head_dim"], shape["num_key_value_heads"] * shape["head_dim"]
+    per_layer = width * (2 * queries + 2 * keys) + 3 * width * inner + 2 * width + 2 * shape["head_dim"]
+    parameters = layers * per_layer + width + width * shape["vocab_size"]
+    attention = 6 * layers * queries * sum(length * length for length in lengths)
+    return 6.0 * parameters * sum(lengths) + attention
+
+
+def write_config(shape: dict[str, Any], folder: Path) -> Qwen3Config:
+    """The `config.json` of a shape."""
+    config = Qwen3Config(
+        **shape, max_position_embeddings=131_072, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        architectures=["Qwen3ForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    return config
+
+
+def write_model(shape: dict[str, Any], folder: Path, device: torch.device) -> None:
+    """A checkpoint with random bfloat16 weights."""
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(write_config(shape, folder), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+
+
+def matmul_tflops(device: torch.device) -> float:
+    """Rate of one large square product, in the dtype that the model computes in."""
+    size = MATMUL_SIZE[device.type]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds = []
+    for _ in range(20):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(10):
+            left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - started) / 10)
+    return 2 * size**3 / statistics.median(seconds) / 1e12
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
