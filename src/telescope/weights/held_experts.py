@@ -48,9 +48,7 @@ def is_experts(module: nn.Module) -> bool:
 
 def layout_of(module: nn.Module) -> str | None:
     """How the experts of `module` are laid out: `loaded`, `exchanged`, `packed`; None if it is not known."""
-    method = getattr(module, "quant_method", None)
-    backend = getattr(method, "unquantized_backend", None)
-    name = getattr(backend, "name", None)
+    name = _backend(module)
     if name in LOADED_LAYOUTS:
         return "loaded"
     if name in EXCHANGED_LAYOUTS:
@@ -64,8 +62,7 @@ def why_unreadable(module: nn.Module) -> str | None:
     """Why the experts cannot be read back, or None when they can."""
     if layout_of(module) is None:
         method = getattr(module, "quant_method", None)
-        backend = getattr(getattr(method, "unquantized_backend", None), "name", None) or type(method).__name__
-        return f"the layout of experts under {backend} is not known"
+        return f"the layout of experts under {_backend(module) or type(method).__name__} is not known"
     parallel = getattr(getattr(module, "moe_config", None), "moe_parallel_config", None)
     return "experts are spread over the ranks" if getattr(parallel, "use_ep", False) else None
 
@@ -108,6 +105,13 @@ def experts_as_loaded(module: nn.Module, attribute: str) -> torch.Tensor:
     if layout_of(module) == "packed":
         held = _unpack(module, attribute, held)
     return held.reshape(-1, held.shape[-1])
+
+
+def _backend(module: nn.Module) -> str | None:
+    """The name of the kernel that an unquantised layer computes with, or None."""
+    method = getattr(module, "quant_method", None)
+    method = getattr(method, "old_quant_method", method)  # where vLLM has wrapped it
+    return getattr(getattr(method, "unquantized_backend", None), "name", None)
 
 
 def _tensor_parallel(module: nn.Module) -> tuple[int, int]:

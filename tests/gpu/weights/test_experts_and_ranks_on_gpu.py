@@ -9,22 +9,22 @@ import pytest
 import torch
 from tests.integration.weights.test_experts_and_ranks_on_vllm import (
     test_a_transfer_that_broke_off_half_way_is_mended_by_the_next_one,
+    test_a_worker_killed_in_the_middle_of_a_sync_is_an_error_at_once_and_ends_its_server,
     test_a_worker_that_cannot_load_fails_the_sync_and_leaves_no_update_open_in_the_other,
     test_after_a_sync_the_engine_computes_with_the_new_weights,
     test_before_any_sync_it_samples_with_the_logprobs_of_the_model_that_it_loaded,
     test_every_worker_takes_its_weights_in_place_and_says_why,
-    test_killing_the_engine_in_the_middle_of_a_sync_is_an_error_at_once,
     test_the_probe_names_what_one_worker_holds_wrong_and_the_next_sync_mends_it,
 )
 from tests.integration.weights.vllm_server import Server, make_model
 
 __all__ = [
     "test_a_transfer_that_broke_off_half_way_is_mended_by_the_next_one",
+    "test_a_worker_killed_in_the_middle_of_a_sync_is_an_error_at_once_and_ends_its_server",
     "test_a_worker_that_cannot_load_fails_the_sync_and_leaves_no_update_open_in_the_other",
     "test_after_a_sync_the_engine_computes_with_the_new_weights",
     "test_before_any_sync_it_samples_with_the_logprobs_of_the_model_that_it_loaded",
     "test_every_worker_takes_its_weights_in_place_and_says_why",
-    "test_killing_the_engine_in_the_middle_of_a_sync_is_an_error_at_once",
     "test_the_probe_names_what_one_worker_holds_wrong_and_the_next_sync_mends_it",
 ]
 

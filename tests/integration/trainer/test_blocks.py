@@ -101,3 +101,21 @@ def test_rows_of_any_length_and_all_blocks_share_one_compilation(one_rank, kerne
         gradient_of(trainer, lengths)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+def test_blocks_with_experts_share_one_compilation_in_bfloat16(one_rank, kernels):
+    lengths = [5, 31, 12, 7]
+    settings = {"model_dtype": "float32", "mixed_precision_dtype": "bfloat16"}
+    wanted = gradient_of(one_rank("experts", **settings, compile_blocks=False), lengths)
+    torch._dynamo.reset()
+    counters.clear()
+    found = gradient_of(one_rank("experts", **settings, gradient_checkpointing=True), lengths)
+    assert relative_error(found, wanted) < 1e-2  # of roundings of 2^-8
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+def test_blocks_with_experts_are_not_compiled_in_a_dtype_that_their_product_cannot_be_compiled_in(one_rank, kernels):
+    counters.clear()
+    gradient_of(one_rank("experts", model_dtype="float32", gradient_checkpointing=True), [5, 31])
+    assert counters["stats"]["unique_graphs"] == 0

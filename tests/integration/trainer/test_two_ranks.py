@@ -85,6 +85,8 @@ def _packed(trainer: Trainer, lengths: list[int], *, step: int):
 
 
 MODELS = ("tied64", "untied64")
+EXPERTS = "experts"
+"""In float32: parts of this model are, whatever its dtype."""
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +94,9 @@ def runs(models, tmp_path_factory) -> dict[str, Compared]:
     """Each model on two ranks (new processes) and on one (this process)."""
     root = tmp_path_factory.mktemp("ranks")
     configs = {name: make_config(models[name], **CHANGES) for name in MODELS}
+    configs[EXPERTS] = make_config(models[EXPERTS], **CHANGES, model_dtype="float32")
     on_two = run_ranks(
-        [(whole_job, configs[name], (root / name / "two",)) for name in MODELS], num_ranks=2, folder=root / "results"
+        [(whole_job, configs[name], (root / name / "two",)) for name in configs], num_ranks=2, folder=root / "results"
     )
     return {
         name: Compared(
@@ -103,7 +106,7 @@ def runs(models, tmp_path_factory) -> dict[str, Compared]:
             folder=root / name / "two",
             source=Path(models[name]),
         )
-        for name, two in zip(MODELS, on_two, strict=True)
+        for name, two in zip(configs, on_two, strict=True)
     }
 
 
@@ -171,6 +174,23 @@ def test_a_checkpoint_of_two_ranks_continues_on_one_as_if_nothing_had_happened(b
 def test_the_saved_hugging_face_checkpoint_holds_the_trained_weights(both):
     stored = load_file(both.folder / "hf" / "model.safetensors")
     assert relative_error(stored, both.two[0]["weights_2"]) == 0.0
+
+
+def test_experts_are_trained_alike_on_one_and_two_ranks_and_leave_one_by_one(runs):
+    run = runs[EXPERTS]
+    for batch in BATCHES:
+        for rank in run.two:
+            assert relative_error(rank[f"gradient_{batch}"], run.one[f"gradient_{batch}"]) < 1e-5
+    assert relative_error(run.two[0]["weights_3"], run.one["weights_3"]) < 1e-4
+    assert relative_error(run.resumed, run.two[0]["weights_3"]) < 1e-4
+    source = load_file(run.source / "model.safetensors")
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in source
+    assert run.two[1]["weights_before"].keys() == source.keys()
+    assert [(m.name, m.shape) for m in run.two[0]["metadata"]] == [
+        (name, tuple(tensor.shape)) for name, tensor in run.two[0]["weights_before"].items()
+    ]
+    stored = load_file(run.folder / "hf" / "model.safetensors")
+    assert relative_error(stored, run.two[0]["weights_2"]) == 0.0
 
 
 def test_timing_metrics_have_the_documented_names_and_spans_lie_on_one_clock(both):

@@ -26,6 +26,9 @@ if os.environ.get(UNPACKED_VARIABLE) == "1":
 class FaultyWorkerExtension(WeightsWorkerExtension):
     """`telescope_test_fault` says what goes wrong in the next update; it is good for one update."""
 
+    def telescope_test_pid(self) -> dict[str, int]:
+        return {"pid": os.getpid()}
+
     def telescope_test_remember(self) -> None:
         """Keep copies of every tensor of the next update, as the version before of a later one."""
         engine: Any = self.weight_transfer_engine  # type: ignore[attr-defined]

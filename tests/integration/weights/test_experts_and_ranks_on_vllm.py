@@ -144,10 +144,15 @@ def test_a_worker_that_cannot_load_fails_the_sync_and_leaves_no_update_open_in_t
     assert worst(server) < equal_within(server)
 
 
-def test_killing_the_engine_in_the_middle_of_a_sync_is_an_error_at_once(server: Server) -> None:
+def test_a_worker_killed_in_the_middle_of_a_sync_is_an_error_at_once_and_ends_its_server(
+    server: Server,
+) -> None:
     """Last in this file: the server is gone afterwards."""
     started = time.monotonic()
-    failure, report = server.killed_in_a_sync()
+    failure, report = server.worker_killed_in_a_sync()
     assert isinstance(failure, InfrastructureError)
     assert "gone" in report.errors[0] or "broke" in report.errors[0]
     assert time.monotonic() - started < 30  # the deadline is 60
+    while server.process.poll() is None:
+        assert time.monotonic() - started < 60, "the server goes on without one of its workers"
+        time.sleep(0.1)

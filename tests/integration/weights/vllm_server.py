@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -324,6 +325,11 @@ class Server:
     def killed_in_a_sync(self) -> tuple[BaseException | None, SendReport]:
         """Begin a sync and kill all of the server's processes half way. Returns the client's error and the report."""
         return self._spoiled_half_way(self.process.kill)
+
+    def worker_killed_in_a_sync(self) -> tuple[BaseException | None, SendReport]:
+        """The same with the process of the last worker alone."""
+        pid = self.run(self.client.call_worker("telescope_test_pid"))[-1]["pid"]
+        return self._spoiled_half_way(lambda: os.kill(pid, signal.SIGKILL))
 
     def _spoiled_half_way(self, spoil: Callable[[], object]) -> tuple[BaseException | None, SendReport]:
         update = self.next_update(mode="per_tensor")

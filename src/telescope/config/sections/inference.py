@@ -26,8 +26,8 @@ class InferenceSection(Section):
     """Fraction of GPU memory allocated to vLLM. Range: (0, 1]. What weights leave of it becomes KV cache. Lower it
     when other processes use the GPU."""
     inference_kv_cache_gib: Annotated[float, Field(gt=0, le=65_536)] | None = None
-    """KV cache of each server on the CPU, in GiB, rounded up to a whole number. Null: enough for all lanes of a server
-    at full length, at most a quarter of the memory. No effect on GPUs."""
+    """KV cache of each server on the CPU, in GiB, shared by its workers and rounded up to a whole number for each.
+    Null: enough for all lanes of a server at full length, at most a quarter of the memory. No effect on GPUs."""
     max_model_len: Tokens = 4096
     """Maximum context length for vLLM, in tokens: prompt and answer together."""
     max_num_seqs: Count | None = None

@@ -22,6 +22,7 @@ from telescope.config.trainer_memory import reshards_after_forward
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends.fsdp.gathering import set_prefetch, units
 from telescope.trainer.blocks import wrap_blocks
+from telescope.trainer.experts import can_be_compiled
 from telescope.trainer.model import DTYPES, PREFIX, PolicyModel, load_causal_lm
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -43,7 +44,9 @@ def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) ->
         recompute=config.gradient_checkpointing,
         recompute_attention=config.recompute_attention,
         # The calls of the padded kernel are as many as a row has lengths: each row would be compiled anew.
-        compiled=config.compile_blocks and choose_kernel(device, compute_dtype(config), policy.head_dim) != "padded",
+        compiled=config.compile_blocks
+        and choose_kernel(device, compute_dtype(config), policy.head_dim) != "padded"
+        and can_be_compiled(policy, compute_dtype(config)),
     )
     is_tied = policy.is_tied
     shard(
