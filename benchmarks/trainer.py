@@ -62,6 +62,9 @@ def main() -> int:
     parser.add_argument("--tokens", nargs="+", type=int, default=[16_384, 65_536], help="tokens of a micro-batch")
     parser.add_argument("--loads", nargs="+", choices=["single", "packed"], default=["single", "packed"])
     parser.add_argument("--checkpointing", nargs="+", choices=list(CHECKPOINTING), default=["selective"])
+    parser.add_argument(
+        "--checkpointing-layers", nargs="+", type=int, default=[None], help="blocks that are recomputed"
+    )
     parser.add_argument("--reshard", nargs="+", choices=list(RESHARD), default=["auto"])
     parser.add_argument("--prefetch", nargs="+", type=int, default=[1], help="fsdp_prefetch_layers")
     parser.add_argument("--model-dtype", default="float32", help="of weights and optimizer state")
@@ -110,11 +113,12 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         Case(
             shape, num_tokens, load, checkpointing, ranks=arguments.ranks, micro_batches=arguments.micro_batches,
             model_dtype=arguments.model_dtype, compiled=not arguments.no_compile, chunk_size=arguments.chunk_size,
-            reshard=RESHARD[reshard], prefetch=prefetch, steps=arguments.steps, warmup=arguments.warmup,
+            reshard=RESHARD[reshard], prefetch=prefetch, checkpointing_layers=layers,
+            steps=arguments.steps, warmup=arguments.warmup,
         )
-        for shape, checkpointing, num_tokens, load, reshard, prefetch in product(
+        for shape, checkpointing, num_tokens, load, reshard, prefetch, layers in product(
             arguments.shapes, arguments.checkpointing, arguments.tokens, arguments.loads, arguments.reshard,
-            arguments.prefetch,
+            arguments.prefetch, arguments.checkpointing_layers,
         )
     ]  # fmt: skip
 
@@ -133,7 +137,8 @@ def print_table(report: dict[str, Any]) -> None:
         "of matmul", "peak GiB", "estimate",
     )  # fmt: skip
     for row in report["cases"]:
-        head = [row["shape"], str(row["ranks"]), f"{row['tokens']:,}", row["load"], row["checkpointing"]]
+        recomputed = row["checkpointing"] + (f", {row['checkpointing_layers']}" if row["checkpointing_layers"] else "")
+        head = [row["shape"], str(row["ranks"]), f"{row['tokens']:,}", row["load"], recomputed]
         head.append(f"{row['reshard']}, {row['prefetch']}".lower())
         if "seconds" not in row:
             table.add_row(*head, "out of memory" if "out_of_memory" in row else "failed")

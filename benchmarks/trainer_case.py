@@ -91,6 +91,8 @@ class Case:
     chunk_size: int = 1024
     reshard: bool | str = "auto"
     prefetch: int = 1
+    checkpointing_layers: int | None = None
+    """Blocks that are recomputed; None: all, unless `checkpointing` is none."""
     steps: int = 5
     warmup: int = 3
 
@@ -210,6 +212,7 @@ def make_config(case: Case, device: torch.device, folder: Path) -> TelescopeConf
         "compile_blocks": case.compiled,
         "fsdp_reshard_after_forward": case.reshard,
         "fsdp_prefetch_layers": case.prefetch,
+        "gradient_checkpointing_layers": case.checkpointing_layers,
         "seq_len": case.num_tokens,
         "max_model_len": case.num_tokens,
         "max_tokens": case.num_tokens // 2,

@@ -79,6 +79,12 @@ PARTS = (
     ),
     Part("trainer speed", f"{sys.executable} benchmarks/trainer.py --shapes 0.6b --json {{json}}", 1, 300),
     Part("trainer kept", f"{TRAINER} 0.6b --loads packed --reshard true false --micro-batches 4", 1, 300),
+    Part(
+        "fewer recomputed",
+        f"{TRAINER} 0.6b --tokens 65536 --loads packed --checkpointing-layers 28 20 12 10 {FEW}",
+        1,
+        360,
+    ),
     Part("trainer 8b on two", f"{TRAINER} 8b --ranks 2 --loads single --micro-batches 2 {FEW}", 2, 360),
     Part(
         "trainer 14b on four",
@@ -94,6 +100,12 @@ PARTS = (
         480,
     ),
     Part("trainer 4b on eight", f"{TRAINER} 4b --ranks 8 --loads single packed {FEW}", 8, 540),
+    Part(
+        "4b on eight, none recomputed",
+        f"{TRAINER} 4b --ranks 8 --tokens 16384 --loads single packed --checkpointing none {FEW}",
+        8,
+        300,
+    ),
     Part(
         "4b on eight, kept",
         f"{TRAINER} 4b --ranks 8 --tokens 16384 --loads packed --micro-batches 4 --reshard true false --prefetch 1 2 "

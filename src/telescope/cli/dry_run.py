@@ -174,7 +174,10 @@ def _print_memory(
 
 
 def _trainer_rows(config: TelescopeConfig, trainer: TrainerMemory) -> list[tuple[str, str]]:
+    layers = config.gradient_checkpointing_layers
     checkpointing = "recomputed" if config.gradient_checkpointing else "kept"
+    if config.gradient_checkpointing and layers is not None:
+        checkpointing = f"{layers} layers recomputed"
     return [
         (f"parameters ({config.model_dtype}, 1/{config.trainer_num_workers})", _gib(trainer.parameters)),
         ("gradients", _gib(trainer.gradients)),

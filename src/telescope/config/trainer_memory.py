@@ -71,6 +71,13 @@ def reshards_after_forward(choice: bool | Literal["auto"], device: str) -> bool:
     return device == "cuda" if choice == "auto" else choice
 
 
+def num_recomputed(config: TelescopeConfig, num_layers: int) -> int:
+    """Blocks that are recomputed in backward, counted from the first."""
+    if not config.gradient_checkpointing:
+        return 0
+    return min(config.gradient_checkpointing_layers or num_layers, num_layers)
+
+
 def trainer_memory(config: TelescopeConfig, shape: ModelShape, device: Literal["cpu", "cuda"]) -> TrainerMemory:
     """The estimate for one rank."""
     ranks, tokens, width = config.trainer_num_workers, config.seq_len, shape.hidden_size
@@ -87,13 +94,12 @@ def trainer_memory(config: TelescopeConfig, shape: ModelShape, device: Literal["
     whole_gradient = table * computed if shape.tied_embeddings else 0
 
     block = tokens * computed * shape.activation_elements_per_token(compiled=compiled)
-    kept = shape.num_layers * block
-    if config.gradient_checkpointing:
-        # Recomputed blocks keep their input and, unless that is recomputed too, what attention returned.
-        attention = 0 if config.recompute_attention else shape.num_heads * (shape.head_dim * computed + SUM_BYTES)
-        kept = shape.num_layers * tokens * (width * computed + attention)
-    else:
-        block = 0
+    # Recomputed blocks keep their input and, unless that is recomputed too, what attention returned.
+    recomputed = num_recomputed(config, shape.num_layers)
+    attention = 0 if config.recompute_attention else shape.num_heads * (shape.head_dim * computed + SUM_BYTES)
+    kept = recomputed * tokens * (width * computed + attention) + (shape.num_layers - recomputed) * block
+    if recomputed < shape.num_layers:
+        block = 0  # the last block, whose backward pass meets what all others keep, has what it needs
     # Beside what a block saves: gradients of the widest arrays, of its input and of its output.
     block += tokens * computed * (2 * shape.mlp_width + 2 * width)
     weights_of_block = layer * ((computed if drops else 0) + computed)  # gathered, and their gradients

@@ -4,8 +4,8 @@ Owns what takes the place of each block's `forward`. Does not own the blocks, no
 stay outside of what is compiled and recomputed here, so that weights are gathered before either. Invariant: nothing
 here changes what a block computes, only when and in how many kernels.
 
-One compiled function serves all blocks, with sizes that are not fixed: a micro-batch of another length compiles nothing
-anew.
+One compiled function serves all blocks that are recomputed, another all that are not, with sizes that are not fixed: a
+micro-batch of another length compiles nothing anew.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ ATTENTION_OPERATORS = frozenset(
 tenth of its activations: that is kept, and the rest recomputed."""
 
 
-def wrap_blocks(policy: PolicyModel, *, recompute: bool, recompute_attention: bool, compiled: bool) -> None:
-    """Let each block of `policy` keep only its input (and what attention returned) if `recompute`; compile if asked."""
-    run: Callable[..., Any] = _run
-    if recompute:
-        run = functools.partial(_run_and_recompute, keep_attention=not recompute_attention)
+def wrap_blocks(policy: PolicyModel, *, num_recomputed: int, recompute_attention: bool, compiled: bool) -> None:
+    """Let the first `num_recomputed` blocks keep only their input (and what attention returned); compile all if asked.
+
+    The first, since backward passes begin at the end: when the first is recomputed, what the last kept is gone.
+    """
+    keep: Callable[..., Any] = _run
+    recompute: Callable[..., Any] = functools.partial(_run_and_recompute, keep_attention=not recompute_attention)
     if compiled:
-        run = torch.compile(run, dynamic=True)
-    for layer in policy.layers:
+        keep, recompute = torch.compile(keep, dynamic=True), torch.compile(recompute, dynamic=True)
+    for index, layer in enumerate(policy.layers):
+        run = recompute if index < num_recomputed else keep
         # Set on the object: `__call__`, where FSDP and transformers hook in, stays as it is.
         layer.forward = functools.partial(_forward, layer, run)
 

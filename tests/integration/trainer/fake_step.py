@@ -22,7 +22,7 @@ from transformers import Qwen3Config
 
 from telescope.config import TelescopeConfig
 from telescope.config.model_shape import ModelShape
-from telescope.config.trainer_memory import VOCABULARY_BLOCKS, trainer_memory
+from telescope.config.trainer_memory import VOCABULARY_BLOCKS, num_recomputed, trainer_memory
 from telescope.trainer import logprob
 from telescope.trainer.backends.fsdp import backend as fsdp_backend
 from telescope.trainer.backends.fsdp import sharding
@@ -87,8 +87,8 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch, mesh: Any) -> None:
         # As `build_sharded_policy`, without weights to read and send.
         causal_lm = load_causal_lm(config.model, DTYPES[config.model_dtype], with_weights=False)
         policy = PolicyModel(causal_lm, config.entropy_chunk_size)
-        recompute, attention = config.gradient_checkpointing, config.recompute_attention
-        wrap_blocks(policy, recompute=recompute, recompute_attention=attention, compiled=False)
+        count, attention = num_recomputed(config, len(policy.layers)), config.recompute_attention
+        wrap_blocks(policy, num_recomputed=count, recompute_attention=attention, compiled=False)
         is_tied = policy.is_tied
         sharding.shard(policy, mesh, sharding.compute_dtype(config), reshard=config.fsdp_reshard_after_forward)
         set_prefetch(policy, config.fsdp_prefetch_layers)

@@ -79,6 +79,10 @@ def gradient_of(trainer, lengths):
         ({"gradient_checkpointing": False}, NUM_LAYERS),
         ({"gradient_checkpointing": True}, NUM_LAYERS),
         ({"gradient_checkpointing": True, "recompute_attention": True}, 2 * NUM_LAYERS),
+        (
+            {"gradient_checkpointing": True, "recompute_attention": True, "gradient_checkpointing_layers": 1},
+            NUM_LAYERS + 1,
+        ),
     ],
 )
 def test_attention_runs_once_unless_it_is_to_be_recomputed(one_rank, kernels, compile_blocks, recompute, forwards):

@@ -35,6 +35,7 @@ FULL = {"recompute_attention": True}
 CASES: dict[str, tuple[dict[str, Any], int, int, dict[str, Any]]] = {
     "14B on four, 16k": (LARGE, 4, 16_384, {}),
     "14B on four, nothing recomputed": (LARGE, 4, 16_384, {"gradient_checkpointing": False}),
+    "14B on four, half recomputed": (LARGE, 4, 16_384, {"gradient_checkpointing_layers": 2}),
     "8B on two, 4k": (MIDDLE, 2, 4096, {}),
     "8B on two, 64k, bfloat16 weights, all recomputed": (MIDDLE, 2, 65_536, {"model_dtype": "bfloat16", **FULL}),
     "8B on two, weights stay gathered": (MIDDLE, 2, 16_384, {"fsdp_reshard_after_forward": False}),

@@ -66,7 +66,7 @@ def make_config(model: str, **changes: Any) -> Any:
     fields: dict[str, Any] = {
         "seed": 0, "model": model, "model_dtype": "float64", "mixed_precision_dtype": None, "device": "cpu",
         "trainer_threads": 1, "gradient_checkpointing": False, "recompute_attention": False,
-        "fsdp_reshard_after_forward": "auto", "fsdp_prefetch_layers": 1,
+        "gradient_checkpointing_layers": None, "fsdp_reshard_after_forward": "auto", "fsdp_prefetch_layers": 1,
         "compile_blocks": True, "trust_remote_code": False, "learning_rate": 1e-2,
         "weight_decay": 0.0, "grad_clip": 1.0, "lr_scheduler": "constant", "warmup_steps": 0, "min_lr_ratio": 0.0,
         "train_backend": "fsdp", "algorithm": "grpo", "entropy_chunk_size": 7, "temperature": 1.0, "max_tokens": 32,

@@ -124,6 +124,9 @@ def test_what_the_documentation_says_fits_a_gpu_of_139_gib():
     assert total("qwen3-8b", 2, 65_536) == pytest.approx(115, abs=1)
     assert total("qwen3-32b", 8, 16_384) == pytest.approx(100, abs=1)
     assert total("qwen3-32b", 4, 16_384, model_dtype="bfloat16") == pytest.approx(100, abs=1)
+    assert total("qwen3-0.6b", 1, 65_536, gradient_checkpointing_layers=10) == pytest.approx(68, abs=1)
+    assert total("qwen3-4b", 8, 65_536, gradient_checkpointing_layers=24) == pytest.approx(118, abs=1)
+    assert total("qwen3-4b", 8, 16_384, gradient_checkpointing=False) == pytest.approx(75, abs=1)
 
 
 def test_weights_that_stay_gathered_cost_the_whole_model_in_what_is_computed_with():

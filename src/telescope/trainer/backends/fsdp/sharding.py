@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from telescope.config.trainer_memory import reshards_after_forward
+from telescope.config.trainer_memory import num_recomputed, reshards_after_forward
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends.fsdp.gathering import set_prefetch, units
 from telescope.trainer.blocks import wrap_blocks
@@ -41,7 +41,7 @@ def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) ->
     policy = PolicyModel(load_causal_lm(config.model, dtype, with_weights=False, **options), config.entropy_chunk_size)
     wrap_blocks(
         policy,
-        recompute=config.gradient_checkpointing,
+        num_recomputed=num_recomputed(config, len(policy.layers)),
         recompute_attention=config.recompute_attention,
         # The calls of the padded kernel are as many as a row has lengths: each row would be compiled anew.
         compiled=config.compile_blocks
