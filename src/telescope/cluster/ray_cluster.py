@@ -21,6 +21,7 @@ import psutil
 import ray
 from ray._private import ray_constants
 
+from telescope.cluster.ray_auth import MODE_VARIABLE, forget_authentication, settle_authentication
 from telescope.config import TelescopeConfig
 from telescope.config.plan import ClusterResources, NodeResources
 from telescope.errors import RunError, UserError
@@ -97,10 +98,14 @@ def connect(config: TelescopeConfig, run_dir: Path, *, local_cpus: float, local_
         "logging_level": logging.DEBUG if config.debug else logging.ERROR,
     }
     if config.ray_address != "local":
+        mode_was_set = MODE_VARIABLE in os.environ
         try:
+            settle_authentication(config.ray_address)
             ray.init(address=config.ray_address, **common)
             return _cluster(started_here=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
+            if not mode_was_set:
+                forget_authentication()
             may_start = (
                 config.ray_address == "auto" and config.ray_auto_start_local and isinstance(error, ConnectionError)
             )

@@ -14,6 +14,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster as Raylets
 
+from telescope.cluster.ray_auth import forget_authentication
 from telescope.cluster.ray_cluster import Cluster, connect
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig
@@ -56,6 +57,9 @@ def two_nodes() -> Iterator[TwoNodes]:
         patch.setenv("RAY_health_check_period_ms", "1000")  # how soon the loss of a node is noticed
         patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         patch.setenv("NCCL_DEBUG_FILE", "/from/the/driver")
+        # The cluster asks for a token, as one that is started by hand does where there is one; the run must find out.
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
         node = {"num_cpus": CPUS_PER_NODE, "num_gpus": GPUS_PER_NODE, "object_store_memory": 80 << 20}
         raylets = Raylets(
             initialize_head=True, head_node_args={**node, "node_ip_address": HEAD, "include_dashboard": False}
@@ -64,6 +68,7 @@ def two_nodes() -> Iterator[TwoNodes]:
             other = raylets.add_node(**node, node_ip_address=OTHER)
             # Not known to the nodes, which were started before: it can only come with the run.
             patch.setenv("NCCL_IB_HCA", "set by the user")
+            forget_authentication()
             run_dir = Path(folder, "run")
             config = config_of(
                 ray_address=raylets.address,
@@ -75,3 +80,4 @@ def two_nodes() -> Iterator[TwoNodes]:
         finally:
             ray.shutdown()
             raylets.shutdown()
+            forget_authentication()

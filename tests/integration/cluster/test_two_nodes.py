@@ -18,17 +18,19 @@ import psutil
 import pytest
 import ray
 from ray import cloudpickle
+from ray._raylet import AuthenticationTokenLoader
 from tests.integration.cluster.conftest import HEAD, OTHER, TwoNodes, config_of
 
 from telescope.cluster.actors import make_actor
 from telescope.cluster.host_group import HostGroup
 from telescope.cluster.network import network_of
 from telescope.cluster.placement import Placement, reserve
+from telescope.cluster.ray_auth import admits, settle_authentication
 from telescope.cluster.ray_cluster import disconnect
 from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
 from telescope.config.plan import PlacementError, plan_placement
-from telescope.errors import DeadlineExceeded
+from telescope.errors import DeadlineExceeded, UserError
 from telescope.orchestrator.collectors import Collectors, sources_of
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.record.gauges import Taken
@@ -199,8 +201,18 @@ async def test_gpus_that_another_run_holds_are_waited_for_until_the_deadline_and
                 pass
 
 
-def test_a_cluster_that_runs_is_joined_by_its_address(two_nodes: TwoNodes) -> None:
+def test_a_cluster_that_asks_for_its_token_is_joined_by_its_address(two_nodes: TwoNodes) -> None:
+    """Which Ray alone does not do. A token that is another one, or none, is said to be that."""
+    address = two_nodes.raylets.address
     assert not two_nodes.cluster.started_here
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    assert (admits(address), admits(address, "another"), admits("127.0.0.4:1")) == (False, False, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_AUTH_MODE")
+        patch.setenv("RAY_AUTH_TOKEN", "another")
+        with pytest.raises(UserError, match=r"the cluster at .* asks for its token, .* another.*RAY_AUTH_TOKEN"):
+            settle_authentication(address)
+    AuthenticationTokenLoader.instance().reset_cache()
     assert {(node.name, node.gpus) for node in two_nodes.cluster.resources.nodes} == {(HEAD, 4), (OTHER, 4)}
 
 

@@ -43,6 +43,7 @@ class FakeRay:
         self.calls: list[dict[str, Any]] = []
         self.errors = errors or []
         self.is_running = True
+        self.asked: list[str] = []
         self.num_shutdowns = 0
         self.on_init: Callable[[], None] = lambda: None
         self._private = SimpleNamespace(worker=SimpleNamespace(_global_node=SimpleNamespace(session_name="session_1")))
@@ -70,6 +71,9 @@ class FakeRay:
 def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
     monkeypatch.setattr(ray_cluster, "ray", fake)
+    monkeypatch.setattr(ray_cluster, "settle_authentication", fake.asked.append)
+    monkeypatch.setattr(ray_cluster, "forget_authentication", lambda: fake.asked.append("forgotten"))
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     # `connect` writes to these; setting them here has them put back.
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "1")
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
@@ -154,6 +158,7 @@ def test_without_a_cluster_one_is_started_here(fake_ray: FakeRay) -> None:
     fake_ray.errors = [ConnectionError("no cluster")]
     cluster = connect(config_of(ray_address="auto"), RUN_DIR, local_cpus=3.5, local_gpus=1)
     assert cluster.started_here
+    assert fake_ray.asked == ["auto", "forgotten"], "whether a token is shown is for the new cluster to say"
     assert (fake_ray.calls[1]["address"], fake_ray.calls[1]["num_cpus"], fake_ray.calls[1]["num_gpus"]) == (
         "local",
         4,
