@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray._raylet import Config
 from ray.cluster_utils import Cluster as Raylets
 
 from telescope.cluster.ray_auth import forget_authentication
@@ -60,6 +61,7 @@ def two_nodes() -> Iterator[TwoNodes]:
         # The cluster asks for a token, as one that is started by hand does where there is one; the run must find out.
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+        Config.initialize("")  # this process starts the cluster
         node = {"num_cpus": CPUS_PER_NODE, "num_gpus": GPUS_PER_NODE, "object_store_memory": 80 << 20}
         raylets = Raylets(
             initialize_head=True, head_node_args={**node, "node_ip_address": HEAD, "include_dashboard": False}
