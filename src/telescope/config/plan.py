@@ -154,13 +154,15 @@ def _plan_shared(
 ) -> Placement:
     """Server i and rank i as one bundle, by the servers' strategy."""
     joint = [replace(server, cpus=server.cpus + rank.cpus) for server, rank in zip(servers, ranks, strict=True)]
-    placed = _place(joint, config.ray_inference_placement_strategy, _Free.of(resources))
+    strategy = config.ray_inference_placement_strategy
+    placed = _place(joint, strategy, _Free.of(resources))
     if placed is None:
         raise PlacementError(
             f"share_gpus puts {len(joint)} pairs of a server and a trainer worker on a GPU each, with "
-            f"{_amount(joint[0].cpus)} CPU cores a pair, but the nodes are: {_describe_nodes(resources)}. Lower "
-            "inference_num_workers and trainer_num_workers, ray_inference_cpus_per_worker or "
-            "ray_trainer_cpus_per_worker"
+            f'{_amount(joint[0].cpus)} CPU cores a pair, by ray_inference_placement_strategy "{strategy}", but the '
+            f"nodes are: {_describe_nodes(resources)}. Lower inference_num_workers and trainer_num_workers, "
+            "ray_inference_cpus_per_worker or ray_trainer_cpus_per_worker"
+            + (", or set ray_inference_placement_strategy to PACK" if strategy.startswith("STRICT") else "")
         )
     pairs = {pair.bundle.index: pair for pair in placed}
     return Placement("cuda", tuple(replace(pairs[bundle.index], bundle=bundle) for bundle in (*servers, *ranks)))

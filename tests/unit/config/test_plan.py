@@ -235,3 +235,22 @@ def test_pairs_that_do_not_fit_name_what_to_lower(nodes, words):
     plan, refusal = plan_or_refusal(shared, cluster(*nodes))
     assert plan is None
     assert words in refusal
+
+
+def test_pairs_that_a_strategy_keeps_apart_name_the_strategy():
+    strict = {"ray_inference_placement_strategy": "STRICT_SPREAD", "share_gpus": True}
+    _, refusal = plan_or_refusal(config(inference_num_workers=2, trainer_num_workers=2, **strict), cluster((64, 8)))
+    assert 'ray_inference_placement_strategy "STRICT_SPREAD"' in refusal
+    assert "set ray_inference_placement_strategy to PACK" in refusal
+
+
+@pytest.mark.parametrize("together", ["inference", "trainer"])
+def test_what_must_be_on_one_node_is_placed_first(together):
+    apart = {"inference": "trainer", "trainer": "inference"}[together]
+    strategies = {
+        f"ray_{together}_placement_strategy": "STRICT_PACK", f"ray_{apart}_placement_strategy": "SPREAD",
+        "inference_num_workers": 4, "trainer_num_workers": 4,
+    }  # fmt: skip
+    placement = plan_placement(config(**strategies), cluster((64, 4), (64, 4)))
+    assert placement.order == (together, apart)
+    assert len(set(nodes_of(placement, together))) == 1

@@ -1,0 +1,88 @@
+"""A cluster that is joined is shown a token if it asks for one, and the user's own choice is left alone."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from telescope.cluster import ray_auth
+from telescope.cluster.ray_auth import MODE_VARIABLE, admits, forget_authentication, settle_authentication
+from telescope.errors import UserError
+
+
+class FakeCluster:
+    """The cluster at 10.0.0.1, and what this process knows of tokens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.wanted: str | None = None
+        self.answers = True
+        self.held: str | None = None
+        self.num_refreshes = 0
+        loader = SimpleNamespace(
+            reset_cache=lambda: None,
+            has_token=lambda ignore_auth_mode: self.held is not None,
+            get_raw_token=lambda ignore_auth_mode: self.held,
+        )
+        monkeypatch.setattr(ray_auth, "AuthenticationTokenLoader", SimpleNamespace(instance=lambda: loader))
+        monkeypatch.setattr(ray_auth, "Config", SimpleNamespace(initialize=self.refresh))
+        addresses = {"auto": None, "10.0.0.1:6379": "10.0.0.1:6379"}
+        monkeypatch.setattr(ray_auth, "services", SimpleNamespace(canonicalize_bootstrap_address=addresses.__getitem__))
+        monkeypatch.setattr(ray_auth, "admits", self.admits)
+        monkeypatch.setenv(MODE_VARIABLE, "")  # so that it is put back
+        monkeypatch.delenv(MODE_VARIABLE)
+
+    def refresh(self, settings: str) -> None:
+        self.num_refreshes += 1
+
+    def admits(self, address: str, token: str | None = None) -> bool | None:
+        return self.wanted in (None, token) if self.answers else None
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
+    return FakeCluster(monkeypatch)
+
+
+@pytest.mark.parametrize(("wanted", "mode"), [("secret", "token"), (None, "disabled")])
+def test_the_mode_is_what_the_cluster_wants_whether_a_token_is_here_or_not(
+    cluster: FakeCluster, wanted: str | None, mode: str
+) -> None:
+    cluster.wanted, cluster.held = wanted, "secret"
+    settle_authentication("10.0.0.1:6379")
+    assert os.environ[MODE_VARIABLE] == mode
+    assert cluster.num_refreshes == 1
+    forget_authentication()
+    assert MODE_VARIABLE not in os.environ
+    assert cluster.num_refreshes == 2
+
+
+@pytest.mark.parametrize(("held", "words"), [(None, "there is none here"), ("old", "the one that is here is another")])
+def test_a_token_that_is_missing_or_another_is_the_users_to_mend(
+    cluster: FakeCluster, held: str | None, words: str
+) -> None:
+    cluster.wanted, cluster.held = "secret", held
+    with pytest.raises(UserError, match=f"ray_address: .*10.0.0.1:6379.* {words}.*auth_token.*RAY_AUTH_TOKEN"):
+        settle_authentication("10.0.0.1:6379")
+    assert MODE_VARIABLE not in os.environ
+
+
+def test_what_cannot_be_asked_and_what_the_user_has_set_is_left_alone(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.wanted = "secret"
+    settle_authentication("auto")  # no cluster runs
+    settle_authentication("ray://10.0.0.1:10001")
+    cluster.answers = False
+    settle_authentication("10.0.0.1:6379")
+    assert MODE_VARIABLE not in os.environ
+    cluster.answers = True
+    monkeypatch.setenv(MODE_VARIABLE, "disabled")
+    settle_authentication("10.0.0.1:6379")
+    assert os.environ[MODE_VARIABLE] == "disabled"
+    assert cluster.num_refreshes == 0
+
+
+def test_nobody_at_an_address_is_no_answer() -> None:
+    assert admits("127.0.0.1:1") is None
