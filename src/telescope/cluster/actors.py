@@ -186,7 +186,9 @@ class TrainerActor:
 
     def send_weights(self, update: UpdateInfo, engines: list[int], fingerprints: bool, spoil: str | None = None) -> Any:
         """Gather the weights with the other ranks and send them to those of `engines` that this rank serves."""
-        weights = self._trainer.named_weights()
+        import torch
+
+        weights = self._trainer.named_weights(getattr(torch, update.dtype))
         return self._sender.send(weights, update, engines, fingerprints=fingerprints, spoil=spoil)
 
     def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:

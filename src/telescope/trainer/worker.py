@@ -168,13 +168,14 @@ class Trainer:
         self._idle_since = time.time()
         return StepResult(metrics=metrics, spans=spans)
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) one at a time, on every rank. Collective; take all of them on all ranks.
+        In `dtype`, by default the one that the trainer keeps them in.
 
         From the first tensor asked for to the last one handled counts as weight sync.
         """
         started = time.time()
-        yield from self.backend.named_weights()
+        yield from self.backend.named_weights(dtype)
         ended = time.time()
         self._sync_seconds += ended - started
         self._sync_spans.append(Span("weight_sync", started, ended, self.rank))

@@ -62,6 +62,7 @@ def whole_job(trainer: Trainer, folder: Path) -> dict[str, Any]:
     found["weights_2"] = weights(trainer)
     results.append(trainer.train_step(_packed(trainer, BATCHES["even"], step=2)))
     found["weights_3"] = weights(trainer)
+    found["weights_3_half"] = {name: tensor.clone() for name, tensor in trainer.named_weights(torch.bfloat16)}
     found["step_metrics"] = [result.metrics for result in results]
     found["spans"] = results[-1].spans
     found["metadata"] = trainer.weight_metadata()
@@ -158,6 +159,13 @@ def test_full_weights_come_under_the_checkpoint_s_names_tied_ones_once(both):
     assert all(torch.equal(found[name], stored[name]) for name in stored)
     metadata = both.two[0]["metadata"]
     assert [(m.name, m.shape, m.dtype) for m in metadata] == [(n, tuple(t.shape), "float64") for n, t in found.items()]
+
+
+def test_weights_that_are_cast_before_they_are_gathered_are_those_cast_after(both):
+    for rank in (*both.two, both.one):
+        assert rank["weights_3_half"].keys() == rank["weights_3"].keys()
+        for name, whole in rank["weights_3"].items():
+            assert torch.equal(rank["weights_3_half"][name], whole.to(torch.bfloat16))
 
 
 def test_sequence_logprobs_agree_between_ranks(both):

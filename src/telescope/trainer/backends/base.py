@@ -59,9 +59,9 @@ class TrainingBackend(ABC):
         """Continue from what `save_checkpoint` wrote, with any number of ranks. Collective."""
 
     @abstractmethod
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors under their Hugging Face names, one at a time, on this rank's device. Collective: every rank
-        takes every tensor, in the same order. A tied tensor comes once."""
+        takes every tensor, in the same order. A tied tensor comes once. In `dtype`, by default the one they have."""
 
     @abstractmethod
     def weight_metadata(self) -> list[TensorMeta]:
