@@ -32,6 +32,8 @@ from telescope.inference.vllm_launch import LaunchCommand, hint_for, launch_comm
 
 POLL_SECONDS = 0.2
 HEALTH_INTERVAL_SECONDS = 2.0
+NOT_LISTENING = 0
+"""In place of a status: the connection was refused, so the process has closed its port."""
 HEALTH_TIMEOUT_SECONDS = 10.0
 METRICS_TIMEOUT_SECONDS = 10.0
 LOOPBACK = "127.0.0.1"
@@ -294,6 +296,9 @@ class InferenceServer:
                 silent = time.monotonic() - last_answer
                 if health == 200:
                     last_answer = time.monotonic()
+                elif health == NOT_LISTENING:
+                    # vLLM closes its port first when a tensor-parallel worker is lost, and may then linger.
+                    what = "does not listen any more"
                 elif health is not None:
                     what = f"answered its health check with HTTP {health}: its engine is dead"
                 elif silent >= self._limits.unhealthy_seconds:
@@ -337,9 +342,11 @@ class InferenceServer:
             return True
 
     def _health(self, timeout: float) -> int | None:
-        """Status of the health route, None when it cannot be reached. vLLM says 503 when its engine has died."""
+        """Status of the health route, or `NOT_LISTENING`; None for no answer. vLLM says 503 when its engine is dead."""
         try:
             return self._get(wire.HEALTH_ROUTE, timeout)[0]
+        except ConnectionRefusedError:
+            return NOT_LISTENING
         except (OSError, http.client.HTTPException):
             return None
 

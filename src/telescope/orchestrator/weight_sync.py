@@ -320,7 +320,9 @@ class WeightSync:
                 # Unproven is as good as failed: it is given the weights again, and asked again, before it serves.
                 self._fail(report, server, error)
                 continue
-            probes[server] = self.last_probe[server] = compare(
+            # In a thread: a tenth of a second for a model whose experts make tens of thousands of tensors.
+            probes[server] = self.last_probe[server] = await asyncio.to_thread(
+                compare,
                 sent=report.fingerprints,
                 held=held,
                 trainer_logprobs=trainer_logprobs,

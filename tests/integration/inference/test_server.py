@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -191,6 +192,39 @@ def test_an_engine_that_is_stopped_is_noticed_by_its_health_check_and_restarted(
     wait_for(lambda: server.status().state == "ready", "ready again", 60)
     assert any("did not answer for" in (error or "") for error in errors)
     assert group_members(info.pid) == []
+
+
+STOPS_LISTENING = """
+import http.server, sys, threading, time
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+server = http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+time.sleep(1)
+server.shutdown()
+server.server_close()
+time.sleep(600)
+"""
+
+
+def test_an_engine_that_closed_its_port_and_lingers_is_restarted_at_once(config, tmp_path: Path) -> None:
+    """As vLLM's server does that has lost one of several workers."""
+    port = free_port()
+    patient = replace(QUICK, unhealthy_seconds=1000)
+    command = LaunchCommand([sys.executable, "-c", STOPS_LISTENING, str(port)], {})
+    server = InferenceServer(
+        config, 0, port, "127.0.0.1", SECRET, "model", tmp_path, limits=patient, launch=lambda restarted: command
+    )
+    try:
+        server.start()
+        wait_for(lambda: server.status().restarts == 1, "a restart")
+        assert "does not listen" in (server.status().error or "")
+    finally:
+        server.stop()
 
 
 def test_killed_shim_takes_a_command_with_it_that_has_not_got_far_enough_to_watch(tmp_path: Path) -> None:
