@@ -1,0 +1,66 @@
+"""What torch's allocator gave out at the peak of a step against the estimate. Run by hand: `pytest tests/gpu`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integration.trainer.trainer_cases import build_model, free_port, make_config, make_samples
+
+from telescope.config.model_shape import ModelShape
+from telescope.config.trainer_memory import trainer_memory
+from telescope.trainer.packing import pack_step
+from telescope.trainer.worker import Trainer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+TOKENS = 16_384
+SHAPE = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "vocab_size": 32_768, "max_position_embeddings": TOKENS, "initializer_range": 0.02,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"gradient_checkpointing_layers": 3},
+        {"gradient_checkpointing": False},
+        {"recompute_attention": True},
+        {"fsdp_reshard_after_forward": False},
+        {"model_dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_the_peak_of_a_step_is_near_the_estimate(tmp_path: Path, tied: bool, settings: dict[str, Any]) -> None:
+    path = build_model(tmp_path, tied=tied, **SHAPE)
+    fields: dict[str, Any] = {
+        "model_dtype": "float32", "mixed_precision_dtype": "bfloat16", "device": "cuda", "entropy_chunk_size": 1024,
+        "gradient_checkpointing": True, "seq_len": TOKENS, "trainer_num_workers": 1,
+    }  # fmt: skip
+    config = make_config(path, **(fields | settings))
+    shape = ModelShape.from_config(json.loads((tmp_path / "config.json").read_text()))
+    assert shape is not None
+    estimate = trainer_memory(config, shape, "cuda")
+    trainer = Trainer(config, 0, 1, "127.0.0.1", free_port())
+    trainer.setup()
+    try:
+        before = torch.cuda.memory_allocated()
+        assert before == pytest.approx(estimate.parameters, rel=0.02)
+        (batch,) = pack_step(make_samples([TOKENS // 4] * 8), step=0, version=0, seq_len=TOKENS, num_ranks=1)
+        assert len(batch.minibatches[0].micro_batches) == 2
+        for _ in range(3):
+            torch.cuda.reset_peak_memory_stats()
+            trainer.train_step(batch)
+    finally:
+        trainer.shutdown()
+    found, wanted = torch.cuda.max_memory_allocated(), estimate.total - estimate.overhead
+    assert 0.85 * wanted <= found <= 1.05 * wanted
