@@ -60,10 +60,12 @@ SYNC = f"{sys.executable} benchmarks/weight_sync.py --json {{json}} --set infere
 TRAINER = f"{sys.executable} benchmarks/trainer.py --json {{json}} --shapes"
 FEW = "--steps 3 --warmup 2"
 EXPERTS_AND_RANKS = "tests/gpu/weights/test_experts_and_ranks_on_gpu.py"
+RANKS = "tests/gpu/weights/test_ranks_on_gpu.py"
 PARTS = (
-    Part("weights", f"{PYTEST} tests/gpu/weights --ignore {EXPERTS_AND_RANKS}", 1, 300),
+    Part("weights", f"{PYTEST} tests/gpu/weights --ignore {EXPERTS_AND_RANKS} --ignore {RANKS}", 1, 300),
     Part("experts and ranks", f"{PYTEST} {EXPERTS_AND_RANKS} -k 'not untied-4'", 3, 540),
-    Part("four ranks", f"{PYTEST} {EXPERTS_AND_RANKS} -k untied-4", 5, 240),
+    Part("ranks", f"{PYTEST} {RANKS} -k 'not untied-4'", 3, 300),
+    Part("four ranks", f"{PYTEST} {EXPERTS_AND_RANKS} {RANKS} -k untied-4", 5, 400),
     Part("sync 4b", f"{SYNC} 4b", 2, 240),
     Part(
         "demo on one gpu",

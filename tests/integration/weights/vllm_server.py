@@ -57,18 +57,19 @@ def make_model(
     architecture: str = "qwen2",
     head_dim: int = 32,
     expert_size: int = 96,
+    hidden_size: int = 128,
 ) -> PreTrainedModel:
     """A small random model with grouped heads, weights that are not symmetric anywhere, and a vocabulary that vLLM has
     to pad: a Qwen2 (with biases), Qwen3 or Qwen3-MoE.
 
     The Qwen3-MoE has experts in its first layer and none in its second. Kernels of GPUs want heads of 64 numbers or
-    more: `num_heads` of 2, or `head_dim` (of a Qwen3). The CPU's kernel for experts pads an `expert_size` that leaves a
-    rank no multiple of 32.
+    more: `num_heads` times that as `hidden_size`, or `head_dim` (of a Qwen3). The CPU's kernel for experts pads an
+    `expert_size` that leaves a rank no multiple of 32.
     """
     tokenizer = build_tokenizer(["item 1 2 3", "12 7 3 -> 22"] * 4, 384)
     common: dict[str, Any] = {
         "vocab_size": len(tokenizer),
-        "hidden_size": 128,
+        "hidden_size": hidden_size,
         "intermediate_size": 176,
         "num_hidden_layers": 2,
         "num_attention_heads": num_heads,
@@ -112,6 +113,12 @@ def names_of(model: PreTrainedModel) -> list[str]:
 def python_path(*folders: Path) -> str:
     """These folders before those that are searched already."""
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def visible_gpus() -> list[str]:
+    """The names of the GPUs that torch counts here, for another process."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
 
 
 def version_of(interpreter: str) -> str:
@@ -210,7 +217,7 @@ class Server:
         environment = command.environment | {"PYTHONPATH": python_path(*folders), "OMP_NUM_THREADS": "1"}
         if not on_cpu:
             first = (self.gpu or 0) - self.tensor_parallel + 1
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(self.tensor_parallel))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[first : first + self.tensor_parallel])
         environment[UNPACKED_VARIABLE] = "1" if self.unpacked else "0"
         self.process = EngineProcess(arguments, environment, self.folder / "server.log")
         self.client = EngineClient(f"http://127.0.0.1:{port}", "s" * 32, 0, num_workers=self.tensor_parallel)

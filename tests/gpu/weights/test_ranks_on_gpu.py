@@ -1,0 +1,48 @@
+"""Dense models on tensor-parallel workers on GPUs, with CUDA graphs and over NCCL: the claims of the CPU's tests.
+
+Run by hand on GPUs.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.gpu.weights.test_experts_and_ranks_on_gpu import case
+from tests.integration.weights.test_experts_and_ranks_on_vllm import (
+    test_a_transfer_that_broke_off_half_way_is_mended_by_the_next_one,
+    test_a_worker_killed_in_the_middle_of_a_sync_is_an_error_at_once_and_ends_its_server,
+    test_after_a_sync_the_engine_computes_with_the_new_weights,
+    test_before_any_sync_it_samples_with_the_logprobs_of_the_model_that_it_loaded,
+    test_every_worker_takes_its_weights_in_place_and_says_why,
+)
+from tests.integration.weights.test_proof_on_vllm import (
+    test_the_probe_names_what_a_spoiled_sync_left_wrong_and_the_next_sync_mends_it,
+)
+from tests.integration.weights.vllm_server import Server, make_model
+
+__all__ = [
+    "test_a_transfer_that_broke_off_half_way_is_mended_by_the_next_one",
+    "test_a_worker_killed_in_the_middle_of_a_sync_is_an_error_at_once_and_ends_its_server",
+    "test_after_a_sync_the_engine_computes_with_the_new_weights",
+    "test_before_any_sync_it_samples_with_the_logprobs_of_the_model_that_it_loaded",
+    "test_every_worker_takes_its_weights_in_place_and_says_why",
+    "test_the_probe_names_what_a_spoiled_sync_left_wrong_and_the_next_sync_mends_it",
+]
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", params=[case(3, "tied", 2), case(3, "untied", 2), case(5, "untied", 4)])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One vLLM server per kind of embedding and number of workers; the trainer is on the first GPU."""
+    kind, workers = request.param
+    folder = tmp_path_factory.mktemp("ranks")
+    # Qwen2, whose projections have biases: heads of 64 numbers, and fewer key and value heads than workers.
+    model = make_model(folder, tied=kind == "tied", num_heads=max(2, workers), hidden_size=64 * max(2, workers))
+    made = Server(model.to("cuda:0"), folder, gpu=torch.cuda.device_count() - 1, tensor_parallel=workers)
+    made.start()
+    try:
+        made.connect()
+        yield made
+    finally:
+        made.stop()
