@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from measure import provenance
+from measure import positive, provenance, require_gpus
 from rich.console import Console
 from rich.table import Table
 from whole_run import (
@@ -82,11 +82,12 @@ def parse() -> argparse.Namespace:
     )
     add_arguments(parser, port=8850)
     add = parser.add_argument
-    add("--steps", type=int, help="measured training steps (default: 30, with --quick 6)")
+    add("--steps", type=positive, help="measured training steps (default: 30, with --quick 6)")
     add("--warm-up", type=int, default=3, help="steps before them (default: 3)")
     add("--timeout", type=float, default=1800.0, help="seconds after which it is stopped; the steps so far count")
     add("--keep-log", type=Path, metavar="FILE", help="keep what the run printed")
     arguments = parser.parse_args()
+    require_gpus(parser, quick=arguments.quick)
     arguments.steps = arguments.steps or (6 if arguments.quick else 30)
     return arguments
 

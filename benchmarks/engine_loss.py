@@ -28,7 +28,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from measure import provenance
+from measure import provenance, require_gpus
 from rich.console import Console
 from rich.table import Table
 from whole_run import (
@@ -83,7 +83,9 @@ def parse() -> argparse.Namespace:
     add("--timeout", type=float, default=600.0, help="seconds for the start, and for coming back")
     add("--full-within", type=float, default=60.0, help="seconds for full throughput after that")
     add("--keep-log", type=Path, metavar="FILE", help="keep what the run printed")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    require_gpus(parser, quick=arguments.quick)
+    return arguments
 
 
 def lose_engine(run: WholeRun, arguments: argparse.Namespace) -> dict[str, Any]:

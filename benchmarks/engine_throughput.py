@@ -32,7 +32,7 @@ from typing import Any
 from unittest.mock import patch
 
 from forced_lengths import Lengths, forced
-from measure import provenance
+from measure import positive, provenance, require_gpus
 from rich.console import Console
 from rich.table import Table
 from whole_run import (
@@ -88,9 +88,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, port=8860)
     add = parser.add_argument
-    add("--requests", type=int, help="requests of one load (default: 6 for each lane)")
-    add("--repeats", type=int, default=3, help="times that each of the two loads the server (default: 3)")
-    return parser.parse_args()
+    add("--requests", type=positive, help="requests of one load (default: 6 for each lane)")
+    add("--repeats", type=positive, default=3, help="times that each of the two loads the server (default: 3)")
+    arguments = parser.parse_args()
+    require_gpus(parser, quick=arguments.quick)
+    return arguments
 
 
 class Server:

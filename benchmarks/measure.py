@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import math
 import os
@@ -126,6 +127,21 @@ def cpu_seconds_of(pids: Iterable[int]) -> float:
 def peak_rss_mib() -> float:
     """Largest resident memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def positive(text: str) -> int:
+    """A whole number above 0, for command lines."""
+    if not text.isdecimal() or not (number := int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return number
+
+
+def require_gpus(parser: argparse.ArgumentParser, *, quick: bool) -> None:
+    """End with a usage error where there is no GPU and `quick` was not asked for."""
+    import torch
+
+    if not quick and not torch.cuda.is_available():
+        parser.error("no GPU was found; --quick runs on the CPU")
 
 
 def provenance(packages: Sequence[str]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import provenance
+from measure import positive, provenance
 from rich.console import Console
 from rich.table import Table
 from trainer_case import (
@@ -57,9 +57,9 @@ RESHARD = {"auto": "auto", "true": True, "false": False}
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["0.6b"])
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs, or processes on the CPU")
-    parser.add_argument("--micro-batches", type=int, default=1, help="of each rank in a step")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[16_384, 65_536], help="tokens of a micro-batch")
+    parser.add_argument("--ranks", type=positive, default=1, help="GPUs, or processes on the CPU")
+    parser.add_argument("--micro-batches", type=positive, default=1, help="of each rank in a step")
+    parser.add_argument("--tokens", nargs="+", type=positive, default=[16_384, 65_536], help="tokens of a micro-batch")
     parser.add_argument("--loads", nargs="+", choices=["single", "packed"], default=["single", "packed"])
     parser.add_argument("--checkpointing", nargs="+", choices=list(CHECKPOINTING), default=["selective"])
     parser.add_argument(
@@ -68,9 +68,9 @@ def main() -> int:
     parser.add_argument("--reshard", nargs="+", choices=list(RESHARD), default=["auto"])
     parser.add_argument("--prefetch", nargs="+", type=int, default=[1], help="fsdp_prefetch_layers")
     parser.add_argument("--model-dtype", default="float32", help="of weights and optimizer state")
-    parser.add_argument("--chunk-size", type=int, default=1024, help="entropy_chunk_size")
+    parser.add_argument("--chunk-size", type=positive, default=1024, help="entropy_chunk_size")
     parser.add_argument("--no-compile", action="store_true", help="compile_blocks: false")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of a case")
+    parser.add_argument("--steps", type=positive, default=5, help="timed steps of a case")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them, the compiling one among them")
     parser.add_argument("--case-seconds", type=float, default=300, help="deadline of a case of several ranks")
     parser.add_argument("--quick", action="store_true", help="the tiny shape on the CPU")

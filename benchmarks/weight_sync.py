@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import provenance
+from measure import positive, provenance, require_gpus
 from rich.console import Console
 from rich.table import Table
 from trainer import SHAPES, gpu_name, write_model
@@ -68,15 +68,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shapes = {**SHAPES, **MORE_SHAPES}
     parser.add_argument("--shapes", nargs="+", choices=list(shapes), default=["4b"])
-    parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--trainers", type=int, default=1)
-    parser.add_argument("--syncs", type=int, default=8, help="measured syncs of each kind")
-    parser.add_argument("--requests", type=int, default=64, help="in flight on each engine")
-    parser.add_argument("--bucket-mb", type=int, default=256)
+    parser.add_argument("--engines", type=positive, default=1)
+    parser.add_argument("--trainers", type=positive, default=1)
+    parser.add_argument("--syncs", type=positive, default=8, help="measured syncs of each kind")
+    parser.add_argument("--requests", type=positive, default=64, help="in flight on each engine")
+    parser.add_argument("--bucket-mb", type=positive, default=256)
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="more configuration fields")
     parser.add_argument("--quick", action="store_true", help="the tiny shape on the CPU")
     parser.add_argument("--json", type=Path, help="write the results here, after every case")
     arguments = parser.parse_args()
+    require_gpus(parser, quick=arguments.quick)
     if arguments.quick:
         arguments.shapes, arguments.syncs, arguments.requests = ["tiny"], 3, 4
     device = choose_device("cpu" if arguments.quick else "auto", 0)

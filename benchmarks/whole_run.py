@@ -23,6 +23,7 @@ from typing import Any
 
 from forced_lengths import Lengths
 from measure import REPOSITORY
+from random_model import SHAPES
 
 from telescope.inference.step_meter import StepReading, meter_path, read_meter
 from telescope.record.reader import Run
@@ -146,6 +147,7 @@ class WholeRun:
             [[at, *astuple(reading)] for at, reading in zip(series.times, series.readings, strict=True)]
             for series in self.meters
         ]
+        self.run_dir.mkdir(parents=True, exist_ok=True)  # a run that was refused has not made it
         (self.run_dir / "step_meters.json").write_text(json.dumps(content))
 
     def wait(self, timeout: float) -> int:
@@ -211,7 +213,7 @@ class WholeRun:
 def add_arguments(parser: argparse.ArgumentParser, *, port: int) -> None:
     """What every benchmark of a whole run takes."""
     add = parser.add_argument
-    add("--shape", help="shape of the model (default: qwen2.5-3b, with --quick tiny)")
+    add("--shape", choices=list(SHAPES), help="shape of the model (default: qwen2.5-3b, with --quick tiny)")
     add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the configuration")
     add("--port", type=int, default=port, help=f"inference_base_port (default: {port})")
     add("--folder", type=Path, help="where model and run are kept; a model that is there is used again")

@@ -6,7 +6,7 @@
 Each part is a process of its own with a deadline, and has its GPUs to itself; parts whose GPUs are free run side by
 side, unless `--one-at-a-time`. What needs more GPUs than there are, or more time than is left, is skipped and says so.
 Results are written after every part, so a machine that goes away takes only the parts in progress with it. `--only`
-names parts. Exit code 1 when a part failed.
+names parts. Exit code 1 when a part failed, or none was run.
 """
 
 from __future__ import annotations
@@ -142,8 +142,14 @@ def main() -> int:
         for part in PARTS:
             print(f"{part.name:20} {part.num_gpus} GPU(s), up to {part.seconds} s: {part.command}")
         return 0
+    if not arguments.json.absolute().parent.is_dir():
+        parser.error(f"--json is {arguments.json}, whose folder does not exist: make it, or name another file")
     parts = [part for part in PARTS if not arguments.only or part.name in arguments.only]
+    if not arguments.minutes > 0:
+        parser.error(f"--minutes is {arguments.minutes:g}: use a number above 0")
     gpus = gpu_names()
+    if not gpus:
+        parser.error("no GPU was found: nvidia-smi is missing, or lists none")
     report: dict[str, Any] = {"gpus": gpus, "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())}
     with tempfile.TemporaryDirectory(prefix="gpu-suite-") as temporary:
         folder = arguments.folder or Path(temporary)
@@ -157,7 +163,11 @@ def main() -> int:
                     print(*result["tail"], sep="\n", flush=True)
         finally:
             suite.stop()
-    return int(any(part["outcome"] == "failed" for part in report.get("parts", [])))
+    outcomes = [part["outcome"] for part in report.get("parts", [])]
+    if "passed" not in outcomes and "failed" not in outcomes:
+        print("no part was run", file=sys.stderr)
+        return 1
+    return int("failed" in outcomes)
 
 
 def gpu_names() -> list[str]:

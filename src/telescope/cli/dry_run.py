@@ -21,7 +21,7 @@ from telescope.config.model_files import ModelReport, inspect_model
 from telescope.config.plan import ClusterResources, Placement, PlacementError, assumed_cluster, plan_placement
 from telescope.config.run_dir import choose_run_dir
 from telescope.config.sections import SECTIONS
-from telescope.config.trainer_memory import GIB, TrainerMemory
+from telescope.config.trainer_memory import GIB, TrainerMemory, num_recomputed
 from telescope.errors import ConfigError, UserError
 
 LONGEST_VALUE = 60  # characters of a default in the table of fields; what the user set is shown in full
@@ -157,7 +157,8 @@ def _print_memory(
     for side in ("trainer", "engine"):
         table.add_column(f"{side}, per {worker}", header_style="dim", no_wrap=True)
         table.add_column("", justify="right", no_wrap=True)
-    trainer_rows, engine_rows = _trainer_rows(config, estimate.trainer), _engine_rows(config, estimate.engine, memory)
+    trainer_rows = _trainer_rows(config, estimate.trainer, report.shape.num_layers)
+    engine_rows = _engine_rows(config, estimate.engine, memory)
     for index in range(max(len(trainer_rows), len(engine_rows))):
         left = trainer_rows[index] if index < len(trainer_rows) else ("", "")
         right = engine_rows[index] if index < len(engine_rows) else ("", "")
@@ -173,10 +174,10 @@ def _print_memory(
     return remarks
 
 
-def _trainer_rows(config: TelescopeConfig, trainer: TrainerMemory) -> list[tuple[str, str]]:
-    layers = config.gradient_checkpointing_layers
+def _trainer_rows(config: TelescopeConfig, trainer: TrainerMemory, num_layers: int) -> list[tuple[str, str]]:
+    layers = num_recomputed(config, num_layers)
     checkpointing = "recomputed" if config.gradient_checkpointing else "kept"
-    if config.gradient_checkpointing and layers is not None:
+    if config.gradient_checkpointing_layers is not None and layers < num_layers:
         checkpointing = f"{layers} layers recomputed"
     return [
         (f"parameters ({config.model_dtype}, 1/{config.trainer_num_workers})", _gib(trainer.parameters)),

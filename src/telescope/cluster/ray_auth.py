@@ -10,6 +10,7 @@ wins.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 
 import grpc
@@ -27,12 +28,16 @@ QUESTION_SECONDS = 10.0
 def settle_authentication(ray_address: str) -> None:
     """Set `RAY_AUTH_MODE` of this process to what the cluster at `ray_address` wants, if it can be asked.
 
-    Raises UserError when it wants a token that is not here. Otherwise what is wrong is for `ray.init` to say.
+    Raises ConnectionError when nobody is there, UserError when it wants a token that is not here. Otherwise what is
+    wrong is for `ray.init` to say.
     """
-    if MODE_VARIABLE in os.environ or "://" in ray_address:
+    if "://" in ray_address:
         return
     address = services.canonicalize_bootstrap_address(ray_address)
-    if address is None or (open_to_all := admits(address)) is None:
+    if address is None:
+        return
+    check_that_somebody_listens(address)
+    if MODE_VARIABLE in os.environ or (open_to_all := admits(address)) is None:
         return
     if not open_to_all:
         _check_token(ray_address, address)
@@ -55,6 +60,17 @@ def admits(address: str, token: str | None = None) -> bool | None:
         except grpc.RpcError as error:
             return False if error.code() == grpc.StatusCode.UNAUTHENTICATED else None
     return True
+
+
+def check_that_somebody_listens(address: str) -> None:
+    """Raises ConnectionError when nobody does: `ray.init` would try for minutes. A cluster behind TLS passes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # for `ray.init` to say
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=QUESTION_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(f"nothing answers at {address}: {error}") from error
 
 
 def _check_token(ray_address: str, address: str) -> None:

@@ -61,11 +61,16 @@ def unknown_field(name: str, known: Iterable[str], source: str | None) -> str:
 
 def describe_errors(error: ValidationError, values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     """A sentence per wrong field, each on its own line."""
-    # A union reports every alternative that failed; the first record of a field says enough.
+    # A union reports every alternative that failed; the first record of a field says enough, with words that it takes.
     first: dict[tuple[int | str, ...], ErrorDetails] = {}
+    words: dict[tuple[int | str, ...], str] = {}
     for detail in error.errors(include_url=False):
-        first.setdefault(_written_location(detail["loc"]), detail)
-    return "\n".join(_describe(location, detail, values, sources) for location, detail in first.items())
+        location = _written_location(detail["loc"])
+        if first.setdefault(location, detail) is not detail and detail["type"] == "literal_error":
+            words[location] = ", or " + str(detail["ctx"]["expected"]).replace("'", '"')
+    return "\n".join(
+        _describe(location, detail, values, sources) + words.get(location, "") for location, detail in first.items()
+    )
 
 
 def _written_location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:

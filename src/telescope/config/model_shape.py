@@ -14,6 +14,9 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 EXPERT_MODEL_TYPES = ("qwen3_moe",)
 """Models with experts whose tensors the weight transfer knows on both sides (`trainer.experts`, `weights.held`)."""
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What architectures call the number of their experts."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -87,7 +90,8 @@ class ModelShape:
             model_type = str(config.get("model_type", ""))
             experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
             intermediate = int(config["intermediate_size"])
-            return cls(
+            longest = config.get("max_position_embeddings")
+            shape = cls(
                 num_layers=int(config["num_hidden_layers"]),
                 hidden_size=hidden,
                 intermediate_size=intermediate,
@@ -100,17 +104,21 @@ class ModelShape:
                 qk_norm=model_type.startswith("qwen3"),
                 num_experts=experts,
                 expert_intermediate_size=int(config.get("moe_intermediate_size") or intermediate) if experts else 0,
-                max_position_embeddings=config.get("max_position_embeddings"),
+                max_position_embeddings=None if longest is None else int(longest),
             )
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
             return None
+        sizes = (shape.num_layers, hidden, intermediate, heads, shape.num_kv_heads, shape.head_dim, shape.vocab_size)
+        return shape if min(sizes) > 0 else None
 
 
 def unsupported_experts(config: Mapping[str, Any]) -> str | None:
     """The `model_type` of a `config.json` whose experts the weight transfer does not know; None for all others."""
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config
-    counts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    feed_forward = config.get("ffn_config")  # of DBRX
+    places = [config, feed_forward] if isinstance(feed_forward, Mapping) else [config]
+    counts = (place.get(name) for place in places for name in EXPERT_COUNTS)
     model_type = str(config.get("model_type", "without model_type"))
     return model_type if any(counts) and model_type not in EXPERT_MODEL_TYPES else None
 

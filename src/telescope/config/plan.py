@@ -235,9 +235,8 @@ def _check_totals(
             f"{_amount(config.ray_trainer_cpus_per_worker)} needs {_amount(cpus)} CPU cores, but the cluster has "
             f"{_amount(resources.cpus)} ({_describe_nodes(resources)}). "
             + ("Run it on a machine with GPUs; or, for CPUs, lower " if no_gpu else "Lower ")
-            + "ray_inference_cpus_per_worker and "
-            f"ray_trainer_cpus_per_worker to {_fitting_share(resources.cpus / workers)}, or lower "
-            "inference_num_workers or trainer_num_workers"
+            + _fitting_share(resources.cpus / workers)
+            + "inference_num_workers or trainer_num_workers"
         )
 
 
@@ -371,11 +370,12 @@ def _place(bundles: Sequence[Bundle], strategy: str, free: list[_Free]) -> list[
 
 
 def _fitting_share(share: float) -> str:
-    """A number of cores per worker that fits, rounded down to something a person would type."""
+    """Advice to give each worker so many cores, rounded down to something a person would type; empty if none fits."""
     for step in (1.0, 0.5, 0.1, 0.01):
         if share >= step:
-            return _amount(int(share / step + CPU_TOLERANCE) * step)
-    return "0.01"
+            amount = _amount(int(share / step + CPU_TOLERANCE) * step)
+            return f"ray_inference_cpus_per_worker and ray_trainer_cpus_per_worker to {amount}, or lower "
+    return ""
 
 
 def _amount(value: float) -> str:

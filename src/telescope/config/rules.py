@@ -254,6 +254,12 @@ RULES: tuple[Rule, ...] = (
         lambda c: 'Set use_tis to true, or tis_mode to "truncate"',
     ),
     Rule(
+        ("gradient_checkpointing_layers", "gradient_checkpointing"),
+        "requires gradient_checkpointing",
+        lambda c: c.gradient_checkpointing_layers is not None and not c.gradient_checkpointing,
+        lambda c: "Set gradient_checkpointing to true, or leave gradient_checkpointing_layers null",
+    ),
+    Rule(
         ("tis_floor", "use_tis"),
         "requires use_tis",
         lambda c: c.tis_floor is not None and not c.use_tis,

@@ -29,6 +29,7 @@ class FakeCluster:
         monkeypatch.setattr(ray_auth, "Config", SimpleNamespace(initialize=self.refresh))
         addresses = {"auto": None, "10.0.0.1:6379": "10.0.0.1:6379"}
         monkeypatch.setattr(ray_auth, "services", SimpleNamespace(canonicalize_bootstrap_address=addresses.__getitem__))
+        monkeypatch.setattr(ray_auth, "check_that_somebody_listens", lambda address: None)
         monkeypatch.setattr(ray_auth, "admits", self.admits)
         monkeypatch.setenv(MODE_VARIABLE, "")  # so that it is put back
         monkeypatch.delenv(MODE_VARIABLE)
@@ -86,3 +87,16 @@ def test_what_cannot_be_asked_and_what_the_user_has_set_is_left_alone(
 
 def test_nobody_at_an_address_is_no_answer() -> None:
     assert admits("127.0.0.1:1") is None
+
+
+@pytest.mark.parametrize("mode", [None, "disabled"])
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "nosuchhost.invalid:6379"])
+def test_an_address_where_nobody_listens_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, address: str, mode: str | None
+) -> None:
+    """`ray.init` would try for minutes."""
+    monkeypatch.setenv(MODE_VARIABLE, mode or "")
+    if mode is None:
+        monkeypatch.delenv(MODE_VARIABLE)
+    with pytest.raises(ConnectionError, match="nothing answers at"):
+        settle_authentication(address)

@@ -162,6 +162,7 @@ def test_nothing_is_suggested_for_what_resembles_nothing():
         ("model_dtype", "bf16", "one of"),
         ("train_backend", "deepspeed", "class path"),
         ("use_wandb", "maybe", "true or false"),
+        ("fsdp_reshard_after_forward", "maybe", 'true or false, or "auto"'),
         ("wandb_tags", "a", "must be a list"),
         ("checkpoint_every", "true", "number of steps"),
         ("resume_from_checkpoint", "0", "number of a checkpoint"),

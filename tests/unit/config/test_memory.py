@@ -62,6 +62,19 @@ def test_unknown_models_and_architectures_have_no_shape():
     assert ModelShape.from_config({"text_config": LLAMA_3_2_1B}) == ModelShape.from_config(LLAMA_3_2_1B)
 
 
+@pytest.mark.parametrize(
+    "sizes", [{"num_attention_heads": 0}, {"hidden_size": 0}, {"num_hidden_layers": -2}, {"vocab_size": "many"}]
+)
+def test_a_config_with_sizes_that_cannot_be_has_no_shape(sizes):
+    assert ModelShape.from_config(LLAMA_3_2_1B | sizes) is None
+
+
+def test_a_longest_context_that_is_written_as_text_is_a_number():
+    shape = ModelShape.from_config(LLAMA_3_2_1B | {"max_position_embeddings": "512"})
+    assert shape is not None
+    assert shape.max_position_embeddings == 512
+
+
 def test_trainer_state_is_sharded_over_ranks():
     shape = shape_of("Qwen/Qwen2.5-3B")
     one = estimate_memory(config(trainer_num_workers=1), shape).trainer

@@ -218,6 +218,8 @@ def test_experts_that_the_weight_transfer_does_not_know_are_refused(tmp_path):
     for other in (
         {"model_type": "mixtral", "num_local_experts": 8},
         {"model_type": "deepseek_v3", "n_routed_experts": 4},
+        {"model_type": "ernie4_5_moe", "moe_num_experts": 64},
+        {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}},
     ):
         message = error_of(write_model(tmp_path / other["model_type"], config=json.dumps({**MODEL_CONFIG, **other})))
         assert f"experts of type {other['model_type']}" in message

@@ -201,6 +201,13 @@ def test_the_suggested_share_of_cores_fits():
     assert plan_placement(config(**values, **shares), cluster((2, 0)))
 
 
+def test_no_share_of_cores_is_suggested_that_would_not_fit():
+    with pytest.raises(PlacementError) as raised:
+        plan_placement(config(trainer_num_workers=1000), cluster((2, 0)))
+    assert str(raised.value).endswith("lower inference_num_workers or trainer_num_workers")
+    assert "per_worker to" not in str(raised.value)
+
+
 def test_with_share_gpus_each_rank_is_on_the_gpu_of_its_server():
     shared = config(inference_num_workers=2, trainer_num_workers=2, share_gpus=True)
     plan = plan_placement(shared, cluster((16, 1), (16, 1)))

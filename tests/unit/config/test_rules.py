@@ -40,6 +40,7 @@ BROKEN: list[tuple[str, dict[str, object]]] = [
     ("advantage_norm", {"advantage_norm": "batch", "algorithm": "dr_grpo"}),
     ("clip_ratio_c", {"clip_ratio_c": 3.0}),
     ("tis_mode", {"tis_mode": "icepop"}),
+    ("gradient_checkpointing_layers", {"gradient_checkpointing_layers": 2, "gradient_checkpointing": False}),
     ("tis_floor", {"tis_floor": 0.5}),
     ("tis_floor", {"tis_floor": 2.5, "use_tis": True}),
     ("seq_is_mask_low", {"seq_is_mask_low": 1.3}),

@@ -147,3 +147,37 @@ def test_the_gpus_are_those_that_the_caller_may_use(suite: ModuleType, monkeypat
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert suite.gpu_ids(2) == ["0", "1"]
     assert os.environ.get("CUDA_VISIBLE_DEVICES") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "words"),
+    [
+        (["--json", "no/such/folder/x.json"], ["a GPU"], "whose folder does not exist"),
+        (["--minutes", "nan"], ["a GPU"], "--minutes is nan"),
+        ([], [], "no GPU was found"),
+    ],
+)
+def test_what_can_be_known_beforehand_is_refused_before_a_part_runs(
+    suite: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    gpus: list[str],
+    words: str,
+) -> None:
+    monkeypatch.setattr(suite, "PARTS", (suite.Part("never", "exit 7", 1, 30),))
+    monkeypatch.setattr(suite, "gpu_names", lambda: gpus)
+    monkeypatch.setattr(sys, "argv", ["gpu_suite.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        suite.main()
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_suite_of_which_nothing_ran_has_not_succeeded(
+    suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "PARTS", (suite.Part("wide", "exit 7", 8, 30),))
+    monkeypatch.setattr(suite, "gpu_names", lambda: ["a GPU"])
+    monkeypatch.setattr(sys, "argv", ["gpu_suite.py", "--json", str(tmp_path / "report.json")])
+    assert suite.main() == 1
