@@ -79,9 +79,10 @@ def why_elsewhere(config: TelescopeConfig) -> str | None:
     try:
         plan_placement(config, here)
     except PlacementError:
+        cores = ", and its CPU cores do not hold the run" if config.device == "auto" else ""
         return (
-            f"No GPU was found on this machine, and its CPU cores do not hold the run: the plan is for a machine with "
-            f"{gpus_needed(config)} GPUs, and the placement shown is on assumed nodes."
+            f"No GPU was found on this machine{cores}: the plan is for a machine with {gpus_needed(config)} GPUs, and "
+            "the placement shown is on assumed nodes."
         )
     return None
 

@@ -115,6 +115,7 @@ def test_a_run_for_gpus_is_planned_for_another_machine(dry_run, device):
     printed, error = dry_run(device=device, ray_address="local")
     assert error is None
     assert "No GPU was found on this machine" in printed
+    assert ("CPU cores do not hold the run" in printed) == (device == "auto")
     assert "the plan is for a machine with 4 GPUs" in printed
     assert "Lower ray_inference_cpus_per_worker" not in printed
     assert "assumed node 1" in printed
