@@ -117,7 +117,7 @@ async def test_what_must_be_on_one_node_is_reserved_first_whichever_side_it_is(t
     for role in ROLES:
         (opposite,) = {*ROLES} - {role}
         config = config_of(
-            ray_placement_timeout_s=5,
+            ray_placement_timeout_s=60,
             **{
                 f"{role}_num_workers": 4, f"ray_{role}_placement_strategy": "STRICT_PACK",
                 f"{opposite}_num_workers": 4, f"ray_{opposite}_placement_strategy": "SPREAD",
