@@ -14,8 +14,9 @@ from typing import Any
 from telescope.cluster.actors import InferenceActor, answer, make_actor
 from telescope.cluster.network import Network
 from telescope.cluster.placement import Placement
-from telescope.cluster.ray_cluster import LOOPBACK, Cluster
+from telescope.cluster.ray_cluster import Cluster
 from telescope.config import TelescopeConfig
+from telescope.config.machine import LOOPBACK
 from telescope.errors import DeadlineExceeded
 from telescope.inference.client import EngineClient
 from telescope.inference.tracing import TraceTarget

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import psutil
 
 from telescope.cluster.placement import Placement
-from telescope.cluster.ray_cluster import LOOPBACK, own_address
+from telescope.cluster.ray_cluster import own_address
 from telescope.config import TelescopeConfig
+from telescope.config.machine import LOOPBACK
 from telescope.inference.server import advertised_host
 
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")

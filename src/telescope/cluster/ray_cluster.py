@@ -23,13 +23,11 @@ from ray._private import ray_constants
 
 from telescope.cluster.ray_auth import MODE_VARIABLE, forget_authentication, settle_authentication
 from telescope.config import TelescopeConfig
+from telescope.config.machine import LOOPBACK
 from telescope.config.plan import ClusterResources, NodeResources
 from telescope.errors import RunError, UserError
 
 logger = logging.getLogger(__name__)
-
-LOOPBACK = "127.0.0.1"
-"""A cluster that is started here is of this machine alone; on this address Ray listens to nobody else."""
 
 STARTED_TOO_SLOWLY = "timed out during startup"
 """In what Ray raises when its daemons are not up in time."""
@@ -123,6 +121,7 @@ def connect(config: TelescopeConfig, run_dir: Path, *, local_cpus: float, local_
             "num_cpus": math.ceil(local_cpus),
             "num_gpus": int(local_gpus),
             "include_dashboard": False,
+            # It is of this machine alone, and here Ray listens to nobody else.
             "_node_ip_address": LOOPBACK,
             "object_store_memory": LOCAL_OBJECT_STORE_BYTES,
             **common,

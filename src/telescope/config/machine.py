@@ -15,6 +15,7 @@ from telescope.config.plan import ClusterResources, NodeResources
 
 NVIDIA_SMI_TIMEOUT_SECONDS = 10.0  # the driver may need seconds to wake sleeping GPUs
 MIB = 1 << 20
+LOOPBACK = "127.0.0.1"
 
 
 def local_resources() -> ClusterResources:

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from telescope.config.machine import local_resources, ray_cluster_is_configured
+from telescope.config.machine import LOOPBACK, local_resources, ray_cluster_is_configured
 from telescope.config.memory import estimate_memory, trainer_share
 from telescope.config.model_files import ModelReport, inspect_model, vocabulary_size
 from telescope.config.plan import PlacementError, gpus_needed, plan_placement, resolve_device
@@ -25,7 +25,6 @@ from telescope.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
 
-LOOPBACK = "127.0.0.1"
 OTHER_OPEN_FILES = 512
 """Files and sockets of the driver besides its requests: Ray, environment workers, the record, control calls."""
 PORTS_TO_TRY = 20  # blocks of ports to look at for a suggestion

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from telescope.config import TelescopeConfig
-from telescope.config.machine import visible_gpu_memory
+from telescope.config.machine import LOOPBACK, visible_gpu_memory
 from telescope.config.memory import estimate_memory
 from telescope.errors import ConfigError, InfrastructureError
 from telescope.inference import vllm_adapter as wire
@@ -36,7 +36,6 @@ NOT_LISTENING = 0
 """In place of a status: the connection was refused, so the process has closed its port."""
 HEALTH_TIMEOUT_SECONDS = 10.0
 METRICS_TIMEOUT_SECONDS = 10.0
-LOOPBACK = "127.0.0.1"
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 
 

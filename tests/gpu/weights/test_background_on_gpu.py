@@ -13,7 +13,11 @@ from tests.integration.weights.test_background_on_vllm import (
     test_the_engine_samples_from_the_old_weights_until_the_swap,
     test_the_probe_names_what_a_spoiled_background_sync_left_wrong_and_the_next_sync_mends_it,
 )
-from tests.integration.weights.vllm_server import Server, make_model
+from tests.integration.weights.vllm_server import (
+    Server,
+    make_model,
+    serving,
+)
 
 __all__ = [
     "test_a_background_transfer_that_broke_off_changes_nothing_and_the_next_one_mends_it",
@@ -33,13 +37,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     shared = "one GPU" in request.param
     last = torch.cuda.device_count() - 1
     model = make_model(folder, tied=request.param.startswith("tied"), num_heads=2).to(f"cuda:{last if shared else 0}")
-    made = Server(model, folder, gpu=last, staged=shared)
-    made.start()
-    try:
-        made.connect()
+    with serving(Server(model, folder, gpu=last, staged=shared)) as made:
         yield made
-    finally:
-        made.stop()
 
 
 def test_killing_the_engine_in_the_middle_of_a_background_sync_is_an_error_at_once(server: Server) -> None:

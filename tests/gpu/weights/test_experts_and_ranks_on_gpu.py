@@ -16,7 +16,11 @@ from tests.integration.weights.test_experts_and_ranks_on_vllm import (
     test_every_worker_takes_its_weights_in_place_and_says_why,
     test_the_probe_names_what_one_worker_holds_wrong_and_the_next_sync_mends_it,
 )
-from tests.integration.weights.vllm_server import Server, make_model
+from tests.integration.weights.vllm_server import (
+    Server,
+    make_model,
+    serving,
+)
 
 __all__ = [
     "test_a_transfer_that_broke_off_half_way_is_mended_by_the_next_one",
@@ -58,10 +62,5 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     # Two key and value heads: four workers repeat them.
     model = make_model(folder, tied=kind == "tied", architecture="qwen3_moe", head_dim=64, expert_size=128)
     model = model.to(f"cuda:{last if transport == SHARED else 0}")
-    made = Server(model, folder, gpu=last, staged=transport == SHARED, tensor_parallel=workers)
-    made.start()
-    try:
-        made.connect()
+    with serving(Server(model, folder, gpu=last, staged=transport == SHARED, tensor_parallel=workers)) as made:
         yield made
-    finally:
-        made.stop()

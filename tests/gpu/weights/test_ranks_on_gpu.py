@@ -18,7 +18,11 @@ from tests.integration.weights.test_experts_and_ranks_on_vllm import (
 from tests.integration.weights.test_proof_on_vllm import (
     test_the_probe_names_what_a_spoiled_sync_left_wrong_and_the_next_sync_mends_it,
 )
-from tests.integration.weights.vllm_server import Server, make_model
+from tests.integration.weights.vllm_server import (
+    Server,
+    make_model,
+    serving,
+)
 
 __all__ = [
     "test_a_transfer_that_broke_off_half_way_is_mended_by_the_next_one",
@@ -39,10 +43,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("ranks")
     # Qwen2, whose projections have biases: heads of 64 numbers, and fewer key and value heads than workers.
     model = make_model(folder, tied=kind == "tied", num_heads=max(2, workers), hidden_size=64 * max(2, workers))
-    made = Server(model.to("cuda:0"), folder, gpu=torch.cuda.device_count() - 1, tensor_parallel=workers)
-    made.start()
-    try:
-        made.connect()
+    with serving(
+        Server(model.to("cuda:0"), folder, gpu=torch.cuda.device_count() - 1, tensor_parallel=workers)
+    ) as made:
         yield made
-    finally:
-        made.stop()

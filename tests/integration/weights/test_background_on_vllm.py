@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from tests.integration.weights.vllm_server import PROBE_TOKENS, Server, disturb, make_model, model_logprobs
+from tests.integration.weights.vllm_server import (
+    PROBE_TOKENS,
+    Server,
+    disturb,
+    make_model,
+    model_logprobs,
+    serving,
+)
 
 from telescope.errors import InfrastructureError
 from telescope.rollout.types import GenerateRequest
@@ -21,13 +28,8 @@ pytestmark = pytest.mark.e2e
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One vLLM process per kind of model; every test brings it to a state of its own by a sync."""
     folder = tmp_path_factory.mktemp(request.param)
-    made = Server(make_model(folder, tied=request.param == "tied"), folder, unpacked=True)
-    made.start()
-    try:
-        made.connect()
+    with serving(Server(make_model(folder, tied=request.param == "tied"), folder, unpacked=True)) as made:
         yield made
-    finally:
-        made.stop()
 
 
 def half_way(server: Server, action: Callable[[], object]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -105,12 +107,7 @@ def test_the_engine_samples_from_the_old_weights_until_the_swap(server: Server) 
 def test_the_probe_names_what_a_spoiled_background_sync_left_wrong_and_the_next_sync_mends_it(
     server: Server, fault: str, name: str
 ) -> None:
-    server.remember()
-    assert server.sync().probe.ok
-    # Small enough to hide from logprobs, as at a learning rate of 1e-6: only the fingerprints can tell.
-    disturb(server.model, seed=server.version + 1, scale=1e-6)
-    server.fault(fault, name)
-    spoiled = server.sync().probe
+    spoiled = server.spoiled_sync(fault, name)
     assert not spoiled.ok
     every = {name for name, _ in server.model.named_parameters()}
     other = name.replace("gate_proj", "up_proj")

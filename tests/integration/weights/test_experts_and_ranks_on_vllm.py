@@ -8,7 +8,15 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from tests.integration.weights.vllm_server import PROBE_TOKENS, Server, disturb, make_model, model_logprobs, names_of
+from tests.integration.weights.vllm_server import (
+    PROBE_TOKENS,
+    Server,
+    disturb,
+    make_model,
+    model_logprobs,
+    names_of,
+    serving,
+)
 
 from telescope.errors import InfrastructureError
 from telescope.rollout.types import GenerateRequest
@@ -27,13 +35,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model = make_model(
         folder, tied=request.param.startswith("tied"), architecture="qwen3_moe", expert_size=64 if workers == 2 else 80
     )
-    made = Server(model, folder, tensor_parallel=workers)
-    made.start()
-    try:
-        made.connect()
+    with serving(Server(model, folder, tensor_parallel=workers)) as made:
         yield made
-    finally:
-        made.stop()
 
 
 def worst(server: Server) -> float:
@@ -102,12 +105,7 @@ def test_after_a_sync_the_engine_computes_with_the_new_weights(server: Server, m
 def test_the_probe_names_what_one_worker_holds_wrong_and_the_next_sync_mends_it(
     server: Server, fault: str, name: str, rank: int
 ) -> None:
-    server.remember()
-    assert server.sync().probe.ok
-    # Small enough to hide from logprobs, as at a learning rate of 1e-6: only the fingerprints can tell.
-    disturb(server.model, seed=server.version + 1, scale=1e-6)
-    server.fault(fault, name, rank % server.tensor_parallel)
-    spoiled = server.sync().probe
+    spoiled = server.spoiled_sync(fault, name, rank % server.tensor_parallel)
     assert not spoiled.ok
     other = name.replace("q_proj", "k_proj").replace("gate_proj", "up_proj").replace(".0.down_proj", ".1.down_proj")
     wrong = set(names_of(server.model)) if fault == "nothing" else {name, other} if fault == "swapped" else {name}

@@ -7,7 +7,13 @@ import copy
 from collections.abc import Iterator
 
 import pytest
-from tests.integration.weights.vllm_server import Server, disturb, make_model, model_logprobs
+from tests.integration.weights.vllm_server import (
+    Server,
+    disturb,
+    make_model,
+    model_logprobs,
+    serving,
+)
 from transformers import Qwen2ForCausalLM
 
 from telescope.rollout.types import GenerateRequest, Generation
@@ -26,13 +32,8 @@ SAME = 1e-4
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("inflight")
-    made = Server(make_model(folder, tied=False), folder)
-    made.start()
-    try:
-        made.connect()
+    with serving(Server(make_model(folder, tied=False), folder)) as made:
         yield made
-    finally:
-        made.stop()
 
 
 def through_an_update(server: Server, *, drop_caches: bool) -> tuple[Qwen2ForCausalLM, list[Generation]]:

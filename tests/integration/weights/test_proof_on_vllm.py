@@ -4,7 +4,14 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from tests.integration.weights.vllm_server import PROBE_TOKENS, Server, disturb, make_model, model_logprobs
+from tests.integration.weights.vllm_server import (
+    PROBE_TOKENS,
+    Server,
+    disturb,
+    make_model,
+    model_logprobs,
+    serving,
+)
 
 from telescope.errors import InfrastructureError
 from telescope.inference.supported_vllm import parse_version
@@ -16,13 +23,8 @@ pytestmark = pytest.mark.e2e
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One vLLM process per kind of model; every test brings it to a state of its own by a sync."""
     folder = tmp_path_factory.mktemp(request.param)
-    made = Server(make_model(folder, tied=request.param == "tied"), folder)
-    made.start()
-    try:
-        made.connect()
+    with serving(Server(make_model(folder, tied=request.param == "tied"), folder)) as made:
         yield made
-    finally:
-        made.stop()
 
 
 @pytest.mark.parametrize(("mode", "bucket_mb"), [("flattened_bucket", 1), ("flattened_bucket", 256), ("per_tensor", 1)])
@@ -59,12 +61,7 @@ def test_after_a_sync_the_engine_computes_with_the_new_weights(server: Server, m
 def test_the_probe_names_what_a_spoiled_sync_left_wrong_and_the_next_sync_mends_it(
     server: Server, fault: str, name: str
 ) -> None:
-    server.remember()
-    assert server.sync().probe.ok
-    # Small enough to hide from logprobs, as at a learning rate of 1e-6: only the fingerprints can tell.
-    disturb(server.model, seed=server.version + 1, scale=1e-6)
-    server.fault(fault, name)
-    spoiled = server.sync().probe
+    spoiled = server.spoiled_sync(fault, name)
     assert not spoiled.ok
     every = {name for name, _ in server.model.named_parameters()}
     swapped_with = name.replace("q_proj", "k_proj").replace("gate_proj", "up_proj")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,15 @@ class Server:
         """Spoil the next update in the worker of that rank; None: in all of them."""
         self.run(self.client.call_worker("telescope_test_fault", [kind, name, rank]))
 
+    def spoiled_sync(self, fault: str, name: str, rank: int | None = None) -> ProbeReport:
+        """What the probe says of a sync with that fault, after one without. Every parameter changes by so little that
+        logprobs hide it, as at a learning rate of 1e-6: only the fingerprints can tell."""
+        self.remember()
+        assert self.sync().probe.ok
+        disturb(self.model, seed=self.version + 1, scale=1e-6)
+        self.fault(fault, name, rank)
+        return self.sync().probe
+
     def remember(self) -> None:
         self.run(self.client.call_worker("telescope_test_remember"))
 
@@ -358,3 +368,14 @@ class Server:
             return failure, report
 
         return self.run(go())
+
+
+@contextmanager
+def serving(server: Server) -> Iterator[Server]:
+    """The server, started and connected; stopped at the end."""
+    server.start()
+    try:
+        server.connect()
+        yield server
+    finally:
+        server.stop()
