@@ -110,6 +110,11 @@ class Server:
     async def dump_stacks(self) -> str:
         return ""
 
+    @property
+    def pid(self) -> int:
+        """Of the process that answers; the engine's are its children."""
+        return self._server.info().pid
+
     def client(self) -> EngineClient:
         return EngineClient(self.url, self.secret, with_priority=True)
 

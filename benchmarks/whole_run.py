@@ -226,7 +226,7 @@ def write_report(
     benchmark: str,
     where: dict[str, Any],
     shape: str,
-    lengths: Lengths,
+    lengths: Lengths | None,
     fields: dict[str, Any],
     results: dict[str, Any],
 ) -> None:
@@ -236,7 +236,7 @@ def write_report(
         "command": " ".join([f"python benchmarks/{benchmark}.py", *sys.argv[1:]]),
         "where": where,
         "shape": shape,
-        "lengths": {"mean": lengths.mean, "p99": lengths.p99},
+        "lengths": None if lengths is None else {"mean": lengths.mean, "p99": lengths.p99},
         "fields": fields,
         **results,
     }

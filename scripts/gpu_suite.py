@@ -117,14 +117,16 @@ PARTS = (
     ),
     Part("sync small", f"{SYNC} 0.6b 1.7b", 2, 360),
     Part("sync 8b on four", f"{SYNC} 8b --engines 2 --trainers 2", 4, 420),
-    Part("throughput", f"{BENCHMARK}/engine_throughput.py {SHARES}", 1, 300),
-    Part("end to end", f"{BENCHMARK}/end_to_end.py --timeout 400 {SHARES}", 4, 500),
+    Part("steps", f"{BENCHMARK}/engine_steps.py --json {{json}} --port {{port}}", 1, 300),
+    Part("throughput", f"{BENCHMARK}/engine_throughput.py --requests 768 --repeats 2 {SHARES}", 1, 480),
+    Part("end to end", f"{BENCHMARK}/end_to_end.py --timeout 470 {SHARES}", 4, 560),
     # Few lanes and one rank: generation, and not the trainer, says how fast it goes.
     Part(
         "engine loss",
-        f"{BENCHMARK}/engine_loss.py {SHARES} trainer_num_workers=1 max_concurrent_prompts_per_server=4",
+        f"{BENCHMARK}/engine_loss.py --warm-up 2 --before 12 --after 6 {SHARES} trainer_num_workers=1 "
+        "max_concurrent_prompts_per_server=4 compile_blocks=false",
         3,
-        300,
+        480,
     ),
 )
 

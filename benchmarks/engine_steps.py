@@ -1,0 +1,172 @@
+"""What a step of the engine costs, by how many requests run, and what seeds and logprobs add to it.
+
+    python benchmarks/engine_steps.py --quick                            the tiny model on the CPU
+    python benchmarks/engine_steps.py --json results.json                one GPU, Qwen2.5-3B shape
+
+One vLLM server, launched as in a run, is given as many requests at once as shall run, all with 64 tokens of prompt and
+the same number of tokens to sample. Steps are counted by the engine itself (its step meter) while exactly that many
+run, so that neither filling nor draining counts. `engine` and `server` are what the two processes of vLLM take of a
+core each in that time: the one that schedules and launches, and the one that speaks HTTP. A process near 100 % is what
+the GPU waits for.
+
+A run asks for the sampled tokens' logprobs, and gives every request a seed; the rows without them are not what a run
+does, and say what the two cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from engine_throughput import READ_SECONDS, Server, started, under_generator
+from measure import positive, provenance, require_gpus
+from rich.console import Console
+from rich.table import Table
+from whole_run import (
+    FIELDS,
+    QUICK_FIELDS,
+    QUICK_SHAPE,
+    add_arguments,
+    fields_of,
+    gpu_names,
+    packages,
+    prepare_model,
+    write_report,
+)
+
+from telescope.config import TelescopeConfig
+from telescope.inference import vllm_adapter as wire
+from telescope.inference.step_meter import StepReading, read_meter
+from telescope.rollout.types import GenerateRequest
+
+PROMPT_TOKENS = 64
+FIRST_TOKEN, LAST_TOKEN = 100, 1000
+"""Ids that prompts are made of; each shape's vocabulary has them."""
+ENGINE = "VLLM::"
+"""How the titles of vLLM's processes begin, but for the one that speaks HTTP."""
+ASKED = {"as in a run": (), "no seeds": ("seed",), "no logprobs": ("logprobs",), "neither": ("seed", "logprobs")}
+"""What is taken out of a request's sampling parameters."""
+
+
+def main() -> int:
+    arguments = parse()
+    shape = arguments.shape or (QUICK_SHAPE if arguments.quick else "qwen2.5-3b")
+    where = provenance(packages()) | {"gpus": gpu_names()}
+    with tempfile.TemporaryDirectory(prefix="telescope-steps-") as temporary:
+        folder = arguments.folder or Path(temporary)
+        model = prepare_model(folder, shape, on_gpu=not arguments.quick)
+        fields = FIELDS | (QUICK_FIELDS if arguments.quick else {})
+        fields |= {"inference_num_workers": 1, "model": str(model), "max_num_seqs": max(arguments.running)}
+        fields |= fields_of(arguments.set) | {"inference_base_port": arguments.port}
+        config = TelescopeConfig.model_validate(fields)
+        with started(config, model, folder / "steps") as server:
+            rows = asyncio.run(measure(server, arguments.running, arguments.tokens, arguments.asked))
+    show(rows)
+    if arguments.json:
+        write_report(arguments.json, "engine_steps", where, shape, None, fields, {"rows": rows})
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, port=8880)
+    add = parser.add_argument
+    add("--running", type=positive, nargs="+", help="requests at once (default: 16 64 256, with --quick 4 16)")
+    add("--tokens", type=positive, help="tokens of each answer (default: 400, with --quick 100)")
+    add("--asked", nargs="+", choices=list(ASKED), default=list(ASKED), help="what is asked for (default: all)")
+    arguments = parser.parse_args()
+    require_gpus(parser, quick=arguments.quick)
+    arguments.running = arguments.running or ([4, 16] if arguments.quick else [16, 64, 256])
+    arguments.tokens = arguments.tokens or (100 if arguments.quick else 400)
+    return arguments
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The engine's counters and its processes' CPU seconds at one moment."""
+
+    reading: StepReading
+    cpu: dict[str, float]
+
+
+async def measure(server: Server, running: Sequence[int], tokens: int, asked: Sequence[str]) -> list[dict[str, Any]]:
+    """One row for each of `asked` and `running`, after a first load that warms up."""
+    await under_generator(server, requests(max(running), 20, ()), max(running))
+    rows = []
+    for count in running:
+        for name in asked:
+            load = asyncio.create_task(under_generator(server, requests(count, tokens, ASKED[name]), count))
+            samples = [sample async for sample in watch(server, load)]
+            await load
+            rows.append({"asked": name, "running": count, **cost(samples, count)})
+            print(f"{count} running, {name}: {rows[-1]['ms_a_step']:.2f} ms a step", file=sys.stderr)
+    return rows
+
+
+def requests(count: int, tokens: int, without: Sequence[str]) -> list[bytes]:
+    """Bodies of `count` requests with prompts of their own, less some of their sampling parameters."""
+    draw = random.Random(count)
+    bodies = []
+    for index in range(count):
+        prompt = [draw.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(PROMPT_TOKENS)]
+        request = GenerateRequest(f"r{index}", prompt, max_tokens=tokens, temperature=1.0, seed=index, ignore_eos=True)
+        body = json.loads(wire.encode_generate(request))
+        for name in without:
+            del body["sampling_params"][name]
+        bodies.append(json.dumps(body).encode())
+    return bodies
+
+
+async def watch(server: Server, load: asyncio.Task[None]) -> AsyncIterator[Sample]:
+    """What the meter and the processes say until the load is over."""
+    processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+    names = ["engine" if ENGINE in " ".join(process.cmdline()) else "server" for process in processes]
+    while not load.done():
+        reading = read_meter(server.meter)
+        assert reading is not None, "the engine is gone"
+        cpu = {"engine": 0.0, "server": 0.0}
+        for name, process in zip(names, processes, strict=True):
+            times = process.cpu_times()
+            cpu[name] += times.user + times.system
+        yield Sample(reading, cpu)
+        await asyncio.sleep(READ_SECONDS)
+
+
+def cost(samples: Sequence[Sample], running: int) -> dict[str, float]:
+    """What a step took while exactly so many requests ran."""
+    full = [sample for sample in samples if sample.reading.running == running]
+    if len(full) < 2 or full[-1].reading.steps == full[0].reading.steps:
+        raise RuntimeError(f"{running} requests never ran at once for long enough: ask for more --tokens")
+    first, last = full[0], full[-1]
+    seconds = last.reading.clock - first.reading.clock
+    steps = last.reading.steps - first.reading.steps
+    return {
+        "steps": steps,
+        "ms_a_step": 1000 * seconds / steps,
+        "tokens_per_second": (last.reading.tokens - first.reading.tokens) / seconds,
+        **{f"{name}_cores": (last.cpu[name] - first.cpu[name]) / seconds for name in first.cpu},
+    }
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    table = Table(title="Steps of an engine")
+    for title in ("running", "asked for", "ms a step", "tokens/s", "engine", "server"):
+        table.add_column(title, justify="left" if title == "asked for" else "right")
+    for row in rows:
+        cores = (f"{row['engine_cores']:.0%}", f"{row['server_cores']:.0%}")
+        rate = f"{row['tokens_per_second']:,.0f}"
+        table.add_row(str(row["running"]), row["asked"], f"{row['ms_a_step']:.2f}", rate, *cores)
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
