@@ -44,7 +44,8 @@ AIM_IDLE, AIM_THROWN_AWAY = 0.03, 0.02
 EPILOG = """\
 rows
   engine idle       share of wall time in which no step of the engine was scheduled, pauses for weights included
-  idle in pauses    the part of it between the pause and the resume of weight syncs
+  idle in pauses    share of wall time between the pause and the resume of weight syncs, mean over servers; the step
+                    under way when the pause is asked for still counts as busy, so it can exceed the row above
   running, mean     requests in the engine's batch
   trainer waiting   share of wall time in which the trainer had no batch
   pause, stall      of a weight sync: engine's pause (slowest server), and how long it keeps the trainer from its next
@@ -98,12 +99,6 @@ def results_of(run: WholeRun, warm_up: int, num_steps: int) -> dict[str, Any]:
     measured = steps[warm_up : warm_up + num_steps]
     start, end = steps[warm_up - 1]["ended_at"] if warm_up else steps[0]["started_at"], measured[-1]["ended_at"]
     seconds = end - start
-    pauses = [
-        max(min(row["end"], end) - max(row["start"], start), 0.0) if row["start"] else 0.0
-        for row in run.record.table("spans").to_pylist()
-        if row["name"] == "weight_sync"
-    ]
-    servers = len(run.meters)
 
     def median(name: str) -> float:
         return statistics.median(step["metrics"][name] for step in measured)
@@ -113,7 +108,7 @@ def results_of(run: WholeRun, warm_up: int, num_steps: int) -> dict[str, Any]:
         "seconds": seconds,
         "engine_idle": statistics.mean(meter.idle_share(start, end) for meter in run.meters),
         "engine_idle_by_server": [meter.idle_share(start, end) for meter in run.meters],
-        "idle_in_pauses": sum(pauses) / servers / seconds,
+        "idle_in_pauses": paused_share(measured, len(run.meters), seconds),
         "running_mean": [
             statistics.mean(r.running for at, r in zip(m.times, m.readings, strict=True) if start <= at < end)
             for m in run.meters
@@ -130,6 +125,21 @@ def results_of(run: WholeRun, warm_up: int, num_steps: int) -> dict[str, Any]:
         **thrown_away(run, steps),
         "step_times": [[step["started_at"], step["ended_at"], step["metrics"]] for step in steps],
     }
+
+
+def paused_share(steps: list[dict[str, Any]], num_servers: int, seconds: float) -> float:
+    """Share of `seconds` between the pause and the resume of these steps' weight syncs, mean over servers.
+
+    From the metrics of the steps: spans named `weight_sync` are also those of the trainer's ranks, which take as long
+    as the whole transfer.
+    """
+    paused = sum(
+        value
+        for step in steps
+        for name, value in step["metrics"].items()
+        if name.startswith("weight_sync/pause_seconds/server_")
+    )
+    return paused / num_servers / seconds
 
 
 def thrown_away(run: WholeRun, steps: list[dict[str, Any]]) -> dict[str, Any]:

@@ -49,6 +49,19 @@ def test_a_dead_engine_is_idle_and_a_restarted_one_counts_from_zero() -> None:
     assert meter.between(0, 8, lambda reading: reading.tokens) == 200
 
 
+def test_idle_in_pauses_is_the_seconds_that_servers_were_paused_and_not_how_long_the_transfer_took() -> None:
+    from end_to_end import paused_share
+
+    def step(*pauses: float) -> dict[str, Any]:
+        metrics = {f"weight_sync/pause_seconds/server_{n}": pause for n, pause in enumerate(pauses)}
+        slowest = {f"weight_sync/transfer_seconds/server_{n}": 5.0 for n in range(len(pauses))}
+        return {"metrics": {**metrics, **slowest, "timing_weight_sync_trainer_total": 6.0}}
+
+    assert paused_share([step(0.1, 0.3), step(0.2, 0.2)], 2, 10.0) == pytest.approx(0.8 / 2 / 10)
+    assert paused_share([step(0.1)], 2, 10.0) == pytest.approx(0.005)  # the other one failed its sync
+    assert paused_share([], 2, 10.0) == 0.0
+
+
 def test_forced_lengths_have_the_stated_mean_and_percentile() -> None:
     from forced_lengths import Lengths
 
