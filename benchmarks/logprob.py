@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import provenance
+from measure import provenance, require_gpus
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -75,6 +75,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small shapes on the CPU")
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
+    require_gpus(parser, quick=arguments.quick)
     device = choose_device("cpu" if arguments.quick else "auto", 0)
     on_gpu = device.type == "cuda"
     rows = []

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import provenance
+from measure import provenance, require_gpus
 from rich.console import Console
 from rich.table import Table
 from trainer import SHAPES, free_port, gpu_name, write_model
@@ -49,6 +49,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="the tiny shape on the CPU")
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
+    require_gpus(parser, quick=arguments.quick)
     if arguments.quick:
         arguments.shapes, arguments.tokens, arguments.steps, arguments.warmup = ["tiny"], [64, 256], 10, 1
         arguments.micro_batches = 4

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import positive, provenance
+from measure import positive, provenance, require_gpus
 from rich.console import Console
 from rich.table import Table
 from trainer_case import (
@@ -57,7 +57,7 @@ RESHARD = {"auto": "auto", "true": True, "false": False}
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["0.6b"])
-    parser.add_argument("--ranks", type=positive, default=1, help="GPUs, or processes on the CPU")
+    parser.add_argument("--ranks", type=positive, default=1, help="GPUs, with --quick processes on the CPU")
     parser.add_argument("--micro-batches", type=positive, default=1, help="of each rank in a step")
     parser.add_argument("--tokens", nargs="+", type=positive, default=[16_384, 65_536], help="tokens of a micro-batch")
     parser.add_argument("--loads", nargs="+", choices=["single", "packed"], default=["single", "packed"])
@@ -76,6 +76,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="the tiny shape on the CPU")
     parser.add_argument("--json", type=Path, help="write the results here, after every case")
     arguments = parser.parse_args()
+    require_gpus(parser, quick=arguments.quick)
     if arguments.quick:
         arguments.shapes, arguments.tokens, arguments.steps, arguments.warmup = ["tiny"], [512, 2048], 3, 1
         arguments.checkpointing = list(CHECKPOINTING) if arguments.ranks == 1 else ["selective"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import sys
 import time
 from collections.abc import Iterator
@@ -87,3 +88,24 @@ def test_a_machine_without_git_says_that_the_commit_is_unknown(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SOURCE_COMMIT", raising=False)
     assert measure.provenance(["torch"])["commit"] == "unknown"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["end_to_end", "engine_loss", "engine_steps", "engine_throughput", "logprob", "timeline", "trainer", "weight_sync"],
+)
+def test_what_is_for_gpus_is_not_measured_on_a_cpu_unasked(
+    name: str, measure: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    before = set(sys.modules)
+    benchmark = importlib.import_module(name)
+    try:
+        with pytest.raises(SystemExit, match="2"):
+            benchmark.main()
+    finally:
+        for other in set(sys.modules) - before:
+            if (BENCHMARKS / f"{other}.py").exists():
+                del sys.modules[other]
+    assert "no GPU was found; --quick runs on the CPU" in capsys.readouterr().err
