@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from telescope.environments.process import WorkerProcess
-from telescope.environments.schedule import Call, Seat
+from telescope.environments.schedule import Call, Death, Seat
 from telescope.errors import EnvironmentFailure
 
 TICK_SECONDS = 0.05
@@ -49,9 +49,7 @@ class PoolWorker:
         """The process has ended, and the call to blame for it, if any, fails. Returns the calls to run again."""
         process = self.process
         assert process is not None
-        culprit, others = self.seat.died(
-            process.slot.read(), killed=self.killed, lost=process.is_lost, outside=process.ended_from_outside
-        )
+        culprit, others = self.seat.died(process.slot.read(), self._death(process))
         if not (self.ready or process.is_lost):
             self.failed_starts += 1
         self.process, self.ready = None, False
@@ -60,6 +58,13 @@ class PoolWorker:
                 EnvironmentFailure(f"{culprit.label} ended its process, which {process.epitaph()}")
             )
         return others
+
+    def _death(self, process: WorkerProcess) -> Death:
+        if self.killed:
+            return Death.BY_POOL
+        if process.is_lost:
+            return Death.WITH_SERVER
+        return Death.BY_SIGNAL if process.ended_from_outside else Death.ALONE
 
     def watch(self, elapsed: float, timeout_seconds: float) -> list[Call]:
         """Charge the calls for `elapsed` seconds and act on deadlines. Returns calls that go elsewhere."""

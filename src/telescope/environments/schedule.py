@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 AHEAD_SECONDS = 0.02
@@ -92,6 +93,19 @@ class Costs:
         before = self._seconds.get(kind, seconds)
         share = 0.5 if seconds > before else 0.1
         self._seconds[kind] = before + share * (seconds - before)
+
+
+class Death(Enum):
+    """How a worker's process ended, which says what a call of it may be blamed for."""
+
+    ALONE = auto()
+    """By itself, and nobody has asked for it: something that it ran has ended it."""
+    BY_POOL = auto()
+    """The pool ended it, and has settled the blame already."""
+    WITH_SERVER = auto()
+    """Together with the process that it was forked from, which a call of any worker may have ended."""
+    BY_SIGNAL = auto()
+    """By a signal from outside, which no call causes but one that makes the kernel kill for memory."""
 
 
 @dataclass(slots=True)
@@ -190,30 +204,24 @@ class Seat:
             self._unqueue(call_id)
         return taken
 
-    def died(
-        self, reading: tuple[int, int], *, killed: bool = False, lost: bool = False, outside: bool = False
-    ) -> tuple[Call | None, list[Call]]:
+    def died(self, reading: tuple[int, int], death: Death) -> tuple[Call | None, list[Call]]:
         """Empty the seat: the call to blame, if any, and the others in order.
 
-        `killed` says that the pool ended the worker, and so has settled the blame already. Otherwise it is on the call
-        that held the main thread. If none did, a call that waited in the event loop may have caused the death (through
-        a thread or a subprocess), or the first in the queue, whose answer was under way; so the death is counted on
-        each of those. `lost` says that the worker went with the
-        process that it was forked from: a call of any worker may have done that, so no call is to blame, and the death
-        is counted on all that had begun. `outside` says that a signal ended the worker which the call did not cause,
-        unless it made the kernel kill for memory: so the call that held the main thread runs again too, and the death
-        is counted on it.
+        Nothing is counted on any call when the pool ended the worker. When it went with its server, the death is
+        counted on all that had begun. Else it is on the call that held the main thread: that one is to blame, and after
+        a signal from outside it runs again too, with the death counted on it. If none held the thread, a call that
+        waited in the event loop may have caused the death (through a thread or a subprocess), or the first in the
+        queue, whose answer was under way; so the death is counted on each of those.
         """
         current, _ = reading
         running = self.queued.get(current) or self.parked.get(current)
         culprit = None
-        if running is not None and not (killed or lost):
-            if outside:
-                running.deaths += 1
-            else:
-                culprit = running
-        elif not killed:
-            first = current if current or lost else next(iter(self.queued), 0)
+        if running is not None and death is Death.ALONE:
+            culprit = running
+        elif running is not None and death is Death.BY_SIGNAL:
+            running.deaths += 1
+        elif death is not Death.BY_POOL:
+            first = current if current or death is Death.WITH_SERVER else next(iter(self.queued), 0)
             begun = [*self.parked.values(), *([self.queued[first]] if first in self.queued else [])]
             for call in begun:
                 call.deaths += 1

@@ -1,12 +1,14 @@
 """Who runs where, whose deadline runs, and who is to blame."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.environments.schedule import AHEAD_SECONDS, MAX_QUEUED, Call, Costs, Rollout, Seat
+from telescope.environments.pool_worker import PoolWorker
+from telescope.environments.schedule import AHEAD_SECONDS, MAX_QUEUED, Call, Costs, Death, Rollout, Seat
 
 
 @pytest.fixture
@@ -106,7 +108,7 @@ def test_a_death_is_blamed_on_the_call_that_held_the_thread(make_call):
     waiting, running, queued = make_call(), make_call(), make_call()
     seat = seat_with([waiting, running, queued])
     seat.begun_waiting(1)
-    culprit, others = seat.died((2, 2), killed=False)
+    culprit, others = seat.died((2, 2), Death.ALONE)
     assert culprit is running
     assert others == [waiting, queued]
     assert [call.deaths for call in others] == [0, 0]
@@ -117,7 +119,7 @@ def test_a_death_by_a_signal_from_outside_counts_on_the_call_that_held_the_threa
     waiting, running, queued = make_call(), make_call(), make_call()
     seat = seat_with([waiting, running, queued])
     seat.begun_waiting(1)
-    assert seat.died((2, 2), outside=True) == (None, [waiting, running, queued])
+    assert seat.died((2, 2), Death.BY_SIGNAL) == (None, [waiting, running, queued])
     assert [call.deaths for call in (waiting, running, queued)] == [0, 1, 0]
 
 
@@ -125,7 +127,7 @@ def test_a_death_while_all_wait_counts_on_each_that_waited(make_call):
     waiting, queued = make_call(), make_call()
     seat = seat_with([waiting, queued])
     seat.begun_waiting(1)
-    assert seat.died((0, 1), killed=False) == (None, [waiting, queued])
+    assert seat.died((0, 1), Death.ALONE) == (None, [waiting, queued])
     assert waiting.deaths == 1
 
 
@@ -133,7 +135,7 @@ def test_a_death_around_an_answer_counts_on_the_first_in_the_queue(make_call):
     """Otherwise a call whose answer ends its process runs again for ever."""
     answering, queued = make_call(), make_call()
     seat = seat_with([answering, queued])
-    assert seat.died((0, 2), killed=False) == (None, [answering, queued])
+    assert seat.died((0, 2), Death.ALONE) == (None, [answering, queued])
     assert (answering.deaths, queued.deaths) == (1, 0)
 
 
@@ -141,7 +143,7 @@ def test_a_kill_by_the_pool_blames_nobody_again(make_call):
     waiting, running = make_call(), make_call()
     seat = seat_with([waiting, running])
     seat.begun_waiting(1)
-    assert seat.died((2, 2), killed=True) == (None, [waiting, running])
+    assert seat.died((2, 2), Death.BY_POOL) == (None, [waiting, running])
     assert waiting.deaths == 0
 
 
@@ -149,8 +151,32 @@ def test_the_loss_of_all_workers_blames_nobody_and_counts_on_what_had_begun(make
     waiting, running, queued = make_call(), make_call(), make_call()
     seat = seat_with([waiting, running, queued])
     seat.begun_waiting(1)
-    assert seat.died((2, 2), lost=True) == (None, [waiting, running, queued])
+    assert seat.died((2, 2), Death.WITH_SERVER) == (None, [waiting, running, queued])
     assert [call.deaths for call in (waiting, running, queued)] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("from_outside", [False, True])
+def test_a_call_fails_with_its_process_only_if_nothing_else_ended_that(make_call, killed, lost, from_outside):
+    call = make_call()
+    worker = PoolWorker(0)
+    worker.sits_down(
+        SimpleNamespace(
+            slot=SimpleNamespace(read=lambda: (1, 1)),
+            is_lost=lost,
+            ended_from_outside=from_outside,
+            epitaph=lambda: "exited with 3",
+        )
+    )
+    worker.seat.sent(1, call)
+    worker.killed = killed
+    blamed = not (killed or lost or from_outside)
+    assert worker.gone() == ([] if blamed else [call])
+    assert call.future.done() == blamed
+    assert call.deaths == (0 if blamed or killed else 1)
+    if blamed:
+        assert "exited with 3" in str(call.future.exception())
 
 
 def test_expected_costs_rise_at_once_and_fall_slowly():
@@ -185,7 +211,7 @@ def test_no_call_is_lost_or_held_twice_whatever_happens(steps, rng):
                 assert seat.answered(call_id) is held.pop(call_id)
         assert {**seat.queued, **seat.parked} == held
         assert seat.expected_seconds == pytest.approx(sum(c.expected_seconds for c in seat.queued.values()))
-    culprit, others = seat.died((0, 0), killed=False)
+    culprit, others = seat.died((0, 0), Death.ALONE)
     assert culprit is None
     assert others == [held[call_id] for call_id in sorted(held)]
     loop.close()
