@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import os
 import resource
 import socket
 import tempfile
@@ -20,6 +21,7 @@ from telescope.config.memory import estimate_memory, trainer_share
 from telescope.config.model_files import ModelReport, inspect_model, vocabulary_size
 from telescope.config.plan import PlacementError, gpus_needed, plan_placement, resolve_device
 from telescope.config.run_dir import choose_run_dir
+from telescope.config.sections.cluster import client_address_problem
 from telescope.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ def checks_of_environments() -> tuple[Check, ...]:
 
 def checks_of_machine() -> tuple[Check, ...]:
     """Checks of the machine that the run is started on."""
-    return (check_packages, check_placement, check_open_files, check_run_dir, check_ports)
+    return (check_packages, check_ray_address, check_placement, check_open_files, check_run_dir, check_ports)
 
 
 def why_elsewhere(config: TelescopeConfig) -> str | None:
@@ -111,6 +113,13 @@ def check_evals(config: TelescopeConfig) -> None:
 
     for entry in config.evals:
         check_eval(entry.name, config.environments_path)
+
+
+def check_ray_address(config: TelescopeConfig) -> None:
+    """RAY_ADDRESS, which "auto" follows, names a cluster as `ray_address` may."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    if config.ray_address == "auto" and (problem := client_address_problem(address)):
+        raise ConfigError(f"RAY_ADDRESS is {address!r}, but {problem}; unset RAY_ADDRESS, or set it to such an address")
 
 
 def check_placement(config: TelescopeConfig) -> None:

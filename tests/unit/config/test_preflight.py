@@ -54,6 +54,17 @@ def test_ports_on_another_cluster_are_not_judged_from_here(taken_port):
     preflight.check_ports(config(inference_base_port=taken_port, ray_address="10.0.0.1:6379"))
 
 
+def test_a_client_address_in_the_environment_is_refused_where_auto_would_follow_it(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    message = message_of(preflight.check_ray_address, config(ray_address="auto"))
+    assert message.startswith("RAY_ADDRESS is 'ray://10.0.0.1:10001'")
+    assert "unset RAY_ADDRESS" in message
+    assert preflight.check_ray_address in preflight.checks_of_machine()
+    preflight.check_ray_address(config(ray_address="10.0.0.1:6379"))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    preflight.check_ray_address(config(ray_address="auto"))
+
+
 def test_an_address_of_another_machine_is_refused():
     message = message_of(preflight.check_ports, config(inference_host="192.0.2.1"))
     assert message.startswith("inference_host is '192.0.2.1'")

@@ -4,17 +4,47 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from telescope.config.base import MAX_STEPS, PlacementStrategy, Seconds, Section, Text, WholeSeconds
+
+LEAST_CORES = 0.0001
+"""What Ray counts shares of a core in."""
+
+
+def client_address_problem(address: str) -> str | None:
+    """Why a run cannot use this address of a cluster, and what to do instead; None if it can."""
+    if "://" not in address:
+        return None
+    return (
+        f"{address.partition('://')[0]}:// addresses are those of clients outside of the cluster, and the driver of a "
+        'run must be inside. Start the run on a node of the cluster, with "auto" or with the host and port of the head '
+        "node, such as 10.0.0.1:6379"
+    )
+
+
+def _inside_of_the_cluster(address: str) -> str:
+    if problem := client_address_problem(address):
+        raise ValueError(problem)
+    return address
+
+
+def _countable(cores: float) -> float:
+    if 0 < cores < LEAST_CORES:
+        raise ValueError(f"it must be at least {LEAST_CORES}, the smallest share of a core that Ray counts")
+    return cores
+
+
+Cores = Annotated[float, AfterValidator(_countable), Field(ge=LEAST_CORES, le=1024)]
+"""A share of a node's CPU cores."""
 
 
 class RaySection(Section):
     TITLE: ClassVar[str] = "Ray Cluster"
 
-    ray_address: Text = "auto"
+    ray_address: Annotated[Text, AfterValidator(_inside_of_the_cluster)] = "auto"
     """Ray cluster address. "auto" joins a cluster that runs on this machine; "local" always starts one of its own;
-    host:port joins that one."""
+    host:port joins that one, of which this machine must be a node. Not ray://, which is for clients outside."""
     ray_auto_start_local: bool = True
     """Auto-start a local Ray cluster if none is running. Off: a missing cluster is an error."""
     ray_namespace: Text = "telescope"
@@ -41,9 +71,9 @@ class RaySection(Section):
     ray_shutdown_on_exit: bool = False
     """Shut down the Ray cluster on exit: its processes on this machine, and with the head node the others. A cluster
     that the run started itself is always shut down."""
-    ray_inference_cpus_per_worker: Annotated[float, Field(gt=0, le=1024)] = 4.0
+    ray_inference_cpus_per_worker: Cores = 4.0
     """CPU cores allocated per inference worker. May be a fraction. Lower it when the placement does not fit."""
-    ray_trainer_cpus_per_worker: Annotated[float, Field(gt=0, le=1024)] = 4.0
+    ray_trainer_cpus_per_worker: Cores = 4.0
     """CPU cores allocated per trainer worker. May be a fraction. Lower it when the placement does not fit."""
     ray_inference_placement_strategy: PlacementStrategy = "PACK"
     """Placement strategy for inference workers. PACK: few nodes if possible; SPREAD: many nodes if possible;
