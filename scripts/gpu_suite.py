@@ -55,7 +55,9 @@ DEMO = (
 RUN = f"{sys.executable} -m telescope.cli.main"
 PYTEST = f"{sys.executable} -m pytest -q -p no:cacheprovider -m gpu"
 BENCHMARK = f"{sys.executable} benchmarks"
-SHARES = "--json {json} --port {port} --folder {folder} --set ray_inference_cpus_per_worker=4 ray_trainer_cpus_per_worker=4"
+SHARES = (
+    "--json {json} --port {port} --folder {folder} --set ray_inference_cpus_per_worker=4 ray_trainer_cpus_per_worker=4"
+)
 SYNC = f"{sys.executable} benchmarks/weight_sync.py --json {{json}} --set inference_base_port={{port}} --shapes"
 TRAINER = f"{sys.executable} benchmarks/trainer.py --json {{json}} --shapes"
 FEW = "--steps 3 --warmup 2"
