@@ -285,14 +285,22 @@ def _check_against_shape(config: TelescopeConfig, shape: ModelShape, *, scaled: 
             f"max_model_len is {config.max_model_len}, but {config.model} handles at most {longest} tokens "
             f"(max_position_embeddings). Lower max_model_len to {longest} or less"
         )
+    if shape.num_experts and not 1 <= shape.experts_per_token <= shape.num_experts:
+        raise ConfigError(
+            f"model is {config.model!r}, whose config.json says num_experts_per_tok {shape.experts_per_token}, but "
+            f"num_experts {shape.num_experts}: a token visits at least one of the experts and no more than there are. "
+            "Mend config.json, or save the model again"
+        )
     tensor_parallel = config.inference_tensor_parallel_size
     if shape.num_heads % tensor_parallel:
         raise ConfigError(
             f"inference_tensor_parallel_size is {tensor_parallel}, but {config.model} has {shape.num_heads} attention "
             "heads, which it must divide. Choose a divisor"
         )
-    cut = {"num_key_value_heads": shape.num_kv_heads, "intermediate_size": shape.intermediate_size}
-    if shape.num_experts:
+    cut = {"num_key_value_heads": shape.num_kv_heads}
+    if shape.num_dense_layers():
+        cut["intermediate_size"] = shape.intermediate_size
+    if shape.num_sparse_layers():
         cut["moe_intermediate_size"] = shape.expert_intermediate_size
     for name, size in cut.items():
         repeated = name == "num_key_value_heads" and tensor_parallel % size == 0

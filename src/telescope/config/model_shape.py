@@ -17,10 +17,16 @@ EXPERT_MODEL_TYPES = ("qwen3_moe",)
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What architectures call the number of their experts."""
 
+USUAL_EXPERTS_PER_TOKEN = 8
+"""Of Qwen3-MoE, where its `config.json` does not say."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of the Llama family: grouped-query attention, gated MLP (or experts), RMS norms."""
+    """A decoder of the Llama family: grouped-query attention, gated MLP (or experts), RMS norms.
+
+    With experts, layer i has them if `sparse_step` divides i + 1 and i is not among `dense_layers`; else an MLP.
+    """
 
     num_layers: int
     hidden_size: int
@@ -34,21 +40,50 @@ class ModelShape:
     qk_norm: bool = False
     num_experts: int = 0
     expert_intermediate_size: int = 0
+    experts_per_token: int = USUAL_EXPERTS_PER_TOKEN
+    sparse_step: int = 1
+    dense_layers: frozenset[int] = frozenset()
     max_position_embeddings: int | None = None
 
+    def num_sparse_layers(self, first: int = 0) -> int:
+        """Layers with experts, counted from layer `first` on."""
+        if not self.num_experts:
+            return 0
+        step = self.sparse_step
+        excepted = sum(first <= layer < self.num_layers and (layer + 1) % step == 0 for layer in self.dense_layers)
+        return self.num_layers // step - first // step - excepted
+
+    def num_dense_layers(self, first: int = 0) -> int:
+        """Layers with a plain MLP, counted from layer `first` on."""
+        return self.num_layers - first - self.num_sparse_layers(first)
+
     @property
-    def parameters_per_layer(self) -> int:
-        """Parameters of one transformer layer, all experts included."""
+    def _attention_parameters(self) -> int:
+        """Attention and norms of one layer."""
         query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * query + 2 * key_value)
         if self.qkv_bias:
             attention += query + 2 * key_value
         if self.qk_norm:
             attention += 2 * self.head_dim
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        if self.num_experts:
-            mlp = self.num_experts * self.hidden_size * (3 * self.expert_intermediate_size + 1)
-        return attention + mlp + 2 * self.hidden_size
+        return attention + 2 * self.hidden_size
+
+    @property
+    def dense_layer_parameters(self) -> int:
+        """Parameters of a layer with a plain MLP."""
+        return self._attention_parameters + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def sparse_layer_parameters(self) -> int:
+        """Parameters of a layer with experts, all of them and their router."""
+        experts = self.num_experts * self.hidden_size * (3 * self.expert_intermediate_size + 1)
+        return self._attention_parameters + experts
+
+    @property
+    def largest_layer_parameters(self) -> int:
+        """Parameters of the largest layer that there is."""
+        dense = self.dense_layer_parameters if self.num_dense_layers() else 0
+        return max(dense, self.sparse_layer_parameters if self.num_sparse_layers() else 0)
 
     @property
     def embedding_parameters(self) -> int:
@@ -57,19 +92,25 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        return self.num_layers * self.parameters_per_layer + self.embedding_parameters + self.hidden_size
+        layers = self.num_dense_layers() * self.dense_layer_parameters
+        layers += self.num_sparse_layers() * self.sparse_layer_parameters
+        return layers + self.embedding_parameters + self.hidden_size
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of keys and values of one token, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
     @property
-    def mlp_width(self) -> int:
-        """Width of the gated MLP's intermediate arrays; of all experts together that a token visits, taken as eight."""
-        return min(self.num_experts, 8) * self.expert_intermediate_size if self.num_experts else self.intermediate_size
+    def mlp_widths(self) -> tuple[int, int]:
+        """Width of an MLP's intermediate arrays in a dense layer and, of all experts that a token visits, in a sparse
+        one. 0: there is no such layer."""
+        dense = self.intermediate_size if self.num_dense_layers() else 0
+        experts = min(self.num_experts, self.experts_per_token) if self.num_sparse_layers() else 0
+        return dense, experts * self.expert_intermediate_size
 
-    def activation_elements_per_token(self, *, compiled: bool = True) -> int:
-        """Elements, of the dtype that is computed in, that a layer keeps per token for its backward pass.
+    def activation_elements_per_token(self, mlp_width: int, *, compiled: bool = True) -> int:
+        """Elements, of the dtype that is computed in, that a layer with an MLP of `mlp_width` keeps per token for its
+        backward pass.
 
         Compiled: inputs of both norms, of both residual additions and of the first product, queries, keys (with norms
         of their own also before those), values, the attention's output, and three arrays of the gated MLP. Not
@@ -78,8 +119,8 @@ class ModelShape:
         query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         normed = query + key_value if self.qk_norm else 0
         if compiled:
-            return 5 * self.hidden_size + 2 * query + 2 * key_value + normed + 3 * self.mlp_width
-        return 8 * self.hidden_size + 2 * query + 2 * key_value + 3 * normed + 4 * self.mlp_width
+            return 5 * self.hidden_size + 2 * query + 2 * key_value + normed + 3 * mlp_width
+        return 8 * self.hidden_size + 2 * query + 2 * key_value + 3 * normed + 4 * mlp_width
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape | None:
@@ -91,6 +132,7 @@ class ModelShape:
             experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
             intermediate = int(config["intermediate_size"])
             longest = config.get("max_position_embeddings")
+            per_token, step = config.get("num_experts_per_tok"), config.get("decoder_sparse_step")
             shape = cls(
                 num_layers=int(config["num_hidden_layers"]),
                 hidden_size=hidden,
@@ -104,12 +146,15 @@ class ModelShape:
                 qk_norm=model_type.startswith("qwen3"),
                 num_experts=experts,
                 expert_intermediate_size=int(config.get("moe_intermediate_size") or intermediate) if experts else 0,
+                experts_per_token=min(experts, USUAL_EXPERTS_PER_TOKEN) if per_token is None else int(per_token),
+                sparse_step=1 if step is None else int(step),
+                dense_layers=frozenset(map(int, config.get("mlp_only_layers") or ())),
                 max_position_embeddings=None if longest is None else int(longest),
             )
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             return None
-        sizes = (shape.num_layers, hidden, intermediate, heads, shape.num_kv_heads, shape.head_dim, shape.vocab_size)
-        return shape if min(sizes) > 0 else None
+        sizes = [shape.num_layers, hidden, intermediate, heads, shape.num_kv_heads, shape.head_dim, shape.vocab_size]
+        return shape if min(*sizes, shape.sparse_step) > 0 else None
 
 
 def unsupported_experts(config: Mapping[str, Any]) -> str | None:

@@ -84,7 +84,7 @@ def trainer_memory(config: TelescopeConfig, shape: ModelShape, device: Literal["
     stored = DTYPE_BYTES[config.model_dtype]
     computed = DTYPE_BYTES[config.mixed_precision_dtype or config.model_dtype]
     shard = -(-shape.num_parameters // ranks) * stored
-    table, layer = shape.vocab_size * width, shape.parameters_per_layer
+    table, layer = shape.vocab_size * width, shape.largest_layer_parameters
     drops = reshards_after_forward(config.fsdp_reshard_after_forward, device)
     compiled = config.compile_blocks and device == "cuda" and computed == 2
     unsharded = (table if shape.tied_embeddings else 0) if drops else shape.num_parameters
@@ -93,15 +93,19 @@ def trainer_memory(config: TelescopeConfig, shape: ModelShape, device: Literal["
     # The whole gradient of a tied table is there from the head's backward pass to the embedding's.
     whole_gradient = table * computed if shape.tied_embeddings else 0
 
-    block = tokens * computed * shape.activation_elements_per_token(compiled=compiled)
+    dense, sparse = (
+        tokens * computed * shape.activation_elements_per_token(mlp_width, compiled=compiled)
+        for mlp_width in shape.mlp_widths
+    )
     # Recomputed blocks keep their input and, unless that is recomputed too, what attention returned.
     recomputed = num_recomputed(config, shape.num_layers)
     attention = 0 if config.recompute_attention else shape.num_heads * (shape.head_dim * computed + SUM_BYTES)
-    kept = recomputed * tokens * (width * computed + attention) + (shape.num_layers - recomputed) * block
-    if recomputed < shape.num_layers:
-        block = 0  # the last block, whose backward pass meets what all others keep, has what it needs
+    kept = recomputed * tokens * (width * computed + attention)
+    kept += shape.num_dense_layers(recomputed) * dense + shape.num_sparse_layers(recomputed) * sparse
+    # A last block that is not recomputed has what its backward pass needs, which meets what all others keep.
+    block = max(dense, sparse) if recomputed == shape.num_layers else 0
     # Beside what a block saves: gradients of the widest arrays, of its input and of its output.
-    block += tokens * computed * (2 * shape.mlp_width + 2 * width)
+    block += tokens * computed * (2 * max(shape.mlp_widths) + 2 * width)
     weights_of_block = layer * ((computed if drops else 0) + computed)  # gathered, and their gradients
     # A copy for the reduction lives until the next one: the last block still meets that of an untied output layer.
     reduced = SUM_BYTES * (layer if shape.tied_embeddings else max(layer, table))

@@ -56,6 +56,30 @@ def test_config_files_give_the_published_number_of_parameters():
     assert moe.num_parameters == 30_532_122_624
 
 
+def test_a_dense_layer_among_experts_costs_what_its_mlp_is_wide_and_no_experts():
+    experts = ModelShape.from_config(QWEN3_30B_A3B)
+    half = ModelShape.from_config(QWEN3_30B_A3B | {"decoder_sparse_step": 2})
+    assert experts is not None
+    assert half is not None
+    fewer = 24 * 2048 * (128 * (3 * 768 + 1) - 3 * 6144)
+    assert experts.num_parameters - half.num_parameters == fewer
+
+    def estimate(shape: ModelShape, **settings: object):
+        return estimate_memory(config(trainer_num_workers=1, **settings), shape)
+
+    assert estimate(experts).engine.weights - estimate(half).engine.weights == 2 * fewer
+    # A layer keeps three arrays of the MLP: of 8 experts of 768, or of one of 6,144, which is as wide.
+    narrow = ModelShape.from_config(QWEN3_30B_A3B | {"decoder_sparse_step": 2, "intermediate_size": 2048})
+    assert narrow is not None
+    kept = {"gradient_checkpointing": False, "seq_len": 4096}
+    saved = estimate(half, **kept).trainer.activations - estimate(narrow, **kept).trainer.activations
+    assert saved == 24 * 4096 * 2 * 3 * (6144 - 2048)
+    # Layers 0 to 40 are recomputed; of the seven after them, four are sparse.
+    some = {"gradient_checkpointing_layers": 41, "seq_len": 4096}
+    saved = estimate(half, **some).trainer.activations - estimate(narrow, **some).trainer.activations
+    assert saved == 3 * 4096 * 2 * 3 * (6144 - 2048)
+
+
 def test_unknown_models_and_architectures_have_no_shape():
     assert known_shape("acme/secret-1B") is None
     assert ModelShape.from_config({"model_type": "rwkv"}) is None
@@ -153,7 +177,7 @@ def test_weights_that_stay_gathered_cost_the_whole_model_in_what_is_computed_wit
 def test_each_layer_gathered_ahead_costs_its_weights():
     shape = shape_of("qwen3-8b")
     one, three = (estimate_memory(config(fsdp_prefetch_layers=n), shape).trainer.total for n in (1, 3))
-    assert three - one == 2 * shape.parameters_per_layer * 2
+    assert three - one == 2 * shape.largest_layer_parameters * 2
 
 
 def test_memory_of_logprobs_depends_on_the_chunk_and_not_on_length_times_vocabulary():

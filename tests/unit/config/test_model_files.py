@@ -208,6 +208,24 @@ def test_tensor_parallelism_must_divide_whatever_is_cut(tmp_path, changes, name)
     assert f"inference_tensor_parallel_size is 4, but {name} of" in message
 
 
+def test_only_sizes_that_some_layer_has_are_cut(tmp_path):
+    odd = {**MODEL_CONFIG, **EXPERTS, "intermediate_size": 130}
+    workers = {"inference_tensor_parallel_size": 4, "inference_num_workers": 4}
+    assert inspect_model(config(write_model(tmp_path / "a", config=json.dumps(odd)), **workers)).shape
+    for name, dense in (("b", {"mlp_only_layers": [0]}), ("c", {"decoder_sparse_step": 2})):
+        assert "but intermediate_size of" in error_of(
+            write_model(tmp_path / name, config=json.dumps({**odd, **dense})), **workers
+        )
+
+
+@pytest.mark.parametrize("visited", [9, 0])
+def test_a_token_cannot_visit_more_experts_than_there_are_nor_none(tmp_path, visited):
+    folder = write_model(tmp_path / "m", config=json.dumps({**MODEL_CONFIG, **EXPERTS, "num_experts_per_tok": visited}))
+    message = error_of(folder)
+    assert f"num_experts_per_tok {visited}, but num_experts 8" in message
+    assert "Mend config.json" in message
+
+
 def test_key_value_heads_that_are_fewer_than_workers_are_repeated(tmp_path):
     folder = write_model(tmp_path / "m")  # two of them
     assert inspect_model(config(folder, inference_tensor_parallel_size=4, inference_num_workers=4)).shape

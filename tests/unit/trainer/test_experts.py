@@ -1,10 +1,11 @@
-"""Experts leave the trainer under the names of a checkpoint."""
+"""Experts leave the trainer under the names of a checkpoint, and are counted in the layers that have them."""
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils import logging
 
+from telescope.config.model_shape import ModelShape
 from telescope.trainer.experts import checkpoint_tensors
 
 CONFIG = Qwen3MoeConfig(
@@ -53,3 +54,33 @@ def test_shapes_are_known_without_the_values(kind):
     on_meta = dict(checkpoint_tensors(name, torch.empty(shape, device="meta")))
     values = dict(checkpoint_tensors(name, torch.zeros(shape)))
     assert {n: t.shape for n, t in on_meta.items()} == {n: t.shape for n, t in values.items()}
+
+
+EXPERTS_AND_DENSE = [
+    # decoder_sparse_step, mlp_only_layers, layers with experts of seven
+    (1, [], 7),
+    (1, [0, 3], 5),
+    (2, [], 3),
+    (3, [2, 4, 9], 1),
+    (8, [], 0),
+]
+
+
+@pytest.mark.parametrize(("step", "dense", "sparse"), EXPERTS_AND_DENSE)
+@pytest.mark.parametrize("tied", [False, True])
+def test_experts_are_counted_in_the_layers_that_have_them(step, dense, sparse, tied):
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 7, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "tie_word_embeddings": tied, "decoder_sparse_step": step, "mlp_only_layers": dense,
+    }  # fmt: skip
+    model = Qwen3MoeConfig(**sizes)
+    with torch.device("meta"):
+        wanted = Qwen3MoeForCausalLM(model).num_parameters()
+    shape = ModelShape.from_config(model.to_dict())
+    assert shape is not None
+    assert shape.num_parameters == wanted
+    assert shape.num_sparse_layers() == sparse
+    of_each = [(layer + 1) % step == 0 and layer not in dense for layer in range(7)]
+    assert [shape.num_sparse_layers(first) for first in range(8)] == [sum(of_each[first:]) for first in range(8)]
+    assert [shape.num_dense_layers(first) for first in range(8)] == [of_each[first:].count(False) for first in range(8)]
