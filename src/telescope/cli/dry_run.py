@@ -19,6 +19,7 @@ from telescope.config.machine import local_resources
 from telescope.config.memory import EngineMemory, MemoryEstimate, estimate_memory, plan_shadows
 from telescope.config.model_files import ModelReport, inspect_model
 from telescope.config.plan import ClusterResources, Placement, PlacementError, assumed_cluster, plan_placement
+from telescope.config.remarks import remarks_on_place
 from telescope.config.run_dir import choose_run_dir
 from telescope.config.sections import SECTIONS
 from telescope.config.trainer_memory import GIB, TrainerMemory, num_recomputed
@@ -50,6 +51,7 @@ def print_dry_run(loaded: LoadedConfig, console: Console, try_environments: Call
     placement, resources = _plan(config, elsewhere=elsewhere is not None)
     _print_placement(config, placement, console)
     remarks = [*loaded.notes, *([elsewhere] if elsewhere else [])]
+    remarks += remarks_on_place(config, placement.device, report.shape.num_layers if report.shape else None)
     remarks += _print_memory(config, report, placement, resources, console)
     if elsewhere:
         remarks += [f"On this machine, a run would be refused: {problem}." for problem in problems]

@@ -101,7 +101,8 @@ def _train(loaded: LoadedConfig) -> int:
     from telescope.cli.live_view import LiveView
     from telescope.orchestrator.run import run_training
 
-    summary = run_training(loaded.config, loaded.notes, LiveView())
+    notes = [*loaded.notes, *preflight.find_remarks(loaded.config)]
+    summary = run_training(loaded.config, notes, LiveView())
     print_summary(summary, _console())
     return 0 if summary.status == "finished" else EXIT_STOPPED
 

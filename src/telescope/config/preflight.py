@@ -20,6 +20,7 @@ from telescope.config.machine import LOOPBACK, local_resources, ray_cluster_is_c
 from telescope.config.memory import estimate_memory, trainer_share
 from telescope.config.model_files import ModelReport, inspect_model, vocabulary_size
 from telescope.config.plan import PlacementError, gpus_needed, plan_placement, resolve_device
+from telescope.config.remarks import remarks_on_place
 from telescope.config.run_dir import choose_run_dir
 from telescope.config.sections.cluster import client_address_problem
 from telescope.errors import ConfigError, UserError
@@ -40,6 +41,14 @@ def check(config: TelescopeConfig) -> None:
     """Run every check. Raises one `ConfigError` that lists all problems, a line each."""
     if problems := find_problems(config, (*checks_of_environments(), *checks_of_machine(), check_model)):
         raise ConfigError("\n".join(problems))
+
+
+def find_remarks(config: TelescopeConfig) -> list[str]:
+    """What is to be said about a configuration that passed `check`, on this machine and for this model."""
+    joins = ray_cluster_is_configured(config.ray_address) and config.device == "auto"
+    device = None if joins else resolve_device(config, local_resources())
+    shape = inspect_model(config, ask_hub=False).shape
+    return remarks_on_place(config, device, shape.num_layers if shape else None)
 
 
 def find_problems(config: TelescopeConfig, checks: Sequence[Check]) -> list[str]:

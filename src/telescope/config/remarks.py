@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from telescope.config.algorithms import ALGORITHM_FACTS
 
@@ -15,7 +15,7 @@ GSPO_BOUND_THAT_BINDS = 0.01
 
 
 def remarks(config: TelescopeConfig) -> list[str]:
-    """A sentence for each such setting."""
+    """A sentence for each such setting that can be seen in the configuration alone."""
     found = []
     if config.group_size == 1:
         found.append(
@@ -40,6 +40,24 @@ def remarks(config: TelescopeConfig) -> list[str]:
             )
     if config.top_p is not None and config.top_p < 1:
         found.append(_top_p(config, config.top_p))
+    return found
+
+
+def remarks_on_place(
+    config: TelescopeConfig, device: Literal["cpu", "cuda"] | None, num_layers: int | None
+) -> list[str]:
+    """A sentence for each such setting that depends on what the run gets and on its model; None: not known."""
+    found = []
+    if config.share_gpus and device == "cpu":
+        why = 'device is "cpu"' if config.device == "cpu" else "no GPU was found, so that everything runs on CPU cores"
+        found.append(f"share_gpus is true and has no effect, because {why}. Set share_gpus to false, or use GPUs.")
+    layers = config.gradient_checkpointing_layers
+    if layers is not None and num_layers is not None and layers > num_layers:
+        found.append(
+            f"gradient_checkpointing_layers is {layers}, and {config.model} has {num_layers} layers: all of them are "
+            "recomputed, as without it. Set it to less than "
+            f"{num_layers} so that some are not, or leave it null."
+        )
     return found
 
 

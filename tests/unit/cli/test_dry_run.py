@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 from tests.model_folder import write_model_folder
 
+from telescope.cli import train
 from telescope.cli.dry_run import MOST_WORKERS_SHOWN, print_dry_run
 from telescope.config import load_config, preflight
 from telescope.config.plan import ClusterResources, NodeResources
@@ -67,6 +68,46 @@ def test_a_run_that_fits_here_has_nothing_to_remark(dry_run):
     assert error is None
     assert "Remarks" not in printed
     assert "trainer rank 1" in printed
+
+
+SHARED = {"share_gpus": "true", "inference_num_workers": 2, "trainer_num_workers": 2}
+WITHOUT_EFFECT = [
+    (SHARED, 'share_gpus is true and has no effect, because device is "cpu". Set share_gpus to false'),
+    (SHARED | {"device": "auto"}, "share_gpus is true and has no effect, because no GPU was found"),
+    (
+        {"gradient_checkpointing_layers": 3},
+        "model has 2 layers: all of them are recomputed, as without it. Set it to less than 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), WITHOUT_EFFECT)
+def test_what_has_no_effect_here_or_on_this_model_is_a_remark_and_of_the_run_too(
+    dry_run, tmp_path, monkeypatch, settings, words
+):
+    printed, error = dry_run(**HERE | settings)
+    assert error is None
+    assert words in printed
+    said = []
+
+    def run_training(config, notes, view):
+        said.extend(notes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("telescope.orchestrator.run.run_training", run_training)
+    monkeypatch.setattr("telescope.cli.train.try_what_the_user_brings", lambda config: None)
+    values = HERE | {"model": tmp_path / "model", "environments": "[{name: countdown}]"} | settings
+    with pytest.raises(KeyboardInterrupt):
+        train.run([f"--{name}={value}" for name, value in values.items()])
+    assert any(words in note for note in said)
+
+
+def test_what_has_an_effect_is_no_remark(dry_run):
+    printed, _ = dry_run(**HERE | {"gradient_checkpointing_layers": 2})
+    assert "Remarks" not in printed
+    printed, _ = dry_run(**SHARED)  # for a machine with GPUs: this one is too small without
+    assert "the plan is for a machine with 2 GPUs" in printed
+    assert "has no effect" not in printed
 
 
 def test_a_run_that_this_machine_is_too_small_for_is_an_error_after_the_plan(dry_run):

@@ -84,7 +84,7 @@ class RaySection(Section):
     share_gpus: bool = False
     """Let trainer rank i and inference server i use one GPU, for machines with a single one: the server takes
     gpu_memory_utilization of its memory, the rank has the rest, and weights travel through host memory. They slow each
-    other down. No effect without GPUs."""
+    other down. No effect without GPUs, which a run then says."""
     ray_placement_timeout_s: WholeSeconds = 900
     """Timeout for Ray placement group creation, in seconds. Waits for what other runs hold; what the nodes of the
     cluster could not hold if they were free is refused at once."""

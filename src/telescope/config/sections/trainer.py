@@ -35,8 +35,9 @@ class TrainerSection(Section):
     """Recompute activations in the backward pass (FSDP); what attention returned is kept. Off: faster, and a multiple
     of the activation memory."""
     gradient_checkpointing_layers: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """With `gradient_checkpointing`, the blocks that are recomputed, counted from the first (FSDP). null: all. Lower it
-    as far as memory allows: a block that is not recomputed is up to a quarter faster, and keeps all its activations."""
+    """With `gradient_checkpointing`, the blocks that are recomputed, counted from the first (FSDP). null, or as many as
+    the model has: all. Lower it as far as memory allows: a block that is not recomputed is up to a quarter faster, and
+    keeps all its activations."""
     recompute_attention: bool = False
     """With `gradient_checkpointing`, recompute attention as well (FSDP). Saves about half of what is still kept, and
     costs up to a fifth of the speed at long `seq_len`."""
