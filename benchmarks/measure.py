@@ -147,12 +147,12 @@ def require_gpus(parser: argparse.ArgumentParser, *, quick: bool) -> None:
 def provenance(packages: Sequence[str]) -> dict[str, Any]:
     """Where, when and with which code a number was measured.
 
-    A copy of the sources without their history names the commit that SOURCE_COMMIT gives, if it is set.
+    SOURCE_COMMIT names the commit for a copy of the sources whose history is not there, or is not theirs.
     """
     changes = _git("status", "--porcelain", "--", "src", "benchmarks/*.py")
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": _git("rev-parse", "--short", "HEAD") or os.environ.get("SOURCE_COMMIT", "unknown"),
+        "commit": os.environ.get("SOURCE_COMMIT") or _git("rev-parse", "--short", "HEAD") or "unknown",
         "uncommitted_changes": None if changes is None else bool(changes),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),

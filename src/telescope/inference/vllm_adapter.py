@@ -49,6 +49,10 @@ REQUEST_ID_PREFIX = "generate-tokens-"
 VERSION_SPANS_HEADER = "x-telescope-version-spans"
 """Header with `label:first_token` pairs, for engines that do not report spans themselves."""
 
+FINAL_ONLY = 2
+"""vLLM's `RequestOutputKind`: the answer is wanted whole. 0.32 knows that of this route; 0.26 would make an answer of all
+tokens so far for every token, and throw all but the last away."""
+
 INITIAL_LABEL = "default"
 """vLLM's label of the weights that a server started with."""
 
@@ -71,6 +75,7 @@ def encode_generate(request: GenerateRequest, *, with_priority: bool = True) -> 
         "temperature": request.temperature,
         "logprobs": 0,  # the sampled token's own logprob, no alternatives
         "detokenize": False,
+        "output_kind": FINAL_ONLY,
     }
     if request.top_p is not None:
         sampling["top_p"] = request.top_p

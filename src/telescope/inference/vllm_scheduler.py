@@ -1,7 +1,13 @@
-"""The scheduler of an engine, which is vLLM's own with a meter beside it.
+"""The scheduler of an engine, which is vLLM's own with a meter beside it and another way of handing out tokens.
 
-Named to vLLM with `--scheduler-cls`, so that nothing of vLLM is patched. Decides nothing: every call goes through, and
-the step that comes out of it is counted (`step_meter`). Imports vllm; only an engine's process does so.
+Named to vLLM with `--scheduler-cls`, so that nothing of vLLM is patched. Decides nothing about which request runs when:
+every call goes through. The step that comes out is counted (`step_meter`), and the tokens that it brought are gathered
+(`gathered_outputs`) for requests whose answer is wanted whole and in token ids, as all of a run are. Others, such as
+those of a streaming client, get every token at once.
+
+Invariant: when a pause for weights is over, every token sampled before it has been handed out, so that what counts
+tokens by the weights that sampled them (`policy_version`, or vLLM itself) counts them all. A request that is aborted
+loses what was held of it, `HELD_TOKENS` - 1 tokens at most. Imports vllm; only an engine's process does so.
 """
 
 from __future__ import annotations
@@ -10,18 +16,23 @@ import os
 from pathlib import Path
 from typing import Any
 
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 
+from telescope.inference.gathered_outputs import OutputGatherer
 from telescope.inference.step_meter import STEP_METER_VARIABLE, StepMeter
 
 
-class _Metered:
+class _Telescope:
     """Goes before one of vLLM's schedulers. A step without tokens (nothing could be scheduled) is not counted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._meter = StepMeter(Path(os.environ[STEP_METER_VARIABLE]))
+        self._gatherer = OutputGatherer()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         step = super().schedule(*args, **kwargs)  # type: ignore[misc]
@@ -33,18 +44,52 @@ class _Metered:
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         if scheduler_output.total_num_scheduled_tokens > 0:
             self._meter.finished(scheduler_output.total_num_scheduled_tokens, len(self.running))  # type: ignore[attr-defined]
+        if self._is_stopped():
+            self._gatherer.release(outputs, EngineCoreOutputs)
+        else:
+            self._gatherer.gather(outputs, self._may_hold)
         return outputs
 
+    def has_finished_requests(self) -> bool:
+        """As vLLM has it, and whether tokens wait that are to go out: one more step, of nothing, hands them out, and a
+        pause is not over before it."""
+        waiting = self._is_stopped() and self._gatherer.num_held > 0
+        return waiting or super().has_finished_requests()  # type: ignore[misc]
 
-class MeteredScheduler(_Metered, Scheduler):
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        ended = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
+        self._gatherer.forget(self._is_gone)
+        return ended
+
+    def _is_stopped(self) -> bool:
+        return bool(self.pause_state == PauseState.PAUSED_ALL)  # type: ignore[attr-defined]
+
+    def _is_gone(self, request_id: str) -> bool:
+        request = self.requests.get(request_id)  # type: ignore[attr-defined]
+        return request is None or bool(request.is_finished())
+
+    def _may_hold(self, output: Any) -> bool:
+        """The first tokens of a request go out at once: vLLM measures from them how long its prompt took."""
+        request = self.requests.get(output.request_id)  # type: ignore[attr-defined]
+        params = None if request is None else request.sampling_params
+        return (
+            params is not None
+            and params.output_kind == RequestOutputKind.FINAL_ONLY
+            and not params.detokenize
+            and not request.resumable
+            and request.num_output_tokens > len(output.new_token_ids)
+        )
+
+
+class TelescopeScheduler(_Telescope, Scheduler):
     """For an engine that waits for a step before it schedules the next."""
 
 
-class MeteredAsyncScheduler(_Metered, AsyncScheduler):
+class TelescopeAsyncScheduler(_Telescope, AsyncScheduler):
     """For an engine that schedules ahead."""
 
 
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
-    """The scheduler that vLLM would take, metered; what `--scheduler-cls` names."""
-    chosen = MeteredAsyncScheduler if vllm_config.scheduler_config.async_scheduling else MeteredScheduler
+    """The scheduler that vLLM would take, with these additions; what `--scheduler-cls` names."""
+    chosen = TelescopeAsyncScheduler if vllm_config.scheduler_config.async_scheduling else TelescopeScheduler
     return chosen(vllm_config=vllm_config, **kwargs)
