@@ -1,6 +1,22 @@
-"""What all tests share: property tests run without a deadline, because a busy machine is not a fault."""
+"""What all tests share: property tests run without a deadline, because a busy machine is not a fault, and tests that
+say so are the first or the last of their server.
+"""
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("telescope", deadline=None)
 settings.load_profile("telescope")
+
+PLACES = {"first_on_its_server": -1, "last_on_its_server": 1}
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest itself then groups them by their servers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put marked tests before or after the others of their file.
+
+    Tests that were imported come in the order of the imports, which is that of the alphabet: what a docstring says of
+    the end of a file does not hold for them.
+    """
+    files = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
+    items.sort(key=lambda item: (files[item.path], sum(PLACES.get(mark.name, 0) for mark in item.iter_markers())))

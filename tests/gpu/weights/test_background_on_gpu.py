@@ -41,6 +41,6 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield made
 
 
+@pytest.mark.last_on_its_server
 def test_killing_the_engine_in_the_middle_of_a_background_sync_is_an_error_at_once(server: Server) -> None:
-    """Last in this file: the server is gone afterwards."""
     kill_in_a_background_sync(server)

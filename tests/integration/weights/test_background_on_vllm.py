@@ -68,7 +68,7 @@ def test_after_a_background_sync_the_engine_computes_with_the_new_weights(
 
 
 def test_the_engine_samples_from_the_old_weights_until_the_swap(server: Server) -> None:
-    assert server.sync().probe.ok
+    server.proven_sync()
     old = model_logprobs(server.model, PROBE_TOKENS)
     disturb(server.model, seed=server.version + 1)
     update = server.next_update(mode="per_tensor")
@@ -113,11 +113,11 @@ def test_the_probe_names_what_a_spoiled_background_sync_left_wrong_and_the_next_
     other = name.replace("gate_proj", "up_proj")
     wrong = every if fault in ("nothing", "no swap") else {name, other} if fault == "swapped" else {name}
     assert set(spoiled.mismatched) == wrong
-    assert server.sync().probe.ok
+    server.proven_sync()
 
 
 def test_a_background_transfer_that_broke_off_changes_nothing_and_the_next_one_mends_it(server: Server) -> None:
-    assert server.sync().probe.ok
+    server.proven_sync()
     old = model_logprobs(server.model, PROBE_TOKENS)
     disturb(server.model, seed=server.version + 1)
     update = server.next_update(mode="per_tensor")
@@ -128,7 +128,7 @@ def test_a_background_transfer_that_broke_off_changes_nothing_and_the_next_one_m
         server.run(server.swap(update))
     assert distance(logprobs(server), old) < equal_within(server)
     server.connect()
-    assert server.sync().probe.ok
+    server.proven_sync()
 
 
 def kill_in_a_background_sync(server: Server) -> None:
@@ -140,6 +140,6 @@ def kill_in_a_background_sync(server: Server) -> None:
     assert time.monotonic() - started < 30  # the deadline is 60
 
 
+@pytest.mark.last_on_its_server
 def test_killing_the_engine_in_the_middle_of_a_background_sync_is_an_error_at_once(server: Server) -> None:
-    """Last in this file: the server is gone afterwards."""
     kill_in_a_background_sync(server)

@@ -67,7 +67,7 @@ def test_the_probe_names_what_a_spoiled_sync_left_wrong_and_the_next_sync_mends_
     swapped_with = name.replace("q_proj", "k_proj").replace("gate_proj", "up_proj")
     wrong = every if fault == "nothing" else {name, swapped_with} if fault == "swapped" else {name}
     assert set(spoiled.mismatched) == wrong
-    assert server.sync().probe.ok
+    server.proven_sync()
 
 
 def test_a_tied_output_layer_that_is_not_processed_again_is_caught(server: Server) -> None:
@@ -80,7 +80,7 @@ def test_a_tied_output_layer_that_is_not_processed_again_is_caught(server: Serve
     assert "lm_head.weight as packed" in stale.mismatched["model.embed_tokens.weight"]
     assert stale.logprobs is not None
     assert stale.logprobs.maximum > 0.1
-    assert server.sync().probe.ok
+    server.proven_sync()
 
 
 def test_a_transfer_that_broke_off_half_way_is_mended_by_the_next_one(server: Server) -> None:
@@ -88,11 +88,11 @@ def test_a_transfer_that_broke_off_half_way_is_mended_by_the_next_one(server: Se
     with pytest.raises(InfrastructureError, match="half way"):
         server.break_off()
     server.connect()
-    assert server.sync().probe.ok
+    server.proven_sync()
 
 
+@pytest.mark.last_on_its_server
 def test_killing_the_engine_in_the_middle_of_a_sync_is_an_error_at_once(server: Server) -> None:
-    """Last in this file: the server is gone afterwards."""
     started = time.monotonic()
     failure, report = server.killed_in_a_sync()
     assert isinstance(failure, InfrastructureError)

@@ -41,6 +41,7 @@ from telescope.weights.probe import ProbeReport, compare
 from telescope.weights.sender import SendReport, WeightSender
 
 START_SECONDS = 300.0
+LOG_LINES = 40
 OTHER_INTERPRETER = "TELESCOPE_TEST_VLLM_PYTHON"
 """Environment variable: a Python that has another vLLM, to run these tests against that one."""
 
@@ -260,7 +261,7 @@ class Server:
         """What the probe says of a sync with that fault, after one without. Every parameter changes by so little that
         logprobs hide it, as at a learning rate of 1e-6: only the fingerprints can tell."""
         self.remember()
-        assert self.sync().probe.ok
+        self.proven_sync()
         disturb(self.model, seed=self.version + 1, scale=1e-6)
         self.fault(fault, name, rank)
         return self.sync().probe
@@ -290,6 +291,11 @@ class Server:
             return Sync(report, pause_seconds, self.probe(report))
         report, pause_seconds = self.run(self.in_place(update))
         return Sync(report, pause_seconds, self.probe(report))
+
+    def proven_sync(self) -> None:
+        """A whole sync that the probe must find right."""
+        probe = self.sync().probe
+        assert probe.ok, str(probe)
 
     async def in_place(self, update: UpdateInfo, *, drop_caches: bool = False) -> tuple[SendReport, float]:
         """A sync inside one pause. Returns the report and the seconds of the pause."""
@@ -372,10 +378,11 @@ class Server:
 
 @contextmanager
 def serving(server: Server) -> Iterator[Server]:
-    """The server, started and connected; stopped at the end."""
+    """The server, started and connected; stopped at the end. Its last words are for the report of a test that fails."""
     server.start()
     try:
         server.connect()
         yield server
     finally:
+        print("The end of the log of the vLLM server:", *server.process.log_tail(LOG_LINES), sep="\n")
         server.stop()

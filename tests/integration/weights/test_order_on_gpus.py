@@ -1,0 +1,34 @@
+"""In which order the tests on GPUs run: most are imported, and they share servers that one of them kills."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+FIRST = "test_before_any_sync"
+LAST = ("test_a_worker_killed", "test_killing")
+
+
+def test_who_kills_a_server_is_the_last_that_uses_it_and_who_needs_a_fresh_one_the_first() -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+    files = sorted(map(str, (ROOT / "tests" / "gpu" / "weights").glob("test_*_on_gpu.py")))
+    listed = subprocess.run(
+        [*command, "-o", "addopts=--import-mode=importlib", *files],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert listed.returncode == 0, listed.stdout + listed.stderr
+    tests = [line.split("::") for line in listed.stdout.splitlines() if "::" in line]
+    num_servers = 0
+    for position, (file, test) in enumerate(tests):
+        name, _, parameters = test.removesuffix("]").partition("[")
+        others = tests[position + 1 :] if name.startswith(LAST) else tests[:position] if name.startswith(FIRST) else []
+        num_servers += name.startswith(LAST)
+        # Its own parameters are those of the server alone, with which those of all tests begin.
+        on_its_server = [other for where, other in others if where == file and f"[{parameters}" in other]
+        assert on_its_server == [], f"{test} is in the wrong place"
+    assert num_servers == 10
