@@ -7,7 +7,7 @@ Runs `telescope train` on the README's example, with a model of the same shape a
 rewards are chance, and answers of log-normal length (mean 1,000 tokens, p99 3,500, cut at 7,936). Everything is read
 from the run's record and from the engines' own step meters.
 
-The measured steps come after --warm-up (the trainer compiles, the lanes fill) and before the last `max_async_rollout` +
+The measured steps come after --warm-up (the lanes fill) and before the last `max_async_rollout` +
 1, in which a run opens fewer groups and then none, because no step is left for them.
 """
 

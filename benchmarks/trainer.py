@@ -71,7 +71,7 @@ def main() -> int:
     parser.add_argument("--chunk-size", type=positive, default=1024, help="entropy_chunk_size")
     parser.add_argument("--no-compile", action="store_true", help="compile_blocks: false")
     parser.add_argument("--steps", type=positive, default=5, help="timed steps of a case")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them, the compiling one among them")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them; compiling comes first of all")
     parser.add_argument("--case-seconds", type=float, default=300, help="deadline of a case of several ranks")
     parser.add_argument("--quick", action="store_true", help="the tiny shape on the CPU")
     parser.add_argument("--json", type=Path, help="write the results here, after every case")

@@ -223,6 +223,7 @@ def make_config(case: Case, device: torch.device, folder: Path) -> TelescopeConf
 def time_steps(trainer: Trainer, case: Case, device: torch.device, matmul: float) -> dict[str, Any]:
     """The numbers of a case, the same on every rank but for the seconds. Collective."""
     shape, seconds, steps = SHAPES[case.shape], [], []
+    compiling = compile_seconds(trainer)
     rows = [make_row(case, index) for index in range(case.micro_batches)]
     for step in range(case.warmup + case.steps):
         if device.type == "cuda":
@@ -250,7 +251,17 @@ def time_steps(trainer: Trainer, case: Case, device: torch.device, matmul: float
         "kernel": trainer.backend.kernel,  # type: ignore[attr-defined]
         "timing": {name: value for name, value in times.items() if value},
     }
-    return row | memory_of_ranks(trainer, device)
+    return row | compiling | memory_of_ranks(trainer, device)
+
+
+def compile_seconds(trainer: Trainer) -> dict[str, Any]:
+    """What a warm-up took, and torch's own count of its phases, of which some contain others. Collective."""
+    if not trainer.backend.compiles:
+        return {}
+    from torch._dynamo.utils import calculate_time_spent
+
+    span = trainer.warm_up()
+    return {"compile_seconds": span.end - span.start, "compile_phases": calculate_time_spent()}
 
 
 def memory_of_ranks(trainer: Trainer, device: torch.device) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from tests.integration.trainer.trainer_cases import (
     weights,
 )
 from torch import nn
+from torch._dynamo.utils import counters
 
 from telescope.trainer import flash_attention_4
 from telescope.trainer.attention import make_layout, packed_attention
@@ -137,6 +138,30 @@ def test_the_host_waits_for_nothing_between_forward_and_backward(tmp_path):
         backend.accumulate(mine.minibatches[0], 0, timeline, sums)  # type: ignore[attr-defined]
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    trainer.shutdown()
+
+
+def test_a_warm_up_compiles_what_steps_run_and_takes_no_more_memory_than_they_do(tmp_path):
+    shape = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+    path = build_model(tmp_path / "model", tied=False, **shape)
+    settings = {"model_dtype": "float32", "mixed_precision_dtype": "bfloat16", "gradient_checkpointing": True}
+    trainer = set_up(path, "cuda", seq_len=2048, pad_to_multiple_of=64, **settings)
+    torch._dynamo.reset()
+    counters.clear()
+    peaks = []
+    torch.cuda.reset_peak_memory_stats()
+    trainer.warm_up()
+    peaks.append(torch.cuda.max_memory_allocated())
+    assert counters["stats"]["unique_graphs"] == 1
+    for step, lengths in enumerate(([512] * 4, [700, 3], [2048], [2])):
+        (mine,) = pack_step(
+            make_samples(lengths), step=step, version=0, seq_len=2048, num_ranks=1, pad_to_multiple_of=64
+        )
+        torch.cuda.reset_peak_memory_stats()
+        trainer.train_step(mine)
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert counters["stats"]["unique_graphs"] == 1
+    assert peaks[0] <= peaks[1]
     trainer.shutdown()
 
 

@@ -146,6 +146,10 @@ class TrainerActor:
         self._memory.start()
         return info
 
+    def warm_up(self) -> Any:
+        """Compile what the first training step would. Returns the `Span` that it took."""
+        return self._trainer.warm_up()
+
     @ray.method(concurrency_group="observe")
     def take_readings(self) -> Taken:
         """What this rank's memory was since the last call; nothing before `setup`."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SETUP_TIMEOUT_SECONDS = 1800.0
-"""Loading a large model from a slow disk."""
+"""Loading a large model from a slow disk; compiling its blocks on a slow CPU."""
 
 STOP_TIMEOUT_SECONDS = 20.0
 
@@ -49,6 +49,7 @@ class TrainerGroup:
         self.queue = asyncio.Lock()
         self.version = 0
         self._num_restarts = 0
+        self._is_warming_up = False
         self._nodes = [cluster.node_names[node] for node in placement.rank_nodes]
         self._ranks = [
             make_actor(TrainerActor, placement.rank_options(rank, config.ray_trainer_cpus_per_worker)).remote(
@@ -63,6 +64,16 @@ class TrainerGroup:
         return await self._all(
             "model setup", lambda rank: self._ranks[rank].setup.remote(host, port, loopback), SETUP_TIMEOUT_SECONDS
         )
+
+    async def warm_up(self) -> list[Span]:
+        """Compile what the first training step would. Returns when each rank did. After `setup`, and before any other
+        command, since none but the end of the run is for a rank that is at it."""
+        self._is_warming_up = True
+        spans = await self._all(
+            "compiling the model's blocks", lambda rank: self._ranks[rank].warm_up.remote(), SETUP_TIMEOUT_SECONDS
+        )
+        self._is_warming_up = False
+        return spans
 
     async def train_step(self, inputs: list[StepInput]) -> StepResult:
         """One training step on all ranks. Metrics are those that the ranks agreed on; spans are of every rank."""
@@ -173,6 +184,8 @@ class TrainerGroup:
 
     async def stop(self) -> None:
         """Let the ranks close their communicators; Ray ends their processes with the placement group."""
+        if self._is_warming_up:
+            return  # they cannot answer before they have compiled, and have no communicator to a server yet
         results = await asyncio.gather(
             *(asyncio.wait_for(_as_future(rank.stop.remote()), STOP_TIMEOUT_SECONDS) for rank in self._ranks),
             return_exceptions=True,

@@ -41,6 +41,7 @@ from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.weight_sync import SyncReport, WeightSync
 from telescope.rollout.sample import RolloutSettings
+from telescope.trainer.batch import Span
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ async def start_parts(
         config, placement, directory.path, cluster, network, secrets.token_urlsafe(32), traces=traces
     )  # fmt: skip
     stack.push_async_callback(inference.stop)
-    await _start_workers(config, trainer, inference, status, loopback=loopback)
+    await start_workers(config, directory, trainer, inference, status, loopback=loopback)
     stack.push_async_callback(inference.close_clients)
 
     lanes = make_lanes(
@@ -202,16 +203,26 @@ def _receive_traces(
     return receiver.target
 
 
-async def _start_workers(
-    config: TelescopeConfig, trainer: TrainerGroup, inference: InferenceGroup, status: RunStatus, *, loopback: bool
+async def start_workers(
+    config: TelescopeConfig,
+    directory: RunDirectory,
+    trainer: TrainerGroup,
+    inference: InferenceGroup,
+    status: RunStatus,
+    *,
+    loopback: bool,
 ) -> None:
-    """Load the trainer and start the servers, side by side unless they share GPUs; the first failure is raised at
-    once."""
+    """Load and compile the trainer and start the servers, side by side unless they share GPUs; the first failure is
+    raised at once."""
 
     async def start_trainer() -> None:
         status.set_part("trainer", "loading the model")
-        for info in await trainer.setup(loopback=loopback):
+        infos = await trainer.setup(loopback=loopback)
+        for info in infos:
             _check_hash(config, "a trainer rank", info.config_hash)
+        if infos[0].compiles:
+            status.set_part("trainer", "compiling the model's blocks")
+            record_warm_up(directory, await trainer.warm_up())
         status.set_part("trainer", "ready")
 
     async def start_server(index: int) -> None:
@@ -258,6 +269,14 @@ def _check_hash(config: TelescopeConfig, process: str, config_hash: str) -> None
             f"{process} runs with config {config_hash}, the driver with {config.hash}: "
             "the processes do not run the same version of Telescope"
         )
+
+
+def record_warm_up(directory: RunDirectory, spans: list[Span]) -> None:
+    """Write to the log and the record when the trainer's ranks compiled."""
+    seconds = max(span.end for span in spans) - min(span.start for span in spans)
+    logger.info("The trainer has compiled the model's blocks, which took %.1f s", seconds)
+    for span in spans:
+        directory.recorder.write("spans", trainer_span_row(span, None))
 
 
 def record_sync(directory: RunDirectory, report: SyncReport) -> None:

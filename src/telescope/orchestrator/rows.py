@@ -180,7 +180,7 @@ def request_span_rows(sample: Trajectory) -> list[dict[str, Any]]:
     return rows
 
 
-def trainer_span_row(span: Span, step: int) -> dict[str, Any]:
+def trainer_span_row(span: Span, step: int | None) -> dict[str, Any]:
     """A span of a trainer rank."""
     return {
         "name": span.name,

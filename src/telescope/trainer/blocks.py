@@ -43,11 +43,36 @@ def wrap_blocks(policy: PolicyModel, *, num_recomputed: int, recompute_attention
     keep: Callable[..., Any] = _run
     recompute: Callable[..., Any] = functools.partial(_run_and_recompute, keep_attention=not recompute_attention)
     if compiled:
-        keep, recompute = torch.compile(keep, dynamic=True), torch.compile(recompute, dynamic=True)
+        keep, recompute = _compiled(keep), _compiled(recompute)
     for index, layer in enumerate(policy.layers):
         run = recompute if index < num_recomputed else keep
         # Set on the object: `__call__`, where FSDP and transformers hook in, stays as it is.
         layer.forward = functools.partial(_forward, layer, run)
+
+
+def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled for rows of any length, and no more than that: what else were left open, compiling would reason about
+    for twice the time."""
+    from torch._dynamo import config, mark_static
+
+    # A module's floats (the epsilon of a norm, the scale of attention) are inputs by default. Where a kernel wants a
+    # number, that is found out when all is traced, and tracing begins anew.
+    config.specialize_float = True
+    compiled = torch.compile(run, dynamic=True)
+
+    def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            for tensor in value if isinstance(value, tuple) else (value,):
+                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                    # Widths are the model's. As sizes that may vary they would also be taken for the number of tokens
+                    # where they happen to equal it, and the next row would be compiled again. Hidden states are views,
+                    # which FSDP makes, and what they are views of is looked at as well.
+                    for seen in (tensor, tensor._base):
+                        if seen is not None and seen.shape[-1:] == tensor.shape[-1:]:
+                            mark_static(seen, seen.ndim - 1)
+        return compiled(layer, *args, **kwargs)
+
+    return call
 
 
 def _forward(layer: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

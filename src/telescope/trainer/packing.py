@@ -22,6 +22,9 @@ ATTENTION_CROSSOVER_TOKENS = 16_384
 """Length at which causal attention costs as much as the rest of a layer: about 12 x hidden size, here that of a 1.5B
 model. It only shapes the balance between ranks, so an exact value is not needed."""
 
+SHORTEST_ROW = 2
+"""Tokens of a row, at least: sizes of 1 are compiled by themselves, for a minute on a GPU."""
+
 
 def sample_cost(length: int) -> float:
     """Relative compute of one sample: linear in its tokens, plus attention's square."""
@@ -154,7 +157,7 @@ def lay_out(samples: Sequence[TrainSample], pad_to_multiple_of: int = 1) -> Micr
     """Lay samples end to end and pad the row to a multiple. No samples gives a dummy row of padding alone."""
     lengths = [sample.length for sample in samples]
     used = sum(lengths)
-    total = max(1, -(-used // pad_to_multiple_of)) * pad_to_multiple_of
+    total = -(-max(used, SHORTEST_ROW) // pad_to_multiple_of) * pad_to_multiple_of
     segments = [*lengths, total - used] if total > used else lengths
     cu_seqlens = np.concatenate([[0], np.cumsum(segments)]).astype(np.int32)
     starts = np.repeat(cu_seqlens[:-1], segments)

@@ -41,6 +41,8 @@ class TrainerInfo:
     config_hash: str
     pid: int
     host: str
+    compiles: bool
+    """Whether `warm_up` has something to do."""
 
 
 class Trainer:
@@ -112,6 +114,7 @@ class Trainer:
             config_hash=config.hash,
             pid=os.getpid(),
             host=socket.gethostname(),
+            compiles=backend.compiles,
         )
 
     def _open_store(self) -> dist.TCPStore:
@@ -134,6 +137,13 @@ class Trainer:
             wait_for_workers=False,
             master_listen_fd=descriptor,
         )
+
+    def warm_up(self) -> Span:
+        """Compile before the first step what it would compile. Returns when that was. Collective."""
+        started = time.time()
+        self.backend.warm_up()
+        self._idle_since = time.time()
+        return Span("compile", started, self._idle_since, self.rank)
 
     def restart(self) -> None:
         """Start over from the weights that the config names, with a fresh optimiser. Collective."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integration.trainer.plain_kernels import PlainKernels, use_plain_kernels
 from tests.integration.trainer.trainer_cases import build_model, free_port, make_config
 
 from telescope.trainer.worker import Trainer
@@ -41,3 +42,9 @@ def one_rank(models: dict[str, str]) -> Iterator[Callable[..., Trainer]]:
     yield make
     for trainer in made:
         trainer.shutdown()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> PlainKernels:
+    """Trainers of this test compile their blocks; counts how often attention's kernels are called."""
+    return use_plain_kernels(monkeypatch)

@@ -70,7 +70,8 @@ def make_config(model: str, **changes: Any) -> Any:
         "compile_blocks": True, "trust_remote_code": False, "learning_rate": 1e-2,
         "weight_decay": 0.0, "grad_clip": 1.0, "lr_scheduler": "constant", "warmup_steps": 0, "min_lr_ratio": 0.0,
         "train_backend": "fsdp", "algorithm": "grpo", "entropy_chunk_size": 7, "temperature": 1.0, "max_tokens": 32,
-        "number_of_steps": 10, "track_gpu_events": True, "hash": "0123456789ab",
+        "seq_len": 200, "pad_to_multiple_of": 8, "number_of_steps": 10, "track_gpu_events": True,
+        "hash": "0123456789ab",
         "environments": [SimpleNamespace(name="countdown")],
     }  # fmt: skip
     return SimpleNamespace(**(AlgorithmSection().model_dump() | fields | changes))

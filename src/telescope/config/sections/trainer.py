@@ -43,7 +43,7 @@ class TrainerSection(Section):
     costs up to a fifth of the speed at long `seq_len`."""
     compile_blocks: bool = True
     """Compile the model's blocks with torch.compile (FSDP, on GPU in half precision; elsewhere it does nothing). Takes
-    about a minute at the first step. Turn it off for a model whose code does not compile."""
+    about a minute, while the servers start. Turn it off for a model whose code does not compile."""
     fsdp_reshard_after_forward: bool | Literal["auto"] = "auto"
     """Whether a layer's gathered weights are dropped after its forward pass and gathered again for its backward pass
     (FSDP). false: weights are gathered once per optimizer step and kept until the update, which saves half of

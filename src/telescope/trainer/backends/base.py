@@ -31,6 +31,9 @@ class TensorMeta:
 class TrainingBackend(ABC):
     """One rank of the trainer. The process group exists when the backend is made."""
 
+    compiles: bool = False
+    """Set by `init`: the first step would compile something, so that `warm_up` is called. Equal on all ranks."""
+
     def __init__(self, config: Any, rank: int, world_size: int, device: torch.device) -> None:
         self.config = config
         self.rank = rank
@@ -78,6 +81,13 @@ class TrainingBackend(ABC):
     @abstractmethod
     def take_spans(self) -> list[Span]:
         """Spans measured since the last call, this rank's."""
+
+    def warm_up(self) -> None:
+        """Compile what training steps will run, by a forward and a backward pass over a row of no meaning. Collective.
+
+        Called after `init`, if it set `compiles`. Weights, gradients, optimiser and random numbers are as before.
+        """
+        raise NotImplementedError(f"{type(self).__name__} compiles, but does not say how to warm up")
 
     @property
     @abstractmethod

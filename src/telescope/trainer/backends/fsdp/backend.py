@@ -32,6 +32,7 @@ from telescope.trainer.backends.fsdp.gathering import reshard_all, stay_gathered
 from telescope.trainer.backends.fsdp.reduction import TimedReduceScatter
 from telescope.trainer.backends.fsdp.sharding import (
     build_sharded_policy,
+    compiles_blocks,
     compute_dtype,
     full_tensor,
     local_tensor,
@@ -43,6 +44,7 @@ from telescope.trainer.metrics import StepMetrics, environment_names, reduce_max
 from telescope.trainer.model import DTYPES, PREFIX
 from telescope.trainer.schedule import learning_rate
 from telescope.trainer.timeline import Timeline, timing_metrics
+from telescope.trainer.warm_up import warm_up_row
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing by it, as torch's own clipping does."""
@@ -59,6 +61,7 @@ class FSDPBackend(TrainingBackend):
         self.environments = environment_names(config)
         self.mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("data",))
         self.policy = build_sharded_policy(config, self.mesh, self.device)
+        self.compiles = compiles_blocks(config, self.policy, self.device)
         self.parameters = list(self.policy.parameters())
         # Decay pulls matrices towards 0; norms and biases have no reason to be near it.
         groups = [
@@ -73,6 +76,22 @@ class FSDPBackend(TrainingBackend):
             self.reduction.measure(self.policy)
         self._keeps_gathered = not reshards_after_forward(config.fsdp_reshard_after_forward, self.device.type)
         self._spans: list[Span] = []
+
+    def warm_up(self) -> None:
+        on_gpu = self.device.type == "cuda"
+        stay_gathered(self.policy, False)
+        row = warm_up_row(self.config.seq_len, self.config.pad_to_multiple_of, self.policy.head.weight.shape[0])
+        rows = to_device(prepare(row, 0), self.device, self.kernel, self.loss_dtype)
+        # No loss: an algorithm may be a class of the user's that remembers its calls.
+        with torch.random.fork_rng([self.device] if on_gpu else []):
+            logp_N, entropy_N = self.policy(
+                rows.token_ids_T, rows.position_ids_T, rows.layout, rows.predicted_N,
+                self.config.temperature, Timeline(self.device, self.rank, enabled=False),
+            )  # fmt: skip
+            (logp_N.sum() + entropy_N.sum()).backward()
+        self.policy.zero_grad(set_to_none=True)
+        if on_gpu:
+            torch.cuda.synchronize(self.device)
 
     @property
     def num_parameters(self) -> int:

@@ -43,10 +43,7 @@ def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) ->
         policy,
         num_recomputed=num_recomputed(config, len(policy.layers)),
         recompute_attention=config.recompute_attention,
-        # The calls of the padded kernel are as many as a row has lengths: each row would be compiled anew.
-        compiled=config.compile_blocks
-        and choose_kernel(device, compute_dtype(config), policy.head_dim) != "padded"
-        and can_be_compiled(policy, compute_dtype(config)),
+        compiled=compiles_blocks(config, policy, device),
     )
     is_tied = policy.is_tied
     shard(
@@ -64,6 +61,14 @@ def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) ->
         policy.head.weight = embedding
     fill(policy, source, mesh, device)
     return policy
+
+
+def compiles_blocks(config: Any, policy: PolicyModel, device: torch.device) -> bool:
+    """Whether the blocks are compiled: the same on all ranks."""
+    dtype = compute_dtype(config)
+    # The calls of the padded kernel are as many as a row has lengths: each row would be compiled anew.
+    by_offsets = choose_kernel(device, dtype, policy.head_dim) != "padded"
+    return config.compile_blocks and by_offsets and can_be_compiled(policy, dtype)
 
 
 def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype, *, reshard: bool) -> None:

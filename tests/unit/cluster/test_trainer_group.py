@@ -1,0 +1,80 @@
+"""Commands to the trainer's ranks: what a rank that is compiling is not asked."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from telescope.cluster import trainer_group
+from telescope.cluster.placement import Placement
+from telescope.cluster.ray_cluster import Cluster
+from telescope.cluster.trainer_group import TrainerGroup
+from telescope.config import TelescopeConfig
+from telescope.errors import DeadlineExceeded
+
+CONFIG = TelescopeConfig.model_validate(
+    {"model": "m", "environments": [{"name": "countdown"}], "trainer_num_workers": 1}
+)
+
+
+class Rank:
+    """The actor of a rank, which answers `warm_up` when `compiled` is set, and notes what it is asked."""
+
+    def __init__(self, compiled: asyncio.Event) -> None:
+        self.asked: list[str] = []
+        self.is_asked = asyncio.Event()
+        self._compiled = compiled
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *_: self._answer(name))
+
+    async def _answer(self, name: str) -> str:
+        self.asked.append(name)
+        self.is_asked.set()
+        if name == "warm_up":
+            await self._compiled.wait()
+        return name
+
+
+@pytest.fixture
+def compiled() -> asyncio.Event:
+    return asyncio.Event()
+
+
+@pytest.fixture
+def rank(compiled: asyncio.Event) -> Rank:
+    return Rank(compiled)
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch, rank: Rank) -> TrainerGroup:
+    monkeypatch.setattr(trainer_group, "make_actor", lambda *_: SimpleNamespace(remote=lambda *_: rank))
+    placement = SimpleNamespace(rank_nodes=[0], rank_options=lambda *_: {})
+    cluster = SimpleNamespace(node_names={0: "here"})
+    return TrainerGroup(CONFIG, cast(Placement, placement), Path(), cast(Cluster, cluster))
+
+
+async def test_a_group_that_has_compiled_is_stopped_by_its_ranks(group, rank, compiled):
+    compiled.set()
+    assert await group.warm_up() == ["warm_up"]
+    await group.stop()
+    assert rank.asked == ["warm_up", "stop"]
+
+
+async def test_ranks_that_are_compiling_are_not_waited_for_at_a_stop(group, rank):
+    warming_up = asyncio.create_task(group.warm_up())
+    await rank.is_asked.wait()
+    warming_up.cancel()
+    await asyncio.gather(warming_up, return_exceptions=True)
+    await group.stop()
+    assert rank.asked == ["warm_up"]
+
+
+async def test_compiling_has_a_deadline_that_says_what_it_was(group, monkeypatch):
+    monkeypatch.setattr(trainer_group, "SETUP_TIMEOUT_SECONDS", 0.01)
+    with pytest.raises(DeadlineExceeded, match="compiling the model's blocks"):
+        await group.warm_up()
