@@ -34,7 +34,9 @@ LOADED_LAYOUTS = ("TRITON", "BATCHED_TRITON")
 EXCHANGED_LAYOUTS = ("FLASHINFER_CUTLASS",)
 """Kernels that want up above gate."""
 PACKED_LAYOUTS = ("CPU",)
-"""Kernels that pack the parameters in place."""
+"""Kernels that pack the parameters in place, where the processor has instructions for that."""
+BOUND_IN = {GATE_UP: "gate_up_linear", DOWN: "down_linear"}
+"""Where it has none, vLLM 0.26 computes with functions, which hold the matrices as they were last loaded."""
 
 DIGIT = 256
 """The base in which places are numbered."""
@@ -47,7 +49,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def layout_of(module: nn.Module) -> str | None:
-    """How the experts of `module` are laid out: `loaded`, `exchanged`, `packed`; None if it is not known."""
+    """How the experts of `module` are laid out: `loaded`, `exchanged`, `packed`, `bound`; None if it is not known."""
     name = _backend(module)
     if name in LOADED_LAYOUTS:
         return "loaded"
@@ -55,6 +57,8 @@ def layout_of(module: nn.Module) -> str | None:
         return "exchanged"
     if name in PACKED_LAYOUTS and _packer(module) is not None:
         return "packed"
+    if name in PACKED_LAYOUTS and all(_bound(module, attribute) for attribute in (GATE_UP, DOWN)):
+        return "bound"
     return None
 
 
@@ -104,6 +108,8 @@ def experts_as_loaded(module: nn.Module, attribute: str) -> torch.Tensor:
     held = getattr(module, attribute).detach()
     if layout_of(module) == "packed":
         held = _unpack(module, attribute, held)
+    elif layout_of(module) == "bound":
+        held = torch.stack(_bound(module, attribute)).detach()
     return held.reshape(-1, held.shape[-1])
 
 
@@ -124,6 +130,13 @@ def _packer(module: nn.Module) -> Any:
     """The method by which the engine packs a layer's experts, or None."""
     kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
     return getattr(getattr(kernel, "fused_experts", None), "process_weights_after_loading", None)
+
+
+def _bound(module: nn.Module, attribute: str) -> list[torch.Tensor]:
+    """The matrices that functions of a layer's experts compute with, one an expert; empty where it has none."""
+    functions = getattr(module, BOUND_IN[attribute], None) or ()
+    matrices: list[Any] = [(function.__defaults__ or (None,))[0] for function in functions]
+    return matrices if all(isinstance(matrix, torch.Tensor) for matrix in matrices) else []
 
 
 @torch.no_grad()

@@ -34,9 +34,13 @@ class RoutedExperts(nn.Module):
             moe_parallel_config=parallel, intermediate_size_per_partition=INNER // size, hidden_dim=HIDDEN
         )
         kernel = SimpleNamespace(fused_experts=Packer() if backend == "CPU" else None)
-        self.quant_method: Any = SimpleNamespace(unquantized_backend=SimpleNamespace(name=backend), moe_kernel=kernel)
+        name = SimpleNamespace(name=backend.split(",")[0])
+        self.quant_method: Any = SimpleNamespace(unquantized_backend=name, moe_kernel=kernel)
         if backend == "CPU":
             kernel.fused_experts.process_weights_after_loading(self)
+        elif backend == "CPU, bound":
+            self.gate_up_linear = [lambda x, w=w, b=None: x @ w.T for w in self.w13_weight]
+            self.down_linear = [lambda x, w=w, b=None: x @ w.T for w in self.w2_weight]
 
 
 class Packer:
@@ -90,7 +94,7 @@ def probe(models: list[Any], tensors: dict[str, torch.Tensor]) -> ProbeReport:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", ["TRITON", "FLASHINFER_CUTLASS", "CPU"])
+@pytest.mark.parametrize("backend", ["TRITON", "FLASHINFER_CUTLASS", "CPU", "CPU, bound"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_expert_is_found_under_every_kernel_at_any_size(size: int, backend: str, dtype: torch.dtype) -> None:
     tensors = trainer_tensors(dtype=dtype)
@@ -99,7 +103,7 @@ def test_every_expert_is_found_under_every_kernel_at_any_size(size: int, backend
     assert report.num_tensors == 3 * EXPERTS
 
 
-@pytest.mark.parametrize("backend", ["TRITON", "CPU"])
+@pytest.mark.parametrize("backend", ["TRITON", "CPU", "CPU, bound"])
 @pytest.mark.parametrize("name", trainer_tensors())
 def test_one_old_matrix_of_one_expert_on_one_rank_is_named_and_no_other(name: str, backend: str) -> None:
     tensors = trainer_tensors()
@@ -131,6 +135,21 @@ def test_a_layout_that_is_not_known_is_reported_and_not_guessed() -> None:
     report = probe([engine(tensors, 0, 1, "FLASHINFER_TRTLLM")], tensors)
     assert not report.ok
     assert "layout of experts under FLASHINFER_TRTLLM is not known" in report.unaccounted[0]
+
+
+def test_functions_that_hold_a_matrix_that_was_replaced_in_the_parameters_are_read_and_named() -> None:
+    tensors = trainer_tensors()
+    model = engine(tensors, 0, 1, "CPU, bound")
+    old = experts_of(model).down_linear[1].__defaults__[0].clone() + 1.0
+    experts_of(model).down_linear[1] = lambda x, w=old, b=None: x @ w.T
+    assert list(probe([model], tensors).mismatched) == [f"{PLACE}.1.down_proj.weight"]
+
+
+def test_functions_that_hold_no_matrix_are_reported_and_not_guessed() -> None:
+    tensors = trainer_tensors()
+    model = engine(tensors, 0, 1, "CPU, bound")
+    experts_of(model).down_linear = [lambda x, handle=7, bias=None: x for _ in range(EXPERTS)]
+    assert "layout of experts under CPU is not known" in probe([model], tensors).unaccounted[0]
 
 
 def test_an_expert_that_was_not_sent_leaves_its_parameter_without_explanation() -> None:
