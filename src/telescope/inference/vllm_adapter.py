@@ -50,8 +50,8 @@ VERSION_SPANS_HEADER = "x-telescope-version-spans"
 """Header with `label:first_token` pairs, for engines that do not report spans themselves."""
 
 FINAL_ONLY = 2
-"""vLLM's `RequestOutputKind`: the answer is wanted whole. 0.32 knows that of this route; 0.26 would make an answer of all
-tokens so far for every token, and throw all but the last away."""
+"""vLLM's `RequestOutputKind`: the answer is wanted whole. 0.32 knows that of this route; 0.26 would make an answer of
+all tokens so far for every token, and throw all but the last away."""
 
 INITIAL_LABEL = "default"
 """vLLM's label of the weights that a server started with."""
