@@ -232,6 +232,19 @@ def test_an_unknown_failure_gets_no_invented_hint() -> None:
     assert hint_for("Segmentation fault") is None
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Initializing a V1 LLM engine (v0.26.0) with config: model='m', trust_remote_code=False, dtype=torch.bfloat16",
+        "Free memory on device (139.29/139.8 GiB) on startup. Desired GPU memory utilization is (0.85, 119.28 GiB).",
+    ],
+)
+def test_what_every_start_logs_explains_no_failure(line: str) -> None:
+    assert hint_for(f"{line}\nSegmentation fault") is None
+    full = "ValueError: Free memory on device cuda:0 (2.1/80 GiB) on startup is less than desired GPU memory utilization"
+    assert "gpu_memory_utilization" in str(hint_for(f"{line}\n{full}"))
+
+
 def test_room_for_a_second_copy_of_the_weights_is_kept_free_of_kv_cache(tmp_path: Path) -> None:
     command = launch_on_gpu(tmp_path, "Qwen/Qwen3-4B", 140 << 30)
     second_copy = 2 * 4_022_468_096 + 2 * 151936 * 2560 + (256 << 20)
