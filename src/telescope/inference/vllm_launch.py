@@ -266,7 +266,10 @@ HINTS = (
         "the GPU is full: lower gpu_memory_utilization or max_num_seqs, or end other processes on it",
     ),
     (r"weight_transfer is background, but", "set weight_transfer to auto or in_place"),
-    (r"`trust_remote_code=True`|`--trust-remote-code`", "the model ships its own code: read it, then set trust_remote_code: true"),
+    (
+        r"`trust_remote_code=True`|`--trust-remote-code`",
+        "the model ships its own code: read it, then set trust_remote_code: true",
+    ),
     (r"User-specified max_model_len", "the model is not made for that length: lower max_model_len"),
     (
         r"Repository Not Found|is not a valid model identifier|not a local folder|LocalEntryNotFoundError|OfflineMode|"

@@ -241,7 +241,7 @@ def test_an_unknown_failure_gets_no_invented_hint() -> None:
 )
 def test_what_every_start_logs_explains_no_failure(line: str) -> None:
     assert hint_for(f"{line}\nSegmentation fault") is None
-    full = "ValueError: Free memory on device cuda:0 (2.1/80 GiB) on startup is less than desired GPU memory utilization"
+    full = "ValueError: Free memory on device cuda:0 (2/80 GiB) on startup is less than desired GPU memory utilization"
     assert "gpu_memory_utilization" in str(hint_for(f"{line}\n{full}"))
 
 
