@@ -21,9 +21,19 @@ from telescope.trainer.backends import TrainingBackend
 
 
 class MyBackend(TrainingBackend):
+    def init(self):
+        super().init()
+        self.compiles = True
+        self.warm_ups = 0
+
+    def warm_up(self):
+        super().warm_up()
+        self.warm_ups += 1
+
     def train_step(self, trainer_data):
         metrics = super().train_step(trainer_data)
         metrics["custom/data/ranks"] = float(self.world_size)
+        metrics["custom/warm_ups"] = float(self.warm_ups)
         metrics["custom/step"] = float(trainer_data["step"])
         return metrics
 """
@@ -58,7 +68,8 @@ def test_a_backend_of_the_user_s_own_and_every_modifier_train_and_report(tiny_mo
         cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    steps = Run(tmp_path / "run").table("steps").to_pylist(maps_as_pydicts="strict")
+    run = Run(tmp_path / "run")
+    steps = run.table("steps").to_pylist(maps_as_pydicts="strict")
     steps.sort(key=lambda row: row["step"])
     assert [row["metrics"]["custom/step"] for row in steps] == [0.0, 1.0, 2.0]
     assert "staleness/age_0/logprob_difference_mean" in steps[0]["metrics"], "nothing is stale at the first step"
@@ -66,7 +77,12 @@ def test_a_backend_of_the_user_s_own_and_every_modifier_train_and_report(tiny_mo
     for row in steps:
         metrics = row["metrics"]
         assert metrics["custom/data/ranks"] == 2.0
+        assert metrics["custom/warm_ups"] == 1.0
         assert metrics["optimizer_steps"] == 2.0
         missing = [name for name in wanted if name not in metrics]
         assert not missing
         assert all(math.isfinite(metrics[name]) for name in wanted)
+    spans = [row for row in run.table("spans").to_pylist() if row["component"] == "trainer"]
+    compiling = [row for row in spans if row["name"] == "compile"]
+    assert sorted((row["rank"], row["step"]) for row in compiling) == [(0, None), (1, None)]
+    assert max(row["end"] for row in compiling) < min(row["start"] for row in spans if row["name"] == "step")
