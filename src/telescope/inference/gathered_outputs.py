@@ -16,6 +16,8 @@ Knows vLLM's structs by the names of their fields and imports nothing of it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from operator import attrgetter, is_not
 from typing import Any
 
 import numpy as np
@@ -67,26 +69,24 @@ class OutputGatherer:
     def gather(self, messages: dict[int, Any], may_hold: Callable[[Any], bool]) -> None:
         """Take out of one step's messages, by client, what can wait; add what has waited long enough.
 
-        `may_hold(output)` says whether the request of a plain output may wait.
+        `may_hold(output)` says whether the request of a plain output may wait; it is asked when nothing of it is held.
+        This runs for every token of every request in the engine's own loop, so it is written to be quick.
         """
+        held_by_request, most = self._held, self._most
         for client, message in messages.items():
-            message.outputs = [
-                sent for output in message.outputs if (sent := self._hold_or_send(client, output, may_hold)) is not None
-            ]
-
-    def _hold_or_send(self, client: int, output: Any, may_hold: Callable[[Any], bool]) -> Any | None:
-        held = self._held.get(output.request_id)
-        waits = is_plain(output) and may_hold(output)
-        if held is None:
-            if not waits or self._most <= len(output.new_token_ids):
-                return output
-            self._held[output.request_id] = _Held(client, output)
-            return None
-        held.add(output)
-        if waits and len(held.output.new_token_ids) < self._most:
-            return None
-        del self._held[output.request_id]
-        return held.into(output)
+            sent = []
+            for output in message.outputs:
+                held = held_by_request.get(output.request_id)
+                if held is not None:
+                    held.add(output)
+                    if len(held.output.new_token_ids) >= most or not is_plain(output):
+                        del held_by_request[output.request_id]
+                        sent.append(held.into(output))
+                elif len(output.new_token_ids) < most and is_plain(output) and may_hold(output):
+                    held_by_request[output.request_id] = _Held(client, output)
+                else:
+                    sent.append(output)
+            message.outputs = sent
 
     def release(self, messages: dict[int, Any], new_message: Callable[[], Any]) -> None:
         """Add everything that is held to one step's messages, before what the step itself brought of a request."""
@@ -109,15 +109,18 @@ class OutputGatherer:
 
 def is_plain(output: Any) -> bool:
     """Whether it carries tokens, and nothing but them and their logprobs."""
-    if not output.new_token_ids:
-        return False
-    kind = type(output)
+    kind: Any = type(output)
+    values_of, defaults = _other_fields(kind)
+    return bool(output.new_token_ids) and not any(map(is_not, values_of(output), defaults))
+
+
+@cache
+def _other_fields(kind: Any) -> tuple[Callable[[Any], tuple[Any, ...]], tuple[Any, ...]]:
+    """Of vLLM's struct: the values of all fields that a plain output does not use, and what they are then."""
     defaults = kind.__struct_defaults__
-    first = len(kind.__struct_fields__) - len(defaults)
-    return all(
-        name in PLAIN or getattr(output, name) is default
-        for name, default in zip(kind.__struct_fields__[first:], defaults, strict=True)
-    )
+    fields = zip(kind.__struct_fields__[-len(defaults) :], defaults, strict=True)
+    others = {name: default for name, default in fields if name not in PLAIN}
+    return attrgetter(*others), tuple(others.values())
 
 
 def _with(held: _Held, output: Any) -> Any:
