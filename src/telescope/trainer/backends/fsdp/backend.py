@@ -34,9 +34,9 @@ from telescope.trainer.backends.fsdp.sharding import (
     build_sharded_policy,
     compiles_blocks,
     compute_dtype,
-    full_tensor,
     local_tensor,
 )
+from telescope.trainer.backends.fsdp.whole_tensors import whole_tensors
 from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, Span
 from telescope.trainer.experts import checkpoint_tensors
 from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device
@@ -245,9 +245,9 @@ class FSDPBackend(TrainingBackend):
 
     @torch.no_grad()
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._named_tensors():
-            # Shards are cast and not what is gathered: half the bytes travel, and half the memory is taken.
-            yield from checkpoint_tensors(name, full_tensor(tensor if dtype is None else tensor.to(dtype)).detach())
+        # Shards are cast and not what is gathered: half the bytes travel, and half the memory is taken.
+        for name, tensor in whole_tensors(self._named_tensors(), dtype):
+            yield from checkpoint_tensors(name, tensor.detach())
 
     def weight_metadata(self) -> list[TensorMeta]:
         return [
