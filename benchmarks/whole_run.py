@@ -240,7 +240,8 @@ def write_report(
         "fields": fields,
         **results,
     }
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    # Where the sources lay is of no interest to a reader.
+    path.write_text(json.dumps(report, indent=1).replace(f"{REPOSITORY}/", "") + "\n")
 
 
 def fields_of(settings: Sequence[str]) -> dict[str, Any]:

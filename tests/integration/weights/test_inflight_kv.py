@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Iterator
+import json
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 import pytest
 from tests.integration.weights.vllm_server import (
@@ -16,6 +18,7 @@ from tests.integration.weights.vllm_server import (
 )
 from transformers import Qwen2ForCausalLM
 
+from telescope.inference.gathered_outputs import HELD_TOKENS
 from telescope.rollout.types import GenerateRequest, Generation
 
 pytestmark = pytest.mark.e2e
@@ -99,3 +102,21 @@ def test_with_keep_later_tokens_are_sampled_over_what_the_old_weights_made_of_th
     assert server.run(server.client.metrics())["vllm:num_preemptions_total"] == preempted
     fresh = server.run(server.client.generate(GenerateRequest("fresh", PROMPT, 20, 1.0, seed=1)))
     assert worst_difference(server.model, fresh, 0, len(fresh.token_ids_N)) < SAME, "a later request reads no old cache"
+
+
+def test_tokens_of_whole_answers_leave_the_engine_some_at_a_time_and_those_of_others_one_by_one(server: Server) -> None:
+    """vLLM measures the time between two messages with tokens of a request, and to the first token by the first."""
+    num_tokens = 3 * HELD_TOKENS + 1
+    after_first, between = "vllm:time_to_first_token_seconds_count", "vllm:inter_token_latency_seconds_count"
+
+    async def messages_of(request: Coroutine[Any, Any, object]) -> list[float]:
+        before = await server.client.metrics()
+        await request
+        after = await server.client.metrics()
+        return [after[name] - before.get(name, 0.0) for name in (after_first, between)]
+
+    whole = GenerateRequest("whole", PROMPT, num_tokens, 1.0, seed=1, ignore_eos=True)
+    models = json.loads(server.run(server.client._control("GET", "/v1/models")))
+    text = {"model": models["data"][0]["id"], "prompt": PROMPT, "max_tokens": num_tokens, "ignore_eos": True}
+    assert server.run(messages_of(server.client.generate(whole))) == [1, 3]
+    assert server.run(messages_of(server.client._control("POST", "/v1/completions", text))) == [1, num_tokens - 1]

@@ -135,3 +135,12 @@ def test_a_record_that_loses_something_does_not(table: str, change: Any, words: 
 
     with pytest.raises(RuntimeError, match=words):
         account(Record(**{table: change(Record().tables[table])}), 2)  # type: ignore[arg-type]
+
+
+def test_a_report_does_not_say_where_the_sources_lay(tmp_path: Path) -> None:
+    from whole_run import FIELDS, REPOSITORY, write_report
+
+    write_report(tmp_path / "report.json", "any", {}, "tiny", None, FIELDS, {})
+    report = (tmp_path / "report.json").read_text()
+    assert '"benchmarks/environments"' in report
+    assert str(REPOSITORY) not in report

@@ -30,29 +30,27 @@ def whole_tensors(
     group: list[tuple[str, DTensor]] = []
     size = 0
     for name, tensor in named:
+        rows = cut_by_rows(tensor)
         wanted = tensor.dtype if dtype is None else dtype
         num_bytes = tensor.numel() * wanted.itemsize
-        fits = size + num_bytes <= group_bytes and (not group or dtype is not None or group[0][1].dtype == wanted)
-        if group and not (fits and is_cut_by_rows(tensor)):
+        fits = size + num_bytes <= group_bytes and (dtype is not None or not group or group[0][1].dtype == wanted)
+        if group and (rows is None or not fits):
             yield from _gather(group, dtype)
             group, size = [], 0
-        if isinstance(tensor, DTensor) and is_cut_by_rows(tensor):
-            group.append((name, tensor))
-            size += num_bytes
-        else:
+        if rows is None:
             yield name, full_tensor(tensor.to(wanted))
+        else:
+            group.append((name, rows))
+            size += num_bytes
     if group:
         yield from _gather(group, dtype)
 
 
-def is_cut_by_rows(tensor: torch.Tensor) -> bool:
-    """Whether each rank has some of its rows, as FSDP2 cuts parameters."""
-    return (
-        isinstance(tensor, DTensor)
-        and tensor.device_mesh.ndim == 1
-        and tensor.device_mesh.size() > 1
-        and tuple(tensor.placements) == (Shard(0),)
-    )
+def cut_by_rows(tensor: torch.Tensor) -> DTensor | None:
+    """The tensor, if each rank has some of its rows, as FSDP2 cuts parameters."""
+    if not isinstance(tensor, DTensor) or tuple(tensor.placements) != (Shard(0),):
+        return None
+    return tensor if tensor.device_mesh.size() > 1 else None
 
 
 def _gather(group: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
