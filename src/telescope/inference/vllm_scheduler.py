@@ -26,8 +26,9 @@ from telescope.inference.gathered_outputs import OutputGatherer
 from telescope.inference.step_meter import STEP_METER_VARIABLE, StepMeter
 
 
-class _Telescope:
-    """Goes before one of vLLM's schedulers. A step without tokens (nothing could be scheduled) is not counted."""
+class GatheringScheduler(Scheduler):
+    """For an engine that waits for a step before it schedules the next. A step without tokens (nothing could be
+    scheduled) is not counted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,15 +36,15 @@ class _Telescope:
         self._gatherer = OutputGatherer()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        step = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        step = super().schedule(*args, **kwargs)
         if step.total_num_scheduled_tokens > 0:
             self._meter.scheduled()
         return step
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        outputs = super().update_from_output(scheduler_output, *args, **kwargs)
         if scheduler_output.total_num_scheduled_tokens > 0:
-            self._meter.finished(scheduler_output.total_num_scheduled_tokens, len(self.running))  # type: ignore[attr-defined]
+            self._meter.finished(scheduler_output.total_num_scheduled_tokens, len(self.running))
         if self._is_stopped():
             self._gatherer.release(outputs, EngineCoreOutputs)
         else:
@@ -54,42 +55,39 @@ class _Telescope:
         """As vLLM has it, and whether tokens wait that are to go out: one more step, of nothing, hands them out, and a
         pause is not over before it."""
         waiting = self._is_stopped() and self._gatherer.num_held > 0
-        return waiting or super().has_finished_requests()  # type: ignore[misc]
+        return waiting or super().has_finished_requests()
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
-        ended = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
+        ended = super().finish_requests(*args, **kwargs)
         self._gatherer.forget(self._is_gone)
         return ended
 
     def _is_stopped(self) -> bool:
-        return bool(self.pause_state == PauseState.PAUSED_ALL)  # type: ignore[attr-defined]
+        return bool(self.pause_state == PauseState.PAUSED_ALL)
 
     def _is_gone(self, request_id: str) -> bool:
-        request = self.requests.get(request_id)  # type: ignore[attr-defined]
+        request = self.requests.get(request_id)
         return request is None or bool(request.is_finished())
 
     def _may_hold(self, output: Any) -> bool:
         """The first tokens of a request go out at once: vLLM measures from them how long its prompt took."""
-        request = self.requests.get(output.request_id)  # type: ignore[attr-defined]
-        params = None if request is None else request.sampling_params
+        request = self.requests.get(output.request_id)
+        if request is None or request.sampling_params is None:
+            return False
+        params = request.sampling_params
         return (
-            params is not None
-            and params.output_kind == RequestOutputKind.FINAL_ONLY
+            params.output_kind == RequestOutputKind.FINAL_ONLY
             and not params.detokenize
             and not request.resumable
             and request.num_output_tokens > len(output.new_token_ids)
         )
 
 
-class TelescopeScheduler(_Telescope, Scheduler):
-    """For an engine that waits for a step before it schedules the next."""
-
-
-class TelescopeAsyncScheduler(_Telescope, AsyncScheduler):
-    """For an engine that schedules ahead."""
+class GatheringAsyncScheduler(GatheringScheduler, AsyncScheduler):
+    """For an engine that schedules ahead. What comes behind `super()` there is vLLM's scheduler for that."""
 
 
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
     """The scheduler that vLLM would take, with these additions; what `--scheduler-cls` names."""
-    chosen = TelescopeAsyncScheduler if vllm_config.scheduler_config.async_scheduling else TelescopeScheduler
+    chosen = GatheringAsyncScheduler if vllm_config.scheduler_config.async_scheduling else GatheringScheduler
     return chosen(vllm_config=vllm_config, **kwargs)
