@@ -19,7 +19,13 @@ import jinja2.ext
 import jinja2.sandbox
 
 from telescope.config.model_contents import largest_token_id, safetensors_problem, tokenizer_problem
-from telescope.config.model_shape import EXPERT_MODEL_TYPES, ModelShape, known_shape, unsupported_experts
+from telescope.config.model_shape import (
+    EXPERT_MODEL_TYPES,
+    ModelShape,
+    experts_without_a_layer,
+    known_shape,
+    unsupported_experts,
+)
 from telescope.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -110,6 +116,13 @@ def _inspect(config: TelescopeConfig, files: _Files) -> ModelReport:
         raise ConfigError(
             f"model is {config.model!r}, a mixture of experts of type {unsupported}. Of models with experts, the "
             f"weight transfer knows {', '.join(EXPERT_MODEL_TYPES)} only. Choose one of those, or a dense model"
+        )
+    said = experts_without_a_layer(data)
+    if said is not None:
+        raise ConfigError(
+            f"model is {config.model!r}, a mixture of experts in which no layer has any: config.json says {said}. vLLM "
+            "does not load it. Mend these; or, for the same model without experts, remove the number of experts and "
+            'set model_type to qwen3 and architectures to ["Qwen3ForCausalLM"]'
         )
     shape = ModelShape.from_config(data)
     if shape is not None:

@@ -168,6 +168,20 @@ def unsupported_experts(config: Mapping[str, Any]) -> str | None:
     return model_type if any(counts) and model_type not in EXPERT_MODEL_TYPES else None
 
 
+def experts_without_a_layer(config: Mapping[str, Any]) -> str | None:
+    """What of a `config.json` gives experts to no layer although its `model_type` is one with experts; None for all
+    others. vLLM refuses such a model when it loads it."""
+    inner = config.get("text_config")
+    config = inner if isinstance(inner, Mapping) else config
+    shape = ModelShape.from_config(config)
+    if shape is None or config.get("model_type") not in EXPERT_MODEL_TYPES or shape.num_sparse_layers():
+        return None
+    decisive = (*EXPERT_COUNTS, "decoder_sparse_step", "mlp_only_layers")
+    said = [f"{name} {config[name]}" for name in decisive if config.get(name) is not None]
+    has_count = any(config.get(name) is not None for name in EXPERT_COUNTS)  # without one, the type's own holds
+    return ", ".join(said) if has_count else None
+
+
 def known_shape(model: str) -> ModelShape | None:
     """The shape of a well-known hub model, by name; None for others."""
     name = model.rsplit("/", 1)[-1].lower()

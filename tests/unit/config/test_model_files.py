@@ -226,6 +226,31 @@ def test_a_token_cannot_visit_more_experts_than_there_are_nor_none(tmp_path, vis
     assert "Mend config.json" in message
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mlp_only_layers": [1, 0]}, "num_experts 8, mlp_only_layers [1, 0]"),
+        ({"decoder_sparse_step": 3}, "num_experts 8, decoder_sparse_step 3"),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, "decoder_sparse_step 2, mlp_only_layers [1]"),
+        ({"num_experts": 0}, "num_experts 0"),
+    ],
+)
+def test_a_mixture_of_experts_whose_layers_are_all_dense_is_refused(tmp_path, changes, said):
+    odd = {**MODEL_CONFIG, **EXPERTS, **changes}
+    message = error_of(write_model(tmp_path / "m", config=json.dumps(odd)))
+    assert f"{said}. vLLM does not load it" in message
+    assert "set model_type to qwen3" in message
+    as_dense = {**odd, "model_type": "qwen3"}
+    del as_dense["num_experts"]
+    assert inspect_model(config(write_model(tmp_path / "dense", config=json.dumps(as_dense)))).shape
+
+
+@pytest.mark.parametrize("changes", [{"mlp_only_layers": [0, 7]}, {"decoder_sparse_step": 2}])
+def test_a_mixture_of_experts_needs_one_layer_that_has_them(tmp_path, changes):
+    folder = write_model(tmp_path / "m", config=json.dumps({**MODEL_CONFIG, **EXPERTS, **changes}))
+    assert inspect_model(config(folder)).shape
+
+
 def test_key_value_heads_that_are_fewer_than_workers_are_repeated(tmp_path):
     folder = write_model(tmp_path / "m")  # two of them
     assert inspect_model(config(folder, inference_tensor_parallel_size=4, inference_num_workers=4)).shape
