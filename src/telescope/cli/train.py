@@ -93,18 +93,23 @@ def parse_arguments(argv: Sequence[str]) -> TrainArguments:
 
 
 def _train(loaded: LoadedConfig) -> int:
-    from telescope.config import preflight
-
-    preflight.check(loaded.config)
-    try_what_the_user_brings(loaded.config)
+    notes = check_before_start(loaded)
 
     from telescope.cli.live_view import LiveView
     from telescope.orchestrator.run import run_training
 
-    notes = [*loaded.notes, *preflight.find_remarks(loaded.config)]
     summary = run_training(loaded.config, notes, LiveView())
     print_summary(summary, _console())
     return 0 if summary.status == "finished" else EXIT_STOPPED
+
+
+def check_before_start(loaded: LoadedConfig) -> list[str]:
+    """Everything that can be found wrong before anything is started is an error. Returns what else is to be said."""
+    from telescope.config import preflight
+
+    preflight.check(loaded.config)
+    try_what_the_user_brings(loaded.config)
+    return [*loaded.notes, *preflight.find_remarks(loaded.config)]
 
 
 def try_what_the_user_brings(config: TelescopeConfig) -> None:

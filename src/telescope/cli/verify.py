@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.config import LoadedConfig, load_config
+from telescope.config import LoadedConfig, TelescopeConfig, load_config
 from telescope.errors import ConfigError, InfrastructureError, RunError, UserError
 
 if TYPE_CHECKING:
@@ -65,12 +65,9 @@ def run(argv: Sequence[str]) -> int:
         raise UserError(f"--json: {target.parent} is not a folder; make it first or name another file")
     loaded = _load(config_file, overrides)
 
-    from telescope.cli.train import try_what_the_user_brings
-    from telescope.config import preflight
+    from telescope.cli.train import check_before_start
 
-    preflight.check(loaded.config)
-    try_what_the_user_brings(loaded.config)
-    return _verify(loaded, target)
+    return _verify(loaded.config, check_before_start(loaded), target)
 
 
 def _take(argv: Sequence[str], flag: str, what: str) -> tuple[str | None, list[str]]:
@@ -104,15 +101,15 @@ def _load(config_file: str | None, overrides: list[str]) -> LoadedConfig:
     return load_config(TINY_CONFIG, overrides)
 
 
-def _verify(loaded: LoadedConfig, target: Path | None) -> int:
+def _verify(config: TelescopeConfig, notes: Sequence[str], target: Path | None) -> int:
     from telescope.orchestrator.summary import Interrupted
     from telescope.verify.run import run_verification
 
     view = PhaseView(Console(stderr=True))
-    for note in loaded.notes:
+    for note in notes:
         view.say(f"· {note}")
     try:
-        report, logs = run_verification(loaded.config, view, lambda check: view.say(_line(check)))
+        report, logs = run_verification(config, view, lambda check: view.say(_line(check)))
     except Interrupted:
         print("Interrupted; every process was ended", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -44,7 +44,8 @@ def check(config: TelescopeConfig) -> None:
 
 
 def find_remarks(config: TelescopeConfig) -> list[str]:
-    """What is to be said about a configuration that passed `check`, on this machine and for this model."""
+    """What is to be said about a configuration that passed `check`, beyond the notes that it was loaded with: what
+    depends on this machine and on the model."""
     joins = ray_cluster_is_configured(config.ray_address) and config.device == "auto"
     device = None if joins else resolve_device(config, local_resources())
     shape = inspect_model(config, ask_hub=False).shape

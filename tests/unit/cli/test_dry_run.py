@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from tests.model_folder import write_model_folder
 
-from telescope.cli import train
+from telescope.cli import train, verify
 from telescope.cli.dry_run import MOST_WORKERS_SHOWN, print_dry_run
 from telescope.config import load_config, preflight
 from telescope.config.plan import ClusterResources, NodeResources
@@ -75,15 +75,15 @@ WITHOUT_EFFECT = [
     (SHARED, 'share_gpus is true and has no effect, because device is "cpu". Set share_gpus to false'),
     (SHARED | {"device": "auto"}, "share_gpus is true and has no effect, because no GPU was found"),
     (
-        {"gradient_checkpointing_layers": 3},
+        {"gradient_checkpointing": "true", "gradient_checkpointing_layers": 3},
         "model has 2 layers: all of them are recomputed, as without it. Set it to less than 2",
     ),
 ]
 
 
 @pytest.mark.parametrize(("settings", "words"), WITHOUT_EFFECT)
-def test_what_has_no_effect_here_or_on_this_model_is_a_remark_and_of_the_run_too(
-    dry_run, tmp_path, monkeypatch, settings, words
+def test_what_has_no_effect_here_or_on_this_model_is_a_remark_and_of_run_and_verification_too(
+    dry_run, tmp_path, monkeypatch, capsys, settings, words
 ):
     printed, error = dry_run(**HERE | settings)
     assert error is None
@@ -94,12 +94,20 @@ def test_what_has_no_effect_here_or_on_this_model_is_a_remark_and_of_the_run_too
         said.extend(notes)
         raise KeyboardInterrupt
 
+    def run_verification(config, view, report):
+        raise KeyboardInterrupt
+
     monkeypatch.setattr("telescope.orchestrator.run.run_training", run_training)
+    monkeypatch.setattr("telescope.verify.run.run_verification", run_verification)
     monkeypatch.setattr("telescope.cli.train.try_what_the_user_brings", lambda config: None)
     values = HERE | {"model": tmp_path / "model", "environments": "[{name: countdown}]"} | settings
+    flags = [f"--{name}={value}" for name, value in values.items()]
     with pytest.raises(KeyboardInterrupt):
-        train.run([f"--{name}={value}" for name, value in values.items()])
+        train.run(flags)
     assert any(words in note for note in said)
+    with pytest.raises(KeyboardInterrupt):
+        verify.run(flags)
+    assert words in capsys.readouterr().err
 
 
 def test_what_has_an_effect_is_no_remark(dry_run):

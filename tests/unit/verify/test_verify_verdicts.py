@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.model_folder import write_model_folder
 
 from telescope.errors import ConfigError, InfrastructureError, RunError, UserError
 from telescope.verify.report import Check, Report, compare_logprobs
@@ -132,6 +133,8 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     from telescope.cli import verify
     from telescope.config import preflight
 
+    model = write_model_folder(tmp_path / "model")
+
     def run(outcome: Report | BaseException, *arguments: str) -> int:
         def run_verification(config: Any, view: Any, on_check: Any) -> tuple[Report, Path | None]:
             if isinstance(outcome, BaseException):
@@ -142,7 +145,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
         monkeypatch.setattr("telescope.verify.run.run_verification", run_verification)
         monkeypatch.setattr(preflight, "check", lambda config: None)
-        return verify.run([f"--model={tmp_path}", *arguments])
+        return verify.run([f"--model={model}", *arguments])
 
     return run
 
