@@ -176,7 +176,10 @@ def make_trainer(case: Case, device: torch.device, folder: Path, rank: int, port
 
     sharding.load_causal_lm = without_weights
     sharding.fill = draw_weights
-    trainer = Trainer(make_config(case, device, folder), rank, case.ranks, "127.0.0.1", port)
+    config = make_config(case, device, folder)
+    if device.type == "cuda":
+        torch.set_num_threads(int(config.ray_trainer_cpus_per_worker))  # as Ray does for a rank of a run
+    trainer = Trainer(config, rank, case.ranks, "127.0.0.1", port)
     trainer.setup()
     return trainer
 

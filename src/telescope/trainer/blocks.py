@@ -11,6 +11,7 @@ micro-batch of another length compiles nothing anew.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,7 @@ def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
     # A module's floats (the epsilon of a norm, the scale of attention) are inputs by default. Where a kernel wants a
     # number, that is found out when all is traced, and tracing begins anew.
     config.specialize_float = True
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
     compiled = torch.compile(run, dynamic=True)
 
     def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -73,6 +75,12 @@ def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
         return compiled(layer, *args, **kwargs)
 
     return call
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a warning of torch's is for a user: that operations in place must not be recomputed selectively is not,
+    since no decoder's block has any."""
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 def _forward(layer: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

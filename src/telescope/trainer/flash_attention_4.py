@@ -8,7 +8,10 @@ Invariants: a token attends to earlier tokens of its own segment only; outputs a
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,13 +68,22 @@ def _segments(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float, behind: i
     }
 
 
+@functools.cache
+def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The package's forward and backward functions."""
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    # Said of an argument that is not used here, once for every kernel on every rank (version 4.0.0b36).
+    warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
+    return _flash_attn_fwd, _flash_attn_bwd
+
+
 def run_forward(
     q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output [T, H, D], log-sum-exp of the scores [H, T]) by the package's kernel."""
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    out_THD, lse_HT, *_ = _flash_attn_fwd(q_THD, k_TKD, v_TKD, return_lse=True, **options)
+    forward, _ = _kernels()
+    out_THD, lse_HT, *_ = forward(q_THD, k_TKD, v_TKD, return_lse=True, **options)
     return out_THD, lse_HT
 
 
@@ -85,9 +97,8 @@ def run_backward(
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value by the package's kernel."""
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    grad_q, grad_k, grad_v, *_ = _flash_attn_bwd(q_THD, k_TKD, v_TKD, out_THD, grad_THD, lse_HT, **options)
+    _, backward = _kernels()
+    grad_q, grad_k, grad_v, *_ = backward(q_THD, k_TKD, v_TKD, out_THD, grad_THD, lse_HT, **options)
     return grad_q, grad_k, grad_v
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from tests.integration.trainer.trainer_cases import gradients, make_samples, relative_error
 from torch._dynamo.utils import counters
+from torch._logging._internal import warning_once
 
 from telescope.trainer.backends.fsdp import backend as fsdp_backend
 from telescope.trainer.backends.fsdp import sharding
@@ -56,6 +59,13 @@ def test_rows_of_any_length_and_all_blocks_share_one_compilation(one_rank, kerne
         gradient_of(trainer, lengths)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+def test_compiling_says_nothing_that_is_of_no_use_to_a_user(one_rank, kernels, caplog):
+    torch._dynamo.reset()
+    warning_once.cache_clear()
+    gradient_of(one_rank("untied", model_dtype="float32", gradient_checkpointing=True), [5, 31, 12, 7])
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_blocks_with_experts_share_one_compilation_in_bfloat16(one_rank, kernels):

@@ -1,0 +1,76 @@
+"""Moving a micro-batch: what arrives, and what the move may not do."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.trainer.test_packing import make_sample, rows_of
+
+from telescope.trainer.batch import MicroBatch
+from telescope.trainer.loss import prepare, to_device
+from telescope.trainer.packing import pack_step
+
+CPU = torch.device("cpu")
+ARRAYS = ("token_ids_T", "position_ids_T", "engine_logprob_T", "advantage_T", "sample_index_T")
+
+
+def row_of(*lengths: int, seq_len: int = 256) -> MicroBatch:
+    samples = [make_sample(index, length) for index, length in enumerate(lengths)]
+    inputs = pack_step(samples, step=0, version=2, seq_len=seq_len, num_ranks=1, pad_to_multiple_of=1)
+    (row,) = rows_of(inputs)
+    return row
+
+
+@pytest.mark.parametrize("float_dtype", [torch.float32, torch.float64])
+def test_trained_tokens_arrive_with_their_numbers_in_the_types_that_the_loss_wants(float_dtype: torch.dtype):
+    row = row_of(9, 20, 33)
+    rows = to_device(prepare(row, 2, ["countdown"]), CPU, "varlen", float_dtype)
+
+    predicted_N = np.flatnonzero(row.trained_T)
+    assert rows.predicted_N.tolist() == predicted_N.tolist()
+    assert rows.token_ids_T.tolist() == row.token_ids_T.tolist()
+    assert rows.position_ids_T.tolist() == row.position_ids_T.tolist()
+    assert rows.sample_N.tolist() == row.sample_index_T[predicted_N].tolist()
+    assert rows.age_N.tolist() == (2 - row.version_T[predicted_N]).tolist()
+    assert rows.on_policy_N.tolist() == (row.version_T[predicted_N] == 2).tolist()
+    assert rows.environment_N.tolist() == [0] * len(predicted_N)
+    np.testing.assert_allclose(rows.engine_logprob_N, row.engine_logprob_T[predicted_N], rtol=1e-6)
+    np.testing.assert_allclose(rows.advantage_N, row.advantage_T[predicted_N], rtol=1e-6)
+    assert {rows.engine_logprob_N.dtype, rows.advantage_N.dtype, rows.age_N.dtype, rows.on_policy_N.dtype} == {
+        float_dtype
+    }
+    assert {rows.token_ids_T.dtype, rows.predicted_N.dtype, rows.sample_N.dtype} == {torch.int64}
+
+
+def test_arrays_that_nobody_may_write_to_are_copied():
+    row = row_of(9, 20)
+    for name in ARRAYS:
+        getattr(row, name).flags.writeable = False  # as they come out of Ray's object store
+    rows = to_device(prepare(row, 2), CPU, "varlen", torch.float64)
+    before = row.token_ids_T.copy()
+    rows.token_ids_T += 1
+    assert np.array_equal(row.token_ids_T, before)
+
+
+def test_a_long_row_is_moved_by_the_thread_that_asks():
+    """torch would wake the threads of a pool for each array, which cost 100 ms a row on a machine of 64 cores."""
+    host = prepare(row_of(200_000, seq_len=200_000), 2)
+    threads: list[int] = []
+
+    def move() -> None:  # a new thread: OpenMP keeps a pool for each thread that has needed one
+        torch.set_num_threads(4)
+        threads.append(len(os.listdir("/proc/self/task")))
+        to_device(host, CPU, "varlen", torch.float32)
+        threads.append(len(os.listdir("/proc/self/task")))
+
+    num_threads = torch.get_num_threads()
+    mover = threading.Thread(target=move)
+    mover.start()
+    mover.join(60)
+    torch.set_num_threads(num_threads)
+    before, after = threads
+    assert after == before
