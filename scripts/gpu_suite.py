@@ -1,12 +1,13 @@
 """Tests and benchmarks on a machine with GPUs, in order of worth, inside a time limit; one JSON with all results.
 
     python scripts/gpu_suite.py --json results.json --minutes 10
+    python scripts/gpu_suite.py --json results.json --only experts "four ranks"    these, in this order
     python scripts/gpu_suite.py --list                    what there is, what it needs and how long it takes
 
 Each part is a process of its own with a deadline, and has its GPUs to itself; parts whose GPUs are free run side by
 side, unless `--one-at-a-time`. What needs more GPUs than there are, or more time than is left, is skipped and says so.
-Results are written after every part, so a machine that goes away takes only the parts in progress with it. `--only`
-names parts. Exit code 1 when a part failed, or none was run.
+Results are written before and after every part, so a machine that goes away takes only the parts in progress with it,
+and leaves their names ("running", and since when). Exit code 1 when a part failed, or none was run.
 """
 
 from __future__ import annotations
@@ -67,12 +68,14 @@ FEW = "--steps 3 --warmup 2"
 EXPERTS_AND_RANKS = "tests/gpu/weights/test_experts_and_ranks_on_gpu.py"
 RANKS = "tests/gpu/weights/test_ranks_on_gpu.py"
 PARTS = (
-    Part("weights", f"{PYTEST} tests/gpu/weights --ignore {EXPERTS_AND_RANKS} --ignore {RANKS}", 1, 300),
-    Part("experts and ranks", f"{FIRST_FAILURE} {EXPERTS_AND_RANKS} -k tied-2", 3, 400),
-    Part("ranks", f"{FIRST_FAILURE} {RANKS} -k tied-2", 3, 300),
-    Part("experts", f"{FIRST_FAILURE} {EXPERTS_AND_RANKS} -k tied-1", 2, 300),
-    Part("four ranks", f"{FIRST_FAILURE} {EXPERTS_AND_RANKS} {RANKS} -k untied-4", 5, 400),
-    Part("sync 4b", f"{SYNC} 4b", 2, 240),
+    Part("weights", f"{PYTEST} tests/gpu/weights --ignore {EXPERTS_AND_RANKS} --ignore {RANKS}", 2, 300),
+    # Each starts two servers, which takes 110 to 130 s each.
+    Part("experts and ranks", f"{FIRST_FAILURE} {EXPERTS_AND_RANKS} -k tied-2", 3, 420),
+    Part("ranks", f"{FIRST_FAILURE} {RANKS} -k tied-2", 3, 420),
+    Part("experts", f"{FIRST_FAILURE} {EXPERTS_AND_RANKS} -k tied-1", 2, 420),
+    Part("four ranks", f"{FIRST_FAILURE} {EXPERTS_AND_RANKS} {RANKS} -k untied-4-staged", 4, 460),
+    Part("four ranks over nccl", f"{FIRST_FAILURE} {EXPERTS_AND_RANKS} {RANKS} -k untied-4-nccl", 5, 460),
+    Part("sync 4b", f"{SYNC} 4b", 2, 300),
     Part(
         "demo on one gpu",
         f"{RUN} train {DEMO} --share_gpus true --number_of_steps 20 --weight_probe_every 5 --run_dir {{folder}}/run",
@@ -82,9 +85,11 @@ PARTS = (
     ),
     Part("verify", f"{RUN} verify {DEMO} --gpu_memory_utilization 0.5 --json {{json}}", 2, 200),
     Part("loss on a shared gpu", f"{PYTEST} tests/gpu/test_shared_gpu.py", 1, 420),
-    Part(
-        "trainer tests", f"{PYTEST} tests/gpu --ignore tests/gpu/weights --ignore tests/gpu/test_shared_gpu.py", 1, 300
-    ),
+    Part("trainer tests", f"{PYTEST} tests/gpu/test_trainer_on_gpu.py tests/gpu/test_timeline_on_gpu.py", 1, 360),
+    Part("memory of steps", f"{PYTEST} tests/gpu/test_memory_on_gpu.py", 1, 480),
+    # With the flash-attn-4 package 25 kernels to compile, forward and backward.
+    Part("attention kernels", f"{PYTEST} tests/gpu/test_attention_on_gpu.py", 1, 480),
+    Part("two ranks", f"{PYTEST} tests/gpu/test_two_gpus.py", 2, 420),
     Part("trainer speed", f"{sys.executable} benchmarks/trainer.py --shapes 0.6b --json {{json}}", 1, 300),
     Part("trainer kept", f"{TRAINER} 0.6b --loads packed --reshard true false --micro-batches 4", 1, 300),
     Part(
@@ -93,7 +98,7 @@ PARTS = (
         1,
         360,
     ),
-    Part("trainer 8b on two", f"{TRAINER} 8b --ranks 2 --loads single --micro-batches 2 {FEW}", 2, 360),
+    Part("trainer 8b on two", f"{TRAINER} 8b --ranks 2 --loads single --micro-batches 2 {FEW}", 2, 450),
     Part(
         "trainer 14b on four",
         f"{TRAINER} 14b --ranks 4 --loads single --tokens 16384 32768 --micro-batches 2 {FEW}",
@@ -124,7 +129,7 @@ PARTS = (
     Part("sync small", f"{SYNC} 0.6b 1.7b", 2, 360),
     Part("sync 8b on four", f"{SYNC} 8b --engines 2 --trainers 2", 4, 420),
     Part("steps", f"{BENCHMARK}/engine_steps.py --json {{json}} --port {{port}}", 1, 300),
-    Part("throughput", f"{BENCHMARK}/engine_throughput.py --requests 768 --repeats 2 {SHARES}", 1, 480),
+    Part("throughput", f"{BENCHMARK}/engine_throughput.py --requests 768 --repeats 2 {SHARES}", 1, 540),
     Part("end to end", f"{BENCHMARK}/end_to_end.py --timeout 470 {SHARES}", 4, 560),
     # Few lanes and one rank: generation, and not the trainer, says how fast it goes.
     Part(
@@ -141,7 +146,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("gpu_suite.json"), help="where the results go")
     parser.add_argument("--minutes", type=float, default=30.0, help="start nothing that may not end within this time")
-    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART")
+    parser.add_argument(
+        "--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART", help="these alone, in this order"
+    )
     parser.add_argument("--one-at-a-time", action="store_true", help="no two parts side by side")
     parser.add_argument("--folder", type=Path, help="keep there what the parts print and write (default: nowhere)")
     parser.add_argument("--list", action="store_true", help="print the parts and end")
@@ -152,30 +159,44 @@ def main() -> int:
         return 0
     if not arguments.json.absolute().parent.is_dir():
         parser.error(f"--json is {arguments.json}, whose folder does not exist: make it, or name another file")
-    parts = [part for part in PARTS if not arguments.only or part.name in arguments.only]
+    by_name = {part.name: part for part in PARTS}
+    parts = [by_name[name] for name in dict.fromkeys(arguments.only or by_name)]
     if not arguments.minutes > 0:
         parser.error(f"--minutes is {arguments.minutes:g}: use a number above 0")
     gpus = gpu_names()
     if not gpus:
         parser.error("no GPU was found: nvidia-smi is missing, or lists none")
-    report: dict[str, Any] = {"gpus": gpus, "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())}
+    report: dict[str, Any] = {"gpus": gpus, "started": utc_now()}
+    found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="gpu-suite-") as temporary:
         folder = arguments.folder or Path(temporary)
         suite = Suite(parts, gpu_ids(len(gpus)), folder, arguments.minutes * 60, arguments.one_at_a_time)
         try:
             for part, result in suite.results():
-                report["parts"] = [*report.get("parts", []), asdict(part) | result]
-                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-                print(f"{part.name}: {result['outcome']} ({result.get('took', 0):.0f} s)", flush=True)
+                found[part.name] = asdict(part) | result
+                write_whole(arguments.json, json.dumps(report | {"parts": list(found.values())}, indent=1) + "\n")
+                took = f" ({result['took']:.0f} s)" if "took" in result else ""
+                print(f"{part.name}: {result['outcome']}{took}", flush=True)
                 if result["outcome"] == "failed":
                     print(*result["tail"], sep="\n", flush=True)
         finally:
             suite.stop()
-    outcomes = [part["outcome"] for part in report.get("parts", [])]
+    outcomes = [part["outcome"] for part in found.values()]
     if "passed" not in outcomes and "failed" not in outcomes:
         print("no part was run", file=sys.stderr)
         return 1
     return int("failed" in outcomes)
+
+
+def utc_now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it meanwhile finds the old text or the new one."""
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def gpu_names() -> list[str]:
@@ -214,14 +235,14 @@ class Suite:
         self._num_started = 0
 
     def results(self) -> Iterator[tuple[Part, dict[str, Any]]]:
-        """Each part with its result, as they end."""
+        """Each part with its result, as they end; before that, as it is about to start, with the outcome "running"."""
         while self._waiting or self._running:
             for part in list(self._waiting):
                 reason = why_not(part, self._num_gpus, self._ends - time.monotonic())
                 if reason is not None:
                     self._waiting.remove(part)
                     yield part, reason
-            self._start_what_fits()
+            yield from self._start_what_fits()
             for running in [running for running in self._running if running.is_over()]:
                 self._running.remove(running)
                 self._free = sorted([*self._free, *running.gpus])
@@ -229,7 +250,7 @@ class Suite:
             if self._running:
                 time.sleep(POLL_SECONDS)
 
-    def _start_what_fits(self) -> None:
+    def _start_what_fits(self) -> Iterator[tuple[Part, dict[str, Any]]]:
         before = float("inf")
         for part in list(self._waiting):
             if self._one_at_a_time and self._running:
@@ -237,6 +258,7 @@ class Suite:
             if part.num_gpus <= len(self._free) and time.monotonic() + part.seconds <= before:
                 self._waiting.remove(part)
                 gpus, self._free = self._free[: part.num_gpus], self._free[part.num_gpus :]
+                yield part, {"outcome": "running", "since": utc_now(), "on_gpus": gpus}
                 folder = self._folder / part.name.replace(" ", "-")
                 folder.mkdir(parents=True, exist_ok=True)
                 port = FIRST_PORT + 10 * self._num_started

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.trainer.test_two_ranks import whole_job
-from tests.integration.trainer.trainer_cases import build_model, free_port, make_config, make_samples, run_ranks
+from tests.integration.trainer.trainer_cases import build_model, free_port, make_config, make_samples
 
 from telescope.record.nvidia import GpuReader
 from telescope.trainer.memory import memory_reader
@@ -115,19 +114,6 @@ def test_a_training_step_is_covered_by_its_spans_in_order(tmp_path: Path) -> Non
     wall, covered = step.end - step.start, sum(span.end - span.start for span in parts)
     print(f"\nstep {wall * 1e3:.2f} ms, spans {covered * 1e3:.2f} ms ({covered / wall:.1%}, at least 85 % is wanted)")
     assert 0.85 * wall <= covered <= wall + 2e-3
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
-def test_gradients_are_reduced_beside_the_backward_pass(tmp_path: Path) -> None:
-    path = build_model(tmp_path / "model", family="starcoder2")
-    config = make_config(path, device="cuda")
-    ((first, second),) = run_ranks([(whole_job, config, (tmp_path / "two",))], num_ranks=2, folder=tmp_path / "results")
-    for rank in (first, second):
-        backward = [span for span in rank["spans"] if span.name == "backward"]
-        reductions = [span for span in rank["spans"] if span.name == "gradient_reduction"]
-        assert len(reductions) >= len(backward)
-        for reduction in reductions:
-            assert any(b.start <= reduction.start and reduction.end <= b.end + 1e-4 for b in backward)
 
 
 def test_the_allocator_says_what_it_holds() -> None:

@@ -1,10 +1,9 @@
-"""The trainer on one GPU: attention kernel, bfloat16 numerics, memory. Run by hand: `pytest tests/gpu`."""
+"""The trainer on one GPU: bfloat16 numerics, waits, compiling, memory. Run by hand: `pytest tests/gpu`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 import torch
 from tests.integration.trainer.trainer_cases import (
@@ -19,8 +18,6 @@ from tests.integration.trainer.trainer_cases import (
 from torch import nn
 from torch._dynamo.utils import counters
 
-from telescope.trainer import flash_attention_4
-from telescope.trainer.attention import make_layout, packed_attention
 from telescope.trainer.logprob import LogprobHead
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.packing import pack_step
@@ -46,50 +43,6 @@ def set_up(path: str, device: str, **changes) -> Trainer:
     trainer = Trainer(make_config(path, device=device, **changes), 0, 1, "127.0.0.1", free_port())
     trainer.setup()
     return trainer
-
-
-KERNELS = ["varlen", *(["flash_attn_4"] if flash_attention_4.is_installed() else [])]
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("window", [None, 16])
-@pytest.mark.parametrize("num_key_value_heads", [8, 2])
-@pytest.mark.parametrize("head_dim", flash_attention_4.HEAD_DIMS)
-def test_offset_kernels_equal_padded_attention(kernel, window, num_key_value_heads, head_dim):
-    device = torch.device("cuda")
-    lengths = [130, 1, 64, 700, 33, 2]
-    cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    generator = torch.Generator(device).manual_seed(0)
-    q, k, v = (
-        torch.randn(1, heads, int(cu[-1]), head_dim, device=device, generator=generator)
-        for heads in (8, num_key_value_heads, num_key_value_heads)
-    )
-    found = {}
-    for name, dtype in ((kernel, torch.bfloat16), ("padded", torch.float32)):
-        inputs = [t.to(torch.bfloat16).to(dtype).requires_grad_() for t in (q, k, v)]
-        layout = make_layout(cu, device, name)
-        out, _ = packed_attention(nn.Identity(), *inputs, None, packed_layout=layout, sliding_window=window)
-        mix = torch.linspace(-1, 1, out.numel(), device=device).view(out.shape)
-        found[name] = [out.float(), *(g.float() for g in torch.autograd.grad((out.float() * mix).sum(), inputs))]
-    for half, exact in zip(found[kernel], found["padded"], strict=True):
-        assert float(((half - exact).norm() / exact.norm()).detach()) < 1e-2
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_changing_one_segment_leaves_the_others_bit_for_bit(kernel):
-    device = torch.device("cuda")
-    layout = make_layout(np.array([0, 100, 700, 900], dtype=np.int32), device, kernel)
-    generator = torch.Generator(device).manual_seed(0)
-    q, k, v = (
-        torch.randn(1, heads, 900, 64, device=device, generator=generator, dtype=torch.bfloat16) for heads in (8, 2, 2)
-    )
-    before, _ = packed_attention(nn.Identity(), q, k, v, None, packed_layout=layout)
-    for tensor in (q, k, v):
-        tensor[:, :, 100:700] += 3.0
-    after, _ = packed_attention(nn.Identity(), q, k, v, None, packed_layout=layout)
-    assert torch.equal(after[:, :100], before[:, :100])
-    assert torch.equal(after[:, 700:], before[:, 700:])
-    assert not torch.equal(after[:, 100:700], before[:, 100:700])
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -145,24 +98,30 @@ def test_a_warm_up_compiles_what_steps_run_and_takes_no_more_memory_than_they_do
     shape = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
     path = build_model(tmp_path / "model", tied=False, **shape)
     settings = {"model_dtype": "float32", "mixed_precision_dtype": "bfloat16", "gradient_checkpointing": True}
-    trainer = set_up(path, "cuda", seq_len=2048, pad_to_multiple_of=64, **settings)
     torch._dynamo.reset()
+    trainer = set_up(path, "cuda", seq_len=2048, pad_to_multiple_of=64, **settings)
     counters.clear()
-    peaks = []
-    torch.cuda.reset_peak_memory_stats()
     trainer.warm_up()
-    peaks.append(torch.cuda.max_memory_allocated())
     assert counters["stats"]["unique_graphs"] == 1
+    # Compiling also takes 60 MB to time kernels with; what the row takes, a second one shows.
+    peaks = [peak_of(trainer.warm_up)]
     for step, lengths in enumerate(([512] * 4, [700, 3], [2048], [2])):
-        (mine,) = pack_step(
-            make_samples(lengths), step=step, version=0, seq_len=2048, num_ranks=1, pad_to_multiple_of=64
-        )
-        torch.cuda.reset_peak_memory_stats()
-        trainer.train_step(mine)
-        peaks.append(torch.cuda.max_memory_allocated())
+        samples = make_samples(lengths)
+        for sample in samples:
+            sample.trained_L[1:], sample.version_L[1:] = True, 0  # as in the row of the warm-up
+        (mine,) = pack_step(samples, step=step, version=0, seq_len=2048, num_ranks=1, pad_to_multiple_of=64)
+        peaks.append(peak_of(lambda mine=mine: trainer.train_step(mine)))
     assert counters["stats"]["unique_graphs"] == 1
     assert peaks[0] <= peaks[1]
     trainer.shutdown()
+
+
+def peak_of(call: Callable[[], object]) -> int:
+    """The most bytes that torch's allocator had given out during a call."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return torch.cuda.max_memory_allocated()
 
 
 def test_a_float32_step_on_gpu_equals_the_step_on_cpu(tmp_path):

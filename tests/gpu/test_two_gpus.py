@@ -1,4 +1,4 @@
-"""Two ranks over NCCL compute what one rank computes. Run by hand on a machine with two GPUs."""
+"""Two ranks over NCCL compute what one rank computes, and reduce beside it. Run by hand on a machine with two GPUs."""
 
 from __future__ import annotations
 
@@ -61,3 +61,15 @@ def test_when_weights_are_gathered_changes_no_gradient_and_no_weight(tmp_path, t
             assert relative_error(rank["weights"], plain[0]["weights"]) < 1e-11
             assert rank["gathered_after"] == 0
     assert others[1][0]["ahead"]["backward"] == [3] * 6
+
+
+def test_gradients_are_reduced_beside_the_backward_pass(tmp_path):
+    path = build_model(tmp_path / "model", family="starcoder2")
+    config = make_config(path, device="cuda")
+    ((first, second),) = run_ranks([(whole_job, config, (tmp_path / "two",))], num_ranks=2, folder=tmp_path / "results")
+    for rank in (first, second):
+        backward = [span for span in rank["spans"] if span.name == "backward"]
+        reductions = [span for span in rank["spans"] if span.name == "gradient_reduction"]
+        assert len(reductions) >= len(backward)
+        for reduction in reductions:
+            assert any(b.start <= reduction.start and reduction.end <= b.end + 1e-4 for b in backward)

@@ -1,8 +1,9 @@
 """Experts and tensor-parallel workers on GPUs, with CUDA graphs: the claims of the CPU's test, over NCCL from another
-GPU and over host memory from the same one. Run by hand on GPUs.
+GPU and over host memory from one of the server's own. Run by hand on GPUs.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.integration.weights.vllm_server import (
     make_model,
     serving,
 )
+from transformers import PreTrainedModel
 
 __all__ = [
     "test_a_transfer_that_broke_off_half_way_is_mended_by_the_next_one",
@@ -33,7 +35,7 @@ __all__ = [
 ]
 
 pytestmark = pytest.mark.gpu
-SHARED = "one_gpu"
+STAGED = "staged"
 
 
 def case(num_gpus: int, *values: object) -> Any:
@@ -44,23 +46,30 @@ def case(num_gpus: int, *values: object) -> Any:
     )
 
 
+def on_gpus(model: PreTrainedModel, folder: Path, workers: int, transport: str) -> Server:
+    """A server on the last `workers` GPUs. Its trainer is on the first GPU, or with `STAGED` on the last beside a
+    worker: NCCL does not connect two processes there, so weights travel through host memory.
+    """
+    last, staged = torch.cuda.device_count() - 1, transport == STAGED
+    return Server(model.to(f"cuda:{last if staged else 0}"), folder, gpu=last, staged=staged, tensor_parallel=workers)
+
+
 @pytest.fixture(
     scope="module",
     params=[
-        case(1, "untied", 1, SHARED),
+        case(1, "untied", 1, STAGED),
         case(2, "tied", 1, "nccl"),
         case(3, "tied", 2, "nccl"),
         case(3, "untied", 2, "nccl"),
+        case(4, "untied", 4, STAGED),
         case(5, "untied", 4, "nccl"),
     ],
 )
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One vLLM server per kind of embedding, number of workers and transport; the trainer is on the first GPU."""
+    """One vLLM server per kind of embedding, number of workers and transport."""
     kind, workers, transport = request.param
     folder = tmp_path_factory.mktemp("experts")
-    last = torch.cuda.device_count() - 1
     # Two key and value heads: four workers repeat them.
     model = make_model(folder, tied=kind == "tied", architecture="qwen3_moe", head_dim=64, expert_size=128)
-    model = model.to(f"cuda:{last if transport == SHARED else 0}")
-    with serving(Server(model, folder, gpu=last, staged=transport == SHARED, tensor_parallel=workers)) as made:
+    with serving(on_gpus(model, folder, workers, transport)) as made:
         yield made

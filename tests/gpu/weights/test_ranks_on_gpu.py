@@ -1,4 +1,4 @@
-"""Dense models on tensor-parallel workers on GPUs, with CUDA graphs and over NCCL: the claims of the CPU's tests.
+"""Dense models on tensor-parallel workers on GPUs, with CUDA graphs: the claims of the CPU's tests.
 
 Run by hand on GPUs.
 """
@@ -6,8 +6,7 @@ Run by hand on GPUs.
 from collections.abc import Iterator
 
 import pytest
-import torch
-from tests.gpu.weights.test_experts_and_ranks_on_gpu import case
+from tests.gpu.weights.test_experts_and_ranks_on_gpu import STAGED, case, on_gpus
 from tests.integration.weights.test_experts_and_ranks_on_vllm import (
     test_a_transfer_that_broke_off_half_way_is_mended_by_the_next_one,
     test_a_worker_killed_in_the_middle_of_a_sync_is_an_error_at_once_and_ends_its_server,
@@ -36,14 +35,22 @@ __all__ = [
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module", params=[case(3, "tied", 2), case(3, "untied", 2), case(5, "untied", 4)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        case(3, "tied", 2, "nccl"),
+        case(3, "untied", 2, "nccl"),
+        case(4, "untied", 4, STAGED),
+        case(5, "untied", 4, "nccl"),
+    ],
+)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One vLLM server per kind of embedding and number of workers; the trainer is on the first GPU."""
-    kind, workers = request.param
+    """One vLLM server per kind of embedding, number of workers and transport."""
+    kind, workers, transport = request.param
     folder = tmp_path_factory.mktemp("ranks")
-    # Qwen2, whose projections have biases: heads of 64 numbers, and fewer key and value heads than workers.
-    model = make_model(folder, tied=kind == "tied", num_heads=max(2, workers), hidden_size=64 * max(2, workers))
-    with serving(
-        Server(model.to("cuda:0"), folder, gpu=torch.cuda.device_count() - 1, tensor_parallel=workers)
-    ) as made:
+    # Qwen2, whose projections have biases: heads of 64 numbers, and of four workers two hold the same key and value
+    # head.
+    heads = max(2, workers)
+    model = make_model(folder, tied=kind == "tied", num_heads=heads, hidden_size=64 * heads)
+    with serving(on_gpus(model, folder, workers, transport)) as made:
         yield made

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from telescope.algorithms import compute_advantages
-from telescope.config.sections import AlgorithmSection
+from telescope.config import TelescopeConfig
 from telescope.trainer.batch import TrainSample
 from telescope.trainer.worker import Trainer
 
@@ -62,7 +62,10 @@ def build_model(directory: Path, *, family: str = "qwen2", tied: bool = True, se
 
 
 def make_config(model: str, **changes: Any) -> Any:
-    """The fields that the trainer reads, at float64 unless changed."""
+    """The fields that the trainer reads, at float64 unless changed; those not named here have their defaults."""
+    defaults = {
+        name: field.get_default(call_default_factory=True) for name, field in TelescopeConfig.model_fields.items()
+    }
     fields: dict[str, Any] = {
         "seed": 0, "model": model, "model_dtype": "float64", "mixed_precision_dtype": None, "device": "cpu",
         "trainer_threads": 1, "gradient_checkpointing": False, "recompute_attention": False,
@@ -74,7 +77,7 @@ def make_config(model: str, **changes: Any) -> Any:
         "hash": "0123456789ab",
         "environments": [SimpleNamespace(name="countdown")],
     }  # fmt: skip
-    return SimpleNamespace(**(AlgorithmSection().model_dump() | fields | changes))
+    return SimpleNamespace(**(defaults | fields | changes))
 
 
 def make_samples(lengths: list[int], *, group_size: int = 4, seed: int = 0, version: int = 0) -> list[TrainSample]:

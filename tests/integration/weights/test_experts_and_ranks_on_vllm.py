@@ -102,7 +102,7 @@ def test_after_a_sync_the_engine_computes_with_the_new_weights(server: Server, m
         ("swapped", f"{EXPERTS}.0.down_proj.weight", 0),
         ("swapped", "model.layers.0.self_attn.q_proj.weight", 0),
         ("swapped", "model.layers.1.mlp.gate_proj.weight", 0),
-        ("bit", f"{EXPERTS}.3.down_proj.weight", 1),
+        ("bit", f"{EXPERTS}.3.down_proj.weight", -1),  # the bit is in the last column, which the last worker holds
     ],
 )
 def test_the_probe_names_what_one_worker_holds_wrong_and_the_next_sync_mends_it(

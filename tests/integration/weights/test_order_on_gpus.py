@@ -1,5 +1,6 @@
-"""In which order the tests on GPUs run: most are imported, and they share servers that one of them kills."""
+"""Which tests run on GPUs, and in which order: most are imported, and they share servers that one of them kills."""
 
+import json
 import os
 import subprocess
 import sys
@@ -31,4 +32,21 @@ def test_who_kills_a_server_is_the_last_that_uses_it_and_who_needs_a_fresh_one_t
         # Its own parameters are those of the server alone, with which those of all tests begin.
         on_its_server = [other for where, other in others if where == file and f"[{parameters}" in other]
         assert on_its_server == [], f"{test} is in the wrong place"
-    assert num_servers == 10
+    assert num_servers == 12
+
+
+def test_the_parts_of_the_suite_leave_no_test_out() -> None:
+    made = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("collect_on_gpus.py"))],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+    assert made.returncode == 0, made.stderr
+    everything, *parts = json.loads(made.stdout).values()
+    assert {part["code"] for part in (everything, *parts)} == {0}
+    assert [test for part in parts for test in part["skipped"]] == []  # they have the GPUs that their tests ask for
+    ran = [test for part in parts for test in part["run"]]
+    assert sorted(ran) == sorted(everything["run"])
+    assert len(ran) > 200

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -119,26 +119,50 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_results_are_written_after_every_part_and_a_failure_is_the_exit_code(
-    suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def one_gpu(suite: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs the script on these parts as if this machine had one GPU. Returns its exit code."""
+
+    def main(parts: tuple[object, ...], *arguments: str) -> int:
+        monkeypatch.setattr(suite, "PARTS", parts)
+        monkeypatch.setattr(suite, "gpu_names", lambda: ["a GPU"])
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(sys, "argv", ["gpu_suite.py", "--minutes", "5", *arguments])
+        return suite.main()
+
+    return main
+
+
+def outcomes(report: Path) -> dict[str, str]:
+    return {part["name"]: part["outcome"] for part in json.loads(report.read_text())["parts"]}
+
+
+def test_results_are_written_before_and_after_every_part_and_a_failure_is_the_exit_code(
+    suite: ModuleType, tmp_path: Path, one_gpu: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = tmp_path / "seen.json"
     report = tmp_path / "report.json"
-    parts = (suite.Part("breaks", "echo no luck; exit 3", 1, 30), suite.Part("looks", f"cp {report} {seen}", 1, 30))
-    monkeypatch.setattr(suite, "PARTS", parts)
-    monkeypatch.setattr(suite, "gpu_names", lambda: ["a GPU"])
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     kept = tmp_path / "kept"
-    arguments = ["--json", str(report), "--minutes", "5", "--folder", str(kept)]
-    monkeypatch.setattr(sys, "argv", ["gpu_suite.py", *arguments])
-    assert suite.main() == 1
-    assert [p["name"] for p in json.loads(seen.read_text())["parts"]] == ["breaks"]
-    assert [(p["outcome"], p["exit_code"]) for p in json.loads(report.read_text())["parts"]] == [
-        ("failed", 3),
-        ("passed", 0),
-    ]
+    parts = (suite.Part("breaks", "echo no luck; exit 3", 1, 30), suite.Part("looks", f"cp {report} {seen}", 1, 30))
+    assert one_gpu(parts, "--json", str(report), "--folder", str(kept)) == 1
+    assert outcomes(seen) == {"breaks": "failed", "looks": "running"}
+    under_way = json.loads(seen.read_text())["parts"][1]
+    assert under_way["on_gpus"] == ["0"]
+    assert under_way["since"].endswith("UTC")
+    assert outcomes(report) == {"breaks": "failed", "looks": "passed"}
+    assert json.loads(report.read_text())["parts"][0]["exit_code"] == 3
     assert "no luck" in capsys.readouterr().out
     assert (kept / "breaks" / "output.txt").read_text() == "no luck\n"
+
+
+def test_parts_that_are_named_run_in_the_order_of_their_names_and_once(
+    suite: ModuleType, tmp_path: Path, one_gpu: Callable[..., int]
+) -> None:
+    order, report = tmp_path / "order", tmp_path / "report.json"
+    parts = tuple(suite.Part(name, f"echo {name} >> {order}", 1, 30) for name in ("one", "two", "three", "four"))
+    assert one_gpu(parts, "--json", str(report), "--only", "three", "one", "three", "two") == 0
+    assert order.read_text().split() == ["three", "one", "two"]
+    assert list(outcomes(report)) == ["three", "one", "two"]
 
 
 def test_the_gpus_are_those_that_the_caller_may_use(suite: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
