@@ -68,7 +68,7 @@ def main() -> None:
 
     parts = suite_parts()
     everything = dataclasses.replace(
-        parts[0], name="everything", command=f"python -m pytest -q -m gpu tests/gpu", num_gpus=8
+        parts[0], name="everything", command="python -m pytest -q -m gpu tests/gpu", num_gpus=8
     )
     json.dump({part.name: collect(part) for part in (everything, *parts)}, sys.stdout)
 
