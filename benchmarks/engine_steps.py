@@ -21,13 +21,11 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-from engine_throughput import READ_SECONDS, Server, started, under_generator
+from loaded_engine import Sample, Server, started, under_generator, work
 from measure import positive, provenance, require_gpus
 from rich.console import Console
 from rich.table import Table
@@ -45,14 +43,11 @@ from whole_run import (
 
 from telescope.config import TelescopeConfig
 from telescope.inference import vllm_adapter as wire
-from telescope.inference.step_meter import StepReading, read_meter
 from telescope.rollout.types import GenerateRequest
 
 PROMPT_TOKENS = 64
 FIRST_TOKEN, LAST_TOKEN = 100, 1000
 """Ids that prompts are made of; each shape's vocabulary has them."""
-ENGINE = "VLLM::"
-"""How the titles of vLLM's processes begin, but for the one that speaks HTTP."""
 ASKED = {"as in a run": (), "no seeds": ("seed",), "no logprobs": ("logprobs",), "neither": ("seed", "logprobs")}
 """What is taken out of a request's sampling parameters."""
 
@@ -90,26 +85,24 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The engine's counters and its processes' CPU seconds at one moment."""
-
-    reading: StepReading
-    cpu: dict[str, float]
-
-
 async def measure(server: Server, running: Sequence[int], tokens: int, asked: Sequence[str]) -> list[dict[str, Any]]:
     """One row for each of `asked` and `running`, after a first load that warms up."""
     await under_generator(server, requests(max(running), 20, ()), max(running))
     rows = []
     for count in running:
         for name in asked:
-            load = asyncio.create_task(under_generator(server, requests(count, tokens, ASKED[name]), count))
-            samples = [sample async for sample in watch(server, load)]
-            await load
+            samples = await watched(server, requests(count, tokens, ASKED[name]), count)
             rows.append({"asked": name, "running": count, **cost(samples, count)})
             print(f"{count} running, {name}: {rows[-1]['ms_a_step']:.2f} ms a step", file=sys.stderr)
     return rows
+
+
+async def watched(server: Server, bodies: Sequence[bytes], count: int) -> list[Sample]:
+    """What meter and processes say while these are answered, `count` at a time."""
+    load = asyncio.create_task(under_generator(server, bodies, count))
+    samples = [sample async for sample in server.samples(lambda _: load.done())]
+    await load
+    return samples
 
 
 def requests(count: int, tokens: int, without: Sequence[str]) -> list[bytes]:
@@ -126,35 +119,12 @@ def requests(count: int, tokens: int, without: Sequence[str]) -> list[bytes]:
     return bodies
 
 
-async def watch(server: Server, load: asyncio.Task[None]) -> AsyncIterator[Sample]:
-    """What the meter and the processes say until the load is over."""
-    processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
-    names = ["engine" if ENGINE in " ".join(process.cmdline()) else "server" for process in processes]
-    while not load.done():
-        reading = read_meter(server.meter)
-        assert reading is not None, "the engine is gone"
-        cpu = {"engine": 0.0, "server": 0.0}
-        for name, process in zip(names, processes, strict=True):
-            times = process.cpu_times()
-            cpu[name] += times.user + times.system
-        yield Sample(reading, cpu)
-        await asyncio.sleep(READ_SECONDS)
-
-
 def cost(samples: Sequence[Sample], running: int) -> dict[str, float]:
     """What a step took while exactly so many requests ran."""
     full = [sample for sample in samples if sample.reading.running == running]
     if len(full) < 2 or full[-1].reading.steps == full[0].reading.steps:
         raise RuntimeError(f"{running} requests never ran at once for long enough: ask for more --tokens")
-    first, last = full[0], full[-1]
-    seconds = last.reading.clock - first.reading.clock
-    steps = last.reading.steps - first.reading.steps
-    return {
-        "steps": steps,
-        "ms_a_step": 1000 * seconds / steps,
-        "tokens_per_second": (last.reading.tokens - first.reading.tokens) / seconds,
-        **{f"{name}_cores": (last.cpu[name] - first.cpu[name]) / seconds for name in first.cpu},
-    }
+    return work(full)
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:

@@ -10,10 +10,22 @@ seeds, lengths), over the same route, with logprobs and answers as arrays:
                 once, and no weights are sent
   bare          as many coroutines as the server has lanes, each with one connection; what comes back is counted
 
-Answers have log-normal lengths. Tokens are counted by the engine itself (its step meter: prompts and answers), over
-the middle of the load: from the moment at which a fifth of all tokens is there to the one at which four fifths are, so
-that neither filling nor draining counts. The server's prefix cache is emptied before each load, and a first load by the
-orchestrator warms up and writes down the requests.
+Answers have log-normal lengths. A first load by the orchestrator warms up, writes down the requests, and finds out how
+many tokens the engine has computed when the last of them is sent. Every other load is measured from a tenth of that to
+0.95 of it: by the engine's own count (its step meter), between the same two points of the same work, while every lane
+is taken. So neither filling nor draining counts. At the second point the load ends: its connections are closed, and the
+next begins when the engine runs nothing any more, with an empty prefix cache.
+
+One load is worth little. The engine's process is at a whole core, so steps take longer by a tenth or a third for
+seconds at a time, whoever asks. So loads go in pairs, in the order A B, B A, A B, ..., and the ratio is
+estimated from those of the pairs, with the interval that it lies in (`paired.py` says how, and what it assumes). The
+aim is met when the whole interval is above it.
+
+A ratio of tokens/s is one of tokens a step times one of steps a second. The first is all that a driver decides by what
+it asks for and when (a lane that stands empty is a token less in every step), and hardly varies from load to load. The
+second also holds how fast the machine was. With each load stand mean running requests, share of steps that began
+requests (they cost more), time without a step, and the cores that the engine's process, the one that speaks HTTP and
+this one took.
 """
 
 from __future__ import annotations
@@ -21,18 +33,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import secrets
 import statistics
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from forced_lengths import Lengths, forced
+from loaded_engine import Sample, Server, started, under_generator, work
 from measure import positive, provenance, require_gpus
+from paired import Estimate, estimate, order_of_pair
 from rich.console import Console
 from rich.table import Table
 from whole_run import (
@@ -50,21 +66,31 @@ from whole_run import (
 )
 
 from telescope.config import TelescopeConfig
+from telescope.environments.launcher import Launcher
+from telescope.environments.records import RendererSpec
 from telescope.inference import vllm_adapter as wire
 from telescope.inference.client import EngineClient
-from telescope.inference.server import InferenceServer, ServerStatus
-from telescope.inference.step_meter import meter_path, read_meter
 from telescope.orchestrator.fake_run import FakeWeightSync, fake_run
 from telescope.orchestrator.supervise import Supervisor
 
 AIM = 0.97
+LOADS = ("orchestrator", "bare")
 RESET_CACHE_ROUTE = "/reset_prefix_cache"
-READ_SECONDS = 0.05
-MIDDLE = (0.2, 0.8)
-"""Shares of all tokens between which tokens/s is taken."""
+WINDOW = (0.1, 0.95)
+"""From where to where a load is measured, in tokens computed when the last request is sent."""
+LOAD_TIMEOUT = 600.0
+LAUNCHER_TIMEOUT = 120.0
+RATIOS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "tokens_per_second": lambda load: load["tokens_per_second"],
+    "tokens_a_step": lambda load: load["tokens_a_step"],
+    "steps_per_second": lambda load: 1000 / load["ms_a_step"],
+}
+"""What is compared; the first is the product of the others."""
+CORES = ("engine", "server", "driver")
 
 
 def main() -> int:
+    begun = time.monotonic()
     arguments = parse()
     lengths = QUICK_LENGTHS if arguments.quick else LENGTHS
     shape = arguments.shape or (QUICK_SHAPE if arguments.quick else "qwen2.5-3b")
@@ -76,8 +102,10 @@ def main() -> int:
         fields |= {"inference_num_workers": 1, "model": str(model)} | fields_of(arguments.set)
         fields["inference_base_port"] = arguments.port
         config = TelescopeConfig.model_validate(fields)
-        with started(config, model, folder / "throughput") as server:
-            results = asyncio.run(measure(config, server, folder / "throughput", lengths, arguments))
+        deadline = begun + arguments.seconds if arguments.seconds else None
+        with started(config, model, folder / "throughput", arguments.engine_cores) as server:
+            bench = Bench(config, server, folder / "throughput", lengths, arguments.requests)
+            results = asyncio.run(bench.measure(arguments.repeats, deadline))
     show(results)
     if arguments.json:
         write_report(arguments.json, "engine_throughput", where, shape, lengths, fields, results)
@@ -88,203 +116,209 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, port=8860)
     add = parser.add_argument
-    add("--requests", type=positive, help="requests of one load (default: 6 for each lane)")
-    add("--repeats", type=positive, default=3, help="times that each of the two loads the server (default: 3)")
+    add("--requests", type=positive, help="requests of one load (default: 3 for each lane)")
+    add("--repeats", type=positive, default=6, help="pairs of loads, fewer when --seconds are over (default: 6)")
+    add("--seconds", type=positive, help="begin no pair that may end later than this after the benchmark's start")
+    add("--engine-cores", type=positive, help="cores that the engine has for its own (default: all are everybody's)")
     arguments = parser.parse_args()
     require_gpus(parser, quick=arguments.quick)
     return arguments
 
 
-class Server:
-    """The server with its client, and the handle that the orchestrator's pool asks for its state."""
+@dataclass(frozen=True)
+class Span:
+    """The measured part of a load, in tokens that the engine has computed since its beginning."""
 
-    def __init__(self, server: InferenceServer, url: str, secret: str, meter: Path) -> None:
+    low: float
+    high: float
+
+    def of(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples in it, of those up to the first at or beyond `high`."""
+        begin = samples[0].reading.tokens
+        return [sample for sample in samples if sample.reading.tokens - begin >= self.low]
+
+
+class Bench:
+    """Loads for one server, of as many requests as make whole batches. `folder` gets the records of its runs."""
+
+    def __init__(
+        self, config: TelescopeConfig, server: Server, folder: Path, lengths: Lengths, requests: int | None
+    ) -> None:
+        batch = config.prompts_batch_size_for_trainer * config.group_size
+        steps = max(2, round((requests or 3 * config.lanes_per_server) / batch))
+        # Lanes alone bound what is in flight, as in a run that is ahead of its trainer.
+        self._config = config.replace(number_of_steps=steps, max_async_rollout=steps)
+        self._requests = steps * batch
         self._server = server
-        self.meter = meter
-        self.url = url
-        self.secret = secret
+        self._folder = folder
+        self._lengths = lengths
+        folder.mkdir(parents=True, exist_ok=True)
 
-    async def status(self) -> ServerStatus:
-        return self._server.status()
+    async def measure(self, repeats: int, deadline: float | None) -> dict[str, Any]:
+        """Load the server by turns until there are `repeats` pairs, or time (monotonic) is over; what came of it."""
+        loads: list[dict[str, Any]] = []
+        async with launched(self._config.model, self._folder) as launcher:
+            trace, span = await self._warm_up(launcher)
+            longest = 0.0
+            for pair in range(repeats):
+                begun = time.monotonic()
+                if pair and deadline is not None and begun + longest > deadline:
+                    break
+                for load in order_of_pair(pair, LOADS):
+                    samples = await self._load(load, f"run-{pair}", launcher, trace, span)
+                    loads.append({"load": load, "pair": pair, **work(span.of(samples))})
+                    print(f"{load}: {loads[-1]['tokens_per_second']:,.0f} tokens/s", file=sys.stderr)
+                longest = max(longest, time.monotonic() - begun)
+        what = {"requests": self._requests, "lanes": self._config.lanes_per_server, "window": asdict(span)}
+        return what | compared(loads) | {"runs": loads}
 
-    async def dump_stacks(self) -> str:
-        return ""
+    async def _warm_up(self, launcher: Launcher) -> tuple[list[bytes], Span]:
+        """The bodies of the requests in the order of sending, and what is to be measured of a load of them."""
+        sent: list[bytes] = []
+        samples = await self._under_orchestrator("warm-up", launcher, sent, lambda _: len(sent) >= self._requests)
+        tokens = samples[-1].reading.tokens - samples[0].reading.tokens
+        print(f"warm-up: {tokens:,} tokens until the last of {len(sent)} requests was sent", file=sys.stderr)
+        return sent, Span(*(share * tokens for share in WINDOW))
 
-    @property
-    def pid(self) -> int:
-        """Of the process that answers; the engine's are its children."""
-        return self._server.info().pid
+    async def _load(self, load: str, name: str, launcher: Launcher, trace: Sequence[bytes], span: Span) -> list[Sample]:
+        """Samples from the beginning of a load until its window closes."""
+        begin = self._server.reading().tokens
 
-    def client(self) -> EngineClient:
-        return EngineClient(self.url, self.secret, with_priority=True)
+        def closes(sample: Sample) -> bool:
+            return sample.reading.tokens - begin >= span.high
 
+        if load == "bare":
+            return await self._under_generator(trace, closes)
+        sent: list[bytes] = []
+        samples = await self._under_orchestrator(name, launcher, sent, closes)
+        assert asked(sent) <= asked(trace), "the orchestrator asked for other answers"
+        return samples
 
-@contextmanager
-def started(config: TelescopeConfig, model: Path, folder: Path) -> Iterator[Server]:
-    """A vLLM server as in a run, without Ray."""
-    secret = secrets.token_urlsafe(32)
-    server = InferenceServer(config, 0, config.inference_base_port, "127.0.0.1", secret, str(model), folder)
-    try:
-        url = server.start().url
-        yield Server(server, url, secret, meter_path(folder / "inference", config.inference_base_port))
-    finally:
-        server.stop()
+    async def _under_orchestrator(
+        self, name: str, launcher: Launcher, sent: list[bytes], until: Callable[[Sample], bool]
+    ) -> list[Sample]:
+        """The loops of a run without a trainer; `sent` gets the bodies of its requests in the order of sending."""
+        encode = wire.encode_generate
 
+        def noted(*arguments: Any, **options: Any) -> bytes:
+            sent.append(encode(*arguments, **options))
+            return sent[-1]
 
-async def measure(
-    config: TelescopeConfig, server: Server, folder: Path, lengths: Lengths, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """Load the server by turns, and what came of it."""
-    batch = config.prompts_batch_size_for_trainer * config.group_size
-    wanted = arguments.requests or 6 * config.lanes_per_server
-    steps = max(2, round(wanted / batch))
-    # Lanes alone bound what is in flight, as in a run that is ahead of its trainer.
-    config = config.replace(number_of_steps=steps, max_async_rollout=steps)
-    runs: list[dict[str, float]] = []
-    trace: list[bytes] = []
-    for repeat in range(arguments.repeats + 1):
-        for load in ("orchestrator", "bare") if repeat else ("orchestrator",):
-            async with loaded(server) as meter:
-                if load == "orchestrator":
-                    run_dir = folder / f"run-{repeat}"
-                    sent = await under_orchestrator(config, server, run_dir, lengths)
-                    assert not trace or asked(trace) == asked(sent), "the orchestrator asked for other answers"
-                    trace = trace or sent
-                else:
-                    await under_generator(server, trace, config.lanes_per_server)
-            result = {"load": load, "repeat": repeat, **meter.result()}
-            print(f"{load}: {result['tokens_per_second']:,.0f} tokens/s", file=sys.stderr)
-            if repeat:
-                runs.append(result)
-    medians = {
-        load: statistics.median(run["tokens_per_second"] for run in runs if run["load"] == load)
-        for load in ("orchestrator", "bare")
-    }
-    return {
-        "requests": len(trace),
-        "lanes": config.lanes_per_server,
-        "tokens_per_second": medians,
-        "ratio": medians["orchestrator"] / medians["bare"],
-        "runs": runs,
-    }
+        async def no_weights(self: FakeWeightSync) -> dict[str, float]:
+            return {}
 
+        async with self._client() as client:
+            with (
+                forced(self._lengths),
+                patch.object(wire, "encode_generate", noted),
+                patch.object(FakeWeightSync, "sync", no_weights),
+            ):
+                run_dir = self._folder / name
+                async with fake_run(self._config, run_dir, [self._server], [client], launcher=launcher) as run:
+                    supervisor = Supervisor()
+                    supervisor.spawn(run.servers.watch(), "server watch")
+                    supervisor.spawn(run.orchestrator.run(supervisor), "orchestrator")
+                    samples: list[Sample] = await supervisor.run_until(self._watch(until))
+                    if masked := run.status.num_masked_samples:
+                        raise RuntimeError(f"{masked} samples failed under the orchestrator; see {run_dir}")
+        await self._server.until_idle()
+        return samples
 
-class TokenMeter:
-    """Reads how many tokens the engine has computed while it is loaded."""
+    async def _under_generator(self, trace: Sequence[bytes], until: Callable[[Sample], bool]) -> list[Sample]:
+        """The same requests, from as many connections as there are lanes."""
+        waiting = iter(trace)
+        async with self._client():
+            supervisor = Supervisor()
+            supervisor.spawn(under_generator(self._server, waiting, self._config.lanes_per_server), "generator")
+            samples: list[Sample] = await supervisor.run_until(self._watch(until))
+        if next(waiting, None) is None:
+            raise RuntimeError(f"{len(trace)} requests were all sent before the window closed: use more --requests")
+        await self._server.until_idle()
+        return samples
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._readings: list[tuple[float, float]] = []
+    @asynccontextmanager
+    async def _client(self) -> AsyncIterator[EngineClient]:
+        """A client of the server, whose prefix cache is emptied."""
+        client = self._server.client()
+        try:
+            await client._control("POST", RESET_CACHE_ROUTE)
+            yield client
+        finally:
+            await client.close()
 
-    async def read(self) -> None:
-        while True:
-            reading = read_meter(self._path)
-            assert reading is not None, "the engine is gone"
-            self._readings.append((reading.clock, float(reading.tokens)))
-            await asyncio.sleep(READ_SECONDS)
-
-    def result(self) -> dict[str, float]:
-        """Tokens per second over the middle of the load, and over all of it."""
-        first, last = self._readings[0][1], self._readings[-1][1]
-        (start, low), (end, high) = (self._reached(first + share * (last - first)) for share in MIDDLE)
-        begun = self._readings[0][0]
-        whole = self._reached(last)[0] - begun
-        return {
-            "tokens_per_second": (high - low) / (end - start),
-            "tokens": last - first,
-            "seconds": whole,
-            "tokens_per_second_with_ends": (last - first) / whole,
-        }
-
-    def _reached(self, tokens: float) -> tuple[float, float]:
-        """The first reading with so many tokens."""
-        return next(reading for reading in self._readings if reading[1] >= tokens)
+    async def _watch(self, until: Callable[[Sample], bool]) -> list[Sample]:
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT):
+                return [sample async for sample in self._server.samples(until)]
+        except TimeoutError:
+            raise TimeoutError(f"the window of a load did not close within {LOAD_TIMEOUT:.0f} s") from None
 
 
 @asynccontextmanager
-async def loaded(server: Server) -> AsyncIterator[TokenMeter]:
-    """Meter the server, which begins with an empty prefix cache."""
-    client = server.client()
-    await client._control("POST", RESET_CACHE_ROUTE)
-    await client.close()
-    meter = TokenMeter(server.meter)
-    reading = asyncio.create_task(meter.read())
-    await asyncio.sleep(2 * READ_SECONDS)
+async def launched(model: str, folder: Path) -> AsyncIterator[Launcher]:
+    """A fork server for the environments of all loads: it takes seconds to start."""
+    launcher = Launcher(RendererSpec(tokenizer_path=model), folder)
+    await launcher.start(LAUNCHER_TIMEOUT)
     try:
-        yield meter
-        await asyncio.sleep(3 * READ_SECONDS)
+        yield launcher
     finally:
-        reading.cancel()
-        await asyncio.wait([reading])
+        await launcher.close()
 
 
-def asked(trace: Sequence[bytes]) -> list[str]:
-    """What was asked for, whoever was to answer it when: the requests without their ids."""
-    bodies = [json.loads(body) for body in trace]
-    return sorted(json.dumps({name: body[name] for name in body if name != "request_id"}) for body in bodies)
+def asked(bodies: Sequence[bytes]) -> Counter[str]:
+    """What was asked for and how often, whoever was to answer it when: the requests without their ids."""
+    requests = [json.loads(body) for body in bodies]
+    return Counter(json.dumps({name: body[name] for name in body if name != "request_id"}) for body in requests)
 
 
-async def under_orchestrator(config: TelescopeConfig, server: Server, run_dir: Path, lengths: Lengths) -> list[bytes]:
-    """One run of the loops without a trainer; returns the bodies of its requests in the order of sending."""
-    sent: list[bytes] = []
-    encode = wire.encode_generate
-
-    def noted(*arguments: Any, **options: Any) -> bytes:
-        sent.append(encode(*arguments, **options))
-        return sent[-1]
-
-    async def no_weights(self: FakeWeightSync) -> dict[str, float]:
-        return {}
-
-    client = server.client()
-    with (
-        forced(lengths),
-        patch.object(wire, "encode_generate", noted),
-        patch.object(FakeWeightSync, "sync", no_weights),
-    ):
-        async with fake_run(config, run_dir, [server], [client]) as run:
-            supervisor = Supervisor()
-            supervisor.spawn(run.servers.watch(), "server watch")
-            await supervisor.run_until(run.orchestrator.run(supervisor))
-            masked = run.status.num_masked_samples
-    await client.close()
-    if masked:
-        raise RuntimeError(f"{masked} samples failed under the orchestrator; see {run_dir}")
-    return sent
-
-
-async def under_generator(server: Server, trace: Sequence[bytes], lanes: int) -> None:
-    """The same requests, `lanes` at a time, with as little as it takes."""
-    host, _, port = server.url.removeprefix("http://").partition(":")
-    head = (
-        f"POST {wire.GENERATE_ROUTE} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {server.secret}\r\n"
-        f"Content-Type: application/json\r\nAccept: {wire.PACKED_TYPE}, application/json\r\nContent-Length: "
-    ).encode()
-    waiting = iter(trace)
-
-    async def lane() -> None:
-        reader, writer = await asyncio.open_connection(host, int(port))
-        for body in waiting:
-            writer.write(b"%s%d\r\n\r\n%s" % (head, len(body), body))
-            answer = await reader.readuntil(b"\r\n\r\n")
-            if not answer.startswith(b"HTTP/1.1 200"):
-                raise RuntimeError(f"the server answered {answer[:200]!r}")
-            length = next(line for line in answer.lower().split(b"\r\n") if line.startswith(b"content-length:"))
-            await reader.readexactly(int(length.partition(b":")[2]))
-        writer.close()
-
-    await asyncio.gather(*(lane() for _ in range(lanes)))
+def compared(loads: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The orchestrator's loads against the bare ones, pair by pair."""
+    pairs = [
+        {load["load"]: load for load in loads if load["pair"] == pair} for pair in sorted({x["pair"] for x in loads})
+    ]
+    estimates = {
+        name: estimate([value(pair["orchestrator"]) / value(pair["bare"]) for pair in pairs])
+        for name, value in RATIOS.items()
+    }
+    whole = estimates["tokens_per_second"]
+    return {
+        "tokens_per_second": {
+            name: statistics.median(load["tokens_per_second"] for load in loads if load["load"] == name)
+            for name in LOADS
+        },
+        "ratio": whole.ratio,
+        "aim": AIM,
+        "aim_is": whole.says(AIM),
+        "estimates": {name: asdict(value) for name, value in estimates.items()},
+    }
 
 
 def show(results: dict[str, Any]) -> None:
     table = Table(title=f"Engine throughput, {results['requests']:,} requests, {results['lanes']} at a time")
-    for title in ("load", "tokens/s", "runs", "of bare", "aim"):
+    titles = ("load", "tokens/s", "running", "tokens a step", "ms a step", "begin some", "idle", *CORES)
+    for title in titles:
         table.add_column(title, justify="left" if title == "load" else "right")
-    for load, tokens_per_second in results["tokens_per_second"].items():
-        runs = " ".join(f"{run['tokens_per_second']:,.0f}" for run in results["runs"] if run["load"] == load)
-        share, aim = (f"{results['ratio']:.1%}", f"{AIM:.0%}") if load == "orchestrator" else ("", "")
-        table.add_row(load, f"{tokens_per_second:,.0f}", runs, share, aim)
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    for run in results["runs"]:
+        table.add_row(
+            run["load"],
+            f"{run['tokens_per_second']:,.0f}",
+            f"{run['running']:.1f}",
+            f"{run['tokens_a_step']:.1f}",
+            f"{run['ms_a_step']:.2f}",
+            f"{run['beginning_share']:.1%}",
+            f"{run['idle_share']:.1%}",
+            *(f"{run[f'{name}_cores']:.0%}" for name in CORES),
+        )
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    console.print(table)
+    estimates = {name: Estimate(**value) for name, value in results["estimates"].items()}
+    whole = estimates["tokens_per_second"]
+    console.print(
+        f"orchestrator of bare: {whole} with {whole.confidence:.0%} confidence, {whole.pairs} pairs; "
+        f"aim {AIM:.0%}: {results['aim_is']}\n"
+        f"of it tokens a step {estimates['tokens_a_step']}, steps a second {estimates['steps_per_second']}",
+        highlight=False,
+    )
 
 
 if __name__ == "__main__":

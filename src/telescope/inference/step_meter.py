@@ -25,9 +25,9 @@ from telescope.inference.auth import Application, Message, Receive, Scope, Send
 STEP_METER_VARIABLE = "TELESCOPE_STEP_METER"
 """Path of the file, in the environment of every process of a server."""
 
-_LAYOUT = struct.Struct("<QQddQQQ")
+_LAYOUT = struct.Struct("<QQddQQQQ")
 """Number of writes begun and ended (odd while one is under way), the writer's pid, busy seconds so far, since when
-a step is scheduled (0: none is), steps, tokens, running requests."""
+a step is scheduled (0: none is), steps, tokens, running requests, steps that began requests."""
 _WRITES = struct.Struct("<Q")
 
 READ_ATTEMPTS = 1000
@@ -45,6 +45,8 @@ class StepReading:
     """Tokens that finished steps computed: sampled ones and those of prompts."""
     running: int
     """Requests that the last finished step left in the batch."""
+    beginning_steps: int = 0
+    """Of `steps`, those that began requests. They compute prompts, and a GPU cannot replay them whole as a graph."""
 
 
 class StepMeter:
@@ -66,6 +68,7 @@ class StepMeter:
         self._steps = 0
         self._tokens = 0
         self._running = 0
+        self._beginning_steps = 0
         self._write()
 
     def scheduled(self) -> None:
@@ -75,13 +78,14 @@ class StepMeter:
             self._busy_since = self._now()
             self._write()
 
-    def finished(self, tokens: int, running: int) -> None:
-        """The oldest of them has finished: it computed `tokens`, and `running` requests are left."""
+    def finished(self, tokens: int, running: int, *, began: bool = False) -> None:
+        """The oldest of them has finished: it computed `tokens`, began requests or not, and left `running` of them."""
         assert self._in_flight > 0, "a step finished that was not scheduled"
         self._in_flight -= 1
         self._steps += 1
         self._tokens += tokens
         self._running = running
+        self._beginning_steps += began
         if self._in_flight == 0:
             self._busy_seconds += self._now() - self._busy_since
             self._busy_since = 0.0
@@ -91,7 +95,7 @@ class StepMeter:
         self._writes += 1
         _WRITES.pack_into(self._memory, 0, self._writes)
         state = (self._pid, self._busy_seconds, self._busy_since, self._steps, self._tokens, self._running)
-        _LAYOUT.pack_into(self._memory, 0, self._writes, *state)
+        _LAYOUT.pack_into(self._memory, 0, self._writes, *state, self._beginning_steps)
         self._writes += 1
         _WRITES.pack_into(self._memory, 0, self._writes)
 
@@ -101,13 +105,13 @@ def read_meter(path: Path) -> StepReading | None:
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), _LAYOUT.size, access=mmap.ACCESS_READ) as memory:
             for _ in range(READ_ATTEMPTS):
-                writes, pid, busy_seconds, busy_since, steps, tokens, running = _LAYOUT.unpack_from(memory)
+                writes, pid, busy_seconds, busy_since, *counters = _LAYOUT.unpack_from(memory)
                 clock = time.monotonic()
                 if not _runs(pid):
                     return None  # killed in mid-step, it would be busy for ever
                 if writes % 2 == 0 and _WRITES.unpack_from(memory)[0] == writes:
                     busy = busy_seconds + (max(clock - busy_since, 0.0) if busy_since else 0.0)
-                    return StepReading(clock, busy, steps, tokens, running)
+                    return StepReading(clock, busy, *counters)
     except (FileNotFoundError, ValueError):  # not there yet, or still empty
         return None
     return None

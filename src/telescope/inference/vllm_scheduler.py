@@ -43,8 +43,9 @@ class GatheringScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
-        if scheduler_output.total_num_scheduled_tokens > 0:
-            self._meter.finished(scheduler_output.total_num_scheduled_tokens, len(self.running))
+        tokens = scheduler_output.total_num_scheduled_tokens
+        if tokens > 0:
+            self._meter.finished(tokens, len(self.running), began=bool(scheduler_output.scheduled_new_reqs))
         if self._is_stopped():
             self._gatherer.release(outputs, EngineCoreOutputs)
         else:

@@ -45,6 +45,16 @@ def test_busy_is_the_time_with_a_step_scheduled_and_not_finished(tmp_path: Path)
     assert (reading.busy_seconds, reading.steps, reading.tokens, reading.running) == (0.5, 2, 42, 2)
 
 
+def test_steps_that_began_requests_are_counted_among_all_steps(tmp_path: Path) -> None:
+    meter = StepMeter(tmp_path / "steps")
+    for began in (True, False, True, False):
+        meter.scheduled()
+        meter.finished(8, running=4, began=began)
+    reading = read_meter(tmp_path / "steps")
+    assert reading is not None
+    assert (reading.steps, reading.beginning_steps, reading.running, reading.tokens) == (4, 2, 4, 32)
+
+
 def test_steps_that_overlap_count_their_time_once(tmp_path: Path) -> None:
     clock = Clock()
     meter = StepMeter(tmp_path / "steps", now=clock)
