@@ -16,28 +16,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from measure import positive, provenance, require_gpus
+from measure import positive, require_gpus
 from rich.console import Console
 from rich.table import Table
-from whole_run import (
-    FIELDS,
-    LENGTHS,
-    QUICK_FIELDS,
-    QUICK_LENGTHS,
-    QUICK_SHAPE,
-    WholeRun,
-    add_arguments,
-    fields_of,
-    gpu_names,
-    packages,
-    prepare_model,
-    write_report,
-)
+from whole_run import Case, WholeRun, add_case_arguments
 
 AIM_IDLE, AIM_THROWN_AWAY = 0.03, 0.02
 
@@ -56,24 +41,15 @@ rows
 
 def main() -> int:
     arguments = parse()
-    lengths = QUICK_LENGTHS if arguments.quick else LENGTHS
-    on_gpu = not arguments.quick
-    shape = arguments.shape or ("qwen2.5-3b" if on_gpu else QUICK_SHAPE)
-    fields = FIELDS | ({} if on_gpu else QUICK_FIELDS) | fields_of(arguments.set)
-    ahead = fields.get("max_async_rollout", 2)
-    fields["number_of_steps"] = arguments.warm_up + arguments.steps + ahead + 1
-    where = provenance(packages()) | {"gpus": gpu_names()}
-    with tempfile.TemporaryDirectory(prefix="telescope-end-to-end-") as temporary:
-        folder = arguments.folder or Path(temporary)
-        model = prepare_model(folder, shape, on_gpu=on_gpu)
-        with WholeRun(folder / "end-to-end", model, arguments.port, fields, lengths) as run:
+    case = Case.of(arguments)
+    ahead = case.fields.get("max_async_rollout", 2)
+    case.fields["number_of_steps"] = arguments.warm_up + arguments.steps + ahead + 1
+    with case.prepared("end-to-end") as run:
+        with run:
             steps = run.wait(arguments.timeout)
         results = results_of(run, arguments.warm_up, min(arguments.steps, steps - arguments.warm_up))
-        if arguments.keep_log is not None:
-            arguments.keep_log.write_text(run.log.read_text(errors="replace"))
     show(results)
-    if arguments.json:
-        write_report(arguments.json, "end_to_end", where, shape, lengths, fields, {"results": results})
+    case.report("end_to_end", results)
     return 0
 
 
@@ -81,12 +57,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_arguments(parser, port=8850)
+    add_case_arguments(parser, port=8850)
     add = parser.add_argument
     add("--steps", type=positive, help="measured training steps (default: 30, with --quick 6)")
-    add("--warm-up", type=int, default=3, help="steps before them (default: 3)")
     add("--timeout", type=float, default=1800.0, help="seconds after which it is stopped; the steps so far count")
-    add("--keep-log", type=Path, metavar="FILE", help="keep what the run printed")
     arguments = parser.parse_args()
     require_gpus(parser, quick=arguments.quick)
     arguments.steps = arguments.steps or (6 if arguments.quick else 30)

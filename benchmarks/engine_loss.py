@@ -22,29 +22,15 @@ import argparse
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from measure import provenance, require_gpus
+from measure import require_gpus
 from rich.console import Console
 from rich.table import Table
-from whole_run import (
-    FIELDS,
-    LENGTHS,
-    QUICK_FIELDS,
-    QUICK_LENGTHS,
-    QUICK_SHAPE,
-    WholeRun,
-    add_arguments,
-    fields_of,
-    gpu_names,
-    packages,
-    prepare_model,
-    write_report,
-)
+from whole_run import Case, WholeRun, add_case_arguments
 
 AIM_SECONDS = 10.0
 FULL = 0.9
@@ -54,35 +40,25 @@ NOTICED, BACK = "inference server {} is taken out", "inference server {} is back
 
 def main() -> int:
     arguments = parse()
-    lengths = QUICK_LENGTHS if arguments.quick else LENGTHS
-    shape = arguments.shape or (QUICK_SHAPE if arguments.quick else "qwen2.5-3b")
-    quick = QUICK_FIELDS | {"inference_num_workers": 2} if arguments.quick else {}
-    fields = FIELDS | quick | {"number_of_steps": 1_000_000} | fields_of(arguments.set)
-    where = provenance(packages()) | {"gpus": gpu_names()}
-    with tempfile.TemporaryDirectory(prefix="telescope-engine-loss-") as temporary:
-        folder = arguments.folder or Path(temporary)
-        model = prepare_model(folder, shape, on_gpu=not arguments.quick)
-        with WholeRun(folder / "engine-loss", model, arguments.port, fields, lengths) as run:
+    case = Case.of(arguments, inference_num_workers=2)
+    case.fields.setdefault("number_of_steps", 1_000_000)  # it is stopped
+    with case.prepared("engine-loss") as run:
+        with run:
             results = lose_engine(run, arguments)
-        results["samples"] = account(run, fields.get("group_size", 8))
-        if arguments.keep_log is not None:
-            arguments.keep_log.write_text(run.log.read_text(errors="replace"))
+        results["samples"] = account(run, case.fields.get("group_size", 8))
     show(results)
-    if arguments.json:
-        write_report(arguments.json, "engine_loss", where, shape, lengths, fields, {"results": results})
+    case.report("engine_loss", results)
     return 0
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, port=8870)
+    add_case_arguments(parser, port=8870)
     add = parser.add_argument
     add("--before", type=float, default=20.0, help="seconds of training before the kill, after --warm-up steps")
-    add("--warm-up", type=int, default=3, help="steps that do not count (default: 3)")
     add("--after", type=float, default=10.0, help="seconds of training after everything is back")
     add("--timeout", type=float, default=600.0, help="seconds for the start, and for coming back")
     add("--full-within", type=float, default=60.0, help="seconds for full throughput after that")
-    add("--keep-log", type=Path, metavar="FILE", help="keep what the run printed")
     arguments = parser.parse_args()
     require_gpus(parser, quick=arguments.quick)
     return arguments

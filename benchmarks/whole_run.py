@@ -11,18 +11,19 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from forced_lengths import Lengths
-from measure import REPOSITORY
+from measure import REPOSITORY, provenance
 from random_model import SHAPES
 
 from telescope.inference.step_meter import StepReading, meter_path, read_meter
@@ -210,8 +211,56 @@ class WholeRun:
         return sorted((r for r in rows if text in r["message"] and r["time"] >= since), key=lambda row: row["time"])
 
 
+@dataclass(frozen=True)
+class Case:
+    """What the arguments of a benchmark ask for, and where it is measured. Fields may be set until it is prepared."""
+
+    arguments: argparse.Namespace
+    shape: str
+    lengths: Lengths
+    fields: dict[str, Any]
+    where: dict[str, Any]
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace, **quick_fields: Any) -> Case:
+        """The README's example; with --quick the tiny model on the CPU, with `quick_fields`. --set wins over all."""
+        quick = arguments.quick
+        return cls(
+            arguments,
+            shape=arguments.shape or (QUICK_SHAPE if quick else "qwen2.5-3b"),
+            lengths=QUICK_LENGTHS if quick else LENGTHS,
+            fields=FIELDS | (QUICK_FIELDS | quick_fields if quick else {}) | fields_of(arguments.set),
+            where=provenance(packages()) | {"gpus": gpu_names()},
+        )
+
+    @contextmanager
+    def prepared(self, name: str) -> Iterator[WholeRun]:
+        """A run that is not started yet, and its model, in --folder or in one that goes when this is left."""
+        arguments = self.arguments
+        with tempfile.TemporaryDirectory(prefix=f"telescope-{name}-") as temporary:
+            folder = arguments.folder or Path(temporary)
+            model = prepare_model(folder, self.shape, on_gpu=not arguments.quick)
+            run = WholeRun(folder / name, model, arguments.port, self.fields, self.lengths)
+            yield run
+            if arguments.keep_log is not None:
+                arguments.keep_log.write_text(run.log.read_text(errors="replace"))
+
+    def report(self, benchmark: str, results: dict[str, Any]) -> None:
+        """Write them where --json says, if it does."""
+        path = self.arguments.json
+        if path:
+            write_report(path, benchmark, self.where, self.shape, self.lengths, self.fields, {"results": results})
+
+
+def add_case_arguments(parser: argparse.ArgumentParser, *, port: int) -> None:
+    """What a `Case` takes."""
+    add_arguments(parser, port=port)
+    parser.add_argument("--warm-up", type=int, default=3, help="training steps that do not count (default: 3)")
+    parser.add_argument("--keep-log", type=Path, metavar="FILE", help="keep what the run printed")
+
+
 def add_arguments(parser: argparse.ArgumentParser, *, port: int) -> None:
-    """What every benchmark of a whole run takes."""
+    """What every benchmark of real engines takes."""
     add = parser.add_argument
     add("--shape", choices=list(SHAPES), help="shape of the model (default: qwen2.5-3b, with --quick tiny)")
     add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the configuration")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,3 +145,18 @@ def test_a_report_does_not_say_where_the_sources_lay(tmp_path: Path) -> None:
     report = (tmp_path / "report.json").read_text()
     assert '"benchmarks/environments"' in report
     assert str(REPOSITORY) not in report
+
+
+def test_what_is_set_wins_over_what_a_benchmark_sets_and_that_over_the_quick_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from whole_run import FIELDS, QUICK_FIELDS, Case, add_case_arguments
+
+    monkeypatch.setattr("whole_run.gpu_names", list)
+    parser = ArgumentParser()
+    add_case_arguments(parser, port=1)
+    case = Case.of(parser.parse_args(["--quick", "--set", "group_size=3", "device=cuda"]), inference_num_workers=2)
+    assert case.fields == FIELDS | QUICK_FIELDS | {"inference_num_workers": 2, "group_size": 3, "device": "cuda"}
+    assert case.shape == "tiny"
+    case = Case.of(parser.parse_args(["--shape", "qwen2.5-0.5b"]), inference_num_workers=2)
+    assert (case.fields, case.shape) == (FIELDS, "qwen2.5-0.5b")
