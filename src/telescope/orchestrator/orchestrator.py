@@ -25,12 +25,12 @@ import numpy as np
 from telescope.config import TelescopeConfig
 from telescope.environments.records import PreparedPrompt
 from telescope.errors import InfrastructureError, RunError
+from telescope.garbage import rare_full_collections
 from telescope.orchestrator import rows
 from telescope.orchestrator.batches import Batch, form_batch
 from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.changes import Changes
 from telescope.orchestrator.draws import FIRST_DRAW, Draw, DrawPosition, DrawSequence, request_seed
-from telescope.orchestrator.garbage import rare_full_collections
 from telescope.orchestrator.groups import DiscardStreak, Group, Signal, zero_advantage_kind
 from telescope.orchestrator.journal import Journal, TrainedStep
 from telescope.orchestrator.prompts import PromptBuffer

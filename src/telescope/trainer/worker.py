@@ -1,6 +1,7 @@
 """One rank of the trainer, as the cluster drives it: a plain class that an actor wraps.
 
-Owns the process: threads, device, the process group, and the time between steps. The work itself is the backend's.
+Owns the process: threads, device, the process group, what Python's cycle collector visits, and the time between steps.
+The work itself is the backend's.
 Invariants: every method but `setup` needs `setup` first, and is called on all ranks in the same order; a wait for other
 ranks ends after `COLLECTIVE_TIMEOUT` with an error in every rank that is still alive.
 """
@@ -8,6 +9,7 @@ ranks ends after `COLLECTIVE_TIMEOUT` with an error in every rank that is still 
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import socket
 import time
@@ -22,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from telescope.config.memory import trainer_share
 from telescope.errors import ConfigError
+from telescope.garbage import leave_out_what_exists
 from telescope.trainer.backends import TensorMeta, TrainingBackend, find_backend
 from telescope.trainer.batch import Span, StepInput, StepResult
 from telescope.trainer.metrics import reduce_max
@@ -106,6 +109,7 @@ class Trainer:
         backend = find_backend(config.train_backend)(config, self.rank, self.world_size, device)
         backend.init()
         self._backend = backend
+        leave_out_what_exists()
         self._idle_since = time.time()
         return TrainerInfo(
             num_parameters=backend.num_parameters,
@@ -142,12 +146,16 @@ class Trainer:
         """Compile before the first step what it would compile. Returns when that was. Collective."""
         started = time.time()
         self.backend.warm_up()
+        ended = time.time()
+        leave_out_what_exists()
         self._idle_since = time.time()
-        return Span("compile", started, self._idle_since, self.rank)
+        return Span("compile", started, ended, self.rank)
 
     def restart(self) -> None:
         """Start over from the weights that the config names, with a fresh optimiser. Collective."""
+        gc.unfreeze()  # what this replaces may lie in cycles
         self.backend.init()
+        leave_out_what_exists()
         self._idle_since = time.time()
 
     def train_step(self, step_input: StepInput) -> StepResult:
@@ -214,6 +222,7 @@ class Trainer:
     def shutdown(self) -> None:
         """Leave the process group. Calling it again changes nothing."""
         self._backend = None
+        gc.unfreeze()
         if dist.is_initialized():
             dist.destroy_process_group()
 

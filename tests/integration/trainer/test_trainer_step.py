@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -229,3 +231,21 @@ def test_what_is_sent_to_engines_is_cast_before_it_is_gathered(one_rank, monkeyp
 
 def test_every_field_that_these_tests_set_is_one_of_the_configuration():
     assert set(vars(make_config("a/model"))) - {"hash"} <= set(TelescopeConfig.model_fields)
+
+
+def test_a_collection_of_cycles_between_steps_visits_little_of_what_a_rank_holds(one_rank):
+    trainer = one_rank("untied", model_dtype="float32")
+    for step in range(2):
+        trainer.train_step(packed(make_samples(LENGTHS), step=step))
+    visited, left_out = len(gc.get_objects()), gc.get_freeze_count()
+    assert visited < 0.1 * left_out
+    trainer.shutdown()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_restart_leaves_nothing_of_the_model_before(one_rank):
+    trainer = one_rank("untied", model_dtype="float32")
+    before = weakref.ref(trainer.backend.policy)
+    trainer.restart()
+    assert before() is None
+    assert gc.get_freeze_count() > 0

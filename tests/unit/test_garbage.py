@@ -1,10 +1,11 @@
 """The cycle collector is quiet during a run and as it was afterwards."""
 
 import gc
+import weakref
 
 import pytest
 
-from telescope.orchestrator.garbage import THRESHOLDS, rare_full_collections
+from telescope.garbage import THRESHOLDS, leave_out_what_exists, rare_full_collections
 
 LONGEST_PAUSE_CONTAINERS = 6_000
 """What a collection may visit when all that is young is alive, at about 1 us each: 6 ms."""
@@ -42,3 +43,22 @@ def test_it_is_undone_after_a_failure_too() -> None:
     with pytest.raises(KeyError), rare_full_collections():
         raise KeyError("a loop failed")
     assert gc.get_threshold() == before
+
+
+class InACycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_what_was_left_out_and_died_is_freed_by_the_next_call() -> None:
+    alive = InACycle()
+    seen = weakref.ref(alive)
+    try:
+        leave_out_what_exists()
+        del alive
+        gc.collect()
+        assert seen() is not None
+        leave_out_what_exists()
+        assert seen() is None
+    finally:
+        gc.unfreeze()
