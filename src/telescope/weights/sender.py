@@ -192,6 +192,7 @@ class _Send:
         self.start = time.monotonic()
         self.deadline = self.start + update.timeout_seconds
         self.report = SendReport(update.version, update.num_bytes, 0, 0.0, 0.0, 0.0)
+        self.weights_device = sender._device
         self.device = torch.device("cpu") if sender._cpu_staging else sender._device
         self.staged_from_gpu = sender._cpu_staging and sender._device.type == "cuda"
         self.pinned = self.staged_from_gpu and sender._pin_memory
@@ -258,7 +259,7 @@ class _Send:
             target = flat[entry.offset : entry.offset + entry.numel].view(entry.shape)
             target.copy_(cast, non_blocking=self.pinned)
         if flat is not None and self.staged_from_gpu:
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(self.weights_device).synchronize()  # which need not be the current device
         return flat
 
     def _next(self) -> tuple[str, torch.Tensor]:

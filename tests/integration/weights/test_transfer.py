@@ -9,6 +9,8 @@ import pytest
 import torch
 from tests.integration.weights.transfer_harness import Engines, expected, update_of, weights
 
+from telescope.weights.sender import WeightSender
+
 
 @pytest.fixture
 def engines() -> Iterator[Engines]:
@@ -90,6 +92,24 @@ def test_a_peer_learns_at_once_that_the_sender_is_gone(engines: Engines) -> None
     time.sleep(0.2)
     engines.sender.disconnect(0, "the trainer ends")
     assert "the trainer ends" in str(peers.answers()[0]["error"])
+
+
+def test_staging_waits_for_copies_from_the_gpu_that_has_the_weights_not_from_the_current_one(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[torch.device] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.synchronize = lambda: waited.append(device)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    engines.sender = WeightSender(device="cuda:1", cpu_staging=True, pin_memory=False, track_spans=False)
+    tensors = weights()
+    peers = engines.start(0, [update_of(tensors)])
+    report = engines.sender.send(iter(tensors.items()), update_of(tensors), [0])
+    assert peers.answers()[0]["held"] == expected(tensors, torch.float32)
+    assert waited == [torch.device("cuda:1")] * report.num_buckets
 
 
 def test_an_engine_can_be_connected_anew_after_a_failure(engines: Engines) -> None:
