@@ -12,7 +12,7 @@ seeds, lengths), over the same route, with logprobs and answers as arrays:
 
 Answers have log-normal lengths. A first load by the orchestrator warms up, writes down the requests, and finds out how
 many tokens the engine has computed when the last of them is sent. Every other load is measured from a tenth of that to
-0.95 of it: by the engine's own count (its step meter), between the same two points of the same work, while every lane
+nine tenths: by the engine's own count (its step meter), between the same two points of the same work, while every lane
 is taken. So neither filling nor draining counts. At the second point the load ends: its connections are closed, and the
 next begins when the engine runs nothing any more, with an empty prefix cache.
 
@@ -76,8 +76,10 @@ from telescope.orchestrator.supervise import Supervisor
 AIM = 0.97
 LOADS = ("orchestrator", "bare")
 RESET_CACHE_ROUTE = "/reset_prefix_cache"
-WINDOW = (0.1, 0.95)
-"""From where to where a load is measured, in tokens computed when the last request is sent."""
+WINDOW = (0.1, 0.9)
+"""From where to where a load is measured, in shares of the tokens computed when the last request is sent."""
+REQUESTS_PER_LANE = {False: 3, True: 6}
+"""Without and with --quick, whose answers are short: by time a load would be over before it is measured."""
 LOAD_TIMEOUT = 600.0
 LAUNCHER_TIMEOUT = 120.0
 RATIOS: dict[str, Callable[[dict[str, Any]], float]] = {
@@ -104,7 +106,8 @@ def main() -> int:
         config = TelescopeConfig.model_validate(fields)
         deadline = begun + arguments.seconds if arguments.seconds else None
         with started(config, model, folder / "throughput", arguments.engine_cores) as server:
-            bench = Bench(config, server, folder / "throughput", lengths, arguments.requests)
+            requests = arguments.requests or REQUESTS_PER_LANE[arguments.quick] * config.lanes_per_server
+            bench = Bench(config, server, folder / "throughput", lengths, requests)
             results = asyncio.run(bench.measure(arguments.repeats, deadline))
     show(results)
     if arguments.json:
@@ -116,7 +119,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, port=8860)
     add = parser.add_argument
-    add("--requests", type=positive, help="requests of one load (default: 3 for each lane)")
+    add("--requests", type=positive, help="requests of one load (default: 3 for each lane, with --quick 6)")
     add("--repeats", type=positive, default=6, help="pairs of loads, fewer when --seconds are over (default: 6)")
     add("--seconds", type=positive, help="begin no pair that may end later than this after the benchmark's start")
     add("--engine-cores", type=positive, help="cores that the engine has for its own (default: all are everybody's)")
@@ -141,15 +144,13 @@ class Span:
 class Bench:
     """Loads for one server, of as many requests as make whole batches. `folder` gets the records of its runs."""
 
-    def __init__(
-        self, config: TelescopeConfig, server: Server, folder: Path, lengths: Lengths, requests: int | None
-    ) -> None:
+    def __init__(self, config: TelescopeConfig, server: Server, folder: Path, lengths: Lengths, requests: int) -> None:
         batch = config.prompts_batch_size_for_trainer * config.group_size
-        steps = max(2, round((requests or 3 * config.lanes_per_server) / batch))
+        steps = max(2, round(requests / batch))
         # Lanes alone bound what is in flight, as in a run that is ahead of its trainer.
         self._config = config.replace(number_of_steps=steps, max_async_rollout=steps)
         self._requests = steps * batch
-        self._server = server
+        self.server = server
         self._folder = folder
         self._lengths = lengths
         folder.mkdir(parents=True, exist_ok=True)
@@ -175,14 +176,21 @@ class Bench:
     async def _warm_up(self, launcher: Launcher) -> tuple[list[bytes], Span]:
         """The bodies of the requests in the order of sending, and what is to be measured of a load of them."""
         sent: list[bytes] = []
-        samples = await self._under_orchestrator("warm-up", launcher, sent, lambda _: len(sent) >= self._requests)
-        tokens = samples[-1].reading.tokens - samples[0].reading.tokens
-        print(f"warm-up: {tokens:,} tokens until the last of {len(sent)} requests was sent", file=sys.stderr)
+        tokens = -self.server.reading().tokens
+
+        def note(body: bytes) -> None:
+            nonlocal tokens
+            sent.append(body)
+            if len(sent) == self._requests:
+                tokens += self.server.reading().tokens
+
+        await self._under_orchestrator("warm-up", launcher, note, lambda _: len(sent) >= self._requests)
+        print(f"warm-up: {tokens:,} tokens until {self._requests:,} requests were sent", file=sys.stderr)
         return sent, Span(*(share * tokens for share in WINDOW))
 
     async def _load(self, load: str, name: str, launcher: Launcher, trace: Sequence[bytes], span: Span) -> list[Sample]:
         """Samples from the beginning of a load until its window closes."""
-        begin = self._server.reading().tokens
+        begin = self.server.reading().tokens
 
         def closes(sample: Sample) -> bool:
             return sample.reading.tokens - begin >= span.high
@@ -190,19 +198,20 @@ class Bench:
         if load == "bare":
             return await self._under_generator(trace, closes)
         sent: list[bytes] = []
-        samples = await self._under_orchestrator(name, launcher, sent, closes)
+        samples = await self._under_orchestrator(name, launcher, sent.append, closes)
         assert asked(sent) <= asked(trace), "the orchestrator asked for other answers"
         return samples
 
     async def _under_orchestrator(
-        self, name: str, launcher: Launcher, sent: list[bytes], until: Callable[[Sample], bool]
+        self, name: str, launcher: Launcher, note: Callable[[bytes], None], until: Callable[[Sample], bool]
     ) -> list[Sample]:
-        """The loops of a run without a trainer; `sent` gets the bodies of its requests in the order of sending."""
+        """The loops of a run without a trainer; `note` gets the bodies of its requests in the order of sending."""
         encode = wire.encode_generate
 
         def noted(*arguments: Any, **options: Any) -> bytes:
-            sent.append(encode(*arguments, **options))
-            return sent[-1]
+            body = encode(*arguments, **options)
+            note(body)
+            return body
 
         async def no_weights(self: FakeWeightSync) -> dict[str, float]:
             return {}
@@ -214,14 +223,14 @@ class Bench:
                 patch.object(FakeWeightSync, "sync", no_weights),
             ):
                 run_dir = self._folder / name
-                async with fake_run(self._config, run_dir, [self._server], [client], launcher=launcher) as run:
+                async with fake_run(self._config, run_dir, [self.server], [client], launcher=launcher) as run:
                     supervisor = Supervisor()
                     supervisor.spawn(run.servers.watch(), "server watch")
                     supervisor.spawn(run.orchestrator.run(supervisor), "orchestrator")
                     samples: list[Sample] = await supervisor.run_until(self._watch(until))
                     if masked := run.status.num_masked_samples:
                         raise RuntimeError(f"{masked} samples failed under the orchestrator; see {run_dir}")
-        await self._server.until_idle()
+        await self.server.until_idle()
         return samples
 
     async def _under_generator(self, trace: Sequence[bytes], until: Callable[[Sample], bool]) -> list[Sample]:
@@ -229,17 +238,17 @@ class Bench:
         waiting = iter(trace)
         async with self._client():
             supervisor = Supervisor()
-            supervisor.spawn(under_generator(self._server, waiting, self._config.lanes_per_server), "generator")
+            supervisor.spawn(under_generator(self.server, waiting, self._config.lanes_per_server), "generator")
             samples: list[Sample] = await supervisor.run_until(self._watch(until))
         if next(waiting, None) is None:
             raise RuntimeError(f"{len(trace)} requests were all sent before the window closed: use more --requests")
-        await self._server.until_idle()
+        await self.server.until_idle()
         return samples
 
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[EngineClient]:
         """A client of the server, whose prefix cache is emptied."""
-        client = self._server.client()
+        client = self.server.client()
         try:
             await client._control("POST", RESET_CACHE_ROUTE)
             yield client
@@ -249,7 +258,7 @@ class Bench:
     async def _watch(self, until: Callable[[Sample], bool]) -> list[Sample]:
         try:
             async with asyncio.timeout(LOAD_TIMEOUT):
-                return [sample async for sample in self._server.samples(until)]
+                return [sample async for sample in self.server.samples(until)]
         except TimeoutError:
             raise TimeoutError(f"the window of a load did not close within {LOAD_TIMEOUT:.0f} s") from None
 
