@@ -88,7 +88,7 @@ PARTS = (
     Part("loss on a shared gpu", f"{PYTEST} tests/gpu/test_shared_gpu.py", 1, 420),
     Part("trainer tests", f"{PYTEST} tests/gpu/test_trainer_on_gpu.py tests/gpu/test_timeline_on_gpu.py", 1, 360),
     Part("memory of steps", f"{PYTEST} tests/gpu/test_memory_on_gpu.py", 1, 480),
-    # With the flash-attn-4 package 25 kernels to compile, forward and backward.
+    # With the flash-attn-4 package 24 pairs of kernels to compile, about ten seconds each.
     Part("attention kernels", f"{PYTEST} tests/gpu/test_attention_on_gpu.py", 1, 480),
     Part("two ranks", f"{PYTEST} tests/gpu/test_two_gpus.py", 2, 420),
     Part("trainer speed", f"{sys.executable} benchmarks/trainer.py --shapes 0.6b --json {{json}}", 1, 300),
