@@ -92,7 +92,7 @@ async def measure(server: Server, running: Sequence[int], tokens: int, asked: Se
     for count in running:
         for name in asked:
             samples = await watched(server, requests(count, tokens, ASKED[name]), count)
-            rows.append({"asked": name, "running": count, **cost(samples, count)})
+            rows.append({"asked": name, **cost(samples, count), "running": count})
             print(f"{count} running, {name}: {rows[-1]['ms_a_step']:.2f} ms a step", file=sys.stderr)
     return rows
 
