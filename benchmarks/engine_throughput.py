@@ -25,7 +25,7 @@ A ratio of tokens/s is one of tokens a step times one of steps a second. The fir
 it asks for and when (a lane that stands empty is a token less in every step), and hardly varies from load to load. The
 second also holds how fast the machine was. With each load stand mean running requests, share of steps that began
 requests (they cost more), time without a step, and the cores that the engine's process, the one that speaks HTTP and
-this one took.
+this one took; what the environments' processes take under the orchestrator is not counted.
 """
 
 from __future__ import annotations
@@ -200,6 +200,7 @@ class Bench:
         sent: list[bytes] = []
         samples = await self._under_orchestrator(name, launcher, sent.append, closes)
         assert asked(sent) <= asked(trace), "the orchestrator asked for other answers"
+        check_tail(len(sent) < len(trace), len(trace))
         return samples
 
     async def _under_orchestrator(
@@ -240,8 +241,7 @@ class Bench:
             supervisor = Supervisor()
             supervisor.spawn(under_generator(self.server, waiting, self._config.lanes_per_server), "generator")
             samples: list[Sample] = await supervisor.run_until(self._watch(until))
-        if next(waiting, None) is None:
-            raise RuntimeError(f"{len(trace)} requests were all sent before the window closed: use more --requests")
+        check_tail(next(waiting, None) is not None, len(trace))
         await self.server.until_idle()
         return samples
 
@@ -250,7 +250,7 @@ class Bench:
         """A client of the server, whose prefix cache is emptied."""
         client = self.server.client()
         try:
-            await client._control("POST", RESET_CACHE_ROUTE)
+            await empty_prefix_cache(client)
             yield client
         finally:
             await client.close()
@@ -272,6 +272,19 @@ async def launched(model: str, folder: Path) -> AsyncIterator[Launcher]:
         yield launcher
     finally:
         await launcher.close()
+
+
+async def empty_prefix_cache(client: EngineClient) -> None:
+    """Raises RuntimeError when vLLM, which then says so and 200, kept blocks because a request holds some."""
+    answer = json.loads(await client._control("POST", RESET_CACHE_ROUTE))
+    if not answer["success"]:
+        raise RuntimeError("the prefix cache was not emptied: requests of the last load are still in the engine")
+
+
+def check_tail(is_left: bool, requests: int) -> None:
+    """Whether a request was left when the window of a load closed, so that no lane had stood empty for want of one."""
+    if not is_left:
+        raise RuntimeError(f"{requests} requests were all sent before the window closed: use more --requests")
 
 
 def asked(bodies: Sequence[bytes]) -> Counter[str]:

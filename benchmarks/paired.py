@@ -6,8 +6,10 @@ of one and lowers that of the other.
 
 The ratio is the Hodges-Lehmann estimate over the logarithms of the pairs' ratios: the median of the means of all pairs
 of pairs. One pair that met something else does not move it far, and it needs fewer pairs than their median. Its
-interval is that of Wilcoxon's signed-rank test, which is exact for any number of pairs and assumes of their errors only
-that they are independent and as often above as below; the alternating order sees to the latter.
+interval is that of Wilcoxon's signed-rank test, which is exact for any number of pairs when their errors (of the
+logarithms) are independent and each is as likely as its negative. What drifts for longer than a pair makes neighbours'
+errors alike, and the alternating order gives these opposite signs; what comes and goes with the load itself, as a
+neighbour that is only there for one of the two, neither cancels nor shows.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@
 Each part is a process of its own with a deadline, and has its GPUs to itself; parts whose GPUs are free run side by
 side, unless `--one-at-a-time`. What needs more GPUs than there are, or more time than is left, is skipped and says so.
 Results are written before and after every part, so a machine that goes away takes only the parts in progress with it,
-and leaves their names ("running", and since when). Exit code 1 when a part failed, or none was run.
+and leaves their names ("running", and since when). Ctrl-C or SIGTERM ends what runs, and the report says so
+("interrupted"). Exit code 1 when a part failed, or none was run.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 TAIL_LINES = {"passed": 15, "failed": 150}
 """A failed part: the traceback of a test, and after it the end of its server's log."""
+LONGEST_TEXT = 2000
+"""Of results that are not JSON: characters that the report keeps."""
 FIRST_PORT = 8200
 POLL_SECONDS = 0.5
 ENDINGS = ((signal.SIGINT, 30.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0))
@@ -179,16 +182,23 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="gpu-suite-") as temporary:
         folder = arguments.folder or Path(temporary)
         suite = Suite(parts, gpu_ids(len(gpus)), folder, arguments.minutes * 60, arguments.one_at_a_time)
+
+        def note(part: Part, result: dict[str, Any]) -> None:
+            found[part.name] = asdict(part) | result
+            write_whole(arguments.json, json.dumps(report | {"parts": list(found.values())}, indent=1) + "\n")
+            took = f" ({result['took']:.0f} s)" if "took" in result else ""
+            print(f"{part.name}: {result['outcome']}{took}", flush=True)
+            if result["outcome"] == "failed":
+                print(*result["tail"], sep="\n", flush=True)
+
+        # Parts have sessions of their own: without a word from here they would outlive this process, on their GPUs.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
             for part, result in suite.results():
-                found[part.name] = asdict(part) | result
-                write_whole(arguments.json, json.dumps(report | {"parts": list(found.values())}, indent=1) + "\n")
-                took = f" ({result['took']:.0f} s)" if "took" in result else ""
-                print(f"{part.name}: {result['outcome']}{took}", flush=True)
-                if result["outcome"] == "failed":
-                    print(*result["tail"], sep="\n", flush=True)
+                note(part, result)
         finally:
-            suite.stop()
+            for part, result in suite.stop():
+                note(part, result)
     outcomes = [part["outcome"] for part in found.values()]
     if "passed" not in outcomes and "failed" not in outcomes:
         print("no part was run", file=sys.stderr)
@@ -275,10 +285,12 @@ class Suite:
             elif part.num_gpus > len(self._free):
                 before = min(before, max(running.deadline for running in self._running))
 
-    def stop(self) -> None:
-        """End what runs."""
-        for running in self._running:
+    def stop(self) -> list[tuple[Part, dict[str, Any]]]:
+        """End what runs. Returns its results, with the outcome "interrupted"."""
+        stopped, self._running = self._running, []
+        for running in stopped:
             running.end()
+        return [(running.part, running.result() | {"outcome": "interrupted"}) for running in stopped]
 
 
 class Running:
@@ -328,7 +340,6 @@ class Running:
         took = time.monotonic() - self._started
         code = self._process.returncode
         outcome = "passed" if code == 0 else "failed"
-        results = self._results
         return {
             "outcome": outcome,
             "exit_code": code,
@@ -336,8 +347,18 @@ class Running:
             "took": round(took, 1),
             "ran_out_of_time": took >= self.part.seconds,
             "tail": self._output.read_text(errors="replace").splitlines()[-TAIL_LINES[outcome] :],
-            "results": json.loads(results.read_text()) if results.exists() else None,
+            "results": self._read_results(),
         }
+
+    def _read_results(self) -> Any:
+        """What it wrote; None if nothing. A part that was killed while it wrote must not take the others with it."""
+        if not self._results.exists():
+            return None
+        text = self._results.read_text(errors="replace")
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            return {"not_json": str(error), "text": text[:LONGEST_TEXT]}
 
 
 def why_not(part: Part, num_gpus: int, seconds_left: float) -> dict[str, Any] | None:

@@ -15,7 +15,6 @@ import pytest
 from tests.integration.orchestrator.harness import FakeHandle, Ground, config_for
 
 from telescope.environments.launcher import Launcher
-from telescope.inference import vllm_adapter as wire
 from telescope.inference.client import EngineClient
 from telescope.inference.fake_engine import FakeEngineSettings
 from telescope.inference.fake_server import FakeEngineServer
@@ -89,8 +88,11 @@ async def bench_over(ground: Ground, folder: Path, monkeypatch: pytest.MonkeyPat
     async def launched(model: str, folder: Path) -> AsyncIterator[Launcher]:
         yield ground.launcher
 
+    async def empty_prefix_cache(client: EngineClient) -> None:
+        """A fake engine has none."""
+
     monkeypatch.setattr(engine_throughput, "launched", launched)
-    monkeypatch.setattr(engine_throughput, "RESET_CACHE_ROUTE", wire.RESUME_ROUTE)  # a fake engine has no such cache
+    monkeypatch.setattr(engine_throughput, "empty_prefix_cache", empty_prefix_cache)
     config = config_for(ground.tokenizer, max_concurrent_prompts_per_server=4)
     async with FakeEngineServer(ENGINE) as fake:
         yield engine_throughput.Bench(config, metered(fake), folder, Lengths(16, 30), REQUESTS)

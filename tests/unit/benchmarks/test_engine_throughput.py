@@ -149,6 +149,30 @@ def test_loads_are_compared_with_their_neighbour_and_the_ratio_is_that_of_its_tw
     assert found["tokens_per_second"] == {"orchestrator": 980 * 0.95, "bare": 950.0}
 
 
+async def test_a_prefix_cache_that_was_not_emptied_is_an_error() -> None:
+    from engine_throughput import empty_prefix_cache
+
+    class Client:
+        def __init__(self, answer: bytes) -> None:
+            self.answer = answer
+
+        async def _control(self, method: str, route: str) -> bytes:
+            assert (method, route) == ("POST", "/reset_prefix_cache")
+            return self.answer
+
+    await empty_prefix_cache(Client(b'{"success":true}'))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="still in the engine"):
+        await empty_prefix_cache(Client(b'{"success":false}'))  # type: ignore[arg-type]
+
+
+def test_a_load_whose_requests_were_all_sent_before_its_window_closed_is_an_error() -> None:
+    from engine_throughput import check_tail
+
+    check_tail(True, 640)
+    with pytest.raises(RuntimeError, match="640 requests were all sent"):
+        check_tail(False, 640)
+
+
 def test_requests_are_the_same_whoever_answers_them_and_whenever() -> None:
     from engine_throughput import asked
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -153,6 +154,38 @@ def test_results_are_written_before_and_after_every_part_and_a_failure_is_the_ex
     assert json.loads(report.read_text())["parts"][0]["exit_code"] == 3
     assert "no luck" in capsys.readouterr().out
     assert (kept / "breaks" / "output.txt").read_text() == "no luck\n"
+
+
+def test_results_that_end_in_mid_word_cost_their_own_part_alone(suite: ModuleType, tmp_path: Path) -> None:
+    parts = [
+        suite.Part("killed while it wrote", "printf '[1, 2' > {json}; exit 1", 1, 30),
+        part(suite, "next", 1, sleep=0),
+    ]
+    done = run(suite, tmp_path, parts, gpus=["0"])
+    assert done["killed while it wrote"]["outcome"] == "failed"
+    assert done["killed while it wrote"]["results"]["text"] == "[1, 2"
+    assert done["next"]["outcome"] == "passed"
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_suite_that_is_ended_ends_its_parts_and_its_report_says_so(
+    suite: ModuleType, tmp_path: Path, one_gpu: Callable[..., int], number: int, error: type[BaseException]
+) -> None:
+    pid_file, report = tmp_path / "pid", tmp_path / "report.json"
+    ends_it = f"kill -{number} {os.getpid()}"
+    parts = (
+        suite.Part("quick", "true", 1, 30),
+        suite.Part("long", f"echo $$ > {pid_file}; {ends_it}; exec sleep 3600", 1, 30),
+        suite.Part("never", "true", 1, 30),
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(error):
+            one_gpu(parts, "--json", str(report), "--folder", str(tmp_path / "kept"))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert outcomes(report) == {"quick": "passed", "long": "interrupted"}
+    assert not is_running(int(pid_file.read_text()))
 
 
 def test_parts_that_are_named_run_in_the_order_of_their_names_and_once(
