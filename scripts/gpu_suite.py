@@ -22,9 +22,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -191,19 +192,37 @@ def main() -> int:
             if result["outcome"] == "failed":
                 print(*result["tail"], sep="\n", flush=True)
 
-        # Parts have sessions of their own: without a word from here they would outlive this process, on their GPUs.
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        try:
-            for part, result in suite.results():
-                note(part, result)
-        finally:
-            for part, result in suite.stop():
-                note(part, result)
+        with ended_by_signals(suite):
+            try:
+                for part, result in suite.results():
+                    note(part, result)
+            finally:
+                for part, result in suite.stop():
+                    note(part, result)
+    if suite.ended_by is not None:
+        return 128 + suite.ended_by
     outcomes = [part["outcome"] for part in found.values()]
     if "passed" not in outcomes and "failed" not in outcomes:
         print("no part was run", file=sys.stderr)
         return 1
     return int("failed" in outcomes)
+
+
+@contextmanager
+def ended_by_signals(suite: Suite) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM ends the suite, between two of its steps: an exception could come between the start
+    of a part and the note of it. Parts have sessions of their own, and would outlive this process on their GPUs."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        suite.ended_by = number
+        signal.signal(number, before[number])
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def utc_now() -> str:
@@ -251,10 +270,12 @@ class Suite:
         self._one_at_a_time = one_at_a_time
         self._running: list[Running] = []
         self._num_started = 0
+        self.ended_by: int | None = None
+        """The signal after which no part is started, and `results` ends."""
 
     def results(self) -> Iterator[tuple[Part, dict[str, Any]]]:
         """Each part with its result, as they end; before that, as it is about to start, with the outcome "running"."""
-        while self._waiting or self._running:
+        while self.ended_by is None and (self._waiting or self._running):
             for part in list(self._waiting):
                 reason = why_not(part, self._num_gpus, self._ends - time.monotonic())
                 if reason is not None:
@@ -271,7 +292,7 @@ class Suite:
     def _start_what_fits(self) -> Iterator[tuple[Part, dict[str, Any]]]:
         before = float("inf")
         for part in list(self._waiting):
-            if self._one_at_a_time and self._running:
+            if self.ended_by is not None or (self._one_at_a_time and self._running):
                 return
             if part.num_gpus <= len(self._free) and time.monotonic() + part.seconds <= before:
                 self._waiting.remove(part)
