@@ -22,7 +22,7 @@ from typing import Any
 from measure import positive, require_gpus
 from rich.console import Console
 from rich.table import Table
-from whole_run import Case, WholeRun, add_case_arguments
+from whole_run import Case, WholeRun, add_case_arguments, fields_of
 
 AIM_IDLE, AIM_THROWN_AWAY = 0.03, 0.02
 
@@ -63,6 +63,8 @@ def parse() -> argparse.Namespace:
     add("--timeout", type=float, default=1800.0, help="seconds after which it is stopped; the steps so far count")
     arguments = parser.parse_args()
     require_gpus(parser, quick=arguments.quick)
+    if "number_of_steps" in fields_of(arguments.set):
+        parser.error("--set number_of_steps: it follows from --steps and --warm-up, use these")
     arguments.steps = arguments.steps or (6 if arguments.quick else 30)
     return arguments
 
@@ -70,6 +72,8 @@ def parse() -> argparse.Namespace:
 def results_of(run: WholeRun, warm_up: int, num_steps: int) -> dict[str, Any]:
     """What came of the measured steps, from the record and the meters."""
     steps = run.steps()
+    if num_steps <= 0:
+        raise RuntimeError(f"{len(steps)} steps were trained, of which {warm_up} do not count: raise --timeout")
     measured = steps[warm_up : warm_up + num_steps]
     start, end = steps[warm_up - 1]["ended_at"] if warm_up else steps[0]["started_at"], measured[-1]["ended_at"]
     seconds = end - start

@@ -241,9 +241,11 @@ class Case:
             folder = arguments.folder or Path(temporary)
             model = prepare_model(folder, self.shape, on_gpu=not arguments.quick)
             run = WholeRun(folder / name, model, arguments.port, self.fields, self.lengths)
-            yield run
-            if arguments.keep_log is not None:
-                arguments.keep_log.write_text(run.log.read_text(errors="replace"))
+            try:
+                yield run
+            finally:  # most of all when it failed: the folder goes
+                if arguments.keep_log is not None and run.log.exists():
+                    arguments.keep_log.write_text(run.log.read_text(errors="replace"))
 
     def report(self, benchmark: str, results: dict[str, Any]) -> None:
         """Write them where --json says, if it does."""

@@ -160,3 +160,39 @@ def test_what_is_set_wins_over_what_a_benchmark_sets_and_that_over_the_quick_mod
     assert case.shape == "tiny"
     case = Case.of(parser.parse_args(["--shape", "qwen2.5-0.5b"]), inference_num_workers=2)
     assert (case.fields, case.shape) == (FIELDS, "qwen2.5-0.5b")
+
+
+def test_what_a_run_printed_is_kept_when_it_failed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from whole_run import Case, add_case_arguments
+
+    monkeypatch.setattr("whole_run.gpu_names", list)
+    monkeypatch.setattr("whole_run.prepare_model", lambda folder, shape, on_gpu: folder / "model")
+    parser = ArgumentParser()
+    add_case_arguments(parser, port=1)
+    case = Case.of(parser.parse_args(["--quick", "--keep-log", str(tmp_path / "kept.log")]))
+
+    def fail(run: Any) -> None:
+        run.log.write_text("its last words")
+        raise RuntimeError("it failed")
+
+    with pytest.raises(RuntimeError, match="it failed"), case.prepared("any") as run:
+        fail(run)
+    assert (tmp_path / "kept.log").read_text() == "its last words"
+
+
+def test_a_run_that_only_warmed_up_has_no_results() -> None:
+    from end_to_end import results_of
+
+    with pytest.raises(RuntimeError, match="1 steps were trained, of which 3 do not count"):
+        results_of(Record(), 3, -2)  # type: ignore[arg-type]
+
+
+def test_the_number_of_steps_is_not_set_past_the_benchmark_that_works_it_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import end_to_end
+
+    monkeypatch.setattr(sys, "argv", ["end_to_end.py", "--quick", "--set", "number_of_steps=5"])
+    with pytest.raises(SystemExit):
+        end_to_end.parse()
+    assert "it follows from --steps and --warm-up" in capsys.readouterr().err
