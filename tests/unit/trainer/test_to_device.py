@@ -57,7 +57,7 @@ def test_arrays_that_nobody_may_write_to_are_copied():
 
 
 def test_a_long_row_is_moved_by_the_thread_that_asks():
-    """torch would wake the threads of a pool for each array, which cost up to 66 ms a row on a machine of 64 cores."""
+    """torch would wake the threads of a pool for each array, which cost up to 66 ms a row on a machine of 16 cores."""
     host = prepare(row_of(200_000, seq_len=200_000), 2)
     threads: list[int] = []
 
