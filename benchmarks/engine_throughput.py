@@ -105,13 +105,16 @@ def main() -> int:
         fields["inference_base_port"] = arguments.port
         config = TelescopeConfig.model_validate(fields)
         deadline = begun + arguments.seconds if arguments.seconds else None
+
+        def save(results: dict[str, Any]) -> None:
+            if arguments.json:
+                write_report(arguments.json, "engine_throughput", where, shape, lengths, fields, results)
+
         with started(config, model, folder / "throughput", arguments.engine_cores) as server:
             requests = arguments.requests or REQUESTS_PER_LANE[arguments.quick] * config.lanes_per_server
             bench = Bench(config, server, folder / "throughput", lengths, requests)
-            results = asyncio.run(bench.measure(arguments.repeats, deadline))
+            results = asyncio.run(bench.measure(arguments.repeats, deadline, save))
     show(results)
-    if arguments.json:
-        write_report(arguments.json, "engine_throughput", where, shape, lengths, fields, results)
     return 0
 
 
@@ -155,9 +158,15 @@ class Bench:
         self._lengths = lengths
         folder.mkdir(parents=True, exist_ok=True)
 
-    async def measure(self, repeats: int, deadline: float | None) -> dict[str, Any]:
-        """Load the server by turns until there are `repeats` pairs, or time (monotonic) is over; what came of it."""
+    async def measure(
+        self, repeats: int, deadline: float | None, save: Callable[[dict[str, Any]], None]
+    ) -> dict[str, Any]:
+        """Load the server by turns until there are `repeats` pairs, or time (monotonic) is over.
+
+        Returns what came of it, which after each pair is also saved: a benchmark that is ended keeps those before.
+        """
         loads: list[dict[str, Any]] = []
+        results: dict[str, Any] = {}
         async with launched(self._config.model, self._folder) as launcher:
             trace, span = await self._warm_up(launcher)
             longest = 0.0
@@ -170,8 +179,10 @@ class Bench:
                     loads.append({"load": load, "pair": pair, **work(span.of(samples))})
                     print(f"{load}: {loads[-1]['tokens_per_second']:,.0f} tokens/s", file=sys.stderr)
                 longest = max(longest, time.monotonic() - begun)
-        what = {"requests": self._requests, "lanes": self._config.lanes_per_server, "window": asdict(span)}
-        return what | compared(loads) | {"runs": loads}
+                what = {"requests": self._requests, "lanes": self._config.lanes_per_server, "window": asdict(span)}
+                results = what | compared(loads) | {"runs": list(loads)}
+                save(results)
+        return results
 
     async def _warm_up(self, launcher: Launcher) -> tuple[list[bytes], Span]:
         """The bodies of the requests in the order of sending, and what is to be measured of a load of them."""

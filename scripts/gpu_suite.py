@@ -309,8 +309,7 @@ class Suite:
     def stop(self) -> list[tuple[Part, dict[str, Any]]]:
         """End what runs. Returns its results, with the outcome "interrupted"."""
         stopped, self._running = self._running, []
-        for running in stopped:
-            running.end()
+        end_parts(stopped)
         return [(running.part, running.result() | {"outcome": "interrupted"}) for running in stopped]
 
 
@@ -330,7 +329,7 @@ class Running:
             # Kernels of GPUs want heads of 64 numbers.
             command = f"{RUN} tiny-model --output {words['tiny']} --num-heads 2 --num-kv-heads 1 && exec {command}"
         with self._output.open("w") as sink:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 ["bash", "-c", command],
                 cwd=REPOSITORY,
                 env=environment(gpus),
@@ -341,25 +340,14 @@ class Running:
 
     def is_over(self) -> bool:
         """Whether it has ended, if need be because its time is over."""
-        if self._process.poll() is None and time.monotonic() > self.deadline:
-            self.end()
-        return self._process.poll() is not None
-
-    def end(self) -> None:
-        """End it with everything that it started."""
-        for number, seconds in ENDINGS:
-            if self._process.poll() is not None:
-                break
-            os.killpg(self._process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(seconds)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # what is left of its group
+        if self.process.poll() is None and time.monotonic() > self.deadline:
+            end_parts([self])
+        return self.process.poll() is not None
 
     def result(self) -> dict[str, Any]:
         """How it went."""
         took = time.monotonic() - self._started
-        code = self._process.returncode
+        code = self.process.returncode
         outcome = "passed" if code == 0 else "failed"
         return {
             "outcome": outcome,
@@ -380,6 +368,21 @@ class Running:
             return json.loads(text)
         except json.JSONDecodeError as error:
             return {"not_json": str(error), "text": text[:LONGEST_TEXT]}
+
+
+def end_parts(parts: Sequence[Running]) -> None:
+    """End parts with everything that they started, all at once: each may take as long as `ENDINGS` says."""
+    for number, seconds in ENDINGS:
+        alive = [part.process for part in parts if part.process.poll() is None]
+        for process in alive:
+            os.killpg(process.pid, number)
+        deadline = time.monotonic() + seconds
+        for process in alive:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+    for part in parts:
+        with suppress(ProcessLookupError):
+            os.killpg(part.process.pid, signal.SIGKILL)  # what is left of its group
 
 
 def why_not(part: Part, num_gpus: int, seconds_left: float) -> dict[str, Any] | None:

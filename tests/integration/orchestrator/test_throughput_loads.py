@@ -102,7 +102,8 @@ async def test_loads_end_when_their_window_closes_and_leave_nothing_in_the_engin
     ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with bench_over(ground, tmp_path / "loads", monkeypatch) as bench:
-        results = await bench.measure(repeats=2, deadline=None)
+        saved: list[dict[str, Any]] = []
+        results = await bench.measure(repeats=2, deadline=None, save=saved.append)
         server = bench.server
     assert [run["load"] for run in results["runs"]] == ["orchestrator", "bare", "bare", "orchestrator"]
     assert [after.left for after in server.after] == [0] * 5
@@ -111,11 +112,13 @@ async def test_loads_end_when_their_window_closes_and_leave_nothing_in_the_engin
     for before, now in itertools.pairwise(asked):
         assert results["lanes"] < now - before < asked[0], "answers were replaced, and the load has no tail"
     assert all(run["tokens_per_second"] > 0 for run in results["runs"])
+    assert [len(kept["runs"]) for kept in saved] == [2, 4], "what is measured is kept pair by pair"
+    assert saved[-1] == results
 
 
 async def test_no_pair_begins_that_may_end_after_the_deadline(
     ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with bench_over(ground, tmp_path / "loads", monkeypatch) as bench:
-        results = await bench.measure(repeats=3, deadline=time.monotonic())
+        results = await bench.measure(repeats=3, deadline=time.monotonic(), save=lambda _: None)
     assert [run["load"] for run in results["runs"]] == ["orchestrator", "bare"], "the first pair is always measured"

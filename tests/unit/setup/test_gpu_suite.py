@@ -185,6 +185,24 @@ def test_a_suite_that_is_ended_ends_its_parts_and_its_report_says_so(
     assert not is_running(int(pid_file.read_text()))
 
 
+def test_parts_are_ended_together_so_that_none_waits_for_another_to_end(suite: ModuleType, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    ready = [tmp_path / "first-ready", tmp_path / "second-ready"]
+    wait = "while :; do sleep 0.05; done"
+    first = f"trap 'until [ -e {told} ]; do sleep 0.05; done; exit 7' INT; touch {ready[0]}; {wait}"
+    second = f"trap 'touch {told}; exit 8' INT; touch {ready[1]}; {wait}"
+    running = []
+    for name, command in (("first", first), ("second", second)):
+        (tmp_path / name).mkdir()
+        running.append(suite.Running(suite.Part(name, command, 1, 60), ["0"], tmp_path / name, 8200))
+    deadline = time.monotonic() + 30
+    while not all(path.exists() for path in ready):
+        assert time.monotonic() < deadline, "the parts did not start"
+        time.sleep(0.02)
+    suite.end_parts(running)
+    assert [part.result()["exit_code"] for part in running] == [7, 8], "the first ends when the second was told"
+
+
 def test_parts_that_are_named_run_in_the_order_of_their_names_and_once(
     suite: ModuleType, tmp_path: Path, one_gpu: Callable[..., int]
 ) -> None:
