@@ -310,6 +310,14 @@ def test_a_dry_run_shows_the_run_and_starts_nothing(train, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_dry_run_says_that_another_dataset_takes_the_place_of_the_hubs(train, tmp_path):
+    result = train("--dry-run", "--environments", "[{name: countdown, kwargs: {num_samples: 12}}]")
+    assert result.code == 0, result.err
+    said = " ".join(result.out.split())  # lines are wrapped
+    assert "Remarks of the environments · countdown: dataset is 'auto', and Jiayi-Pan/Countdown-Tasks-3to4" in said
+    assert "12 generated puzzles take its place" in said
+
+
 def test_the_example_of_the_documentation_resolves_anywhere(train):
     result = train("--dry-run", config=ROOT / "configs" / "examples" / "example_countdown.yaml")
     assert result.code == 0, result.err

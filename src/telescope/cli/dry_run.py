@@ -29,8 +29,9 @@ LONGEST_VALUE = 60  # characters of a default in the table of fields; what the u
 MOST_WORKERS_SHOWN = 64  # rows of the placement
 
 
-def print_dry_run(loaded: LoadedConfig, console: Console, try_environments: Callable[[], None]) -> None:
-    """Print everything. `try_environments` is called where the run is meant for this machine and would get that far.
+def print_dry_run(loaded: LoadedConfig, console: Console, try_environments: Callable[[], list[str]]) -> None:
+    """Print everything. `try_environments` is called where the run is meant for this machine and would get that far;
+    what it returns are remarks too.
 
     Raises `ConfigError` for what a run would refuse: before anything is printed, what is wrong on any machine
     (environments, model files); after it, what is wrong with this one (too small, a port in use), unless the run is
@@ -55,15 +56,19 @@ def print_dry_run(loaded: LoadedConfig, console: Console, try_environments: Call
     remarks += _print_memory(config, report, placement, resources, console)
     if elsewhere:
         remarks += [f"On this machine, a run would be refused: {problem}." for problem in problems]
-    if remarks:
-        console.print(Text("\nRemarks", style="bold cyan"))
-        for text in remarks:
-            console.print(Text(f"· {text}", style="yellow"))
+    _print_remarks("Remarks", remarks, console)
     if not problems and not elsewhere:
-        try_environments()
+        _print_remarks("Remarks of the environments", try_environments(), console)
     console.print("\nDry run: nothing was started.", style="dim")
     if problems and not elsewhere:
         raise ConfigError("\n".join(problems))
+
+
+def _print_remarks(title: str, remarks: list[str], console: Console) -> None:
+    if remarks:
+        console.print(Text(f"\n{title}", style="bold cyan"))
+        for text in remarks:
+            console.print(Text(f"· {text}", style="yellow"))
 
 
 def _print_config(loaded: LoadedConfig, console: Console) -> None:

@@ -108,14 +108,15 @@ def check_before_start(loaded: LoadedConfig) -> list[str]:
     from telescope.config import preflight
 
     preflight.check(loaded.config)
-    try_what_the_user_brings(loaded.config)
-    return [*loaded.notes, *preflight.find_remarks(loaded.config)]
+    notices = try_what_the_user_brings(loaded.config)
+    return [*loaded.notes, *preflight.find_remarks(loaded.config), *notices]
 
 
-def try_what_the_user_brings(config: TelescopeConfig) -> None:
+def try_what_the_user_brings(config: TelescopeConfig) -> list[str]:
     """Load the environments and the backend, before anything is made or started that would have to be taken back.
 
-    And ask vLLM for the parsers that are named: its plugins are brought by the user too.
+    And ask vLLM for the parsers that are named: its plugins are brought by the user too. Returns what the environments
+    had to tell.
     """
     from telescope.environments.trial import try_environments
     from telescope.inference.chat_parsers import check_chat_parsers
@@ -124,7 +125,7 @@ def try_what_the_user_brings(config: TelescopeConfig) -> None:
 
     try_backend(config.train_backend)
     check_chat_parsers(config)
-    try_environments(
+    return try_environments(
         environment_keys(config).specs,
         environments_path=list(config.environments_path),
         making_seconds=config.environment_timeout_seconds,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ ChatMessage = dict[str, Any]
 
 THINKING_PREFIX = "<think>\n"
 """What `add_thinking_prefix` puts after the generation prompt."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -132,6 +135,7 @@ class Environment(ABC):
     _name: str = ""
     _load_arguments: dict[str, Any] | None = None
     _samples: list[Sample] | None = None
+    _notices: tuple[str, ...] = ()
 
     def __init__(self, **kwargs: Any) -> None:
         """Takes what the subclass left over: arguments of `load_dataset`. Raises `UserError` for unknown ones."""
@@ -162,6 +166,14 @@ class Environment(ABC):
         if self._samples is None:
             self._samples = list(self.load_dataset(**(self._load_arguments or {})))
         return self._samples
+
+    def notice(self, text: str) -> None:
+        """Have a run say `text` before it trains, and record it: for what its user has to know of this environment.
+
+        Call it from the constructor or from `load_dataset`; later it only goes to the log.
+        """
+        logger.warning("%s", text)
+        self._notices = (*self._notices, text)
 
     async def prepare_resources(self) -> None:
         """Awaited before the first completion is handed over: start a pool of sandboxes, open connections.
@@ -327,6 +339,12 @@ class MultiTurnEnvironment(Environment):
     def end_rollout(self, state: RolloutState) -> Awaitable[None] | None:
         """Called once when a rollout is over (scored, failed or cancelled): give back what `state` holds."""
         return None
+
+
+def notices_of(environment: Any) -> list[str]:
+    """What an environment has said by `notice`; of an eval, what the environment that it stands on has said."""
+    owners = (environment, getattr(environment, "environment", None))
+    return [text for owner in owners if isinstance(owner, Environment) for text in owner._notices]
 
 
 def conversation(state: RolloutState) -> list[ChatMessage]:

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from typing import Any
 
-from telescope.environments.base import ChatMessage, MultiTurnEnvironment, Sample, sample_uid
+from telescope.environments.base import ChatMessage, MultiTurnEnvironment, Sample, notices_of, sample_uid
 from telescope.environments.blame import describe
 from telescope.environments.conversations import Conversations
 from telescope.environments.dialogue import why_not_extendable
@@ -127,6 +127,7 @@ class Player:
             dataset_digest=hashlib.sha256(identities.encode()).hexdigest()[:16],
             shares_resources=self.resources[position].overridden and self.resources[position].per_host,
             ends_rollouts=_ends_rollouts(environment),
+            notices=notices_of(environment),
         )
 
     def _why_not_extendable(self, spec: EnvironmentSpec, environment: Any) -> str | None:

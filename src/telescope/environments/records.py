@@ -71,6 +71,8 @@ class EnvironmentInfo:
     """It prepares resources that a host has once: one process plays all of it."""
     ends_rollouts: bool = False
     """It has an `end_rollout` of its own, which open rollouts are owed when a process ends."""
+    notices: list[str] = field(default_factory=list)
+    """What the user of a run has to know of it (`Environment.notice`)."""
 
 
 @dataclass(slots=True, frozen=True)

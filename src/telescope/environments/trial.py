@@ -15,7 +15,7 @@ from typing import Any
 
 from telescope.environments.launcher import Launcher
 from telescope.environments.process import STACK_SECONDS, WorkerProcess
-from telescope.environments.records import EnvironmentSpec, load_header
+from telescope.environments.records import EnvironmentInfo, EnvironmentSpec, load_header
 from telescope.errors import UserError
 
 SERVER_SECONDS = 120.0
@@ -33,8 +33,8 @@ def try_environments(
     making_seconds: float = 120.0,
     dataset_seconds: float = DATASET_SECONDS,
     say: Callable[[str], None] = lambda _: None,
-) -> None:
-    """Import and make every environment, and load its dataset, in a process of its own.
+) -> list[str]:
+    """Import and make every environment, and load its dataset, in a process of its own. Returns what they had to tell.
 
     `making_seconds` bounds the import and the constructor of one environment, `dataset_seconds` the loading of its
     dataset. `say` is given a line when it takes long. Call it from the main thread (see `Launcher`).
@@ -42,7 +42,7 @@ def try_environments(
     Raises `UserError` that names the environment and the fault: an error with its place, an end of the process, a hang
     with its stack, an empty dataset.
     """
-    asyncio.run(_Trial(specs, environments_path, making_seconds, dataset_seconds, say).run())
+    return asyncio.run(_Trial(specs, environments_path, making_seconds, dataset_seconds, say).run())
 
 
 class _Trial:
@@ -60,9 +60,9 @@ class _Trial:
         self._doing = "loading the environments"
         self._deadline: asyncio.TimerHandle | None = None
 
-    async def run(self) -> None:
+    async def run(self) -> list[str]:
         self._loop = asyncio.get_running_loop()
-        self._verdict: asyncio.Future[None] = self._loop.create_future()
+        self._verdict: asyncio.Future[list[str]] = self._loop.create_future()
         self._gone = asyncio.Event()
         with tempfile.TemporaryDirectory(prefix="telescope-trial-") as folder:
             launcher = Launcher(None, Path(folder))
@@ -75,7 +75,7 @@ class _Trial:
                 self._process.flush()
                 slow = self._loop.call_later(SLOW_SECONDS, lambda: self._say(f"{self._doing} ..."))
                 try:
-                    await self._verdict
+                    return await self._verdict
                 finally:
                     slow.cancel()
                     if self._deadline is not None:
@@ -92,7 +92,8 @@ class _Trial:
                 self._deadline.cancel()
             self._deadline = self._loop.call_later(self._seconds[header["stage"]], self._hangs, header["stage"])
         elif "ready" in header:
-            self._decide(None)
+            said = [text for fields in header["ready"] for text in EnvironmentInfo(**fields).notices]
+            self._decide(list(dict.fromkeys(said)))
         else:
             self._decide(header["failed"])
 
@@ -113,10 +114,11 @@ class _Trial:
         tail = self._process.log_tail()
         return f". What it printed last:\n{tail}" if tail else ""
 
-    def _decide(self, problem: str | None) -> None:
+    def _decide(self, outcome: list[str] | str) -> None:
+        """The notices, or what is wrong. The first outcome holds."""
         if self._verdict.done():
             return
-        if problem is None:
-            self._verdict.set_result(None)
+        if isinstance(outcome, list):
+            self._verdict.set_result(outcome)
         else:
-            self._verdict.set_exception(UserError(problem[:1].upper() + problem[1:]))
+            self._verdict.set_exception(UserError(outcome[:1].upper() + outcome[1:]))

@@ -85,7 +85,7 @@ async def start_parts(
     """
     status.phase = "loading environments"
     keys = environment_keys(config)
-    environments = await _start_environments(config, keys, directory, status, stack)
+    environments = await start_environments(config, keys, directory, status, stack)
     settings = RolloutSettings.from_config(config)
     evals = await plan_evals(config, keys, environments, settings)
 
@@ -142,13 +142,14 @@ async def start_parts(
     )  # fmt: skip
 
 
-async def _start_environments(
+async def start_environments(
     config: TelescopeConfig,
     keys: EnvironmentKeys,
     directory: RunDirectory,
     status: RunStatus,
     stack: AsyncExitStack,
 ) -> EnvironmentPool:
+    """The environments, loaded. What they have to tell goes to the log, and to `status` if it is not said there yet."""
     environments = EnvironmentPool(
         keys.specs,
         renderer=RendererSpec(
@@ -166,6 +167,11 @@ async def _start_environments(
     stack.push_async_callback(environments.close)
     await environments.start()
     check_reward_ranges(config, [await environments.describe(key) for key in keys.training])
+    infos = [await environments.describe(key) for key in (*keys.training, *keys.evals)]
+    for notice in dict.fromkeys(text for info in infos for text in info.notices):
+        logger.warning("%s", notice)
+        if notice not in status.messages:  # said before the start, unless things have changed since
+            status.messages.append(notice)
     for key in keys.training if config.interleaved_rollouts else ():
         why = (await environments.describe(key)).not_extendable
         if why is not None:

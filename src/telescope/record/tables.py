@@ -106,7 +106,11 @@ ATTEMPTS = Table(
         Column("git_dirty", BOOLEAN, "Whether the checkout had uncommitted changes."),
         Column("versions", TEXTS, "Versions of Python and of the packages that matter."),
         Column("topology", TEXTS, "Nodes, devices and which process ran where, as the run saw them."),
-        Column("notes", TEXT_LIST, "What the run said at its start: adjusted defaults, settings without effect."),
+        Column(
+            "notes",
+            TEXT_LIST,
+            "What the run said at its start: adjusted defaults, settings without effect, notices of environments.",
+        ),
         Column(
             "first_step",
             INTEGER,

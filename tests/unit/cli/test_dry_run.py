@@ -46,8 +46,13 @@ def dry_run(tmp_path: Path, tried: list[bool]):
         settings = {"model": str(model), "environments": "[{name: countdown}]", "run_dir": str(tmp_path / "run")}
         flags = [f"--{name}={value}" for name, value in {**settings, **values}.items()]
         out = io.StringIO()
+
+        def try_environments() -> list[str]:
+            tried.append(True)
+            return []
+
         try:
-            print_dry_run(load_config(None, flags, {}), Console(file=out, width=1000), lambda: tried.append(True))
+            print_dry_run(load_config(None, flags, {}), Console(file=out, width=1000), try_environments)
         except ConfigError as error:
             return out.getvalue(), str(error)
         return out.getvalue(), None
@@ -99,7 +104,7 @@ def test_what_has_no_effect_here_or_on_this_model_is_a_remark_and_of_run_and_ver
 
     monkeypatch.setattr("telescope.orchestrator.run.run_training", run_training)
     monkeypatch.setattr("telescope.verify.run.run_verification", run_verification)
-    monkeypatch.setattr("telescope.cli.train.try_what_the_user_brings", lambda config: None)
+    monkeypatch.setattr("telescope.cli.train.try_what_the_user_brings", lambda config: [])
     values = HERE | {"model": tmp_path / "model", "environments": "[{name: countdown}]"} | settings
     flags = [f"--{name}={value}" for name, value in values.items()]
     with pytest.raises(KeyboardInterrupt):

@@ -23,6 +23,7 @@ PARAMETERS: list[tuple[Callable[..., Any], str]] = [
     (base.RolloutState, "sample, env_name, trajectory, is_completed=False, stop_reason=None, error=None, custom"),
     (base.Environment.load_dataset, "self, num_samples=-1"),
     (base.Environment.get_sample, "self, index"),
+    (base.Environment.notice, "self, text"),
     (base.SingleTurnEnvironment, "system_prompt=None, instruction_prompt=None"),
     (base.SingleTurnEnvironment.compute_reward, "self, completion, sample, eos_token=''"),
     (base.SingleTurnEnvironment.compute_eval_metrics, "self, completion, sample, eos_token=''"),

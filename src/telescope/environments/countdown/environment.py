@@ -7,7 +7,6 @@ tags, nothing follows it, and what is inside parses. The evaluator is `arithmeti
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
@@ -35,8 +34,6 @@ INSTRUCTION_PROMPT = (
 
 _UNSET: Any = object()
 """Tells `system_prompt: null` (no system prompt) from one that is not given (the default of the prompt style)."""
-
-logger = logging.getLogger(__name__)
 
 
 class CountdownEnvironment(SingleTurnEnvironment):
@@ -114,7 +111,17 @@ class CountdownEnvironment(SingleTurnEnvironment):
                 # Generated puzzles stand for the usual dataset and for none that somebody chose.
                 if dataset == "hub" or dataset_name != HUB_DATASET or dataset_split != "train":
                     raise
-                logger.warning("countdown: %s cannot be had (%s); generating puzzles instead.", dataset_name, error)
+                missing = f"dataset is 'auto', and {dataset_name} cannot be had ({type(error).__name__}: {error})"
+                try:
+                    puzzles = self._generate(num_samples, portion, settings, seed)
+                except UserError as problem:
+                    raise UserError(f"{problem} Puzzles are generated because {missing}.") from error
+                self.notice(
+                    f"countdown: {missing}. {len(puzzles)} generated puzzles take its place. If they are what you "
+                    "want, set dataset: generated in its kwargs; with dataset: hub a run without that dataset is "
+                    "refused."
+                )
+                return puzzles
         return self._generate(num_samples, portion, settings, seed)
 
     def _generate(self, num_samples: int, portion: str, settings: PuzzleSettings, seed: int) -> list[Sample]:

@@ -9,7 +9,6 @@ the expected ones are (`worked_out`).
 from __future__ import annotations
 
 import json
-import logging
 import random
 from itertools import chain
 from pathlib import Path
@@ -40,8 +39,6 @@ _OWN_PROBLEMS = Path(__file__).parent / "problems.json"
 
 _UNSET: Any = object()
 """Tells `instruction_prompt: null` (none) from one that is not given (the default)."""
-
-logger = logging.getLogger(__name__)
 
 
 class HendrycksMathEnvironment(SingleTurnEnvironment):
@@ -88,6 +85,7 @@ class HendrycksMathEnvironment(SingleTurnEnvironment):
         if levels is not None and not set(levels) <= {1, 2, 3, 4, 5}:
             raise UserError(f"hendrycks_math: levels is {levels!r}; use some of 1 to 5.")
         rows: list[dict[str, Any]] | None = None
+        missing = ""
         if dataset != "own":
             try:
                 rows = _hub_rows(dataset_name, dataset_subset, dataset_split)
@@ -95,7 +93,7 @@ class HendrycksMathEnvironment(SingleTurnEnvironment):
                 # Our own stand for the hub's training problems and for nothing else that somebody asked for.
                 if dataset == "hub" or dataset_name != HUB_DATASET or dataset_split != "train":
                     raise
-                logger.warning("hendrycks_math: %s cannot be had (%s); using our own problems.", dataset_name, error)
+                missing = f"dataset is 'auto', and {dataset_name} cannot be had ({type(error).__name__}: {error})"
         if rows is None:
             rows = _own_rows(dataset_subset)
         samples = [sample for row in rows if (sample := _sample(row)) is not None]
@@ -104,10 +102,18 @@ class HendrycksMathEnvironment(SingleTurnEnvironment):
         if not samples:
             raise UserError(
                 f"hendrycks_math: no problem is left with dataset_subset {dataset_subset!r} and levels {levels!r}."
+                + (f" These are our own problems, because {missing}." if missing else "")
             )
         if seed is not None:
             random.Random(f"hendrycks_math {seed}").shuffle(samples)
-        return samples if num_samples < 0 else samples[:num_samples]
+        samples = samples if num_samples < 0 else samples[:num_samples]
+        if missing:
+            self.notice(
+                f"hendrycks_math: {missing}. {len(samples)} problems of our own take its place. If "
+                "they are what you want, set dataset: own in its kwargs; with dataset: hub a run without that dataset "
+                "is refused."
+            )
+        return samples
 
     def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
         text = completion.removesuffix(eos_token) if eos_token else completion

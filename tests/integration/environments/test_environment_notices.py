@@ -1,0 +1,88 @@
+"""What environments have to tell the user of a run, from their own processes to the run and its record."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from telescope.config import load_config
+from telescope.environments.records import EnvironmentSpec
+from telescope.environments.trial import try_environments
+from telescope.evals.registry import eval_spec
+from telescope.orchestrator.environment_keys import environment_keys
+from telescope.orchestrator.parts import start_environments
+from telescope.orchestrator.run_directory import RunDirectory
+from telescope.orchestrator.status import RunStatus
+from telescope.record.reader import Run
+
+COUNTDOWN = "countdown: dataset is 'auto', and Jiayi-Pan/Countdown-Tasks-3to4 cannot be had ("
+MATH = "hendrycks_math: dataset is 'auto', and EleutherAI/hendrycks_math cannot be had ("
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The processes of environments reach no hub, and nothing is cached."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+
+
+def test_what_takes_the_place_of_the_hubs_dataset_is_told_with_its_size_and_the_value_that_asks_for_it() -> None:
+    puzzles, problems = try_environments(
+        [
+            EnvironmentSpec("countdown", {"num_samples": 12}, key="training"),
+            EnvironmentSpec("countdown", {"num_samples": 12}, key="the same once more"),
+            EnvironmentSpec("hendrycks_math", {"levels": [1, 2, 3, 4, 5]}),
+        ]
+    )
+    assert puzzles.startswith(COUNTDOWN)
+    assert "). 12 generated puzzles take its place. " in puzzles
+    assert "set dataset: generated in its kwargs" in puzzles
+    assert problems.startswith(MATH)
+    assert "). 42 problems of our own take its place. " in problems
+    assert "set dataset: own in its kwargs" in problems
+
+
+def test_an_eval_tells_what_its_environment_has_to_tell() -> None:
+    (said,) = try_environments([eval_spec("hendrycks_math", {"num_samples": 5})])
+    assert said.startswith(MATH)
+    assert "5 problems of our own" in said
+
+
+def test_what_was_asked_for_is_no_news() -> None:
+    specs = [
+        EnvironmentSpec("countdown", {"dataset": "generated", "num_samples": 12}),
+        EnvironmentSpec("hendrycks_math", {"dataset": "own"}),
+    ]
+    assert try_environments(specs) == []
+
+
+def test_a_run_says_it_once_and_has_it_in_its_record(tmp_path: Path, tokenizer_path: str) -> None:
+    flags = {
+        "model": tokenizer_path, "run_dir": tmp_path / "run", "environment_workers": 2, "use_wandb": False,
+        "environments": "[{name: countdown, kwargs: {num_samples: 12}}]",
+        "evals": "[{name: hendrycks_math, kwargs: {num_samples: 5}}]",
+    }  # fmt: skip
+    config = load_config(None, [f"--{name}={value}" for name, value in flags.items()], {}).config
+    keys = environment_keys(config)
+    notices = try_environments(keys.specs)
+    status = RunStatus("run", 1)
+    status.messages.extend(notices[:1])  # as a run does with its notes; the other is news to it
+    directory = RunDirectory.create(config, notices)
+
+    async def start() -> None:
+        async with AsyncExitStack() as stack:
+            await start_environments(config, keys, directory, status, stack)
+
+    with directory.open_record(console=False):
+        asyncio.run(start())
+    assert [notice.partition("(")[0] + "(" for notice in notices] == [COUNTDOWN, MATH]
+    assert list(status.messages) == notices
+    record = Run(tmp_path / "run")
+    assert record.table("attempts").to_pylist()[0]["notes"] == notices
+    warnings = [row for row in record.table("logs").to_pylist() if row["message"] in notices]
+    assert [(row["message"], row["level"], row["component"]) for row in warnings] == [
+        (notice, "WARNING", "driver") for notice in notices
+    ]
