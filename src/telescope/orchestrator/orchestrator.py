@@ -215,7 +215,7 @@ class Orchestrator:
             assert trajectory.failure_kind is not None
             self._masked(group, trajectory)
         else:
-            self._budget.succeeded(group.environment)
+            self._budget.sample_succeeded(group.environment)
             self._judge(group, trajectory)
         self.status.generated(trajectory.num_sampled_tokens)
         self.status.progressed()
@@ -239,7 +239,7 @@ class Orchestrator:
         )
         self._journal.masked(trajectory)
         if kind == "environment":
-            self._budget.failed(group.environment, message)
+            self._budget.sample_failed(group.environment, group.draw.index, message)
 
     def _finish_group(self, group: Group) -> None:
         """Keep a finished group for a batch, or give it up and say why."""

@@ -126,16 +126,18 @@ class PromptBuffer:
             prompt = await self._source.prepare(self._keys[draw.environment], draw.index)
         except EnvironmentFailure as error:
             logger.warning("draw %d (%s, item %d): the prompt could not be made: %s", draw.n, name, draw.index, error)
-            self._budget.failed(name, str(error))
+            self._budget.prompt_failed(name, draw.index, str(error))
             return None
-        self._budget.succeeded(name)
         if prompt.sample_uid in self._held_out_uids:
+            self._budget.prompt_made(name)
             return None
         if len(prompt.token_ids) >= self._max_context:
-            self._budget.failed(name, f"item {draw.index}: a prompt of {len(prompt.token_ids)} tokens leaves no room")
             logger.warning(
                 "draw %d (%s, item %d): prompt of %d tokens, max_model_len and seq_len allow %d; left out",
                 draw.n, name, draw.index, len(prompt.token_ids), self._max_context,
             )  # fmt: skip
+            what = f"a prompt leaves no room to answer in the {self._max_context} tokens of max_model_len and seq_len"
+            self._budget.prompt_failed(name, draw.index, what)
             return None
+        self._budget.prompt_made(name)
         return prompt

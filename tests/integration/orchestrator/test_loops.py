@@ -124,7 +124,10 @@ async def test_an_environment_failure_masks_its_sample_and_nothing_else(
 
 async def test_an_environment_that_mostly_fails_ends_the_run_and_says_why(ground: Ground, tmp_path: Path) -> None:
     async with harness(ground, tmp_path, environment={"fault": "raise", "fault_every": 1}) as run:
-        with pytest.raises(RuntimeError, match=r"'parity' failed .*environment_error_budget"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"'parity' failed (\d+) of its last \1 samples.*environment_error_budget.*Commonest: \1 x ",
+        ):
             await run.run()
 
 

@@ -47,16 +47,17 @@ class Filling:
         start: DrawPosition = FIRST_DRAW,
         held_out: frozenset[str] = frozenset(),
         context: int = 1000,
+        budget: float = 1.0,
         **fields: Any,
     ) -> None:
         self.source = Source()
-        self.config = config_of(environment_error_budget=1.0, **fields)
+        self.config = config_of(environment_error_budget=budget, **fields)
         status = RunStatus("test", 1)
         self.changes = Changes(status)
         self.draws = DrawSequence(self.config.seed, [NUM_ITEMS], [1.0], [0])
         self.buffer = PromptBuffer(
             self.config, self.source, ["arithmetic"], self.draws, held_out, start,
-            max_context=context, budget=ErrorBudget(1.0), changes=self.changes, status=status,
+            max_context=context, budget=ErrorBudget(budget), changes=self.changes, status=status,
         )  # fmt: skip
         self.task = asyncio.create_task(self.buffer.fill())
 
@@ -139,3 +140,22 @@ async def test_a_dataset_without_a_usable_prompt_ends_the_run_with_the_reason() 
     filling = Filling(held_out=frozenset(f"uid {i}" for i in range(NUM_ITEMS)))
     with pytest.raises(RunError, match="every item is held out for an eval"):
         await asyncio.wait_for(filling.task, 60)
+
+
+async def test_prompts_that_mostly_fail_or_leave_no_room_end_the_run_before_any_sample() -> None:
+    filling = Filling(budget=0.2, prompt_prefetch_buffer_size=NUM_ITEMS)
+    filling.source.broken = set(range(NUM_ITEMS))
+    with pytest.raises(RunError, match=r"failed 16 of its last 16 prompts.*16 x no such item, last with item"):
+        await asyncio.wait_for(filling.task, 60)
+    filling = Filling(budget=0.2, context=10, prompt_prefetch_buffer_size=NUM_ITEMS)
+    with pytest.raises(
+        RunError, match=r"failed \d+ of its last \d+ prompts.*16 x a prompt leaves no room .* 10 tokens"
+    ):
+        await asyncio.wait_for(filling.task, 60)
+
+
+async def test_prompts_that_are_held_out_for_an_eval_are_no_failures() -> None:
+    filling = Filling(budget=0.0, held_out=frozenset(f"uid {i}" for i in range(20)), prompt_prefetch_buffer_size=4)
+    await filling.taken(10)
+    assert not filling.task.done()
+    await filling.end()

@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 from telescope.errors import DeadlineExceeded
-from telescope.orchestrator.budget import MIN_FAILURES, ErrorBudget
 from telescope.orchestrator.changes import Changes
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervise import Supervisor, watchdog
@@ -72,22 +71,3 @@ async def test_a_waiter_sees_every_change_and_its_wait_has_a_name() -> None:
     ready = True
     changes.notify()
     await asyncio.wait_for(waiting, 1)
-
-
-def test_an_environment_that_mostly_fails_stops_the_run_with_its_messages() -> None:
-    budget = ErrorBudget(0.2)
-    for _ in range(100):
-        budget.succeeded("countdown")
-
-    def fail_often() -> None:
-        for _ in range(200):
-            budget.failed("countdown", "Traceback\nKeyError: 'numbers'")
-
-    with pytest.raises(RuntimeError, match=r"'countdown' failed .*environment_error_budget = 0.2.*KeyError"):
-        fail_often()
-
-
-def test_a_few_failures_do_not_end_a_run_that_has_just_begun() -> None:
-    budget = ErrorBudget(0.2)
-    for _ in range(MIN_FAILURES - 1):
-        budget.failed("countdown", "boom")

@@ -1,0 +1,129 @@
+"""The error budget: what counts as a failed sample, when it ends a run, and what the run then says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.orchestrator.fakes import config_of
+from tests.unit.orchestrator.in_memory import InMemoryRun
+
+from telescope.errors import EnvironmentFailure, RunError
+from telescope.orchestrator.budget import MIN_FAILURES, WINDOW, ErrorBudget
+
+EVENTS = {
+    "sample": lambda budget: budget.sample_succeeded("bad"),
+    "failure": lambda budget: budget.sample_failed("bad", 7, "boom"),
+    "prompt": lambda budget: budget.prompt_made("bad"),
+}
+
+
+def fate(events: list[str], max_share: float) -> tuple[int, str] | None:
+    """After how many samples the run ended and with which words; None when it goes on."""
+    budget = ErrorBudget(max_share)
+    num_samples = 0
+    for event in events:
+        num_samples += event != "prompt"
+        try:
+            EVENTS[event](budget)
+        except RunError as error:
+            return num_samples, str(error)
+    return None
+
+
+@given(
+    st.lists(st.sampled_from(["sample", "failure", "prompt", "prompt"]), max_size=200),
+    st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+)
+def test_prompts_in_between_change_nothing(events: list[str], max_share: float) -> None:
+    assert fate(events, max_share) == fate([event for event in events if event != "prompt"], max_share)
+
+
+@given(st.integers(0, 400), st.integers(1, 100), st.sampled_from([0.2, 0.5, 1.0]))
+def test_a_run_ends_exactly_when_more_than_the_share_of_its_samples_failed(
+    num_good: int, num_bad: int, max_share: float
+) -> None:
+    def is_over(bad: int) -> bool:
+        return bad >= MIN_FAILURES and bad > max_share * (num_good + bad)
+
+    end = fate(["sample"] * num_good + ["failure"] * num_bad, max_share)
+    first = next((bad for bad in range(1, num_bad + 1) if is_over(bad)), None)
+    if first is None:
+        assert end is None
+    else:
+        assert end is not None
+        assert end[0] == num_good + first
+        assert f"'bad' failed {first} of its last {num_good + first} samples" in end[1]
+
+
+def test_only_the_newest_samples_count() -> None:
+    few = ["failure"] * (MIN_FAILURES - 1)
+    assert fate([*few, *["sample"] * WINDOW, *few], 0.001) is None
+    end = fate(["sample"] * 10 * WINDOW + ["failure"] * 200, 0.2)
+    assert end is not None
+    assert f"failed 103 of its last {WINDOW} samples" in end[1]
+    assert "103 x boom" in end[1]
+
+
+def test_a_budget_of_zero_ends_at_the_first_failure() -> None:
+    end = fate(["sample"] * 100 + ["failure"], 0.0)
+    assert end is not None
+    assert "failed 1 of its last 101 samples, more than environment_error_budget = 0." in end[1]
+
+
+def test_prompts_that_cannot_be_made_are_a_share_of_the_prompts() -> None:
+    budget = ErrorBudget(0.5)
+    for item in range(200):  # ahead of any sample, every third cannot be made
+        if item % 3:
+            budget.prompt_made("bad")
+        else:
+            budget.prompt_failed("bad", item, "no such item")
+    budget.sample_failed("bad", 1, "boom")
+    mostly = ErrorBudget(0.5)
+    mostly.prompt_made("bad")
+    for item in range(MIN_FAILURES - 1):
+        mostly.prompt_failed("bad", item, "no such item")
+    with pytest.raises(RunError, match=f"failed {MIN_FAILURES} of its last {MIN_FAILURES + 1} prompts"):
+        mostly.prompt_failed("bad", 100, "no such item")
+
+
+def test_environments_have_budgets_of_their_own() -> None:
+    budget = ErrorBudget(0.2)
+    for item in range(MIN_FAILURES - 1):
+        budget.sample_failed("one", item, "boom")
+        budget.sample_failed("two", item, "boom")
+    with pytest.raises(RunError, match="'two'"):
+        budget.sample_failed("two", 0, "boom")
+
+
+def test_one_cause_is_told_once_with_an_item_as_its_example() -> None:
+    budget = ErrorBudget(0.2)
+    broken = "compute_reward failed: ValueError: my reward is broken (environment.py:19)"
+    with pytest.raises(RunError) as caught:  # noqa: PT012
+        for item in range(6):
+            budget.sample_failed("bad", item, f"environment 'bad', item {item}: {broken}")
+        for item in range(5):
+            where = f"compute_reward did not end within 2 seconds; where it was is in /run/environment-{item}.log"
+            budget.sample_failed("bad", item, f"environment 'bad', item {item}, rollout '{item}/0.1': {where}")
+        for item in range(5):
+            budget.sample_failed("bad", item, f"environment 'bad', item {item}: it died:\nmore\nSegmentation fault")
+    told = str(caught.value).partition("Commonest: ")[2]
+    assert told.startswith(
+        f"6 x {broken}, last with item 5; 5 x compute_reward did not end within 2 seconds; where it was is in "
+        "/run/environment-4.log, last with item 4; 5 x it died: ... Segmentation fault, last with item 4. Mend"
+    )
+
+
+@pytest.mark.parametrize("group_size", [2, 8])
+async def test_an_environment_that_always_fails_is_said_to_have_failed_all_its_samples(group_size: int) -> None:
+    run = InMemoryRun(config_of(group_size=group_size, prompt_prefetch_buffer_size=64))
+
+    async def broken(key: str, index: int, *arguments: object, **options: object) -> None:
+        raise EnvironmentFailure(f"environment '{key}', item {index}: compute_reward failed: ValueError: broken")
+
+    run.environments.advance = broken
+    with pytest.raises(RunError) as caught:
+        await run.run()
+    assert "'arithmetic' failed 16 of its last 16 samples" in str(caught.value)
+    assert "Commonest: 16 x compute_reward failed: ValueError: broken, last with item " in str(caught.value)
+    assert len(run.environments.prepared) > MIN_FAILURES // group_size, "prompts were made, and helped nobody"
