@@ -17,7 +17,7 @@ import ray
 from telescope.cluster.network import own_host, use_interface_of
 from telescope.cluster.ray_cluster import own_address
 from telescope.config import TelescopeConfig
-from telescope.errors import InfrastructureError
+from telescope.errors import InfrastructureError, RunError, UserError
 from telescope.inference.engine_metrics import metrics_reader
 from telescope.inference.tracing import TraceTarget
 from telescope.record.gauges import Sampler, Taken
@@ -243,10 +243,19 @@ def placed(taken: Taken) -> Taken:
 
 
 async def answer(reference: Any, what: str) -> Any:
-    """Await an actor's answer; an actor that is gone is an `InfrastructureError` that says what was asked of it."""
+    """Await an actor's answer. What the actor raised is raised here as it was, without Ray's wrapping of it.
+
+    An actor that is gone is an `InfrastructureError` that says what was asked of it.
+    """
     try:
         return await reference
     except ray.exceptions.RayActorError as error:
         raise InfrastructureError(f"{what}: the actor's process is gone ({error})") from error
     except ray.exceptions.RayTaskError as error:
-        raise error.as_instanceof_cause() from None
+        cause = error.cause
+        if not isinstance(cause, Exception):
+            raise
+        if isinstance(cause, UserError | RunError):
+            raise cause from None  # its message is the whole explanation
+        # Ray's text is the traceback in the actor's process: it stays, as where this came from.
+        raise cause from error

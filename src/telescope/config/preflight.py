@@ -7,11 +7,9 @@ nothing, starts nothing, imports no environment. Does not own the rules between 
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import os
 import resource
-import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -20,6 +18,7 @@ from telescope.config.machine import LOOPBACK, local_resources, ray_cluster_is_c
 from telescope.config.memory import estimate_memory, trainer_share
 from telescope.config.model_files import ModelReport, inspect_model, vocabulary_size
 from telescope.config.plan import PlacementError, gpus_needed, plan_placement, resolve_device
+from telescope.config.ports import require_port
 from telescope.config.remarks import remarks_on_place
 from telescope.config.run_dir import choose_run_dir
 from telescope.config.sections.cluster import client_address_problem
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 OTHER_OPEN_FILES = 512
 """Files and sockets of the driver besides its requests: Ray, environment workers, the record, control calls."""
-PORTS_TO_TRY = 20  # blocks of ports to look at for a suggestion
 TRAINING_PACKAGES = ("torch", "transformers", "ray", "msgspec", "vllm")
 
 Check = Callable[["TelescopeConfig"], None]
@@ -183,22 +181,8 @@ def check_ports(config: TelescopeConfig) -> None:
         return  # the servers may run elsewhere, and each reports its own port
     host = config.inference_host if "inference_host" in config.user_set else LOOPBACK
     count = config.num_inference_servers
-    for port in range(config.inference_base_port, config.inference_base_port + count):
-        problem = _bind_problem(host, port)
-        if problem is None:
-            continue
-        if not problem.startswith("in use"):
-            raise ConfigError(
-                f"inference_host is {host!r}, but no server can listen there ({problem}). Give an address of this "
-                "machine"
-            )
-        free = _free_block(host, count, config.inference_base_port)
-        suggestion = f"for example to {free}" if free else "to a free one"
-        raise ConfigError(
-            f"inference_base_port is {config.inference_base_port}, but port {port}, which server "
-            f"{port - config.inference_base_port} would listen on, is in use. End what listens there, or set "
-            f"inference_base_port {suggestion}"
-        )
+    for server in range(count):
+        require_port(host, config.inference_base_port + server, server=server, num_servers=count)
 
 
 def check_model(config: TelescopeConfig) -> None:
@@ -238,26 +222,3 @@ def check_kv_cache(config: TelescopeConfig, report: ModelReport) -> None:
     estimate = estimate_memory(config, report.shape, device="cpu", device_memory_bytes=here.nodes[0].memory_bytes)
     if estimate.kv_cache_problem:
         raise ConfigError(estimate.kv_cache_problem)
-
-
-def _bind_problem(host: str, port: int) -> str | None:
-    """Why a server could not listen there; None if it could."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return "in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
-    return None
-
-
-def _free_block(host: str, count: int, above: int) -> int | None:
-    """The first port of a block of `count` free ones, in steps of 100 above `above`."""
-    for step in range(1, PORTS_TO_TRY + 1):
-        base = above + 100 * step
-        if base + count - 1 > 65535:
-            return None
-        if all(_bind_problem(host, port) is None for port in range(base, base + count)):
-            return base
-    return None

@@ -22,13 +22,15 @@ from pathlib import Path
 from telescope.config import TelescopeConfig
 from telescope.config.machine import LOOPBACK, visible_gpu_memory
 from telescope.config.memory import estimate_memory
-from telescope.errors import ConfigError, InfrastructureError
+from telescope.config.ports import PortHold, hold_port
+from telescope.errors import InfrastructureError, RunError
 from telescope.inference import vllm_adapter as wire
 from telescope.inference.gpu_share import kv_cache_of_a_restart
 from telescope.inference.process import EngineProcess
+from telescope.inference.start_failure import start_failure
 from telescope.inference.supported_vllm import check_supported, installed_version
 from telescope.inference.tracing import TraceTarget
-from telescope.inference.vllm_launch import LaunchCommand, hint_for, launch_command, runs_on_cpu, shape_of
+from telescope.inference.vllm_launch import LaunchCommand, launch_command, runs_on_cpu, shape_of
 
 POLL_SECONDS = 0.2
 HEALTH_INTERVAL_SECONDS = 2.0
@@ -39,8 +41,8 @@ METRICS_TIMEOUT_SECONDS = 10.0
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 
 
-class EngineStartError(InfrastructureError):
-    """A server did not come up. The message holds the last lines of its log and, where known, the fix."""
+class EngineStartError(InfrastructureError, RunError):
+    """A server did not come up. The message holds the telling lines of its log and, where known, the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,7 @@ class InferenceServer:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._process: EngineProcess | None = None
+        self._hold: PortHold | None = None
         self._thread: threading.Thread | None = None
         self._state = "new"
         self._starts = 0
@@ -149,12 +152,13 @@ class InferenceServer:
         """
         if self._state != "new":
             raise RuntimeError(f"inference server {self.index} was started before (state {self._state})")
-        check_port_free(self.host, self.port)
+        self._hold = hold_port(self.host, self.port, server=self.index, num_servers=self._config.num_inference_servers)
         self._state = "starting"
         try:
             self._start_process(restarted=False)
         except BaseException as error:
             self._state, self._error = "failed", str(error)
+            self._hold.release()
             raise
         self._kv_cache_bytes = self._kv_cache_of_a_restart()
         self._state = "ready"
@@ -202,6 +206,8 @@ class InferenceServer:
                 self._exit_code = self._process.terminate(self._limits.stop_grace)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=self._limits.stop_grace + 30)
+        if self._hold is not None:
+            self._hold.release()
         if self._state != "failed":
             self._state = "stopped"
 
@@ -257,12 +263,12 @@ class InferenceServer:
                 process.kill()
                 if self._stopping.is_set():
                     raise EngineStartError(f"inference server {self.index} was stopped while it started")
-                raise self._start_error(process, f"ended with exit code {code}")
+                raise self._start_error(process, f"ended with exit code {code}", ended=True)
             if time.monotonic() > deadline:
                 self._exit_code = process.kill()
                 seconds = self._limits.start_timeout
                 raise self._start_error(
-                    process, f"did not answer within {seconds:.0f} s (inference_start_timeout_seconds)"
+                    process, f"did not answer within {seconds:.0f} s (inference_start_timeout_seconds)", ended=False
                 )
             if self._on_progress is not None and (tail := process.log_tail(1)) and tail[0] != last_line:
                 last_line = tail[0]
@@ -270,14 +276,9 @@ class InferenceServer:
             self._stopping.wait(POLL_SECONDS)
         self._start_seconds = time.monotonic() - launched
 
-    def _start_error(self, process: EngineProcess, what: str) -> EngineStartError:
-        lines = process.log_tail(40)
-        hint = hint_for("\n".join(process.log_tail(2000)))
-        parts = [f"inference server {self.index} ({self.url}) {what}"]
-        if hint is not None:
-            parts.append(f"Likely fix: {hint}")
-        parts += [f"Log: {self.log_path}, its last lines:", *(f"  {line}" for line in lines)]
-        return EngineStartError("\n".join(parts))
+    def _start_error(self, process: EngineProcess, what: str, *, ended: bool) -> EngineStartError:
+        name = f"inference server {self.index} ({self.url})"
+        return EngineStartError(start_failure(name, what, process.log_tail(2000), self.log_path, ended=ended))
 
     # --- supervision ------------------------------------------------------------------------------------------------
 
@@ -359,20 +360,6 @@ class InferenceServer:
             return answer.status, answer.read()
         finally:
             connection.close()
-
-
-def check_port_free(host: str, port: int) -> None:
-    """Raises `ConfigError` when something listens on the port already."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM binds
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host or '*'}:{port} ({error.strerror}): change inference_base_port or "
-                "inference_host, or end what uses the port"
-            ) from error
 
 
 def advertised_host(host: str, node_address: str | None = None) -> str:

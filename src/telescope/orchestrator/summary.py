@@ -10,6 +10,7 @@ from typing import Any
 
 from telescope.config import TelescopeConfig
 from telescope.evals.runner import EvalResult
+from telescope.one_line import one_line
 from telescope.orchestrator.status import RunStatus
 
 
@@ -40,6 +41,7 @@ class RunSummary:
     reward_last: float | None = None
     tokens_generated: int = 0
     error: str | None = None
+    """Why the run failed, in one line."""
     model_dir: str | None = None
     """The trained model in Hugging Face form, None when none was written."""
     record_error: str | None = None
@@ -84,7 +86,7 @@ def summarise(
 ) -> RunSummary:
     """Sum up a run that has ended, however it ended."""
     if error is not None and not isinstance(error, asyncio.CancelledError | Interrupted):
-        outcome, message = "failed", f"{type(error).__name__}: {error}"
+        outcome, message = "failed", one_line(f"{type(error).__name__}: {error}")
     elif error is not None or interrupted:
         outcome, message = "stopped", None
     else:

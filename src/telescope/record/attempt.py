@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from telescope.one_line import one_line
 from telescope.record.process import ProcessIdentity
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import RunInfo, read_run_json, write_run_json
@@ -86,8 +87,10 @@ def begin_run(
 def end_run(recorder: Recorder, info: RunInfo, status: str, *, config_json: str, error: str | None = None) -> RunInfo:
     """Record how the attempt ended: `finished`, `stopped` or `failed`. Call it before `Recorder.close`.
 
-    A disk that does not take `run.json` is the recorder's to report; the row in `runs` waits there.
+    Of `error` the first line is kept. A disk that does not take `run.json` is the recorder's to report; the row in
+    `runs` waits there.
     """
+    error = None if error is None else one_line(error)
     ended = replace(info, status=status, ended_at=time.time(), error=error)
     recorder.write("runs", {**_run_row(ended), "config_json": config_json})
     recorder.replace_json(recorder.files.run_json, asdict(ended))

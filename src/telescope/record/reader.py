@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from telescope.errors import UserError
+from telescope.one_line import one_line
 from telescope.record.convert import conform, rows_to_table
 from telescope.record.files import RunFiles, read_json
 from telescope.record.lineage import cutoffs, superseded
@@ -189,7 +190,7 @@ class Run:
             reward_last=rewards[-1] if rewards else None,
             heldout_before=_number(result.get("heldout_before", info.heldout_before if info else None)),
             heldout_after=_number(result.get("heldout_after")),
-            error=info.error if info else None,
+            error=one_line(info.error) if info and info.error else None,  # old records hold whole tracebacks
             project=info.project if info else "",
             tags=tuple(info.tags) if info else (),
         )

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ import msgspec
 import pytest
 
 from telescope.config import TelescopeConfig, load_config
+from telescope.config.ports import listen_problem
 from telescope.errors import ConfigError
 from telescope.inference import server as server_module
 from telescope.inference.auth import SECRET_VARIABLE
@@ -259,13 +261,37 @@ def test_start_that_takes_too_long_is_ended(make_server) -> None:
     assert group_members(server._process.pid) == []
 
 
-def test_port_in_use_is_said_before_anything_starts(make_server) -> None:
+def test_a_port_in_use_is_said_before_anything_starts(make_server) -> None:
     first = make_server()
     first.start()
     second = make_server(port=first.port)
     with pytest.raises(ConfigError, match="inference_base_port"):
         second.start()
-    assert second.status().restarts == 0
+    assert second._process is None
+
+
+def test_a_port_is_taken_from_the_moment_a_server_begins_to_start(make_server) -> None:
+    """Long before vLLM binds it: a second run that starts meanwhile must not find out after its own vLLM has loaded."""
+    first = make_server(FakeEngineSettings(start_seconds=600))
+    starting = threading.Thread(target=pytest.raises, args=(EngineStartError, first.start))
+    starting.start()
+    wait_for(lambda: first.status().pid is not None, "launch of the first")
+    second = make_server(port=first.port)
+    with pytest.raises(ConfigError) as failure:
+        second.start()
+    assert second._process is None
+    assert f"port {first.port}, which server 0 would listen on, is in use" in str(failure.value)
+    assert "set inference_base_port for example to" in str(failure.value)
+    first.stop()
+    starting.join(timeout=30)
+    assert listen_problem("127.0.0.1", first.port) is None
+
+
+def test_a_server_that_could_not_start_lets_its_port_go(make_server) -> None:
+    server = make_server(FakeEngineSettings(fail_start="ValueError: no"))
+    with pytest.raises(EngineStartError):
+        server.start()
+    assert listen_problem("127.0.0.1", server.port) is None
 
 
 PARENT = """

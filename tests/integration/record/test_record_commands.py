@@ -11,6 +11,7 @@ import pytest
 from telescope.cli.main import main
 from telescope.record import Recorder
 from telescope.record.attempt import begin_run, end_run
+from telescope.record.reader import Run
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,33 @@ def test_a_run_shows_its_progress_and_its_first_accuracy_before_it_ends(capsys, 
     assert "live" in out
     assert " 1/60 " in out
     assert "0.25 -> -" in out
+
+
+DUMP = "RayTaskError(EngineStartError): \x1b[36mray::InferenceActor.start()\x1b[39m (pid=28718)\n" + "a frame\n" * 200
+DUMPED = "RayTaskError(EngineStartError): ray::InferenceActor.start() (pid=28718)"
+
+
+def test_the_error_of_a_run_is_recorded_as_one_plain_line(tmp_path):
+    with Recorder(tmp_path / "run", flush_seconds=0.01) as recorder:
+        info = begin_run(recorder, name="run", config_hash="", config_json="{}")
+        assert end_run(recorder, info, "failed", config_json="{}", error=DUMP).error == DUMPED
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["error"] == DUMPED
+    assert Run(tmp_path / "run").table("runs").to_pylist()[0]["error"] == DUMPED
+
+
+def test_a_dump_that_an_old_record_holds_is_one_line_in_the_list_of_runs(capsys, tmp_path):
+    with Recorder(tmp_path / "run", flush_seconds=0.01) as recorder:
+        info = begin_run(recorder, name="run", config_hash="", config_json="{}")
+        end_run(recorder, info, "failed", config_json="{}")
+    path = tmp_path / "run" / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"error": DUMP}))
+    assert main(["runs", "--root", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "a frame" not in out
+    assert "\x1b" not in out
+    assert " ".join(out.split()).endswith(f"run: {DUMPED}")
+    assert main(["runs", "--json", "--root", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["error"] == DUMPED
 
 
 def test_runs_as_json(ask, root):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import pickle
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from telescope.cluster import actors, network
-from telescope.cluster.actors import InferenceActor, TrainerActor
+from telescope.cluster.actors import InferenceActor, TrainerActor, answer
 from telescope.config import TelescopeConfig
+from telescope.errors import ConfigError, InfrastructureError, RunError
+from telescope.inference.server import EngineStartError
 from telescope.trainer import worker
 
 CONFIG = TelescopeConfig.model_validate({"model": "m", "environments": [{"name": "countdown"}]})
@@ -56,3 +61,27 @@ def test_vllm_inherits_the_interface_of_its_actor_and_is_asked_at_the_nodes_addr
     actor = InferenceActor(CONFIG.to_json(), 0, "0.0.0.0", 18890, "secret", "m", str(tmp_path), None, loopback)
     assert interfaces() == {expected}
     assert actor._server.url == "http://10.0.0.4:18890"
+
+
+async def raised_in_an_actor(cause: Exception) -> None:
+    """Fail as a call of an actor does whose method raised `cause`."""
+    text = f"\x1b[36mray::InferenceActor.start()\x1b[39m\n{cause}"
+    error = RayTaskError("start", text, pickle.loads(pickle.dumps(cause)), proctitle="ray::start", pid=1, ip="::1")
+    raise error.as_instanceof_cause()
+
+
+@pytest.mark.parametrize("cause", [ConfigError("a port is in use"), RunError("no"), EngineStartError("server 0\nLog")])
+async def test_an_explanation_from_an_actor_arrives_as_it_was_written(cause: Exception) -> None:
+    with pytest.raises(type(cause)) as failure:
+        await answer(raised_in_an_actor(cause), "start of inference server 0")
+    assert type(failure.value) is type(cause)
+    assert str(failure.value) == str(cause)
+    assert "ray::" not in "".join(traceback.format_exception(failure.value))
+
+
+@pytest.mark.parametrize("cause", [ValueError("a bug"), InfrastructureError("a lost engine")])
+async def test_any_other_error_of_an_actor_keeps_its_type_and_the_traceback_of_its_process(cause: Exception) -> None:
+    with pytest.raises(type(cause)) as failure:
+        await answer(raised_in_an_actor(cause), "training step 3")
+    assert str(failure.value) == str(cause)
+    assert "ray::InferenceActor.start()" in "".join(traceback.format_exception(failure.value))

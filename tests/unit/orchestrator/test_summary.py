@@ -67,6 +67,7 @@ def test_what_was_not_measured_is_null() -> None:
     ("changes", "status", "error"),
     [
         ({"error": ValueError("a bug")}, "failed", "ValueError: a bug"),
+        ({"error": ValueError("\x1b[36ma dump\x1b[39m\n" + "of many lines\n" * 200)}, "failed", "ValueError: a dump"),
         ({"error": Interrupted("stopped by a signal"), "interrupted": True}, "stopped", None),
         ({"interrupted": True}, "stopped", None),
         ({"error": asyncio.CancelledError()}, "stopped", None),

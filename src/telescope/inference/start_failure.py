@@ -1,0 +1,50 @@
+"""Why a server did not start, in a few lines: what failed, the likely fix, what its log says of it, where the log is.
+
+Pure text. A log that ends in a traceback holds hundreds of lines of which one or two tell something; the others stay in
+the file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from telescope.inference.vllm_launch import hint_for
+from telescope.one_line import one_line, plain
+
+NUM_LINES = 5
+
+_PREFIX = re.compile(r"^(?:\([\w-]+ pid=\d+\) )?(?:(DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\] ?)?")
+_NOT_TELLING = re.compile(
+    r"\s|$|Traceback \(most|During handling of the above|The above exception was|\S*:\d+: \w*Warning: |"
+    r"telescope: engine process \d+ ended"
+)
+
+
+def start_failure(name: str, what: str, log: Sequence[str], log_path: Path, *, ended: bool) -> str:
+    """The message; its first line stands alone. `ended`: the process did, so that its last words say why."""
+    first = f"{name} {what}"
+    hint = hint_for("\n".join(log))
+    if hint is not None:
+        first += f". Likely fix: {hint}"
+    lines = (telling_lines(log) if ended else []) or [line for line in log if line.strip()][-NUM_LINES:]
+    parts = [first]
+    if lines:
+        parts += ["Its log says:", *(f"  {one_line(line)}" for line in lines)]
+    return "\n".join([*parts, f"Log: {log_path}"])
+
+
+def telling_lines(log: Sequence[str]) -> list[str]:
+    """The last lines of a log that say what went wrong, each once, without vLLM's prefixes: no frames of tracebacks, no
+    progress, no banner."""
+    found: dict[str, None] = {}
+    for line in log:
+        text = plain(line)
+        prefix = _PREFIX.match(text)
+        assert prefix is not None  # every part of it is optional
+        text = text[prefix.end() :]
+        if prefix[1] in ("DEBUG", "INFO", "WARNING") or _NOT_TELLING.match(text):
+            continue
+        found.setdefault(text.rstrip())
+    return list(found)[-NUM_LINES:]

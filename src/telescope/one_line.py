@@ -1,0 +1,23 @@
+"""A text of any origin as one line for a table, a record or a terminal."""
+
+from __future__ import annotations
+
+import re
+
+LONGEST = 300
+"""Characters of a line; an address, a port and a fix fit."""
+
+_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+
+def plain(text: str) -> str:
+    """The text without the sequences that colour a terminal, and without other control characters but line ends."""
+    lines = _ESCAPE.sub("", text).replace("\t", " ").splitlines()
+    return "\n".join(_CONTROL.sub("", line) for line in lines)
+
+
+def one_line(text: str, longest: int = LONGEST) -> str:
+    """The first line that says something, plain, and cut where it is longer than `longest`."""
+    line = next((line.strip() for line in plain(text).split("\n") if line.strip()), "")
+    return line if len(line) <= longest else line[: longest - 1].rstrip() + "…"

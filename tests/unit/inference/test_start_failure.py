@@ -1,0 +1,70 @@
+"""What a person is told of a server that did not start: few lines, of which the first says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from telescope.inference.start_failure import NUM_LINES, start_failure, telling_lines
+
+LOG = Path("/runs/demo/logs/inference-0.log")
+BANNER = "(APIServer pid=28802) INFO 11-21 18:36:17 [api_utils.py:347]   \u2588\u2584\u2588\u2580 version 0.32.0\r"
+TRACEBACK = """\
+/venv/vllm/entrypoints/openai/api_server.py:24: DeprecationWarning: `vllm.entrypoints` is deprecated and will go
+  warnings.warn(
+Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+  File "/venv/vllm/entrypoints/launchers/launcher.py", line 348, in create_server_socket
+    sock.bind(addr)
+    ^^^^^^^^^^^^^^^
+OSError: [Errno 98] Address already in use
+telescope: engine process 28802 ended with code 1""".splitlines()
+
+
+def test_a_traceback_of_vllm_becomes_its_last_words() -> None:
+    message = start_failure(
+        "inference server 0 (http://127.0.0.1:8100)",
+        "ended with exit code 1",
+        [*[BANNER] * 40, *TRACEBACK],
+        LOG,
+        ended=True,
+    )
+    assert message.splitlines() == [
+        "inference server 0 (http://127.0.0.1:8100) ended with exit code 1. Likely fix: the port is in use: change "
+        "inference_base_port",
+        "Its log says:",
+        "  OSError: [Errno 98] Address already in use",
+        f"Log: {LOG}",
+    ]
+
+
+def test_the_cause_in_another_process_of_the_engine_is_told_before_what_followed_from_it() -> None:
+    core, api = "(EngineCore pid=7) ERROR 11-21 18:36:17 [core.py:1130] ", "(APIServer pid=8) "
+    log = [
+        f"{core}EngineCore failed to start.",
+        f"{core}Traceback (most recent call last):",
+        f'{core}  File "/venv/vllm/v1/engine/core.py", line 1104, in run_engine_core',
+        f"{core}    raise ValueError(",
+        f"{core}\x1b[31mValueError: the model is odd\x1b[0m",
+        "(EngineCore pid=7) ValueError: the model is odd",
+        f"{api}Traceback (most recent call last):",
+        f"{api}    raise RuntimeError(",
+        f"{api}RuntimeError: Engine core initialization failed.",
+    ]
+    assert telling_lines(log) == [
+        "EngineCore failed to start.",
+        "ValueError: the model is odd",
+        "RuntimeError: Engine core initialization failed.",
+    ]
+
+
+def test_of_a_server_that_hangs_the_newest_lines_are_told() -> None:
+    log = [f"(APIServer pid=8) INFO 11-21 18:36:17 [loader.py:1] \x1b[32mshard {number}\x1b[0m" for number in range(50)]
+    message = start_failure("inference server 1 (u)", "did not answer within 900 s", log, LOG, ended=False)
+    assert len(message.splitlines()) == NUM_LINES + 3
+    assert message.splitlines()[-2].endswith("shard 49")
+    assert "\x1b" not in message
+
+
+def test_a_server_that_said_nothing_still_has_its_log_named() -> None:
+    message = start_failure("inference server 0 (u)", "ended with exit code -9", [], LOG, ended=True)
+    assert message == f"inference server 0 (u) ended with exit code -9\nLog: {LOG}"
