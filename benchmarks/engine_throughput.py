@@ -330,7 +330,8 @@ def show(results: dict[str, Any]) -> None:
     table = Table(title=f"Engine throughput, {results['requests']:,} requests, {results['lanes']} at a time")
     titles = ("load", "tokens/s", "running", "tokens a step", "ms a step", "begin some", "idle", *CORES)
     for title in titles:
-        table.add_column(title, justify="left" if title == "load" else "right")
+        is_name = title == "load"
+        table.add_column(title, justify="left" if is_name else "right", no_wrap=is_name)
     for run in results["runs"]:
         table.add_row(
             run["load"],

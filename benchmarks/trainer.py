@@ -101,7 +101,7 @@ def main() -> int:
                 found = run_on_ranks(case, wanted_device, matmul, folder, arguments.case_seconds)
             row = asdict(case) | {"tokens": case.num_tokens} | found
             report["cases"].append(row)
-            print(json.dumps(row), flush=True)
+            print(progress(case, row), file=sys.stderr, flush=True)
             if arguments.json:
                 arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     print_table(report)
@@ -122,6 +122,12 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
             arguments.prefetch, arguments.checkpointing_layers,
         )
     ]  # fmt: skip
+
+
+def progress(case: Case, row: dict[str, Any]) -> str:
+    """What a case came to, in a few words."""
+    seconds = f"{row['seconds']:.3f} s/step" if "seconds" in row else "failed" if "failed" in row else "out of memory"
+    return f"{case.shape}, {case.num_tokens:,} tokens, {case.load}, {case.checkpointing}: {seconds}"
 
 
 def gpu_name(device: torch.device) -> str | None:
@@ -146,7 +152,7 @@ def print_table(report: dict[str, Any]) -> None:
             continue
         table.add_row(
             *head, f"{row['seconds']:.3f}", f"{row['tokens_per_second']:,.0f}", f"{row['tflops']:.1f}",
-            f"{row['mfu']:.1%}", f"{row['share_of_matmul']:.1%}", f"{row.get('peak_gib', float('nan')):.1f}",
+            f"{row['mfu']:.1%}", f"{row['share_of_matmul']:.1%}", f"{row['peak_gib']:.1f}" if "peak_gib" in row else "",
             f"{row['estimate_gib']:.1f}",
         )  # fmt: skip
     console = Console(width=140)

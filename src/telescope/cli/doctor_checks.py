@@ -22,7 +22,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,6 @@ ENOUGH_MEMORY_BYTES = 6 * GIB  # the demo: engine, two trainer ranks, Ray, drive
 ENOUGH_SHARED_MEMORY_BYTES = 2 * GIB  # batches in Ray's object store, and NCCL's buffers
 ENOUGH_DISK_BYTES = 5 * GIB
 ENOUGH_OPEN_FILES = 8192  # a socket per sample in flight (4,096 in the largest setting measured), on both ends
-DASHBOARD_PORT = 8005
 SET_UP = '`make setup` in a checkout, or `pip install ".[cuda]"` there'
 
 Status = Literal["ok", "note", "bad"]
@@ -84,7 +83,7 @@ def run_checks(*, hub: bool = True) -> list[Check]:
             check_writable("run directory", Path.cwd()),
             check_writable("temporary files", Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())),
             check_ray_cluster(),
-            *check_ports(),
+            check_port(),
             check_wandb(),
         ]
         return [*checks, hub_answer.result()] if hub_answer is not None else checks
@@ -301,20 +300,17 @@ def describe_node() -> str:
     return f"{node.cpus:.0f} CPUs, {node.gpus:.0f} GPUs"
 
 
-def check_ports() -> Iterator[Check]:
-    uses: list[tuple[str, int, str]] = [
-        ("inference port", int(str(default_of("inference_base_port"))), "--inference_base_port N"),
-        ("dashboard port", DASHBOARD_PORT, "telescope ui --port N"),
-    ]
-    for name, port, option in uses:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError as error:
-                yield Check(name, "note", f"{port}: {error.strerror}", f"end what uses it, or choose another: {option}")
-            else:
-                yield Check(name, "ok", f"{port} is free")
+def check_port() -> Check:
+    """The first port of inference servers."""
+    port = int(str(default_of("inference_base_port")))
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            fix = "end what uses it, or choose another: --inference_base_port N"
+            return Check("inference port", "note", f"{port}: {error.strerror}", fix)
+    return Check("inference port", "ok", f"{port} is free")
 
 
 def default_of(field: str) -> object:

@@ -190,10 +190,10 @@ def _trainer_rows(config: TelescopeConfig, trainer: TrainerMemory, num_layers: i
         (f"parameters ({config.model_dtype}, 1/{config.trainer_num_workers})", _gib(trainer.parameters)),
         ("gradients", _gib(trainer.gradients)),
         ("optimizer (AdamW)", _gib(trainer.optimizer)),
-        ("gathered weights", _gib(trainer.unsharded)),
+        *([("weights that stay gathered", _gib(trainer.unsharded))] if trainer.unsharded else []),
         (f"activations ({config.seq_len:,} tokens, {checkpointing})", _gib(trainer.activations)),
         ("largest moment of a backward pass", _gib(trainer.moment)),
-        ("libraries", _gib(trainer.overhead)),
+        *([("libraries", _gib(trainer.overhead))] if trainer.overhead else []),
         ("total", _gib(trainer.total)),
     ]
 
@@ -204,14 +204,14 @@ def _engine_rows(config: TelescopeConfig, engine: EngineMemory, memory: int | No
         (f"weights ({config.engine_dtype}, 1/{config.inference_tensor_parallel_size})", _gib(engine.weights)),
         *([("second copy for weight syncs", _gib(engine.shadows))] if engine.shadows else []),
         (f"KV cache ({engine.kv_bytes_per_token / 1024:,.1f} KiB per token)", kv_cache),
-        ("workspace", _gib(engine.overhead)),
+        *([("workspace", _gib(engine.overhead))] if engine.overhead else []),
     ]
     if engine.total is not None:
         rows.append(("total", _gib(engine.total)))
     if engine.tokens is not None:
         full = engine.tokens / config.max_model_len
         rows.append((f"KV cache holds {engine.tokens:,} tokens", f"{full:,.1f} full"))
-    elif memory is None:
+    elif memory is None and config.device != "cpu":
         rows.append(("GPU memory is not known here", ""))
     rows.append((f"all {config.lanes_per_server} lanes, full length", _gib(engine.lanes_kv)))
     return rows

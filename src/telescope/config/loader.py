@@ -103,7 +103,8 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         argument = arguments[position]
         position += 1
         if not argument.startswith("--") or argument == "--":
-            raise ConfigError(f"Unexpected argument {argument!r}. Fields are set as --field value")
+            file = f", a file of fields as --config {argument}" if argument.endswith((".yaml", ".yml")) else ""
+            raise ConfigError(f"Unexpected argument {argument!r}. Fields are set as --field value{file}")
         typed, equals, text = argument[2:].partition("=")
         name = typed.replace("-", "_")
         if name not in TelescopeConfig.model_fields:

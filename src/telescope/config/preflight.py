@@ -89,9 +89,10 @@ def why_elsewhere(config: TelescopeConfig) -> str | None:
         plan_placement(config, here)
     except PlacementError:
         cores = ", and its CPU cores do not hold the run" if config.device == "auto" else ""
+        needed = gpus_needed(config)
         return (
-            f"No GPU was found on this machine{cores}: the plan is for a machine with {gpus_needed(config)} GPUs, and "
-            "the placement shown is on assumed nodes."
+            f"No GPU was found on this machine{cores}: the plan is for a machine with {needed} "
+            f"GPU{'s' if needed > 1 else ''}, and the placement shown is on assumed nodes."
         )
     return None
 

@@ -77,6 +77,8 @@ class _TrainingRun:
         async with AsyncExitStack() as stack:
             stack.enter_context(Reaper())
             stack.enter_context(self._directory.open_record(console=self._view is None))
+            if self._directory.step_log.notice:
+                self._status.messages.append(self._directory.step_log.notice)
             stack.callback(self._stop_view)
             if self._view is not None:
                 self._view.start(self._status)

@@ -87,22 +87,27 @@ class WandbSink:
         self._killed = False
         self._finished = threading.Event()
         self._threads: list[threading.Thread] = []
+        self.notice: str | None = None
+        """What a person should hear of it when the run begins."""
         self.mode = wandb_mode(os.environ) if config.use_wandb else "disabled"
         if self.mode == "disabled":
             return
         if not _is_installed():
             self.mode = "disabled"
-            logger.warning("use_wandb is true, but W&B is not installed: pip install wandb, or set use_wandb to false.")
+            self._say("use_wandb is true, but W&B is not installed: pip install wandb, or set use_wandb to false.")
             return
         if self.mode == "offline" and not os.environ.get("WANDB_MODE"):
-            logger.warning(
-                "use_wandb is true, but there are no W&B credentials: the run is recorded offline in %s. "
-                "`wandb login` and then `wandb sync` upload it; use_wandb: false turns this off.",
-                self._files.wandb,
+            self._say(
+                f"use_wandb is true, but there are no W&B credentials: it is recorded offline in {self._files.wandb}. "
+                "`wandb login` and then `wandb sync` upload it; use_wandb: false turns this off."
             )
         self._queue.put_nowait(self._first_message(config))
         self._threads = [threading.Thread(target=self._feed, name="telescope-wandb", daemon=True)]
         self._threads[0].start()
+
+    def _say(self, notice: str) -> None:
+        self.notice = notice
+        logger.warning("%s", notice)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of a step. Returns at once."""

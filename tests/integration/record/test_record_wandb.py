@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from tests.unit.orchestrator.fakes import config_of
 
+from telescope.errors import UserError
+from telescope.orchestrator.run import _TrainingRun
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.summary import summarise
@@ -109,10 +111,24 @@ def test_without_credentials_the_real_wandb_records_offline_and_says_so_once(tmp
     assert sink.mode == "offline"
     assert len(messages(caplog)) == 1
     assert "no W&B credentials" in messages(caplog)[0]
+    assert sink.notice == messages(caplog)[0]
     rows = offline_values(tmp_path)
     assert [(row["step"], row["reward_mean"]) for row in rows] == [(0.0, 0.0), (1.0, 0.5), (2.0, 1.0)]
     assert rows[0]["timing/forward/total"] == 1.5
     assert capfd.readouterr().out == "", "W&B prints nothing into the run's terminal"
+
+
+async def test_the_view_of_a_run_says_that_it_is_recorded_offline(tmp_path, monkeypatch):
+    async def ends_at_once(self: _TrainingRun) -> None:
+        raise UserError("enough")
+
+    monkeypatch.setattr(_TrainingRun, "_start_and_train", ends_at_once)
+    run = _TrainingRun(config_of(run_dir=str(tmp_path / "run"), use_wandb=True), [], None)
+    with pytest.raises(UserError, match="enough"):
+        await run.run()
+    (message,) = run._status.messages
+    assert "no W&B credentials" in message
+    assert str(tmp_path / "run" / "wandb") in message
 
 
 def test_the_numbers_of_a_run_that_has_ended_are_its_summary_in_wandb(tmp_path):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.integration.trainer.trainer_cases import make_config, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from telescope.trainer.backends.fsdp import whole_tensors as module
 from telescope.trainer.backends.fsdp.whole_tensors import whole_tensors
 
 RANKS = 3
@@ -41,19 +42,20 @@ def gathered(trainer: Any, dtype: torch.dtype | None) -> dict[str, Any]:
         for cast in [tensor if dtype is None else tensor.to(dtype)]
     }
     found: dict[str, Any] = {"by torch": by_torch}
-    all_gather = dist.all_gather_into_tensor
+    warnings.simplefilter("error", FutureWarning)  # in this process of one rank, which ends with this
+    all_gather = module.all_gather
     for label, group_bytes in GROUPS.items():
         received: list[int] = []
 
-        def counting(into: torch.Tensor, part: torch.Tensor, received: list[int] = received, **options: Any) -> Any:
+        def counting(into: torch.Tensor, part: torch.Tensor, group: Any, received: list[int] = received) -> None:
             received.append(into.nbytes)
-            return all_gather(into, part, **options)
+            all_gather(into, part, group)
 
-        dist.all_gather_into_tensor = counting
+        module.all_gather = counting
         try:
             ours = {name: t.clone() for name, t in whole_tensors(sharded, dtype, group_bytes=group_bytes)}
         finally:
-            dist.all_gather_into_tensor = all_gather
+            module.all_gather = all_gather
         found[label] = {"tensors": ours, "received": received}
     return found
 

@@ -94,7 +94,7 @@ def test_a_port_in_use_is_named_with_the_option_that_changes_it(monkeypatch: pyt
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         monkeypatch.setattr(doctor_checks, "default_of", lambda field: taken.getsockname()[1])
-        check = next(iter(doctor_checks.check_ports()))
+        check = doctor_checks.check_port()
     assert check.status == "note"
     assert "--inference_base_port" in str(check.fix)
 

@@ -231,6 +231,7 @@ def test_all_wrong_fields_are_reported_at_once():
     [
         (["--learning_rate"], "needs a value, as in --learning_rate 1e-06"),
         (["learning_rate=1"], "Unexpected argument 'learning_rate=1'"),
+        (["mine.yaml"], "a file of fields as --config mine.yaml"),
         (["--wandb_tags", "[a"], "is not valid YAML"),
     ],
 )

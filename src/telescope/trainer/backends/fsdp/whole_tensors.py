@@ -66,7 +66,7 @@ def _gather(group: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iter
         place[: local.numel()].copy_(local.reshape(-1))
     received = torch.empty(num_ranks * len(sent), dtype=sent.dtype, device=sent.device)
     # Bytes: a collective moves them whatever they mean.
-    dist.all_gather_into_tensor(received.view(torch.uint8), sent.view(torch.uint8), group=mesh.get_group())
+    all_gather(received.view(torch.uint8), sent.view(torch.uint8), mesh.get_group())
     if len(group) == 1:  # the parts lie end to end, and only the end is padding
         name, tensor = group[0]
         yield name, received[: tensor.numel()].view(tensor.shape)
@@ -74,3 +74,9 @@ def _gather(group: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iter
     by_rank = [part.split(chunks) for part in received.split(len(sent))]
     for index, (name, tensor) in enumerate(group):
         yield name, torch.cat([parts[index] for parts in by_rank])[: tensor.numel()].view(tensor.shape)
+
+
+def all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """One collective, by the name that it has: torch 2.13 warns of the only one that 2.11 knows."""
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    gather(received, sent, group=group)
