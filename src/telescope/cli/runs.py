@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         wide_console(table, sys.stdout).print(table)
         for summary in summaries:
             if summary.error:
-                Console().print(Text(f"{summary.label}: {summary.error}", style="red"))
+                Console().print(Text(f"{summary.label}: {summary.error}", style="red"), soft_wrap=True)
     warn_of_unreadable(runs, "the list")
     return 0
 

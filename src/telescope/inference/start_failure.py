@@ -20,6 +20,7 @@ _NOT_TELLING = re.compile(
     r"\s|$|Traceback \(most|During handling of the above|The above exception was|\S*:\d+: \w*Warning: |"
     r"telescope: engine process \d+ ended"
 )
+_ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b")
 
 
 def start_failure(name: str, what: str, log: Sequence[str], log_path: Path, *, ended: bool) -> str:
@@ -37,8 +38,9 @@ def start_failure(name: str, what: str, log: Sequence[str], log_path: Path, *, e
 
 def telling_lines(log: Sequence[str]) -> list[str]:
     """The last lines of a log that say what went wrong, each once, without vLLM's prefixes: no frames of tracebacks, no
-    progress, no banner."""
+    progress, no banner, nothing from before the first error."""
     found: dict[str, None] = {}
+    seen_error = False
     for line in log:
         text = plain(line)
         prefix = _PREFIX.match(text)
@@ -46,5 +48,8 @@ def telling_lines(log: Sequence[str]) -> list[str]:
         text = text[prefix.end() :]
         if prefix[1] in ("DEBUG", "INFO", "WARNING") or _NOT_TELLING.match(text):
             continue
+        if not seen_error and (prefix[1] is not None or _ERROR.match(text)):
+            seen_error = True
+            found.clear()
         found.setdefault(text.rstrip())
     return list(found)[-NUM_LINES:]

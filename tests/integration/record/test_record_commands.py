@@ -79,7 +79,7 @@ def test_a_dump_that_an_old_record_holds_is_one_line_in_the_list_of_runs(capsys,
     out = capsys.readouterr().out
     assert "a frame" not in out
     assert "\x1b" not in out
-    assert " ".join(out.split()).endswith(f"run: {DUMPED}")
+    assert out.splitlines()[-1] == f"run: {DUMPED}"
     assert main(["runs", "--json", "--root", str(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out)[0]["error"] == DUMPED
 

@@ -9,6 +9,7 @@ from telescope.inference.start_failure import NUM_LINES, start_failure, telling_
 LOG = Path("/runs/demo/logs/inference-0.log")
 BANNER = "(APIServer pid=28802) INFO 11-21 18:36:17 [api_utils.py:347]   \u2588\u2584\u2588\u2580 version 0.32.0\r"
 TRACEBACK = """\
+Found duplicate keys --middleware
 /venv/vllm/entrypoints/openai/api_server.py:24: DeprecationWarning: `vllm.entrypoints` is deprecated and will go
   warnings.warn(
 Traceback (most recent call last):
@@ -54,6 +55,13 @@ def test_the_cause_in_another_process_of_the_engine_is_told_before_what_followed
         "EngineCore failed to start.",
         "ValueError: the model is odd",
         "RuntimeError: Engine core initialization failed.",
+    ]
+
+
+def test_without_a_known_error_every_line_that_is_no_progress_is_told() -> None:
+    assert telling_lines([BANNER, "usage: api_server.py", "api_server.py: error: unrecognized arguments: --x"]) == [
+        "usage: api_server.py",
+        "api_server.py: error: unrecognized arguments: --x",
     ]
 
 
