@@ -19,6 +19,8 @@ from telescope.algorithms.loss import LossTerms, loss_terms, needs_batch_referen
 from telescope.trainer.attention import Kernel, PackedLayout, make_layout
 from telescope.trainer.batch import MicroBatch, OptimizerStepBatch
 
+NUMPY_DTYPES = {torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
+
 
 @dataclass(slots=True)
 class DeviceMicroBatch:
@@ -69,9 +71,11 @@ def to_device(host: HostMicroBatch, device: torch.device, kernel: Kernel, float_
     def move(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         # A copy: what comes out of Ray's object store is read-only memory that other processes share. numpy makes it,
         # in this thread: torch splits long rows among the threads of OpenMP, which on some hosts take 10 ms to wake up.
-        copy = torch.empty(array.shape, dtype=dtype, pin_memory=device.type == "cuda")
-        np.copyto(copy.numpy(), array)
-        return copy.to(device, non_blocking=True)
+        if device.type != "cuda":
+            return torch.from_numpy(array.astype(NUMPY_DTYPES[dtype]))
+        pinned = torch.empty(array.shape, dtype=dtype, pin_memory=True)
+        np.copyto(pinned.numpy(), array)
+        return pinned.to(device, non_blocking=True)
 
     source, predicted_N = host.source, host.predicted_N
     return DeviceMicroBatch(
