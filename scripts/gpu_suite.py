@@ -74,8 +74,9 @@ RANKS = "tests/gpu/weights/test_ranks_on_gpu.py"
 PARTS = (
     Part("weights", f"{PYTEST} tests/gpu/weights --ignore {EXPERTS_AND_RANKS} --ignore {RANKS}", 2, 300),
     # A server starts in 110 to 130 s with nothing cached. These start two, those of four ranks over host memory one.
-    Part("experts and ranks", f"{FIRST_FAILURE} {EXPERTS_AND_RANKS} -k tied-2", 3, 420),
-    Part("ranks", f"{FIRST_FAILURE} {RANKS} -k tied-2", 3, 420),
+    Part("experts and ranks", f"{FIRST_FAILURE} {EXPERTS_AND_RANKS} -k tied-2-nccl", 3, 420),
+    Part("ranks", f"{FIRST_FAILURE} {RANKS} -k tied-2-nccl", 3, 420),
+    Part("two ranks of an engine", f"{FIRST_FAILURE} {RANKS} -k tied-2-staged", 2, 260),
     Part("experts", f"{FIRST_FAILURE} {EXPERTS_AND_RANKS} -k tied-1", 2, 420),
     Part("four ranks", f"{FIRST_FAILURE} {RANKS} -k untied-4-staged", 4, 260),
     Part("experts on four ranks", f"{FIRST_FAILURE} {EXPERTS_AND_RANKS} -k untied-4-staged", 4, 260),

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(
     scope="module",
     params=[
+        case(2, "tied", 2, STAGED),
         case(3, "tied", 2, "nccl"),
         case(3, "untied", 2, "nccl"),
         case(4, "untied", 4, STAGED),

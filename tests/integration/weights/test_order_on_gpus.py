@@ -32,7 +32,7 @@ def test_who_kills_a_server_is_the_last_that_uses_it_and_who_needs_a_fresh_one_t
         # Its own parameters are those of the server alone, with which those of all tests begin.
         on_its_server = [other for where, other in others if where == file and f"[{parameters}" in other]
         assert on_its_server == [], f"{test} is in the wrong place"
-    assert num_servers == 12
+    assert num_servers == 13
 
 
 def test_the_parts_of_the_suite_leave_no_test_out() -> None:
