@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.integration.orchestrator.harness import FakeHandle, Ground, config_for
+from tests.repository_modules import benchmarks_importable
 
 from telescope.environments.launcher import Launcher
 from telescope.inference.client import EngineClient
@@ -22,19 +22,14 @@ from telescope.inference.step_meter import StepReading
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")  # the fork server of the environments belongs to one loop
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 ENGINE = FakeEngineSettings(mean_tokens=500, tokens_per_second=80, vocabulary=300, end_token=None, max_running=16)
 REQUESTS = 128
 
 
 @pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        if (BENCHMARKS / f"{name}.py").exists():
-            del sys.modules[name]
+def _importable() -> Iterator[None]:
+    with benchmarks_importable():
+        yield
 
 
 @dataclass

@@ -1,34 +1,27 @@
 """Collects what the parts of the GPU suite that are pytest runs would run on a machine that has just their GPUs.
 
-Run as a program, since torch is told how many GPUs there are. Writes JSON: by part the tests that run, those that are
-skipped, and pytest's exit code; under "everything" what eight GPUs would run of them all.
+Run as a program (with `-m`, from the repository's root), since torch is told how many GPUs there are. Writes JSON: by
+part the tests that run, those that are skipped, and pytest's exit code; under "everything" what eight GPUs would run of
+them all.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import shlex
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-ROOT = Path(__file__).parents[3]
+from tests.repository_modules import load_script
 
 
 def suite_parts() -> list[Any]:
-    spec = importlib.util.spec_from_file_location("gpu_suite", ROOT / "scripts" / "gpu_suite.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_suite"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return [part for part in module.PARTS if part.command.startswith(module.PYTEST)]
+    with load_script("gpu_suite") as module:
+        return [part for part in module.PARTS if part.command.startswith(module.PYTEST)]
 
 
 class Collected:
@@ -74,6 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.chdir(ROOT)
-    sys.path.insert(0, str(ROOT))
     main()

@@ -37,7 +37,8 @@ def test_who_kills_a_server_is_the_last_that_uses_it_and_who_needs_a_fresh_one_t
 
 def test_the_parts_of_the_suite_leave_no_test_out() -> None:
     made = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("collect_on_gpus.py"))],
+        [sys.executable, "-m", "tests.integration.weights.collect_on_gpus"],
+        cwd=ROOT,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

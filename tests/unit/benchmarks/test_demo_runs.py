@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
 
 @pytest.fixture
 def demo_runs(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, with runs that take no time: each returns how many there were."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     import demo_runs
 
     trained: list[Any] = []
@@ -28,9 +24,7 @@ def demo_runs(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(demo_runs.DemoRun, "train", train)
     monkeypatch.setattr(demo_runs, "provenance", lambda packages: {"commit": f"c{len(trained)}"})
-    yield demo_runs, trained
-    for name in ("demo_runs", "measure"):
-        sys.modules.pop(name, None)
+    return demo_runs, trained
 
 
 def test_what_the_file_holds_is_not_run_again(demo_runs: Any, tmp_path: Path) -> None:
@@ -56,10 +50,9 @@ def test_other_fields_are_another_run(demo_runs: Any, tmp_path: Path) -> None:
     assert len(trained) == 3
 
 
-def test_every_algorithm_of_the_configuration_is_benchmarked(demo_runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_algorithm_of_the_configuration_is_benchmarked() -> None:
     import algorithms
 
     from telescope.config.algorithms import ALGORITHM_FACTS
 
-    monkeypatch.delitem(sys.modules, "algorithms")
     assert set(algorithms.SETTINGS) == set(ALGORITHM_FACTS)

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from telescope.inference.step_meter import StepMeter, StepReading, read_meter
-
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        if (BENCHMARKS / f"{name}.py").exists():
-            del sys.modules[name]
 
 
 def sample(clock: float, steps: int, tokens: int, *, running: int = 4, beginning: int = 0, cores: float = 1.0) -> Any:

@@ -6,24 +6,20 @@ import asyncio
 import importlib
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 HELD_SECONDS = 0.2
 
 
 @pytest.fixture
-def measure(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def measure() -> Any:
     import measure
 
-    yield measure
-    sys.modules.pop("measure", None)
+    return measure
 
 
 @pytest.mark.parametrize("loop", [asyncio.SelectorEventLoop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
@@ -95,17 +91,11 @@ def test_a_machine_without_git_says_that_the_commit_is_unknown(
     ["end_to_end", "engine_loss", "engine_steps", "engine_throughput", "logprob", "timeline", "trainer", "weight_sync"],
 )
 def test_what_is_for_gpus_is_not_measured_on_a_cpu_unasked(
-    name: str, measure: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
-    before = set(sys.modules)
     benchmark = importlib.import_module(name)
-    try:
-        with pytest.raises(SystemExit, match="2"):
-            benchmark.main()
-    finally:
-        for other in set(sys.modules) - before:
-            if (BENCHMARKS / f"{other}.py").exists():
-                del sys.modules[other]
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main()
     assert "no GPU was found; --quick runs on the CPU" in capsys.readouterr().err

@@ -5,23 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
 
 @pytest.fixture
-def paired(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def paired() -> Any:
     import paired
 
-    yield paired
-    sys.modules.pop("paired", None)
+    return paired
 
 
 def test_who_goes_first_changes_from_pair_to_pair(paired: Any) -> None:

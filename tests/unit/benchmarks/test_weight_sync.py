@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
 
 @pytest.fixture
 def weight_sync(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, with engines that settle at once."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     import weight_sync
 
     monkeypatch.setattr(weight_sync, "SETTLE_SECONDS", 0.01)

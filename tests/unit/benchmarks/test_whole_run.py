@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +13,6 @@ import pytest
 
 from telescope.inference.step_meter import StepReading
 from telescope.rollout.types import GenerateRequest
-
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-MODULES = ("whole_run", "forced_lengths", "engine_loss", "end_to_end", "random_model", "fake_servers", "measure")
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield
-    for name in MODULES:
-        sys.modules.pop(name, None)
 
 
 def series(*readings: tuple[float, float, int, int]) -> Any:

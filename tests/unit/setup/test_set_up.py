@@ -1,25 +1,20 @@
 """The set-up script, without installing anything: what it finds, when it has nothing to do, what it tells uv."""
 
-import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-ROOT = Path(__file__).parents[3]
+from tests.repository_modules import ROOT, load_script
 
 
 @pytest.fixture(scope="module")
-def set_up() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("set_up", ROOT / "scripts" / "set_up.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def set_up() -> Iterator[ModuleType]:
+    with load_script("set_up") as module:
+        yield module
 
 
 def put_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: str) -> None:

@@ -1,0 +1,14 @@
+"""What tests of the benchmarks share: they import them by their bare names, each test anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.repository_modules import benchmarks_importable
+
+
+@pytest.fixture(autouse=True)
+def _importable() -> Iterator[None]:
+    with benchmarks_importable():
+        yield
