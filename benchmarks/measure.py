@@ -145,15 +145,10 @@ def require_gpus(parser: argparse.ArgumentParser, *, quick: bool) -> None:
 
 
 def provenance(packages: Sequence[str]) -> dict[str, Any]:
-    """Where, when and with which code a number was measured.
-
-    SOURCE_COMMIT names the commit for a copy of the sources whose history is not there, or is not theirs.
-    """
-    changes = _git("status", "--porcelain", "--", "src", "benchmarks/*.py")
+    """Where, when and with which code a number was measured."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": os.environ.get("SOURCE_COMMIT") or _git("rev-parse", "--short", "HEAD") or "unknown",
-        "uncommitted_changes": None if changes is None else bool(changes),
+        **sources("src", "benchmarks/*.py"),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -161,6 +156,18 @@ def provenance(packages: Sequence[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: version(name) for name in packages},
         "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def sources(*paths: str) -> dict[str, Any]:
+    """The commit of this repository that is checked out, and whether files of `paths` are not as they are there.
+
+    SOURCE_COMMIT names the commit for a copy of the sources whose history is not there, or is not theirs.
+    """
+    changes = _git("status", "--porcelain", "--", *paths)
+    return {
+        "commit": os.environ.get("SOURCE_COMMIT") or _git("rev-parse", "--short", "HEAD") or "unknown",
+        "uncommitted_changes": None if changes is None else bool(changes),
     }
 
 

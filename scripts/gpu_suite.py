@@ -29,6 +29,12 @@ from types import FrameType
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+
+from measure import sources  # noqa: E402  (which imports nothing that must be installed)
+
+MEASURED = ("src", "benchmarks/*.py", "scripts", "tests")
+"""What the commit in the report is said of."""
 TAIL_LINES = {"passed": 15, "failed": 150}
 """A failed part: the traceback of a test, and after it the end of its server's log."""
 LONGEST_TEXT = 2000
@@ -179,7 +185,7 @@ def main() -> int:
     gpus = gpu_names()
     if not gpus:
         parser.error("no GPU was found: nvidia-smi is missing, or lists none")
-    report: dict[str, Any] = {"gpus": gpus, "started": utc_now()}
+    report: dict[str, Any] = {"gpus": gpus, "started": utc_now(), **sources(*MEASURED)}
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="gpu-suite-") as temporary:
         folder = arguments.folder or Path(temporary)

@@ -148,6 +148,17 @@ def test_results_are_written_before_and_after_every_part_and_a_failure_is_the_ex
     assert (kept / "breaks" / "output.txt").read_text() == "no luck\n"
 
 
+def test_the_report_names_the_commit_that_was_measured(
+    suite: ModuleType, tmp_path: Path, one_gpu: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOURCE_COMMIT", "abc1234")
+    report = tmp_path / "report.json"
+    assert one_gpu((suite.Part("quick", "true", 1, 30),), "--json", str(report)) == 0
+    written = json.loads(report.read_text())
+    assert written["commit"] == "abc1234"
+    assert written["uncommitted_changes"] in (True, False, None)
+
+
 def test_results_that_end_in_mid_word_cost_their_own_part_alone(suite: ModuleType, tmp_path: Path) -> None:
     parts = [
         suite.Part("killed while it wrote", "printf '[1, 2' > {json}; exit 1", 1, 30),
