@@ -23,6 +23,7 @@ from telescope.config.model_shape import (
     EXPERT_MODEL_TYPES,
     ModelShape,
     experts_without_a_layer,
+    has_zero_sparse_step,
     known_shape,
     unsupported_experts,
 )
@@ -116,6 +117,11 @@ def _inspect(config: TelescopeConfig, files: _Files) -> ModelReport:
         raise ConfigError(
             f"model is {config.model!r}, a mixture of experts of type {unsupported}. Of models with experts, the "
             f"weight transfer knows {', '.join(EXPERT_MODEL_TYPES)} only. Choose one of those, or a dense model"
+        )
+    if has_zero_sparse_step(data):
+        raise ConfigError(
+            f"model is {config.model!r}, whose config.json says decoder_sparse_step 0: loading the model divides by "
+            "it. Set decoder_sparse_step in config.json to 1 if every layer has experts, to 2 if every second one has"
         )
     said = experts_without_a_layer(data)
     if said is not None:

@@ -168,6 +168,14 @@ def unsupported_experts(config: Mapping[str, Any]) -> str | None:
     return model_type if any(counts) and model_type not in EXPERT_MODEL_TYPES else None
 
 
+def has_zero_sparse_step(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` of a model with experts has them in every 0th layer: transformers and vLLM divide by
+    `decoder_sparse_step`."""
+    inner = config.get("text_config")
+    config = inner if isinstance(inner, Mapping) else config
+    return config.get("model_type") in EXPERT_MODEL_TYPES and config.get("decoder_sparse_step") == 0
+
+
 def experts_without_a_layer(config: Mapping[str, Any]) -> str | None:
     """What of a `config.json` gives experts to no layer although its `model_type` is one with experts; None for all
     others. vLLM refuses such a model when it loads it."""

@@ -245,6 +245,14 @@ def test_a_mixture_of_experts_whose_layers_are_all_dense_is_refused(tmp_path, ch
     assert inspect_model(config(write_model(tmp_path / "dense", config=json.dumps(as_dense)))).shape
 
 
+@pytest.mark.parametrize("changes", [{}, {"num_experts": 0}, {"mlp_only_layers": [0, 1]}])
+def test_experts_in_every_0th_layer_are_refused_before_something_divides_by_it(tmp_path, changes):
+    odd = {**MODEL_CONFIG, **EXPERTS, **changes, "decoder_sparse_step": 0}
+    message = error_of(write_model(tmp_path / "m", config=json.dumps(odd)))
+    assert "config.json says decoder_sparse_step 0: loading the model divides by it" in message
+    assert "Set decoder_sparse_step in config.json to 1" in message
+
+
 @pytest.mark.parametrize("changes", [{"mlp_only_layers": [0, 7]}, {"decoder_sparse_step": 2}])
 def test_a_mixture_of_experts_needs_one_layer_that_has_them(tmp_path, changes):
     folder = write_model(tmp_path / "m", config=json.dumps({**MODEL_CONFIG, **EXPERTS, **changes}))
