@@ -22,11 +22,16 @@ oftener, they only stop the loop for less long at a time. Python's own: (700, 10
 def leave_out_what_exists() -> None:
     """Collect once, what an earlier call left out included, and leave what is alive out of later collections.
 
-    It is still freed by its reference counts; `gc.unfreeze` undoes it.
+    It is still freed by its reference counts; `leave_out_nothing` undoes it.
     """
-    gc.unfreeze()
+    leave_out_nothing()
     gc.collect()
     gc.freeze()
+
+
+def leave_out_nothing() -> None:
+    """Let later collections visit everything again, so that what dies in cycles is freed."""
+    gc.unfreeze()
 
 
 @contextmanager
@@ -39,4 +44,4 @@ def rare_full_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        leave_out_nothing()

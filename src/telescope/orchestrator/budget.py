@@ -14,15 +14,13 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from telescope.errors import RunError
+from telescope.one_line import one_line, plain
 
 MIN_FAILURES = 16
 """Failures before a share other than 0 counts, so that a bad first minute does not end a run."""
 
 WINDOW = 512
 """The share is taken over this many of the newest outcomes."""
-
-LINE_CHARACTERS = 300
-"""What is told of a line of somebody else's message."""
 
 _PLACE = re.compile(r"^environment .*?, item \d+(, rollout \S+)?: ")
 """How the environments' pool opens its messages: one cause has as many of these as it has samples."""
@@ -86,8 +84,8 @@ class ErrorBudget:
 
 def _told(message: str) -> str:
     """A message without the place that it is about, as its first line and, where there are more, its last."""
-    lines = _PLACE.sub("", message.strip()).splitlines() or ["no message"]
-    first, last = lines[0][:LINE_CHARACTERS], lines[-1][:LINE_CHARACTERS]
+    lines = [line for line in plain(_PLACE.sub("", message.strip())).split("\n") if line.strip()] or ["no message"]
+    first, last = one_line(lines[0]), one_line(lines[-1])
     return first if len(lines) == 1 else f"{first} ... {last}"
 
 

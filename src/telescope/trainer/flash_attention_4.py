@@ -73,7 +73,9 @@ def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The package's forward and backward functions."""
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-    # Said of an argument that is not used here, once for every kernel on every rank (version 4.0.0b36).
+    # Said of an argument that is not used here, once for every kernel on every rank (version 4.0.0b36). For the whole
+    # process: `catch_warnings` around each call would race with autograd's threads, which call the backward pass, and
+    # let every other warning be shown anew after each call.
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
     return _flash_attn_fwd, _flash_attn_bwd
 

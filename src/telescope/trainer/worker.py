@@ -9,7 +9,6 @@ ranks ends after `COLLECTIVE_TIMEOUT` with an error in every rank that is still 
 from __future__ import annotations
 
 import datetime
-import gc
 import os
 import socket
 import time
@@ -24,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from telescope.config.memory import trainer_share
 from telescope.errors import ConfigError
-from telescope.garbage import leave_out_what_exists
+from telescope.garbage import leave_out_nothing, leave_out_what_exists
 from telescope.trainer.backends import TensorMeta, TrainingBackend, find_backend
 from telescope.trainer.batch import Span, StepInput, StepResult
 from telescope.trainer.metrics import reduce_max
@@ -153,7 +152,7 @@ class Trainer:
 
     def restart(self) -> None:
         """Start over from the weights that the config names, with a fresh optimiser. Collective."""
-        gc.unfreeze()  # what this replaces may lie in cycles
+        leave_out_nothing()  # what this replaces may lie in cycles
         self.backend.init()
         leave_out_what_exists()
         self._idle_since = time.time()
@@ -222,7 +221,7 @@ class Trainer:
     def shutdown(self) -> None:
         """Leave the process group. Calling it again changes nothing."""
         self._backend = None
-        gc.unfreeze()
+        leave_out_nothing()
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from tests.unit.orchestrator.fakes import config_of
 from tests.unit.orchestrator.in_memory import InMemoryRun
 
 from telescope.errors import EnvironmentFailure, RunError
+from telescope.one_line import LONGEST
 from telescope.orchestrator.budget import MIN_FAILURES, WINDOW, ErrorBudget
 
 EVENTS = {
@@ -112,6 +115,15 @@ def test_one_cause_is_told_once_with_an_item_as_its_example() -> None:
         f"6 x {broken}, last with item 5; 5 x compute_reward did not end within 2 seconds; where it was is in "
         "/run/environment-4.log, last with item 4; 5 x it died: ... Segmentation fault, last with item 4. Mend"
     )
+
+
+def test_what_is_told_of_a_message_is_plain_and_short() -> None:
+    budget = ErrorBudget(0.0)
+    with pytest.raises(RunError) as caught:
+        budget.sample_failed("bad", 3, f"\x1b[31mValueError\x1b[0m: {'x' * 5000}\n\nmore\n\x1b[1mthe end\x1b[0m\n \n")
+    told = str(caught.value).partition("Commonest: ")[2]
+    assert re.match(r"1 x ValueError: x+… \.\.\. the end, last with item 3\.", told)
+    assert len(told) < 2 * LONGEST
 
 
 @pytest.mark.parametrize("group_size", [2, 8])
