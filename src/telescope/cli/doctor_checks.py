@@ -16,7 +16,6 @@ import os
 import platform
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,8 @@ from pathlib import Path
 from typing import Literal
 
 import telescope
-from telescope.config.machine import local_resources, ray_cluster_is_configured
+from telescope.config.machine import LOOPBACK, local_resources, ray_cluster_is_configured
+from telescope.config.ports import listen_problem
 from telescope.config.schema import TelescopeConfig
 from telescope.errors import UserError
 from telescope.inference import supported_vllm
@@ -301,15 +301,11 @@ def describe_node() -> str:
 
 
 def check_port() -> Check:
-    """The first port of inference servers."""
+    """The first port of inference servers, which a run holds from its start on."""
     port = int(str(default_of("inference_base_port")))
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            fix = "end what uses it, or choose another: --inference_base_port N"
-            return Check("inference port", "note", f"{port}: {error.strerror}", fix)
+    if (problem := listen_problem(LOOPBACK, port)) is not None:
+        fix = f"end what uses {port}, perhaps another run, or choose another port: --inference_base_port N"
+        return Check("inference port", "note", f"{port}: {problem}", fix)
     return Check("inference port", "ok", f"{port} is free")
 
 

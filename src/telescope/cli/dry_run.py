@@ -93,11 +93,12 @@ def _print_config(loaded: LoadedConfig, console: Console) -> None:
     console.print(Text.assemble(("* ", "green"), "set by you; everything else is a default.", style="dim"))
     console.print(f"\n[bold]config hash[/]    {config.hash}", highlight=False)
     console.print(Text.assemble(("run directory  ", "bold"), str(choose_run_dir(config))), soft_wrap=True)
+    steps = "1 step" if config.number_of_steps == 1 else f"{config.number_of_steps} steps"
     prompts, answers = config.prompts_batch_size_for_trainer, config.group_size
     in_flight = config.num_inference_servers * config.lanes_per_server
     console.print(
         f"[bold]a step[/]         {prompts} prompts x {answers} answers = {prompts * answers} samples, at most "
-        f"{in_flight} in flight; {config.number_of_steps} steps",
+        f"{in_flight} in flight; {steps}",
         highlight=False,
     )
 
@@ -186,26 +187,27 @@ def _trainer_rows(config: TelescopeConfig, trainer: TrainerMemory, num_layers: i
     checkpointing = "recomputed" if config.gradient_checkpointing else "kept"
     if config.gradient_checkpointing_layers is not None and layers < num_layers:
         checkpointing = f"{layers} layers recomputed"
-    return [
-        (f"parameters ({config.model_dtype}, 1/{config.trainer_num_workers})", _gib(trainer.parameters)),
-        ("gradients", _gib(trainer.gradients)),
-        ("optimizer (AdamW)", _gib(trainer.optimizer)),
-        *([("weights that stay gathered", _gib(trainer.unsharded))] if trainer.unsharded else []),
-        (f"activations ({config.seq_len:,} tokens, {checkpointing})", _gib(trainer.activations)),
-        ("largest moment of a backward pass", _gib(trainer.moment)),
-        *([("libraries", _gib(trainer.overhead))] if trainer.overhead else []),
-        ("total", _gib(trainer.total)),
+    sizes = [
+        (f"parameters ({config.model_dtype}, 1/{config.trainer_num_workers})", trainer.parameters),
+        ("gradients", trainer.gradients),
+        ("optimizer (AdamW)", trainer.optimizer),
+        ("weights that stay gathered", trainer.unsharded),
+        (f"activations ({config.seq_len:,} tokens, {checkpointing})", trainer.activations),
+        ("largest moment of a backward pass", trainer.moment),
+        ("libraries", trainer.overhead),
+        ("total", trainer.total),
     ]
+    return [(name, _gib(size)) for name, size in sizes if size]
 
 
 def _engine_rows(config: TelescopeConfig, engine: EngineMemory, memory: int | None) -> list[tuple[str, str]]:
-    kv_cache = "what is left" if engine.kv_cache is None else _gib(engine.kv_cache)
-    rows = [
-        (f"weights ({config.engine_dtype}, 1/{config.inference_tensor_parallel_size})", _gib(engine.weights)),
-        *([("second copy for weight syncs", _gib(engine.shadows))] if engine.shadows else []),
-        (f"KV cache ({engine.kv_bytes_per_token / 1024:,.1f} KiB per token)", kv_cache),
-        *([("workspace", _gib(engine.overhead))] if engine.overhead else []),
+    sizes = [
+        (f"weights ({config.engine_dtype}, 1/{config.inference_tensor_parallel_size})", engine.weights),
+        ("second copy for weight syncs", engine.shadows),
+        (f"KV cache ({engine.kv_bytes_per_token / 1024:,.1f} KiB per token)", engine.kv_cache),
+        ("workspace", engine.overhead),
     ]
+    rows = [(name, "what is left" if size is None else _gib(size)) for name, size in sizes if size != 0]
     if engine.total is not None:
         rows.append(("total", _gib(engine.total)))
     if engine.tokens is not None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -26,6 +27,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 FRAME_COLUMNS = 6
 """What the frame and its padding take of a view's width."""
 COLUMN_GAP = 2
+HINT = " · Ctrl-C ends it cleanly"
 MIN_BAR_COLUMNS = 8
 ALWAYS_SHOWN = ("step", "reward", "tokens/s", "staleness", "seconds")
 """Columns of the table of steps that every width shows; they come to 44."""
@@ -73,12 +75,21 @@ def render(status: RunStatus, width: int = 100) -> RenderableType:
         Group(_progress(status, inside), Text(), _numbers(status, inside), Text(), _parts(status), *_messages(status)),
         title=Text.assemble(("telescope", "bold"), f" · {status.run_name}"),
         title_align="left",
-        subtitle=Text(f"{status.run_dir} · Ctrl-C ends it cleanly" if status.run_dir else ""),
+        subtitle=Text(_last_columns(status.run_dir, inside - cell_len(HINT)) + HINT if status.run_dir else ""),
         subtitle_align="left",
         border_style="dim",
         width=width,
         padding=(1, 2),
     )
+
+
+def _last_columns(text: str, columns: int) -> str:
+    """The end of a text that is wider than `columns`: that of a path says more than its beginning."""
+    if cell_len(text) <= columns:
+        return text
+    while text and cell_len(text) >= columns:
+        text = text[1:]
+    return f"…{text}"
 
 
 def _line(text: str, style: str = "") -> Text:

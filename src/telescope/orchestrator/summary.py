@@ -51,11 +51,12 @@ class RunSummary:
     @property
     def sentence(self) -> str:
         """One line for people. Of a failure it is the fact alone: the error is raised, and told by who catches it."""
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         if self.status == "finished":
-            return f"finished {self.steps} steps in {self.seconds:.0f} s"
+            return f"finished {steps} in {self.seconds:.0f} s"
         if self.status == "stopped":
-            return f"stopped after {self.steps} steps, as asked"
-        return f"failed after {self.steps} steps"
+            return f"stopped after {steps}, as asked"
+        return f"failed after {steps}"
 
     def to_json(self) -> dict[str, Any]:
         """The content of `summary.json`."""

@@ -9,6 +9,8 @@ import pytest
 
 from telescope.cli import doctor, doctor_checks
 from telescope.cli.doctor_checks import Check
+from telescope.config.machine import LOOPBACK
+from telescope.config.ports import PortHold
 
 CPU_TORCH: dict[str, object] = {"version": "2.13.0+cpu", "cuda": None, "gpus": 0, "gloo": True, "nccl": False}
 CUDA_TORCH: dict[str, object] = {"version": "2.11.0", "cuda": "13.0", "gpus": 1, "gloo": True, "nccl": True}
@@ -95,8 +97,24 @@ def test_a_port_in_use_is_named_with_the_option_that_changes_it(monkeypatch: pyt
         taken.listen()
         monkeypatch.setattr(doctor_checks, "default_of", lambda field: taken.getsockname()[1])
         check = doctor_checks.check_port()
+        port = taken.getsockname()[1]
     assert check.status == "note"
+    assert check.found == f"{port}: in use"
+    assert f"end what uses {port}" in str(check.fix)
     assert "--inference_base_port" in str(check.fix)
+
+
+def test_a_port_that_a_run_holds_before_its_server_listens_is_in_use(monkeypatch: pytest.MonkeyPatch):
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setattr(doctor_checks, "default_of", lambda field: port)
+    held = PortHold(port)
+    check = doctor_checks.check_port()
+    held.release()
+    assert (check.status, check.found) == ("note", f"{port}: in use")
+    assert f"end what uses {port}, perhaps another run, or choose another port: --inference_base_port" in str(check.fix)
+    assert doctor_checks.check_port() == Check("inference port", "ok", f"{port} is free")
 
 
 def test_a_folder_that_cannot_be_written_keeps_training_from_running(tmp_path: Path):

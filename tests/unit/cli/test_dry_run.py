@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import socket
 from pathlib import Path
 
@@ -73,6 +74,20 @@ def test_a_run_that_fits_here_has_nothing_to_remark(dry_run):
     assert error is None
     assert "Remarks" not in printed
     assert "trainer rank 1" in printed
+
+
+@pytest.mark.parametrize(("number", "said"), [(1, "1 step"), (20, "20 steps")])
+def test_the_number_of_steps_is_said(dry_run, number, said):
+    printed, _ = dry_run(**HERE, number_of_steps=number)
+    assert re.search(rf"in flight; {said}$", printed, re.MULTILINE)
+
+
+def test_memory_that_nothing_takes_has_no_row(dry_run):
+    printed, _ = dry_run(**HERE)
+    assert "gradients" in printed
+    assert "libraries" not in printed
+    assert "second copy for weight syncs" not in printed
+    assert "0.0 MiB" not in printed
 
 
 SHARED = {"share_gpus": "true", "inference_num_workers": 2, "trainer_num_workers": 2}

@@ -9,6 +9,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 from rich.console import Console
 
 from telescope.cli.live_view import SPARKS, LiveView, clock, render, sparkline, step_line
@@ -73,6 +74,18 @@ def test_a_long_run_with_everything_at_once_is_drawn(width: int) -> None:
     assert "eval 10/500" in frame
     assert re.search(r"left \d+:\d\d", frame)
     assert all(len(line) <= width for line in frame.splitlines())
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("letter", ["r", "語"])
+def test_how_to_end_a_run_is_said_in_full_and_a_long_path_by_its_end(letter: str, width: int) -> None:
+    status = RunStatus("demo", 100, run_dir=f"/home/{letter * 100}/runs/the-run")
+    last = drawn(status, width).splitlines()[-1]
+    assert "runs/the-run · Ctrl-C ends it cleanly" in last
+    assert "…" in last
+    assert cell_len(last) == width
+    status.run_dir = "/runs/the-run"
+    assert " /runs/the-run · Ctrl-C ends it cleanly" in drawn(status, width).splitlines()[-1]
 
 
 def test_words_of_others_are_shown_as_they_are_and_never_read_as_markup() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,18 @@ def test_a_finished_run_says_what_was_learnt() -> None:
     assert (summary.reward_first, summary.reward_last) == (0.25, 0.5)
     assert summary.tokens_generated == 1234
     assert "finished 2 steps in 12 s" in summary.sentence
+
+
+@pytest.mark.parametrize(
+    ("status", "sentence"),
+    [
+        ("finished", "finished 1 step in 12 s"),
+        ("stopped", "stopped after 1 step, as asked"),
+        ("failed", "failed after 1 step"),
+    ],
+)
+def test_one_step_is_one_step(status: Any, sentence: str) -> None:
+    assert replace(summary_of(), status=status, steps=1).sentence == sentence
 
 
 def test_the_headline_is_the_first_eval_whose_items_were_held_out() -> None:
