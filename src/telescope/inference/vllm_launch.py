@@ -34,6 +34,7 @@ MIDDLEWARES = (
     "telescope.inference.policy_version.PolicyVersionMiddleware",
     "telescope.inference.packed_answers.PackedAnswersMiddleware",
     "telescope.inference.step_meter.StepMetricsMiddleware",
+    "telescope.inference.engine_death.EngineDeathMiddleware",
     "telescope.inference.auth.RunSecretMiddleware",
 )
 """In vLLM's order: the last one is outermost, so nothing is seen without the secret."""

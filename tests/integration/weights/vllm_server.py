@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import (
     PreTrainedModel,
@@ -353,6 +354,12 @@ class Server:
         """The same with the process of the last worker alone."""
         pid = self.run(self.client.call_worker("telescope_test_pid"))[-1]["pid"]
         return self._spoiled_half_way(lambda: os.kill(pid, signal.SIGKILL))
+
+    def core_killed_in_a_sync(self) -> tuple[BaseException | None, SendReport]:
+        """The same with the process that runs the engine's steps, whose workers it may have with it."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        (core,) = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
+        return self._spoiled_half_way(core.kill)
 
     def _spoiled_half_way(self, spoil: Callable[[], object]) -> tuple[BaseException | None, SendReport]:
         update = self.next_update(mode="per_tensor")

@@ -1,0 +1,38 @@
+"""What a real vLLM server does when the process of its engine dies while calls and held requests wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from tests.integration.weights.vllm_server import Server, make_model, serving
+
+from telescope.errors import InfrastructureError
+from telescope.rollout.types import GenerateRequest
+
+pytestmark = pytest.mark.e2e
+
+
+def test_an_engine_killed_in_the_middle_of_a_sync_leaves_no_request_waiting_and_ends_its_server(tmp_path: Path) -> None:
+    with serving(Server(make_model(tmp_path, tied=True), tmp_path)) as server:
+        started = time.monotonic()
+        held = server.loop.create_task(sample_once_paused(server))
+        failure, _ = server.core_killed_in_a_sync()
+        assert isinstance(failure, InfrastructureError)
+        with pytest.raises(InfrastructureError):
+            server.run(held)
+        assert time.monotonic() - started < 30  # an update may take 60, and a request half an hour
+        while server.process.poll() is None:
+            assert time.monotonic() - started < 60, "the server goes on without its engine"
+            time.sleep(0.1)
+
+
+async def sample_once_paused(server: Server) -> object:
+    """A request that the server holds back, since it comes during the sync's pause."""
+    async with asyncio.timeout(30):
+        while not await server.client.is_paused():  # noqa: ASYNC110, the server is asked
+            await asyncio.sleep(0.01)
+    request = GenerateRequest(request_id="held", prompt_token_ids=[1, 2, 3], max_tokens=4, temperature=1.0)
+    return await server.client.generate(request)
