@@ -43,6 +43,8 @@ from telescope.weights.sender import SendReport, WeightSender
 
 START_SECONDS = 300.0
 LOG_LINES = 40
+KV_CACHE_BYTES = 1 << 31
+"""On a GPU. vLLM would measure what is free, and take for its own what other tests there take meanwhile."""
 OTHER_INTERPRETER = "TELESCOPE_TEST_VLLM_PYTHON"
 """Environment variable: a Python that has another vLLM, to run these tests against that one."""
 
@@ -213,6 +215,7 @@ class Server:
             vllm_version=version,
             on_cpu=on_cpu,
             gpu_memory_bytes=None if on_cpu else min(visible_gpu_memory()),
+            kv_cache_bytes=None if on_cpu else KV_CACHE_BYTES,
         )
         arguments = [FAULTY_EXTENSION if a == WORKER_EXTENSION else a for a in command.arguments]
         arguments[0] = interpreter
