@@ -2,13 +2,18 @@
 
 Owns the output layer of the policy during training. Invariants: log-softmax is computed in float32 (float64 for float64
 models) whatever the model's dtype; temperature is applied to the logits inside, so that a logprob means what the engine
-means by it; the logits of at most `chunk_size` tokens (as many numbers as those have, that is) exist at a time and none
-survive the call, since backward computes them again. Every rank may call it with no tokens at all: the gradients are
-then exactly zero.
+means by it; the logits, or their gradients, of at most `chunk_size` tokens (as many numbers as those have, that is)
+exist at a time and none survive the call, since backward computes them again. Every rank may call it with no tokens at
+all: the gradients are then exactly zero.
 
-The logits are made in blocks of tokens x vocabulary. The softmax of a block of tokens is gathered over its blocks of
-vocabulary by the online recurrence of Milakov and Gimelshein (arXiv:1805.02867), here with a third sum for the entropy.
-On GPU one kernel reads a block for all three sums, and one turns it into its gradient (`logprob_kernels`).
+The softmax of some tokens is gathered over parts of the vocabulary by the online recurrence of Milakov and Gimelshein
+(arXiv:1805.02867), here with a third sum for the entropy. There are two ways to the logits:
+- In tiles (`logprob_products`), bfloat16 and float16 on a Hopper GPU: the product that makes a tile of logits goes on
+  to its sums or its gradient, so that logits never exist in memory. Forward takes a few times `SUMS_BYTES`; backward,
+  the gradient of a block of tokens x vocabulary in the model's dtype.
+- In blocks of tokens x vocabulary, everywhere else: the logits of a block are written and read again. On GPU one kernel
+  reads a block for all three sums, and one turns it into its gradient (`logprob_kernels`).
+Either way the gradients of hidden states and weight are products with the gradient of a block.
 """
 
 from __future__ import annotations
@@ -23,10 +28,19 @@ VOCABULARY_BLOCKS = {"cuda": 8}
 """By device type, the blocks that a long vocabulary is cut into; a block then has as many times more tokens. The
 gradient of the weight is so summed over fewer, longer products: at 64k tokens and a vocabulary of 152k, products of
 1,024 tokens would read and write 0.1 TB of sums."""
+SUMS_BYTES = 32 * 2**20
+"""Memory for the sums of tiles. More tokens at a time would read the weight less often, but no longer fit the L2 cache
+themselves."""
 LOWEST = -1e30
 """Stands for minus infinity where differences are taken."""
 COLUMNS_MULTIPLE = 128
 """Columns of a block, but for the last, are a multiple of this, so that its rows are aligned."""
+TILED_CAPABILITIES = {(9, 0)}
+"""GPUs that tiles of logits have been measured on: Hopper, for whose memory accelerator and registers they are cut."""
+DEPTH = 64
+"""Numbers of a hidden state that a tile of logits is summed over at a time; the hidden size is a multiple."""
+ALIGNMENT_BYTES = 16
+"""What the memory accelerator asks of the address of an operand."""
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -87,6 +101,16 @@ class _Softmax:
         self.total_C = shift_C.exp() * self.total_C + p_CB.sum(dim=1)
         self.moment_C += p_CB.mul_(z_CB).sum(dim=1)
         self.top_C = top_C
+
+    @classmethod
+    def merged(cls, sums_3SC: torch.Tensor, target_logit_C: torch.Tensor) -> _Softmax:
+        """What S parts of the vocabulary come to together: top, total and moment of each, by the same recurrence."""
+        top_SC, total_SC, moment_SC = sums_3SC
+        top_C = top_SC.amax(dim=0)
+        shift_SC = top_SC - top_C
+        moment_SC = torch.addcmul(moment_SC, shift_SC, total_SC)
+        kept_SC = shift_SC.exp_()
+        return cls(top_C, (kept_SC * total_SC).sum(dim=0), moment_SC.mul_(kept_SC).sum(dim=0), target_logit_C)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(logprob of the target, entropy, log of the sum of exp(z)), each [C]."""
@@ -154,12 +178,18 @@ class _LogprobEntropy(torch.autograd.Function):
         dtype, device, num_tokens = _accumulation_dtype(hidden_ND.dtype), hidden_ND.device, hidden_ND.shape[0]
         logprob_N, entropy_N, log_total_N = (torch.empty(num_tokens, dtype=dtype, device=device) for _ in range(3))
         all_rows, blocks = _cut(num_tokens, weight_VD.shape[0], chunk_size, device)
-        for rows in all_rows:
+        tiled = _is_tiled(hidden_ND, weight_VD)
+        for rows in _rows_of_sums(num_tokens, weight_VD.shape[0]) if tiled else all_rows:
             hidden_CD, target_C = hidden_ND[rows], targets_N[rows]
-            softmax = _Softmax.empty(hidden_CD.shape[0], dtype, device)
-            for columns in blocks:
-                logits_CB = _logits(hidden_CD, weight_VD, bias_V, columns, dtype)
-                softmax.add(logits_CB, target_C - columns.start, temperature)
+            if tiled:
+                from telescope.trainer.logprob_products import softmax_sums
+
+                softmax = _Softmax.merged(*softmax_sums(hidden_CD, weight_VD, bias_V, target_C, temperature))
+            else:
+                softmax = _Softmax.empty(hidden_CD.shape[0], dtype, device)
+                for columns in blocks:
+                    logits_CB = _logits(hidden_CD, weight_VD, bias_V, columns, dtype)
+                    softmax.add(logits_CB, target_C - columns.start, temperature)
             logprob_N[rows], entropy_N[rows], log_total_N[rows] = softmax.result()
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, log_total_N, entropy_N)
         ctx.temperature = temperature
@@ -178,21 +208,23 @@ class _LogprobEntropy(torch.autograd.Function):
         # Vocabulary outside, so that wide sums are needed for one block of the weight at a time: the whole of it would
         # take twice the memory of the weight itself.
         all_rows, blocks = _cut(hidden_ND.shape[0], weight_VD.shape[0], ctx.chunk_size, device)
+        tiled = _is_tiled(hidden_ND, weight_VD)
         for columns in blocks:
             grad_weight_BD = grad_weight_VD[columns]
             sum_BD = grad_weight_BD if weight_VD.dtype == dtype else grad_weight_BD.to(dtype)
             for rows in all_rows:
                 hidden_CD = hidden_ND[rows]
-                grad_CB = _block_gradient(
-                    _logits(hidden_CD, weight_VD, bias_V, columns, dtype),
-                    targets_N[rows] - columns.start,
-                    log_total_N[rows],
-                    entropy_N[rows],
-                    grad_logprob_N[rows],
-                    grad_entropy_N[rows],
-                    ctx.temperature,
-                    hidden_ND.dtype,
-                )
+                target_C = targets_N[rows] - columns.start
+                known = (log_total_N[rows], entropy_N[rows], grad_logprob_N[rows], grad_entropy_N[rows])
+                if tiled:
+                    from telescope.trainer.logprob_products import gradient
+
+                    bias_B = None if bias_V is None else bias_V[columns]
+                    grad_CB = gradient(hidden_CD, weight_VD[columns], bias_B, target_C, *known, ctx.temperature)
+                else:
+                    logits_CB = _logits(hidden_CD, weight_VD, bias_V, columns, dtype)
+                    grad_CB = _block_gradient(logits_CB, target_C, *known, ctx.temperature, hidden_ND.dtype)
+                    del logits_CB  # or it would be there beside the products with its gradient
                 if grad_bias_V is not None:
                     grad_bias_V[columns] += grad_CB.sum(dim=0, dtype=dtype)
                 _add_product(grad_hidden_ND[rows], grad_CB, weight_VD[columns])
@@ -213,6 +245,31 @@ def _logits(
     if bias_V is not None:
         logits_CB += bias_V[columns]
     return logits_CB
+
+
+def _is_tiled(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> bool:
+    """Whether logits are made in tiles that never reach memory."""
+    if not hidden_ND.is_cuda or torch.cuda.get_device_capability(hidden_ND.device) not in TILED_CAPABILITIES:
+        return False
+    return _can_be_tiled(hidden_ND, weight_VD)
+
+
+def _can_be_tiled(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> bool:
+    """Whether the kernels of `logprob_products` take these operands."""
+    if hidden_ND.dtype != weight_VD.dtype or hidden_ND.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return hidden_ND.shape[1] % DEPTH == 0 and all(
+        operand.is_contiguous() and operand.data_ptr() % ALIGNMENT_BYTES == 0 for operand in (hidden_ND, weight_VD)
+    )
+
+
+def _rows_of_sums(num_tokens: int, vocab_size: int) -> list[slice]:
+    """Tokens whose sums over tiles of the vocabulary fit `SUMS_BYTES`."""
+    from telescope.trainer.logprob_products import SUMS, num_spans
+
+    fit = SUMS_BYTES // (3 * 4 * num_spans(vocab_size)) // SUMS.rows * SUMS.rows
+    step = max(SUMS.rows, fit)
+    return [slice(first, min(first + step, num_tokens)) for first in range(0, num_tokens, step)]
 
 
 def _cut(num_tokens: int, vocab_size: int, chunk_size: int, device: torch.device) -> tuple[list[slice], list[slice]]:
