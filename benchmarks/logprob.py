@@ -1,13 +1,15 @@
-"""The fused pass for logprob and entropy against the plain one: time and peak memory, forward and backward.
+"""The fused passes for logprob and entropy against the plain one: time and peak memory, forward and backward.
 
     python benchmarks/logprob.py --quick              small shapes on the CPU
     python benchmarks/logprob.py --json results.json  the shapes of Qwen3 models on one GPU
 
 Plain is what a reader would write: float32 logits of all tokens, log_softmax, gather, autograd. Fused is the trainer's
-output layer, `LogprobHead`. Both take bfloat16 hidden states and weights on GPU (float32 on the CPU), and both outputs
-have gradients. Peak memory is what a pass takes beyond its inputs; beside it stands what is left when the results that
-no pass can do without are taken off: the gradients of hidden states and weight in their own dtypes, and the float32 sum
-that the gradient of the weight is added up in. A pass that does not fit the memory says so.
+output layer, `LogprobHead`; "in blocks" is the same layer without the kernels that keep logits out of memory, which is
+what other GPUs than Hopper run. All take bfloat16 hidden states and weights on GPU (float32 on the CPU, where the fused
+passes are one and the same), and both outputs have gradients. Peak memory is what a pass takes beyond its inputs;
+beside it stands what is left when the results that no pass can do without are taken off: the gradients of hidden states
+and weight in their own dtypes, and the float32 sum that the gradient of the weight is added up in. A pass that does not
+fit the memory says so.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from measure import provenance, require_gpus
@@ -28,6 +32,7 @@ from rich.table import Table
 from torch import nn
 from trainer import GIB, gpu_name
 
+from telescope.trainer import logprob
 from telescope.trainer.logprob import LogprobHead
 from telescope.trainer.worker import choose_device
 
@@ -68,6 +73,11 @@ def plain(
     return logp_NV.gather(1, targets_N[:, None]).squeeze(1), entropy_N
 
 
+def without_tiles() -> AbstractContextManager[object]:
+    """Both passes of the output layer as on a GPU that tiles are not cut for."""
+    return patch.object(logprob, "TILED_CAPABILITIES", frozenset())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunk-size", type=int, default=1024, help="entropy_chunk_size")
@@ -80,10 +90,12 @@ def main() -> int:
     on_gpu = device.type == "cuda"
     rows = []
     for num_tokens, width in GPU_SHAPES if on_gpu else CPU_SHAPES:
-        for name, run in (("fused", fused(arguments.chunk_size)), ("plain", plain)):
+        head = fused(arguments.chunk_size)
+        for name, run in (("fused", head), ("in blocks", head), ("plain", plain)):
             vocab = GPU_VOCABULARY if on_gpu else CPU_VOCABULARY
             row = {"pass": name, "tokens": num_tokens, "hidden": width, "vocabulary": vocab}
-            row |= measure(run, num_tokens, width, vocab, device, arguments.repeats)
+            with without_tiles() if name == "in blocks" else nullcontext():
+                row |= measure(run, num_tokens, width, vocab, device, arguments.repeats)
             rows.append(row)
             print(json.dumps(row), flush=True)
             if on_gpu:

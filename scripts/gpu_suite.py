@@ -97,7 +97,12 @@ PARTS = (
     ),
     Part("verify", f"{RUN} verify {DEMO} --gpu_memory_utilization 0.5 --json {{json}}", 2, 200),
     Part("loss on a shared gpu", f"{PYTEST} tests/gpu/test_shared_gpu.py", 1, 420),
-    Part("trainer tests", f"{PYTEST} tests/gpu/test_trainer_on_gpu.py tests/gpu/test_timeline_on_gpu.py", 1, 360),
+    Part(
+        "trainer tests",
+        f"{PYTEST} tests/gpu/test_trainer_on_gpu.py tests/gpu/test_logprob_on_gpu.py tests/gpu/test_timeline_on_gpu.py",
+        1,
+        360,
+    ),
     Part("memory of steps", f"{PYTEST} tests/gpu/test_memory_on_gpu.py", 1, 480),
     # With the flash-attn-4 package 24 pairs of kernels to compile, about ten seconds each.
     Part("attention kernels", f"{PYTEST} tests/gpu/test_attention_on_gpu.py", 1, 480),

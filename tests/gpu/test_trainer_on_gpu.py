@@ -15,10 +15,8 @@ from tests.integration.trainer.trainer_cases import (
     relative_error,
     weights,
 )
-from torch import nn
 from torch._dynamo.utils import counters
 
-from telescope.trainer.logprob import LogprobHead
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.packing import pack_step
 from telescope.trainer.timeline import Timeline
@@ -43,40 +41,6 @@ def set_up(path: str, device: str, **changes) -> Trainer:
     trainer = Trainer(make_config(path, device=device, **changes), 0, 1, "127.0.0.1", free_port())
     trainer.setup()
     return trainer
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize(("num_tokens", "vocab"), [(7, 50), (3000, 5003), (2500, 32_000)])
-def test_the_fused_head_equals_log_softmax_in_float64(temperature, num_tokens, vocab):
-    device, width = torch.device("cuda"), 64
-    generator = torch.Generator(device).manual_seed(0)
-    hidden = torch.randn(num_tokens, width, device=device, generator=generator).bfloat16().requires_grad_()
-    head = LogprobHead(
-        nn.Parameter(torch.randn(vocab, width, device=device, generator=generator).bfloat16()), None, 512
-    )
-    targets = torch.randint(0, vocab, (num_tokens,), device=device, generator=generator)
-    weights = [torch.randn(num_tokens, device=device, generator=generator) for _ in range(2)]
-    found = head(hidden, targets, temperature)
-    grads = torch.autograd.grad(sum((w * t).sum() for w, t in zip(weights, found, strict=True)), [hidden, head.weight])
-    exact = [t.detach().double().requires_grad_() for t in (hidden, head.weight)]
-    logp = (exact[0] @ exact[1].t() / temperature).log_softmax(dim=-1)
-    wanted = (logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(dim=-1))
-    wanted_grads = torch.autograd.grad(sum((w * t).sum() for w, t in zip(weights, wanted, strict=True)), exact)
-    for mine, right in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine.double(), right, rtol=0, atol=5e-5)
-    for mine, right in zip(grads, wanted_grads, strict=True):
-        assert float((mine.double() - right).norm() / right.norm()) < 5e-3  # rounded to bfloat16 twice
-
-
-def test_one_number_as_the_gradient_of_all_tokens_is_read_as_such():
-    device = torch.device("cuda")
-    hidden = torch.randn(600, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-    head = LogprobHead(nn.Parameter(torch.randn(1000, 64, device=device, dtype=torch.bfloat16)), None, 128)
-    targets = torch.randint(0, 1000, (600,), device=device)
-    expanded = torch.autograd.grad(sum(t.sum() for t in head(hidden, targets, 1.0)), hidden)[0]
-    ones = torch.ones(600, device=device)
-    written_out = torch.autograd.grad(sum((ones * t).sum() for t in head(hidden, targets, 1.0)), hidden)[0]
-    assert torch.equal(expanded, written_out)
 
 
 def test_the_host_waits_for_nothing_between_forward_and_backward(tmp_path):
@@ -158,18 +122,3 @@ def test_bfloat16_gradients_stay_close_to_float32_and_do_not_depend_on_packing(t
     exact, whole, split = found
     assert relative_error(whole, exact) < 0.05
     assert relative_error(split, whole) < 0.02
-
-
-def test_the_head_takes_less_than_2_gib_at_64k_tokens_and_a_vocabulary_of_152k():
-    device = torch.device("cuda")
-    num_tokens, width, vocab = 65_536, 1024, 151_936
-    head = LogprobHead(nn.Parameter(torch.randn(vocab, width, device=device, dtype=torch.bfloat16)), None, 1024)
-    hidden = torch.randn(num_tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-    targets = torch.randint(0, vocab, (num_tokens,), device=device)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    logp, entropy = head(hidden, targets, 1.0)
-    (logp.sum() + 0.1 * entropy.sum()).backward()
-    extra = torch.cuda.max_memory_allocated() - before
-    gradient_of_head = head.weight.numel() * (4 + 2)  # summed in float32, handed on in bfloat16
-    assert extra - gradient_of_head - hidden.numel() * 2 < 2 * 2**30

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -93,6 +95,74 @@ def test_blocks_cover_every_logit_once_and_none_is_larger_than_a_chunk(num_token
                 rounding = 8 * (rows.stop - rows.start)
                 assert (rows.stop - rows.start) * (columns.stop - columns.start) <= chunk * vocab + rounding
     assert (seen == 1).all()
+
+
+def sums_of(z_CV: torch.Tensor, cuts: list[int]) -> torch.Tensor:
+    """What the kernels leave of the logits between the cuts: top, total and moment, [3, S, C]."""
+    parts = []
+    for first, last in pairwise(cuts):
+        top_C = z_CV[:, first:last].amax(dim=1)
+        shifted_CB = z_CV[:, first:last] - top_C[:, None]
+        p_CB = shifted_CB.exp()
+        parts.append(torch.stack([top_C, p_CB.sum(dim=1), (p_CB * shifted_CB).sum(dim=1)]))
+    return torch.stack(parts, dim=1)
+
+
+@settings(deadline=None)
+@given(
+    vocab=st.integers(1, 60),
+    inner=st.sets(st.integers(1, 59), max_size=12),
+    scale=st.sampled_from([0.0, 1.0, 50.0, 1e4]),
+    seed=st.integers(0, 1000),
+)
+def test_sums_over_any_parts_of_the_vocabulary_merge_into_the_whole_softmax(vocab, inner, scale, seed):
+    generator = torch.Generator().manual_seed(seed)
+    z_CV = torch.randn(4, vocab, generator=generator, dtype=torch.float64) * scale
+    target_C = torch.randint(0, vocab, (4,), generator=generator)
+    target_logit_C = z_CV.gather(1, target_C[:, None]).squeeze(1)
+    cuts = [0, *sorted(cut for cut in inner if cut < vocab), vocab]
+    merged = logprob._Softmax.merged(sums_of(z_CV, cuts), target_logit_C)
+    logp_CV = z_CV.log_softmax(dim=1)
+    wanted = (
+        logp_CV.gather(1, target_C[:, None]).squeeze(1),
+        -(logp_CV.exp() * logp_CV).sum(dim=1),
+        z_CV.logsumexp(dim=1),
+    )
+    torch.testing.assert_close(merged.result(), wanted, rtol=1e-11, atol=1e-11)
+
+
+def test_sums_merge_without_losing_what_float32_holds_of_a_sure_token():
+    z_CV = torch.tensor([[80.0, 60.0, -20.0, 10.0, 59.0]])
+    merged = logprob._Softmax.merged(sums_of(z_CV, [0, 2, 4, 5]), z_CV[:, 0])
+    logp_C, entropy_C, _ = merged.result()
+    exact_CV = z_CV.double().log_softmax(dim=1)
+    exact_entropy_C = -(exact_CV.exp() * exact_CV).sum(dim=1)
+    torch.testing.assert_close(
+        (logp_C.double(), entropy_C.double()), (exact_CV[:, 0], exact_entropy_C), rtol=0, atol=1e-8
+    )
+
+
+@pytest.mark.parametrize(
+    ("hidden", "weight", "fits"),
+    [
+        (torch.empty(5, 128).bfloat16(), torch.empty(7, 128).bfloat16(), True),
+        (torch.empty(5, 64).half(), torch.empty(7, 64).half(), True),
+        (torch.empty(0, 64).half(), torch.empty(7, 64).half(), True),
+        (torch.empty(5, 64), torch.empty(7, 64), False),
+        (torch.empty(5, 64).double(), torch.empty(7, 64).double(), False),
+        (torch.empty(5, 64).half(), torch.empty(7, 64).bfloat16(), False),
+        (torch.empty(5, 96).half(), torch.empty(7, 96).half(), False),
+        (torch.empty(5, 128).half()[:, :64], torch.empty(7, 64).half(), False),
+        (torch.empty(5, 64).half(), torch.empty(64, 7).half().t(), False),
+        (torch.empty(5 * 64 + 1).half()[1:].view(5, 64), torch.empty(7, 64).half(), False),
+    ],
+)
+def test_tiles_take_aligned_16_bit_operands_of_a_width_that_they_divide(hidden, weight, fits):
+    assert logprob._can_be_tiled(hidden, weight) == fits
+
+
+def test_on_the_cpu_nothing_goes_by_tiles():
+    assert not logprob._is_tiled(torch.empty(5, 64).bfloat16(), torch.empty(7, 64).bfloat16())
 
 
 def test_no_tokens_give_no_outputs_and_a_gradient_of_zero():
