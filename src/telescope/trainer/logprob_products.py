@@ -3,7 +3,7 @@
 Owns products of hidden states and output weight whose float32 logits stay in registers: `softmax_sums` leaves three
 sums per token and span of the vocabulary, `gradient` the gradient in the logits, in the dtype of the hidden states.
 Invariants: operands are bfloat16 or float16, products are summed in float32; rows and columns beyond the operands count
-for nothing and are not written; the hidden size is a multiple of `DEPTH`. The mathematics is that of
+for nothing; the hidden size is a multiple of `DEPTH`. The mathematics is that of
 `logprob._Softmax.add` and `logprob._block_gradient`, which are also what the tests compare with, but for the base of
 the exponent: inside it is 2, because that is what the hardware computes.
 
@@ -30,7 +30,8 @@ LN_2 = tl.constexpr(math.log(2.0))
 LOWEST = tl.constexpr(-1e30)
 """Stands for minus infinity where differences are taken."""
 STRIDE_MULTIPLE = 64
-"""Rows of a gradient are this many numbers apart, or a multiple, so that each is aligned for every way of writing."""
+"""Rows of a gradient are this many numbers apart, or a multiple, so that each is aligned for every way of writing. What
+is written to the gap after a row means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,9 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
         if TMA_STORE:
             gradient.store([row, column], result.to(gradient.dtype))
         else:
-            inside = is_row[:, None] & (columns < num_columns)[None, :]
+            # Up to the next row, not to the last column: of a bound that is a multiple of 16 the compiler knows that
+            # whole vectors lie on one side.
+            inside = is_row[:, None] & (columns < gradient_stride)[None, :]
             gradient_ptrs = gradient + rows.to(tl.int64)[:, None] * gradient_stride + columns[None, :]
             tl.store(gradient_ptrs, result.to(gradient.dtype.element_ty), mask=inside)
 
