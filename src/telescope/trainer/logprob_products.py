@@ -46,21 +46,23 @@ class Tiles:
     group: int = 2
     """Spans of the vocabulary that are worked on at a time."""
     warps: int = 8
-    stages: int = 3
+    stages: int = 4
     tma: bool = True
     """Whether the tensor memory accelerator loads tiles, else every thread its own numbers."""
     tma_store: bool = True
     """Whether it writes gradients too, for which they pass through shared memory."""
     flatten: bool = False
-    """Whether the tiles of a span are one loop, so that the next tile is loaded during the epilogue of the last."""
+    """Whether the tiles of a span are one loop, so that the next tile is loaded during the epilogue of this one."""
     warp_specialize: bool = False
     """Whether some warps only load."""
+    branches: bool = True
+    """Whether what only few tiles need stands under a condition, which specialized warps do not allow."""
     max_registers: int | None = None
     """Per thread, so that two programs fit a multiprocessor: one computes its product during the other's epilogue."""
 
 
 SUMS = Tiles()
-GRADIENT = Tiles()
+GRADIENT = Tiles(tma_store=False)
 
 
 @triton.jit
@@ -106,7 +108,7 @@ def _product(  # type: ignore[no-untyped-def]
 def _softmax_sums_kernel(  # type: ignore[no-untyped-def]
     hidden, weight, bias_ptr, target_ptr, sums_ptr, target_logit_ptr, num_rows, num_columns, width, scale,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
-    TMA: tl.constexpr, FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+    TMA: tl.constexpr, FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, BRANCHES: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(num_columns, COLUMNS)
     num_spans = tl.cdiv(num_tiles, SPAN)
@@ -123,19 +125,21 @@ def _softmax_sums_kernel(  # type: ignore[no-untyped-def]
     ):
         column = tile * COLUMNS
         columns = column + tl.arange(0, COLUMNS)
-        z = _product(hidden, weight, row, column, num_rows, num_columns, width, ROWS, COLUMNS, DEPTH, TMA)
-        # Bias and mask are one number per column, which the product with the scale adds for nothing.
-        offset = tl.zeros((COLUMNS,), dtype=tl.float32)
+        logits = _product(hidden, weight, row, column, num_rows, num_columns, width, ROWS, COLUMNS, DEPTH, TMA)
         if bias_ptr is not None:
-            offset = tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32) * scale
-        offset = tl.where(columns < num_columns, offset, LOWEST)
-        z = z * scale + offset[None, :]
+            logits += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[None, :]
+        # What only few tiles need stands under conditions: beside a product of a small hidden size the epilogue counts.
+        if BRANCHES:
+            if column + COLUMNS > num_columns:
+                logits = tl.where(columns[None, :] < num_columns, logits, LOWEST)
+        else:
+            logits = tl.where(columns[None, :] < num_columns, logits, LOWEST)
         inside = (target >= column) & (target < column + COLUMNS)
-        if tl.max(inside.to(tl.int32), axis=0) > 0:  # seldom, and dear
-            target_logit = tl.sum(tl.where(columns[None, :] == target[:, None], z, 0.0), axis=1)
-            tl.store(target_logit_ptr + rows, target_logit * LN_2, mask=inside)
-        new_top = tl.maximum(top, tl.max(z, axis=1))
-        z -= new_top[:, None]
+        if tl.max(inside.to(tl.int32), axis=0) > 0:
+            target_logit = tl.sum(tl.where(columns[None, :] == target[:, None], logits, 0.0), axis=1)
+            tl.store(target_logit_ptr + rows, target_logit * scale * LN_2, mask=inside)
+        new_top = tl.maximum(top, tl.max(logits, axis=1) * scale)
+        z = logits * scale - new_top[:, None]
         p = tl.exp2(z)
         shift = top - new_top
         kept = tl.exp2(shift)
@@ -159,6 +163,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     num_rows, num_columns, width, gradient_stride, scale, inverse_temperature,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr, TMA_STORE: tl.constexpr, FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+    BRANCHES: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(num_columns, COLUMNS)
     row_tile, span = _place(tl.cdiv(num_rows, ROWS), tl.cdiv(num_tiles, SPAN), GROUP)
@@ -177,20 +182,25 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     ):
         column = tile * COLUMNS
         columns = column + tl.arange(0, COLUMNS)
-        z = _product(hidden, weight, row, column, num_rows, num_columns, width, ROWS, COLUMNS, DEPTH, TMA)
+        logits = _product(hidden, weight, row, column, num_rows, num_columns, width, ROWS, COLUMNS, DEPTH, TMA)
         if bias_ptr is not None:
-            z += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[None, :]
-        logp = z * scale - log_total[:, None]
-        chosen = tl.where(columns[None, :] == target[:, None], grad_logprob[:, None], 0.0)
-        result = chosen - tl.exp2(logp) * (logp * slope[:, None] + constant[:, None])
+            logits += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[None, :]
+        logp = logits * scale - log_total[:, None]
+        result = -tl.exp2(logp) * (logp * slope[:, None] + constant[:, None])
+        if BRANCHES:
+            inside = (target >= column) & (target < column + COLUMNS)
+            if tl.max(inside.to(tl.int32), axis=0) > 0:
+                result += tl.where(columns[None, :] == target[:, None], grad_logprob[:, None], 0.0)
+        else:
+            result += tl.where(columns[None, :] == target[:, None], grad_logprob[:, None], 0.0)
         if TMA_STORE:
             gradient.store([row, column], result.to(gradient.dtype))
         else:
             # Up to the next row, not to the last column: of a bound that is a multiple of 16 the compiler knows that
             # whole vectors lie on one side.
-            inside = is_row[:, None] & (columns < gradient_stride)[None, :]
+            written = is_row[:, None] & (columns < gradient_stride)[None, :]
             gradient_ptrs = gradient + rows.to(tl.int64)[:, None] * gradient_stride + columns[None, :]
-            tl.store(gradient_ptrs, result.to(gradient.dtype.element_ty), mask=inside)
+            tl.store(gradient_ptrs, result.to(gradient.dtype.element_ty), mask=written)
 
 
 def num_spans(num_columns: int, tiles: Tiles | None = None) -> int:
@@ -259,5 +269,6 @@ def _options(tiles: Tiles) -> dict[str, Any]:
     return {
         "ROWS": tiles.rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth, "SPAN": tiles.span, "GROUP": tiles.group,
         "TMA": tiles.tma, "FLATTEN": tiles.flatten, "WARP_SPECIALIZE": tiles.warp_specialize,
+        "BRANCHES": tiles.branches,
         "num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.max_registers,
     }  # fmt: skip
