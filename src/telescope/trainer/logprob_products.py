@@ -43,26 +43,18 @@ class Tiles:
     depth: int = DEPTH
     span: int = 4
     """Tiles of the vocabulary that one program goes through."""
-    group: int = 2
+    group: int = 8
     """Spans of the vocabulary that are worked on at a time."""
     warps: int = 8
-    stages: int = 4
-    tma: bool = True
-    """Whether the tensor memory accelerator loads tiles, else every thread its own numbers."""
-    tma_store: bool = True
-    """Whether it writes gradients too, for which they pass through shared memory."""
-    flatten: bool = False
-    """Whether the tiles of a span are one loop, so that the next tile is loaded during the epilogue of this one."""
-    warp_specialize: bool = False
-    """Whether some warps only load."""
-    branches: bool = True
-    """Whether what only few tiles need stands under a condition, which specialized warps do not allow."""
+    stages: int = 3
+    """Parts of both operands that are being loaded."""
     max_registers: int | None = None
     """Per thread, so that two programs fit a multiprocessor: one computes its product during the other's epilogue."""
 
 
 SUMS = Tiles()
-GRADIENT = Tiles(tma_store=False)
+GRADIENT = Tiles(columns=128, group=1, max_registers=128)
+"""The fastest ways to cut them on an H200, at hidden sizes of 1,024 and 2,560 (`benchmarks/logprob_tiles.py`)."""
 
 
 @triton.jit
@@ -77,26 +69,11 @@ def _place(num_row_tiles, num_spans, GROUP: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
-def _product(  # type: ignore[no-untyped-def]
-    hidden, weight, row, column, num_rows, num_columns, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Logits of a tile. What lies beyond the operands is finite and means nothing."""
+def _product(hidden, weight, row, column, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Logits of a tile. What lies beyond the operands is zero and means nothing."""
     sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    if TMA:
-        for k in range(0, width, DEPTH):
-            sums = tl.dot(hidden.load([row, k]), weight.load([column, k]).T, sums)
-    else:
-        # Tiles start at 64-bit addresses and count in 32 bits: a weight may have more than 2^31 numbers.
-        depth = tl.arange(0, DEPTH)
-        rows = tl.minimum(tl.arange(0, ROWS), num_rows - 1 - row)
-        columns = tl.minimum(tl.arange(0, COLUMNS), num_columns - 1 - column)
-        hidden_ptrs = hidden + row.to(tl.int64) * width + (rows[:, None] * width + depth[None, :])
-        weight_ptrs = weight + column.to(tl.int64) * width + (columns[None, :] * width + depth[:, None])
-        for _ in range(0, width, DEPTH):
-            sums = tl.dot(tl.load(hidden_ptrs), tl.load(weight_ptrs), sums)
-            hidden_ptrs += DEPTH
-            weight_ptrs += DEPTH
+    for k in range(0, width, DEPTH):
+        sums = tl.dot(hidden.load([row, k]), weight.load([column, k]).T, sums)
     return sums
 
 
@@ -108,7 +85,6 @@ def _product(  # type: ignore[no-untyped-def]
 def _softmax_sums_kernel(  # type: ignore[no-untyped-def]
     hidden, weight, bias_ptr, target_ptr, sums_ptr, target_logit_ptr, num_rows, num_columns, width, scale,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
-    TMA: tl.constexpr, FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, BRANCHES: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(num_columns, COLUMNS)
     num_spans = tl.cdiv(num_tiles, SPAN)
@@ -120,19 +96,14 @@ def _softmax_sums_kernel(  # type: ignore[no-untyped-def]
     top = tl.full((ROWS,), LOWEST, dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     moment = tl.zeros((ROWS,), dtype=tl.float32)
-    for tile in tl.range(
-        span * SPAN, tl.minimum(span * SPAN + SPAN, num_tiles), flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE
-    ):
+    for tile in range(span * SPAN, tl.minimum(span * SPAN + SPAN, num_tiles)):
         column = tile * COLUMNS
         columns = column + tl.arange(0, COLUMNS)
-        logits = _product(hidden, weight, row, column, num_rows, num_columns, width, ROWS, COLUMNS, DEPTH, TMA)
+        logits = _product(hidden, weight, row, column, width, ROWS, COLUMNS, DEPTH)
         if bias_ptr is not None:
             logits += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[None, :]
         # What only few tiles need stands under conditions: beside a product of a small hidden size the epilogue counts.
-        if BRANCHES:
-            if column + COLUMNS > num_columns:
-                logits = tl.where(columns[None, :] < num_columns, logits, LOWEST)
-        else:
+        if column + COLUMNS > num_columns:
             logits = tl.where(columns[None, :] < num_columns, logits, LOWEST)
         inside = (target >= column) & (target < column + COLUMNS)
         if tl.max(inside.to(tl.int32), axis=0) > 0:
@@ -159,11 +130,9 @@ def _softmax_sums_kernel(  # type: ignore[no-untyped-def]
     ],
 )  # fmt: skip
 def _gradient_kernel(  # type: ignore[no-untyped-def]
-    hidden, weight, bias_ptr, target_ptr, log_total_ptr, entropy_ptr, grad_logprob_ptr, grad_entropy_ptr, gradient,
+    hidden, weight, bias_ptr, target_ptr, log_total_ptr, entropy_ptr, grad_logprob_ptr, grad_entropy_ptr, gradient_ptr,
     num_rows, num_columns, width, gradient_stride, scale, inverse_temperature,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
-    TMA: tl.constexpr, TMA_STORE: tl.constexpr, FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
-    BRANCHES: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(num_columns, COLUMNS)
     row_tile, span = _place(tl.cdiv(num_rows, ROWS), tl.cdiv(num_tiles, SPAN), GROUP)
@@ -177,30 +146,22 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     grad_entropy = tl.load(grad_entropy_ptr + rows, mask=is_row, other=0.0) * inverse_temperature
     constant = grad_logprob + grad_entropy * entropy
     slope = grad_entropy * LN_2
-    for tile in tl.range(
-        span * SPAN, tl.minimum(span * SPAN + SPAN, num_tiles), flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE
-    ):
+    for tile in range(span * SPAN, tl.minimum(span * SPAN + SPAN, num_tiles)):
         column = tile * COLUMNS
         columns = column + tl.arange(0, COLUMNS)
-        logits = _product(hidden, weight, row, column, num_rows, num_columns, width, ROWS, COLUMNS, DEPTH, TMA)
+        logits = _product(hidden, weight, row, column, width, ROWS, COLUMNS, DEPTH)
         if bias_ptr is not None:
             logits += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[None, :]
         logp = logits * scale - log_total[:, None]
         result = -tl.exp2(logp) * (logp * slope[:, None] + constant[:, None])
-        if BRANCHES:
-            inside = (target >= column) & (target < column + COLUMNS)
-            if tl.max(inside.to(tl.int32), axis=0) > 0:
-                result += tl.where(columns[None, :] == target[:, None], grad_logprob[:, None], 0.0)
-        else:
+        inside = (target >= column) & (target < column + COLUMNS)
+        if tl.max(inside.to(tl.int32), axis=0) > 0:
             result += tl.where(columns[None, :] == target[:, None], grad_logprob[:, None], 0.0)
-        if TMA_STORE:
-            gradient.store([row, column], result.to(gradient.dtype))
-        else:
-            # Up to the next row, not to the last column: of a bound that is a multiple of 16 the compiler knows that
-            # whole vectors lie on one side.
-            written = is_row[:, None] & (columns < gradient_stride)[None, :]
-            gradient_ptrs = gradient + rows.to(tl.int64)[:, None] * gradient_stride + columns[None, :]
-            tl.store(gradient_ptrs, result.to(gradient.dtype.element_ty), mask=written)
+        # Up to the next row, not to the last column: of a bound that is a multiple of 16 the compiler knows that whole
+        # vectors lie on one side.
+        written = is_row[:, None] & (columns < gradient_stride)[None, :]
+        gradient_ptrs = gradient_ptr + rows.to(tl.int64)[:, None] * gradient_stride + columns[None, :]
+        tl.store(gradient_ptrs, result.to(gradient_ptr.dtype.element_ty), mask=written)
 
 
 def num_spans(num_columns: int, tiles: Tiles | None = None) -> int:
@@ -253,22 +214,19 @@ def gradient(
     gradient_CB = torch.empty((num_rows, stride), dtype=hidden_CD.dtype, device=hidden_CD.device)[:, :num_columns]
     _gradient_kernel[(triton.cdiv(num_rows, tiles.rows) * num_spans(num_columns, tiles),)](
         _operand(hidden_CD, tiles, tiles.rows), _operand(weight_BD, tiles, tiles.columns), bias_B, target_C,
-        log_total_C, entropy_C, grad_logprob_C, grad_entropy_C,
-        TensorDescriptor.from_tensor(gradient_CB, [tiles.rows, tiles.columns]) if tiles.tma_store else gradient_CB,
-        num_rows, num_columns, width, stride, LOG2_E / temperature, 1.0 / temperature,
-        TMA_STORE=tiles.tma_store, **_options(tiles),
+        log_total_C, entropy_C, grad_logprob_C, grad_entropy_C, gradient_CB,
+        num_rows, num_columns, width, stride, LOG2_E / temperature, 1.0 / temperature, **_options(tiles),
     )  # fmt: skip
     return gradient_CB
 
 
-def _operand(tensor: torch.Tensor, tiles: Tiles, length: int) -> torch.Tensor | TensorDescriptor:
-    return TensorDescriptor.from_tensor(tensor, [length, tiles.depth]) if tiles.tma else tensor
+def _operand(tensor: torch.Tensor, tiles: Tiles, length: int) -> TensorDescriptor:
+    """A matrix as Hopper's memory accelerator loads it, so many rows at a time."""
+    return TensorDescriptor.from_tensor(tensor, [length, tiles.depth])
 
 
 def _options(tiles: Tiles) -> dict[str, Any]:
     return {
         "ROWS": tiles.rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth, "SPAN": tiles.span, "GROUP": tiles.group,
-        "TMA": tiles.tma, "FLATTEN": tiles.flatten, "WARP_SPECIALIZE": tiles.warp_specialize,
-        "BRANCHES": tiles.branches,
         "num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.max_registers,
     }  # fmt: skip

@@ -1,0 +1,153 @@
+"""Which way of cutting the products of the output layer into tiles is fastest, on a Hopper GPU.
+
+    python benchmarks/logprob_tiles.py --json tiles.json
+    python benchmarks/logprob_tiles.py --quick            one shape, few ways
+
+For each way (`telescope.trainer.logprob_products.Tiles`): the sums of the softmax over the whole vocabulary, and the
+gradient of an eighth of it, for 8,192 tokens. Each result is first compared with the one of the way in use. A way that
+does not compile, or is wrong, says so and is left out. TFLOP/s are of the product alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import provenance
+from rich.console import Console
+from rich.table import Table
+
+from telescope.trainer import logprob_products
+from telescope.trainer.logprob import LogprobHead
+from telescope.trainer.logprob_products import Tiles
+
+ROWS, VOCABULARY, BLOCK = 8192, 151_936, 19_072
+WIDTHS = (1024, 2560)
+"""Hidden sizes of Qwen3-0.6B and 4B."""
+TEMPERATURE = 0.9
+TOLERANCE = 1e-2
+"""Of the largest number: gradients are rounded to bfloat16."""
+REPEATS = 7
+SHOWN = 6
+
+
+def ways(in_use: Tiles, quick: bool) -> Iterator[Tiles]:
+    """Ways to cut a product, the one in use first."""
+    yield in_use
+    shapes = [(128, 256, None), (128, 128, None), (128, 128, 128), (256, 128, None), (64, 256, None)]
+    others = [
+        replace(in_use, rows=rows, columns=columns, max_registers=registers, stages=stages, span=span, group=group)
+        for (rows, columns, registers), stages, span, group in product(shapes, (3, 4), (2, 4, 8), (1, 2, 4, 8))
+    ]
+    yield from (way for way in (others[::20] if quick else others) if way != in_use)
+
+
+class Case:
+    """One hidden size: inputs, and what the way in use makes of them."""
+
+    def __init__(self, width: int, device: torch.device, num_rows: int, vocab: int, block: int) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device=device, generator=generator)
+
+        self.flops = {"sums": 2.0 * num_rows * vocab * width, "gradient": 2.0 * num_rows * block * width}
+        hidden, weight = draw(num_rows, width).bfloat16(), (draw(vocab, width) * 3 * width**-0.5).bfloat16()
+        targets = torch.randint(0, vocab, (num_rows,), device=device, generator=generator)
+        logprob, entropy = LogprobHead(torch.nn.Parameter(weight), None, 1024)(hidden, targets, TEMPERATURE)
+        log_total = (hidden * weight[targets]).sum(dim=1, dtype=torch.float32) / TEMPERATURE - logprob.detach()
+        known = (log_total, entropy.detach(), draw(num_rows), draw(num_rows))
+
+        def merged(tiles: Tiles) -> torch.Tensor:
+            tops, totals, _ = logprob_products.softmax_sums(hidden, weight, None, targets, TEMPERATURE, tiles)[0]
+            return tops.amax(dim=0) + ((tops - tops.amax(dim=0)).exp() * totals).sum(dim=0).log()
+
+        self.calls: dict[str, Callable[[Tiles], object]] = {
+            "sums": lambda tiles: logprob_products.softmax_sums(hidden, weight, None, targets, TEMPERATURE, tiles),
+            "gradient": lambda tiles: self.results["gradient"](tiles),
+        }
+        self.results: dict[str, Callable[[Tiles], torch.Tensor]] = {
+            "sums": merged,
+            "gradient": lambda tiles: logprob_products.gradient(
+                hidden, weight[:block], None, targets, *known, TEMPERATURE, tiles
+            ),
+        }
+        self.wanted = {
+            kind: self.results[kind](in_use)
+            for kind, in_use in (("sums", logprob_products.SUMS), ("gradient", logprob_products.GRADIENT))
+        }
+
+    def measure(self, kind: str, tiles: Tiles) -> dict[str, Any]:
+        """Median milliseconds of a call, or why there are none."""
+        row: dict[str, Any] = {"kind": kind, "tiles": asdict(tiles)}
+        try:
+            found = self.results[kind](tiles)
+        except Exception as error:  # whatever the compiler says: the next way may do
+            return row | {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+        off = float((found.float() - self.wanted[kind].float()).abs().max() / self.wanted[kind].float().abs().max())
+        if not off < TOLERANCE:
+            return row | {"failed": f"wrong by {off:.1e}"}
+        milliseconds = statistics.median(clock(lambda: self.calls[kind](tiles)) for _ in range(REPEATS))
+        return row | {"ms": milliseconds, "tflops": self.flops[kind] / milliseconds / 1e9}
+
+
+def clock(call: Callable[[], object]) -> float:
+    """Milliseconds of one call, its work on the GPU included."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait()
+    started = time.perf_counter()
+    call()
+    wait()
+    return 1e3 * (time.perf_counter() - started)
+
+
+def name_of(tiles: dict[str, Any]) -> str:
+    words = f"{tiles['rows']} x {tiles['columns']} x {tiles['depth']}, stages {tiles['stages']}, span {tiles['span']}"
+    registers = f", {tiles['max_registers']} registers" if tiles["max_registers"] else ""
+    return f"{words}, group {tiles['group']}{registers}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one shape, few ways")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        parser.error("these products are cut for Hopper GPUs (H100, H200), and none was found")
+    device = torch.device("cuda", 0)
+    rows: list[dict[str, Any]] = []
+    for width in WIDTHS[:1] if arguments.quick else WIDTHS:
+        case = Case(width, device, ROWS, VOCABULARY, BLOCK)
+        for kind, in_use in (("sums", logprob_products.SUMS), ("gradient", logprob_products.GRADIENT)):
+            for tiles in ways(in_use, arguments.quick):
+                rows.append({"hidden": width} | case.measure(kind, tiles))
+            print_table([row for row in rows if row["hidden"] == width and row["kind"] == kind])
+    if arguments.json:
+        report = {"where": provenance(["torch", "triton"]) | {"gpu": torch.cuda.get_device_name(device)}, "rows": rows}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """The way in use and the fastest ones, for one product."""
+    table = Table("", "ms", "TFLOP/s", title=f"{rows[0]['kind']}, hidden size {rows[0]['hidden']:,}")
+    done = sorted((row for row in rows if "ms" in row), key=lambda row: float(row["ms"]))
+    for label, row in [("in use: ", row) for row in rows[:1] if "ms" in row] + [("", row) for row in done[:SHOWN]]:
+        table.add_row(label + name_of(row["tiles"]), f"{row['ms']:.3f}", f"{row['tflops']:.0f}")
+    Console(width=120).print(table)
+    failed = [row for row in rows if "failed" in row]
+    if failed:
+        print(f"left out {len(failed)} of {len(rows)}: {failed[0]['failed']}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
