@@ -162,11 +162,15 @@ def provenance(packages: Sequence[str]) -> dict[str, Any]:
 def sources(*paths: str) -> dict[str, Any]:
     """The commit of this repository that is checked out, and whether files of `paths` are not as they are there.
 
-    SOURCE_COMMIT names the commit for a copy of the sources whose history is not there, or is not theirs.
+    SOURCE_COMMIT names the commit for a copy of the sources whose history is not there, or is not theirs. Whether such
+    a copy was changed is not known (None), nor is it for one that lies in another repository.
     """
-    changes = _git("status", "--porcelain", "--", *paths)
+    head = _git("rev-parse", "HEAD") if _git("rev-parse", "--show-prefix") == "" else None
+    told = os.environ.get("SOURCE_COMMIT")
+    is_theirs = head is not None and head.startswith(told or "")
+    changes = _git("status", "--porcelain", "--", *paths) if is_theirs else None
     return {
-        "commit": os.environ.get("SOURCE_COMMIT") or _git("rev-parse", "--short", "HEAD") or "unknown",
+        "commit": told or (_git("rev-parse", "--short", "HEAD") if head else None) or "unknown",
         "uncommitted_changes": None if changes is None else bool(changes),
     }
 

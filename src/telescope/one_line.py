@@ -7,8 +7,11 @@ import re
 LONGEST = 300
 """Characters of a line; an address, a port and a fix fit."""
 
-_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+# A title that does not end takes the rest of its line, not what is said after it.
+_ESCAPE = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\]|\x9d)[^\x07\x1b\x9c\r\n]*(?:\x07|\x1b\\|\x9c)?|\x1b[@-Z\\^_]"
+)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def plain(text: str) -> str:

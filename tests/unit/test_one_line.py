@@ -15,6 +15,8 @@ from telescope.one_line import LONGEST, one_line, plain
         ("\n  \n  first\nsecond", "first"),
         ("\x1b[36mray::InferenceActor.start()\x1b[39m (pid=1)\n  File", "ray::InferenceActor.start() (pid=1)"),
         ("\x1b]0;title\x07a\tb\x00\r\nc", "a b"),
+        ("\x1b]0;a title without an end\nValueError: a bug", "ValueError: a bug"),
+        ("\x9b31mred\x9b0m \x9d0;title\x9cand\x90 plain", "red and plain"),
         ("x" * LONGEST, "x" * LONGEST),
         ("x" * 5000, "x" * (LONGEST - 1) + "\u2026"),
     ],

@@ -1,9 +1,9 @@
 """Requests whose engine has died are answered, so that its HTTP process ends instead of waiting for them.
 
 vLLM's HTTP process notices within milliseconds that the process of its engine is gone, fails the requests that sample,
-and shuts down. But calls into the engine (pauses, weight updates, collective RPC) wait for an answer that nobody will
-send, requests that a pause holds back for a pause that nobody will end, and the shutdown waits for both: the process
-would go on for ever without an engine (vLLM 0.26 and 0.32).
+and shuts down. But calls into the engine (pauses, whether it is paused, weight updates, collective RPC) wait for an
+answer that nobody will send, requests that a pause holds back for a pause that nobody will end, and the shutdown waits
+for both: the process would go on for ever without an engine (vLLM 0.26 and 0.32).
 
 Owns the middleware that ends those requests. Invariants: nothing is touched while the engine lives; an answer that has
 begun is not begun again; vLLM, whose words say more, has `GRACE_SECONDS` to answer for itself.
@@ -32,7 +32,7 @@ class EngineDeathMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
-        if scope["type"] != "http" or scope["method"] != "POST" or engine is None:
+        if scope["type"] != "http" or engine is None:
             await self._app(scope, receive, send)
             return
         has_begun = False

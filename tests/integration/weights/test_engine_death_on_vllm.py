@@ -18,11 +18,12 @@ pytestmark = pytest.mark.e2e
 def test_an_engine_killed_in_the_middle_of_a_sync_leaves_no_request_waiting_and_ends_its_server(tmp_path: Path) -> None:
     with serving(Server(make_model(tmp_path, tied=True), tmp_path)) as server:
         started = time.monotonic()
-        held = server.loop.create_task(sample_once_paused(server))
+        waiting = [server.loop.create_task(wait(server)) for wait in (sample_once_paused, ask_on_and_on)]
         failure, _ = server.core_killed_in_a_sync()
         assert isinstance(failure, InfrastructureError)
-        with pytest.raises(InfrastructureError):
-            server.run(held)
+        for task in waiting:
+            with pytest.raises(InfrastructureError):
+                server.run(task)
         assert time.monotonic() - started < 30  # an update may take 60, and a request half an hour
         while server.process.poll() is None:
             assert time.monotonic() - started < 60, "the server goes on without its engine"
@@ -36,3 +37,9 @@ async def sample_once_paused(server: Server) -> object:
             await asyncio.sleep(0.01)
     request = GenerateRequest(request_id="held", prompt_token_ids=[1, 2, 3], max_tokens=4, temperature=1.0)
     return await server.client.generate(request)
+
+
+async def ask_on_and_on(server: Server) -> object:
+    """Whether it is paused, which the engine is asked and cannot say while it takes weights."""
+    while True:
+        await server.client.is_paused()

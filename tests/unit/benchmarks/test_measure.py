@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -76,6 +77,27 @@ def test_a_copy_without_history_names_the_commit_that_it_is_told(
     where = measure.provenance([])
     assert where["commit"] == "abc1234"
     assert where["uncommitted_changes"] is None
+
+
+def test_a_copy_within_another_repository_does_not_pass_its_commit_for_its_own(
+    measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    commit = ["-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "-q", "--allow-empty", "-m", "another"]
+    for arguments in (["init", "-q"], commit):
+        subprocess.run(["git", *arguments], cwd=tmp_path, check=True)
+    (tmp_path / ".gitignore").write_text("copy\n")
+    monkeypatch.delenv("SOURCE_COMMIT", raising=False)
+    monkeypatch.setattr(measure, "REPOSITORY", copy)
+    assert measure.sources("src") == {"commit": "unknown", "uncommitted_changes": None}
+    monkeypatch.setattr(measure, "REPOSITORY", tmp_path)
+    own = measure.sources("src")
+    assert own["uncommitted_changes"] is False
+    monkeypatch.setenv("SOURCE_COMMIT", own["commit"])
+    assert measure.sources("src") == own
+    monkeypatch.setenv("SOURCE_COMMIT", "0123abc")
+    assert measure.sources("src") == {"commit": "0123abc", "uncommitted_changes": None}
 
 
 def test_a_machine_without_git_says_that_the_commit_is_unknown(

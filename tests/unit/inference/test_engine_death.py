@@ -109,16 +109,20 @@ async def test_a_request_that_the_caller_gives_up_is_cancelled_and_not_answered(
     assert server.num_cancelled == 1
 
 
-async def test_requests_of_a_living_engine_and_those_that_only_read_are_left_alone() -> None:
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_requests_of_a_living_engine_are_left_alone(method: str) -> None:
     server = Server()
-    request = asyncio.create_task(server.request())
-    await asyncio.sleep(0.05)
+    request = asyncio.create_task(server.request(method))
+    await asyncio.sleep(0.2)
+    assert not request.done()
     server.may_answer.set()
     assert (await request)[0]["status"] == 200
+
+
+async def test_a_request_that_only_reads_is_ended_too_since_some_ask_the_engine() -> None:
+    server = Server()
+    request = asyncio.create_task(server.request("GET"))
+    await asyncio.sleep(0.05)
     server.engine.errored = True
-    server.may_answer.clear()
-    reading = asyncio.create_task(server.request("GET"))
-    await asyncio.sleep(0.2)
-    assert not reading.done()
-    server.may_answer.set()
-    assert (await reading)[0]["status"] == 200
+    await ended([request])
+    assert request.result()[0]["status"] == 503
