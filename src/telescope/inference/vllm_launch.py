@@ -110,6 +110,9 @@ def launch_command(
         arguments += ["--middleware", middleware]
     # A line per request would make the log grow with the run.
     arguments += ["--disable-uvicorn-access-log", "--no-enable-log-requests"]
+    # All requests of an engine that dies are given one exception, whose traceback grows with each that raises it. With
+    # their stacks logged (the default in development mode) that would be thousands of requests squared.
+    arguments.append("--no-log-error-stack")
     eager = config.inference_enforce_eager
     if eager or (eager is None and on_cpu):
         arguments.append("--enforce-eager")

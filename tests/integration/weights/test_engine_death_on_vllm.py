@@ -14,9 +14,14 @@ from telescope.rollout.types import GenerateRequest
 
 pytestmark = pytest.mark.e2e
 
+NUM_RUNNING = 80
+"""Requests that are in the engine, or on their way there, when the sync begins in which it dies."""
+
 
 def test_an_engine_killed_in_the_middle_of_a_sync_leaves_no_request_waiting_and_ends_its_server(tmp_path: Path) -> None:
     with serving(Server(make_model(tmp_path, tied=True), tmp_path)) as server:
+        running = [server.loop.create_task(sample(server, f"running-{i}", max_tokens=200)) for i in range(NUM_RUNNING)]
+        server.run(half_in_the_engine(server))
         started = time.monotonic()
         waiting = [server.loop.create_task(wait(server)) for wait in (sample_once_paused, ask_on_and_on)]
         failure, _ = server.core_killed_in_a_sync()
@@ -28,6 +33,10 @@ def test_an_engine_killed_in_the_middle_of_a_sync_leaves_no_request_waiting_and_
         while server.process.poll() is None:
             assert time.monotonic() - started < 60, "the server goes on without its engine"
             time.sleep(0.1)
+        ended = server.run(asyncio.gather(*running, return_exceptions=True))
+        assert sum(isinstance(answer, InfrastructureError) for answer in ended) > NUM_RUNNING // 4
+        # vLLM gives them all one exception, to whose traceback each adds its own part.
+        assert server.process.log_path.read_text(errors="replace").count("Traceback") < NUM_RUNNING // 4
 
 
 async def sample_once_paused(server: Server) -> object:
@@ -35,8 +44,21 @@ async def sample_once_paused(server: Server) -> object:
     async with asyncio.timeout(30):
         while not await server.client.is_paused():  # noqa: ASYNC110, the server is asked
             await asyncio.sleep(0.01)
-    request = GenerateRequest(request_id="held", prompt_token_ids=[1, 2, 3], max_tokens=4, temperature=1.0)
+    return await sample(server, "held", max_tokens=4)
+
+
+async def sample(server: Server, name: str, *, max_tokens: int) -> object:
+    request = GenerateRequest(request_id=name, prompt_token_ids=[1, 2, 3], max_tokens=max_tokens, temperature=1.0)
     return await server.client.generate(request)
+
+
+async def half_in_the_engine(server: Server) -> None:
+    """Wait until the engine has half of the requests that are to be in it when it dies."""
+    async with asyncio.timeout(30):
+        num_in_engine = 0.0
+        while num_in_engine < NUM_RUNNING / 2:
+            metrics = await server.client.metrics()
+            num_in_engine = metrics["vllm:num_requests_running"] + metrics["vllm:num_requests_waiting"]
 
 
 async def ask_on_and_on(server: Server) -> object:

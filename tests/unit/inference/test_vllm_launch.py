@@ -98,6 +98,11 @@ def test_every_lane_fits_into_the_engine(tmp_path: Path) -> None:
     assert value_of(launch(tmp_path, max_num_seqs=5), "--max-num-seqs") == "5"
 
 
+def test_the_log_does_not_grow_with_the_number_of_requests(tmp_path: Path) -> None:
+    flags = {"--disable-uvicorn-access-log", "--no-enable-log-requests", "--no-log-error-stack"}
+    assert flags <= set(launch(tmp_path).arguments)
+
+
 def test_prompts_are_prefilled_whole_on_the_cpu(tmp_path: Path) -> None:
     command = launch(tmp_path, max_model_len=5000)
     assert "--no-enable-chunked-prefill" in command.arguments
