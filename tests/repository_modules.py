@@ -33,6 +33,7 @@ def load_script(name: str) -> Iterator[ModuleType]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with _imports_undone():
+        assert name not in sys.modules, f"{name} is loaded already, and would be gone at the end"
         sys.modules[name] = module  # dataclasses look their module up
         spec.loader.exec_module(module)
         yield module

@@ -178,6 +178,18 @@ def test_the_head_takes_less_than_2_gib_at_64k_tokens_and_a_vocabulary_of_152k(w
     assert peaks(65_536)[1] < 2 * 2**30
 
 
+def test_tiles_and_blocks_agree_at_the_shape_of_a_model_of_0_6b(monkeypatch):
+    hidden, head, targets = make(65_536, 151_936, 1024, torch.bfloat16, chunk_size=1024)
+    found = []
+    for capabilities in (logprob.TILED_CAPABILITIES, frozenset()):
+        monkeypatch.setattr(logprob, "TILED_CAPABILITIES", capabilities)
+        values = head(hidden, targets, 0.9)
+        loss = values[0].sum() + 0.1 * values[1].sum()
+        found.append([*values, *torch.autograd.grad(loss, [hidden, head.weight])])
+    for tiles, blocks in zip(*found, strict=True):
+        assert float((tiles.float() - blocks.float()).norm() / blocks.float().norm()) < 5e-3
+
+
 @pytest.mark.parametrize("way", ["tiles"], indirect=True)
 def test_in_tiles_no_block_of_float32_logits_exists(way):
     forward, both = peaks(65_536)

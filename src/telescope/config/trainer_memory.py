@@ -133,7 +133,7 @@ def _logprobs(config: TelescopeConfig, shape: ModelShape, device: str, computed:
     tokens, table = config.seq_len, shape.vocab_size * shape.hidden_size
     chunk = min(config.entropy_chunk_size, tokens) * shape.vocab_size
     if device == "cuda":
-        logits = chunk * (SUM_BYTES + computed)  # and their gradient
+        logits = chunk * (SUM_BYTES + computed)  # and their gradient, which on Hopper is all that there is
         blocks = max(1, min(VOCABULARY_BLOCKS, -(-tokens // config.entropy_chunk_size)))
     else:
         logits, blocks = chunk * 3 * SUM_BYTES, 1  # without kernels of our own an array more

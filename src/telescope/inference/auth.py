@@ -52,11 +52,16 @@ class RunSecretMiddleware:
         elif kind == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "unauthorized"})
         else:
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(REFUSAL)).encode())]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": REFUSAL})
+            await answer_json(401, REFUSAL, send)
 
     def _knows_secret(self, scope: Scope) -> bool:
         given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
         # Compared in constant time; exactly one header, so that no proxy and server can read different ones.
         return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
+
+
+async def answer_json(status: int, body: bytes, send: Send) -> None:
+    """Answer a request with this JSON."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

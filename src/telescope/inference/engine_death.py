@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from telescope.inference.auth import Application, Message, Receive, Scope, Send
+from telescope.inference.auth import Application, Message, Receive, Scope, Send, answer_json
 
 POLL_SECONDS = 0.25
 GRACE_SECONDS = 1.0
@@ -35,6 +35,7 @@ class EngineDeathMiddleware:
         if scope["type"] != "http" or engine is None:
             await self._app(scope, receive, send)
             return
+        _ = engine.errored  # a vLLM that does not say fails the request here, and not a watch that nobody looks at
         has_begun = False
 
         async def send_on(message: Message) -> None:
@@ -50,12 +51,11 @@ class EngineDeathMiddleware:
         try:
             await request
         except asyncio.CancelledError:
-            if request not in self._ended:
+            outer = asyncio.current_task()
+            if request not in self._ended or (outer is not None and outer.cancelling()):
                 raise
             if not has_begun:
-                headers = [(b"content-type", b"application/json"), (b"content-length", str(len(ANSWER)).encode())]
-                await send({"type": "http.response.start", "status": 503, "headers": headers})
-                await send({"type": "http.response.body", "body": ANSWER})
+                await answer_json(503, ANSWER, send)
         finally:
             self._in_flight.discard(request)
             self._ended.discard(request)
@@ -64,8 +64,9 @@ class EngineDeathMiddleware:
         """Look at the engine while there are requests, and end them when it has died."""
         while self._in_flight:
             if engine.errored:
+                waiting = set(self._in_flight)
                 await asyncio.sleep(GRACE_SECONDS)
-                for request in self._in_flight:
+                for request in waiting & self._in_flight:
                     self._ended.add(request)
                     request.cancel()
             await asyncio.sleep(POLL_SECONDS)

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from telescope.inference import vllm_adapter as wire
-from telescope.inference.auth import Application, Message, Receive, Scope, Send
+from telescope.inference.auth import Application, Message, Receive, Scope, Send, answer_json
 from telescope.inference.supported_vllm import installed_version, parse_version, reports_version_spans
 
 SALTED_ROUTES = frozenset(
@@ -93,7 +93,7 @@ class PolicyVersionMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
         elif path in SALTED_ROUTES and self._stale:
-            await _answer(503, STALE, send)
+            await answer_json(503, STALE, send)
         elif path in SALTED_ROUTES:
             await self._sample(scope, receive, send)
         elif path == wire.PAUSE_ROUTE:
@@ -285,10 +285,4 @@ async def _answer_aborted(request_id: str, send: Send) -> None:
     """The answer vLLM gives to a request that was aborted before its first token."""
     choice = {"index": 0, "token_ids": [], "logprobs": {"content": []}, "finish_reason": "abort", "weight_versions": []}
     body = msgspec.json.encode({"request_id": wire.engine_request_id(request_id), "choices": [choice]})
-    await _answer(200, body, send)
-
-
-async def _answer(status: int, body: bytes, send: Send) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await answer_json(200, body, send)

@@ -35,7 +35,7 @@ LOWEST = -1e30
 """Stands for minus infinity where differences are taken."""
 COLUMNS_MULTIPLE = 128
 """Columns of a block, but for the last, are a multiple of this, so that its rows are aligned."""
-TILED_CAPABILITIES = {(9, 0)}
+TILED_CAPABILITIES = frozenset({(9, 0)})
 """GPUs that tiles of logits have been measured on: Hopper, for whose memory accelerator and registers they are cut."""
 DEPTH = 64
 """Numbers of a hidden state that a tile of logits is summed over at a time; the hidden size is a multiple."""

@@ -2,8 +2,8 @@
 
 Owns products of hidden states and output weight whose float32 logits stay in registers: `softmax_sums` leaves three
 sums per token and span of the vocabulary, `gradient` the gradient in the logits, in the dtype of the hidden states.
-Invariants: operands are bfloat16 or float16, products are summed in float32; rows and columns beyond the operands count
-for nothing; the hidden size is a multiple of `DEPTH`. The mathematics is that of
+Invariants: tensors are on the current device; operands are bfloat16 or float16, products are summed in float32; rows
+and columns beyond the operands count for nothing; the hidden size is a multiple of `DEPTH`. The mathematics is that of
 `logprob._Softmax.add` and `logprob._block_gradient`, which are also what the tests compare with, but for the base of
 the exponent: inside it is 2, because that is what the hardware computes.
 
@@ -23,12 +23,12 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from telescope.trainer import logprob
 from telescope.trainer.logprob import DEPTH
 
 LOG2_E = math.log2(math.e)
 LN_2 = tl.constexpr(math.log(2.0))
-LOWEST = tl.constexpr(-1e30)
-"""Stands for minus infinity where differences are taken."""
+LOWEST = tl.constexpr(logprob.LOWEST)
 STRIDE_MULTIPLE = 64
 """Rows of a gradient are this many numbers apart, or a multiple, so that each is aligned for every way of writing. What
 is written to the gap after a row means nothing."""
@@ -54,7 +54,8 @@ class Tiles:
 
 SUMS = Tiles()
 GRADIENT = Tiles(columns=128, group=1, max_registers=128)
-"""The fastest ways to cut them on an H200, at hidden sizes of 1,024 and 2,560 (`benchmarks/logprob_tiles.py`)."""
+"""Of the ways measured on an H200 the fastest at a hidden size of 2,560, and within 1.5 % of it at 1,024 (docs/log.md;
+`benchmarks/logprob_tiles.py`)."""
 
 
 @triton.jit
@@ -105,7 +106,7 @@ def _softmax_sums_kernel(  # type: ignore[no-untyped-def]
         # What only few tiles need stands under conditions: beside a product of a small hidden size the epilogue counts.
         if column + COLUMNS > num_columns:
             logits = tl.where(columns[None, :] < num_columns, logits, LOWEST)
-        inside = (target >= column) & (target < column + COLUMNS)
+        inside = (target >= column) & (target < tl.minimum(column + COLUMNS, num_columns))
         if tl.max(inside.to(tl.int32), axis=0) > 0:
             target_logit = tl.sum(tl.where(columns[None, :] == target[:, None], logits, 0.0), axis=1)
             tl.store(target_logit_ptr + rows, target_logit * scale * LN_2, mask=inside)
@@ -206,7 +207,7 @@ def gradient(
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """The gradient in the logits of a block of B vocabulary entries, from whose first `target_C` counts: [C, B], its
-    rows one after the other, with a gap between them where B is odd."""
+    rows one after the other, with a gap between them where B is no multiple of `STRIDE_MULTIPLE`."""
     tiles = tiles or GRADIENT
     num_rows, width = hidden_CD.shape
     num_columns = weight_BD.shape[0]

@@ -79,6 +79,13 @@ def test_targets_at_the_borders_of_tiles_are_found(tiled: None) -> None:
     assert_exact(hidden, head, targets, 1.0)
 
 
+def test_targets_outside_of_the_vocabulary_have_a_logit_of_zero(tiled: None) -> None:
+    hidden, head, _ = make(4, 70, 64, False)
+    targets = torch.tensor([70, 75, 96, -100])
+    found = logprob_products.softmax_sums(hidden.detach(), head.weight.detach(), None, targets, 1.0)[1]
+    assert found.tolist() == [0.0, 0.0, 0.0, 0.0]
+
+
 def test_in_tiles_no_tokens_give_gradients_of_exactly_zero(tiled: None) -> None:
     hidden, head, targets = make(0, 100, 64, True)
     found = head(hidden, targets, 1.0)

@@ -17,4 +17,4 @@ def test_the_kernels_of_the_output_layer_are_right_by_the_interpreter() -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "45 passed" in done.stdout, done.stdout[-500:]
+    assert "skipped" not in done.stdout, done.stdout[-500:]

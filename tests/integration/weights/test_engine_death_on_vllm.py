@@ -23,12 +23,16 @@ def test_an_engine_killed_in_the_middle_of_a_sync_leaves_no_request_waiting_and_
         running = [server.loop.create_task(sample(server, f"running-{i}", max_tokens=200)) for i in range(NUM_RUNNING)]
         server.run(half_in_the_engine(server))
         started = time.monotonic()
-        waiting = [server.loop.create_task(wait(server)) for wait in (sample_once_paused, ask_on_and_on)]
-        failure, _ = server.core_killed_in_a_sync()
+        asking = server.loop.create_task(ask_on_and_on(server))
+        held: list[asyncio.Task[object]] = []  # the server holds it back, since it comes during the pause
+        failure, _ = server.core_killed_in_a_sync(
+            lambda: held.append(server.loop.create_task(sample(server, "held", max_tokens=4)))
+        )
         assert isinstance(failure, InfrastructureError)
-        for task in waiting:
-            with pytest.raises(InfrastructureError):
-                server.run(task)
+        with pytest.raises(InfrastructureError):
+            server.run(asking)
+        with pytest.raises(InfrastructureError, match="has died"):
+            server.run(held[0])
         assert time.monotonic() - started < 30  # an update may take 60, and a request half an hour
         while server.process.poll() is None:
             assert time.monotonic() - started < 60, "the server goes on without its engine"
@@ -37,14 +41,6 @@ def test_an_engine_killed_in_the_middle_of_a_sync_leaves_no_request_waiting_and_
         assert sum(isinstance(answer, InfrastructureError) for answer in ended) > NUM_RUNNING // 4
         # vLLM gives them all one exception, to whose traceback each adds its own part.
         assert server.process.log_path.read_text(errors="replace").count("Traceback") < NUM_RUNNING // 4
-
-
-async def sample_once_paused(server: Server) -> object:
-    """A request that the server holds back, since it comes during the sync's pause."""
-    async with asyncio.timeout(30):
-        while not await server.client.is_paused():  # noqa: ASYNC110, the server is asked
-            await asyncio.sleep(0.01)
-    return await sample(server, "held", max_tokens=4)
 
 
 async def sample(server: Server, name: str, *, max_tokens: int) -> object:

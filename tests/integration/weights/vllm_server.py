@@ -358,13 +358,16 @@ class Server:
         pid = self.run(self.client.call_worker("telescope_test_pid"))[-1]["pid"]
         return self._spoiled_half_way(lambda: os.kill(pid, signal.SIGKILL))
 
-    def core_killed_in_a_sync(self) -> tuple[BaseException | None, SendReport]:
-        """The same with the process that runs the engine's steps, whose workers it may have with it."""
+    def core_killed_in_a_sync(self, once_paused: Callable[[], object]) -> tuple[BaseException | None, SendReport]:
+        """The same with the process that runs the engine's steps, whose workers it may have with it. `once_paused` is
+        called in the loop when the server has paused."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         (core,) = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
-        return self._spoiled_half_way(core.kill)
+        return self._spoiled_half_way(core.kill, once_paused)
 
-    def _spoiled_half_way(self, spoil: Callable[[], object]) -> tuple[BaseException | None, SendReport]:
+    def _spoiled_half_way(
+        self, spoil: Callable[[], object], once_paused: Callable[[], object] = lambda: None
+    ) -> tuple[BaseException | None, SendReport]:
         update = self.next_update(mode="per_tensor")
 
         def half() -> Iterator[tuple[str, torch.Tensor]]:
@@ -375,6 +378,7 @@ class Server:
 
         async def go() -> tuple[BaseException | None, SendReport]:
             await self.client.pause("keep")
+            once_paused()
             await self.client.start_update()
             send = asyncio.to_thread(self.sender.send, half(), update, [0])
             failure, report = await asyncio.gather(

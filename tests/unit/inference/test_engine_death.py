@@ -81,11 +81,14 @@ async def test_a_request_that_comes_after_the_death_is_ended_too() -> None:
         assert request.result()[0]["status"] == 503
 
 
-async def test_what_the_server_says_itself_of_a_dead_engine_is_what_the_caller_gets() -> None:
+async def test_what_the_server_says_itself_of_a_dead_engine_is_what_the_caller_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_death, "GRACE_SECONDS", 30.0)
     server = Server()
-    request = asyncio.create_task(server.request())
-    await asyncio.sleep(0)
     server.engine.errored = True
+    request = asyncio.create_task(server.request())
+    await asyncio.sleep(0.1)
     server.may_answer.set()
     await ended([request])
     assert [message.get("body") for message in request.result()] == [None, b"done"]
@@ -126,3 +129,36 @@ async def test_a_request_that_only_reads_is_ended_too_since_some_ask_the_engine(
     server.engine.errored = True
     await ended([request])
     assert request.result()[0]["status"] == 503
+
+
+async def test_a_request_that_comes_in_the_grace_of_others_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_death, "GRACE_SECONDS", 0.5)
+    server = Server()
+    server.engine.errored = True
+    first = asyncio.create_task(server.request())
+    await asyncio.sleep(0.4)
+    second = asyncio.create_task(server.request())
+    await ended([first])
+    assert first.result()[0]["status"] == 503
+    assert not second.done()
+    await ended([second])
+    assert second.result()[0]["status"] == 503
+
+
+async def test_a_server_that_gives_up_a_request_that_is_being_ended_is_obeyed() -> None:
+    server = Server()
+    server.engine.errored = True
+    request = asyncio.create_task(server.request())
+    await asyncio.sleep(0)
+    monitored = next(iter(server._middleware._in_flight))
+    server._middleware._ended.add(monitored)
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+
+
+async def test_an_engine_that_does_not_say_whether_it_is_dead_fails_the_request() -> None:
+    server = Server()
+    del server.engine.errored
+    with pytest.raises(AttributeError, match="errored"):
+        await server.request()

@@ -156,7 +156,7 @@ def test_the_report_names_the_commit_that_was_measured(
     assert one_gpu((suite.Part("quick", "true", 1, 30),), "--json", str(report)) == 0
     written = json.loads(report.read_text())
     assert written["commit"] == "abc1234"
-    assert written["uncommitted_changes"] in (True, False, None)
+    assert "uncommitted_changes" in written
 
 
 def test_results_that_end_in_mid_word_cost_their_own_part_alone(suite: ModuleType, tmp_path: Path) -> None:

@@ -57,7 +57,8 @@ class AlgorithmSection(Section):
     """Weight of an entropy bonus in the loss. 0 = off; positive keeps answers diverse."""
     entropy_chunk_size: Tokens = 1024
     """Chunk size for entropy calculation, in tokens. Logprobs and entropy are computed this many tokens at a time;
-    memory is this times the vocabulary times a few floats. Lower it when the output layer runs out of memory."""
+    memory is this times the vocabulary times a few floats (on Hopper GPUs times the two bytes of a gradient, in the
+    backward pass alone). Lower it when the output layer runs out of memory."""
     seq_is_masking: bool = False
     """Mask a whole sample when the geometric mean of its importance ratios leaves [seq_is_mask_low,
     seq_is_mask_high]."""
