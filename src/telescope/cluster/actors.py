@@ -7,6 +7,7 @@ stands for, and forwards calls. Each can say the hash of its config and dump its
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,15 @@ def make_actor(actor_class: type, placement: dict[str, Any]) -> Any:
     return ray.remote(**options)(actor_class)
 
 
+def end_at_once_on_sigterm() -> None:
+    """Called in the main thread of an actor, whose process Ray ends with SIGTERM when its placement group goes.
+
+    Ray's own handler raises SystemExit wherever that thread happens to be, and in a destructor Python prints it with a
+    traceback and goes on. There is nothing to wait for: `stop` has been called, and children watch for this end.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+
+
 class InferenceActor:
     """Supervises one vLLM process through `inference.server.InferenceServer`."""
 
@@ -58,6 +68,7 @@ class InferenceActor:
     ) -> None:
         from telescope.inference.server import InferenceServer
 
+        end_at_once_on_sigterm()
         config = TelescopeConfig.from_json(config_json)
         # In the environment that vLLM and its workers inherit, whose NCCL meets the trainer's.
         use_interface_of(own_host(loopback=broadcast_on_loopback))
@@ -100,6 +111,7 @@ class TrainerActor:
     """One trainer rank, with the sender of its weights."""
 
     def __init__(self, config_json: str, rank: int, world_size: int, run_dir: str) -> None:
+        end_at_once_on_sigterm()
         config = TelescopeConfig.from_json(config_json)
         if config.trainer_threads is not None:
             # Before torch is imported: it sizes its thread pools once.

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
+import subprocess
+import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +24,14 @@ from telescope.trainer import worker
 
 CONFIG = TelescopeConfig.model_validate({"model": "m", "environments": [{"name": "countdown"}]})
 ADDRESSES = [("lo", "127.0.0.1/8"), ("net0", "10.0.0.4/24")]
+
+
+@pytest.fixture(autouse=True)
+def own_end() -> Iterator[None]:
+    """The actors made here are in this process, which is to end as ever."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
@@ -85,3 +97,31 @@ async def test_any_other_error_of_an_actor_keeps_its_type_and_the_traceback_of_i
         await answer(raised_in_an_actor(cause), "training step 3")
     assert str(failure.value) == str(cause)
     assert "ray::InferenceActor.start()" in "".join(traceback.format_exception(failure.value))
+
+
+ENDED_IN_A_DESTRUCTOR = """
+import os, signal, sys
+from telescope.cluster.actors import end_at_once_on_sigterm
+
+def as_ray_does(number, frame):
+    raise SystemExit(1)
+
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("goes on", flush=True)
+
+signal.signal(signal.SIGTERM, as_ray_does)
+if sys.argv[1] == "ours":
+    end_at_once_on_sigterm()
+Dying()
+"""
+
+
+@pytest.mark.parametrize(("handler", "printed"), [("ours", False), ("that of Ray", True)])
+def test_an_actor_that_is_ended_in_a_destructor_prints_no_traceback(handler: str, printed: bool) -> None:
+    command = [sys.executable, "-c", ENDED_IN_A_DESTRUCTOR, handler]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ("SystemExit" in done.stderr) == printed
+    assert (done.returncode == 1) != printed
+    assert "goes on" not in done.stdout
