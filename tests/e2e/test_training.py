@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 
+import psutil
 import pytest
 from tests.e2e.conftest import Stack
 
@@ -57,13 +58,16 @@ async def test_two_synchronous_runs_with_one_seed_give_the_same_samples_and_loss
         assert first == pytest.approx(second, rel=1e-5, abs=1e-9), name
 
 
-async def test_a_killed_engine_comes_back_with_the_current_weights_and_the_run_completes(stack: Stack) -> None:
+@pytest.mark.parametrize("what", ["the server", "the process of its engine"])
+async def test_a_killed_engine_comes_back_with_the_current_weights_and_the_run_completes(
+    stack: Stack, what: str
+) -> None:
     restarts = (await stack.parts.inference.handles[0].status()).restarts
 
     async def kill_in_the_middle() -> None:
         await asyncio.sleep(4)
         status = await stack.parts.inference.handles[0].status()
-        os.kill(status.pid, signal.SIGKILL)
+        os.kill(status.pid if what == "the server" else engine_of(status.pid), signal.SIGKILL)
 
     killing = asyncio.create_task(kill_in_the_middle())
     run = await stack.run(number_of_steps=25, timeout=400)
@@ -74,3 +78,10 @@ async def test_a_killed_engine_comes_back_with_the_current_weights_and_the_run_c
     assert run.orchestrator.ledger.is_balanced()
     assert run.status.num_masked_samples == 0
     assert stack.parts.weights.last_probe[0].ok
+
+
+def engine_of(server: int) -> int:
+    """The process that computes, which is not the one that speaks HTTP."""
+    children = psutil.Process(server).children(recursive=True)
+    (pid,) = [child.pid for child in children if "EngineCore" in " ".join(child.cmdline())]
+    return pid
