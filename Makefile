@@ -18,11 +18,18 @@ help:  ## this list
 setup:  ## make .venv: torch, vLLM and Ray for this machine (a few minutes the first time)
 	@PYTHON="$(PYTHON)" ACCELERATOR="$(ACCELERATOR)" scripts/set_up.sh
 
+# On a GPU: vLLM's build for GPUs has no CPU engine, and kernels want attention heads of 64 numbers.
 demo: setup  ## watch a small language model learn arithmetic on this machine (10 minutes, no GPU needed)
-	@echo "== the model: about a million parameters, made and warm-started here (kept in models/)"
-	@$(PY) -m telescope.cli.main tiny-model --output models/tiny-countdown > /dev/null
-	@echo "== the run"
-	@$(PY) train.py --config configs/examples/demo_countdown.yaml $(ARGS)
+	@if $(PY) -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+	  model=models/tiny-countdown-gpu; heads="--num-heads 2 --num-kv-heads 1"; \
+	  where="--device cuda --share_gpus true --inference_num_workers 1 --trainer_num_workers 1"; \
+	else \
+	  model=models/tiny-countdown; heads=; where=; \
+	fi; \
+	echo "== the model: about a million parameters, made and warm-started here (kept in models/)"; \
+	$(PY) -m telescope.cli.main tiny-model --output $$model $$heads > /dev/null || exit; \
+	echo "== the run"; \
+	exec $(PY) train.py --config configs/examples/demo_countdown.yaml --model $$model $$where $(ARGS)
 
 # One recipe, so that the tiers run in this order whatever -j says, and the first that fails ends it.
 test: setup  ## everything: lint, types, unit, reference, integration, e2e
