@@ -2,11 +2,13 @@
 
 The resolved configuration with what the user set, its hash, the placement on nodes and GPUs, and a memory estimate for
 trainer and engine. Reads the model's small files (from the hub if need be); contacts no cluster. What a run would
-refuse on this machine is an error; where the run is meant for another machine, it is a remark.
+refuse on this machine is an error; where the run is meant for another machine, it is a remark. With GPUs of a size that
+is assumed, the run is meant for a machine that has them, and what it would refuse for their sake is an error too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from rich.console import Console
@@ -29,15 +31,22 @@ LONGEST_VALUE = 60  # characters of a default in the table of fields; what the u
 MOST_WORKERS_SHOWN = 64  # rows of the placement
 
 
-def print_dry_run(loaded: LoadedConfig, console: Console, try_environments: Callable[[], list[str]]) -> None:
+def print_dry_run(
+    loaded: LoadedConfig,
+    console: Console,
+    try_environments: Callable[[], list[str]],
+    *,
+    gpu_memory_gib: float | None = None,
+) -> None:
     """Print everything. `try_environments` is called where the run is meant for this machine and would get that far;
-    what it returns are remarks too.
+    what it returns are remarks too. `gpu_memory_gib`: the run is judged for a machine with GPUs of that size.
 
     Raises `ConfigError` for what a run would refuse: before anything is printed, what is wrong on any machine
     (environments, model files); after it, what is wrong with this one (too small, a port in use), unless the run is
-    meant for another. Then that is a remark.
+    meant for another. Then that is a remark; what does not fit the GPUs that are assumed stays an error.
     """
     config = loaded.config
+    assumed = None if gpu_memory_gib is None else _machine_with(config, gpu_memory_gib)
     problems = preflight.find_problems(config, preflight.checks_of_environments())
     try:
         report = inspect_model(config)
@@ -46,22 +55,38 @@ def print_dry_run(loaded: LoadedConfig, console: Console, try_environments: Call
     if problems:
         raise ConfigError("\n".join(problems))
     elsewhere = preflight.why_elsewhere(config)
-    problems = _problems_of_this_machine(config, report, elsewhere=elsewhere is not None)
+    if assumed is not None:
+        elsewhere = (
+            f"GPUs of {gpu_memory_gib:g} GiB are assumed (--gpu-memory-gib): the plan is for a machine with "
+            f"{assumed.gpus} of them, and the placement shown is on assumed nodes."
+        )
+    here = _problems_of_this_machine(config, elsewhere=elsewhere is not None)
+    # The report was made before, so that the hub is not asked once more.
+    files = preflight.find_problems(config, [lambda config: preflight.check_report(config, report)])
+    machine = assumed or local_resources()
+    fit = preflight.find_problems(config, [lambda config: preflight.check_fit(config, report, machine)])
+    refused, remarked = [*here, *files, *fit], list[str]()
+    if assumed is not None and report.shape is not None:
+        # What was asked is answered, even where the hub is out of reach and the sizes come from elsewhere.
+        refused, remarked = fit, [*here, *files]
+    elif assumed is not None:
+        refused, remarked = files, here
+    elif elsewhere:
+        refused, remarked = remarked, refused
 
     _print_config(loaded, console)
-    placement, resources = _plan(config, elsewhere=elsewhere is not None)
+    placement, resources = _plan(config, assumed, elsewhere=elsewhere is not None)
     _print_placement(config, placement, console)
     remarks = [*loaded.notes, *([elsewhere] if elsewhere else [])]
     remarks += remarks_on_place(config, placement.device, report.shape.num_layers if report.shape else None)
-    remarks += _print_memory(config, report, placement, resources, console)
-    if elsewhere:
-        remarks += [f"On this machine, a run would be refused: {problem}." for problem in problems]
+    remarks += _print_memory(config, report, placement, resources, console, assumed=assumed is not None)
+    remarks += [f"On this machine, a run would be refused: {problem}." for problem in remarked]
     _print_remarks("Remarks", remarks, console)
-    if not problems and not elsewhere:
+    if not refused and not elsewhere:
         _print_remarks("Remarks of the environments", try_environments(), console)
     console.print("\nDry run: nothing was started.", style="dim")
-    if problems and not elsewhere:
-        raise ConfigError("\n".join(problems))
+    if refused:
+        raise ConfigError("\n".join(refused))
 
 
 def _print_remarks(title: str, remarks: list[str], console: Console) -> None:
@@ -108,7 +133,19 @@ def _source(loaded: LoadedConfig, name: str) -> str:
     return loaded.sources.get(name, "").rpartition(", ")[2]
 
 
-def _plan(config: TelescopeConfig, *, elsewhere: bool) -> tuple[Placement, ClusterResources]:
+def _machine_with(config: TelescopeConfig, gpu_memory_gib: float) -> ClusterResources:
+    """As many GPUs of that size as the run takes."""
+    if config.device == "cpu":
+        raise ConfigError(
+            f'--gpu-memory-gib is {gpu_memory_gib:g}, but device is "cpu", so that the run takes no GPU. Leave '
+            '--gpu-memory-gib out, or set device to "auto" or "cuda"'
+        )
+    return assumed_cluster(config, gpu_memory_bytes=math.ceil(gpu_memory_gib * GIB))
+
+
+def _plan(
+    config: TelescopeConfig, assumed: ClusterResources | None, *, elsewhere: bool
+) -> tuple[Placement, ClusterResources]:
     """A placement on this machine, or on an assumed cluster when the run does not fit here or is meant for another."""
     here = local_resources()
     if not elsewhere:
@@ -116,7 +153,7 @@ def _plan(config: TelescopeConfig, *, elsewhere: bool) -> tuple[Placement, Clust
             return plan_placement(config, here), here
         except PlacementError:
             pass  # told as a problem of this machine; the plan shows what the run wants
-    assumed = assumed_cluster(config)
+    assumed = assumed or assumed_cluster(config)
     return plan_placement(config, assumed), assumed
 
 
@@ -147,13 +184,16 @@ def _print_memory(
     placement: Placement,
     resources: ClusterResources,
     console: Console,
+    *,
+    assumed: bool,
 ) -> list[str]:
     """Print the estimate. Returns remarks about what does not fit."""
-    console.print(Text("\nMemory (estimate)", style="bold cyan"))
+    memory = _device_memory(placement, resources)
+    of_which = f", for GPUs of {(memory or 0) / GIB:g} GiB as assumed" if assumed else ""
+    console.print(Text(f"\nMemory (estimate{of_which})", style="bold cyan"))
     if report.shape is None:
         console.print(f"  no estimate: the sizes of {config.model} are not known (looked at {report.source}).")
         return []
-    memory = _device_memory(placement, resources)
     estimate = estimate_memory(config, report.shape, device=placement.device, device_memory_bytes=memory)
     console.print(
         f"  {config.model}: {report.shape.num_parameters / 1e6:,.1f} M parameters, {report.shape.num_layers} layers, "
@@ -166,12 +206,16 @@ def _print_memory(
         table.add_column(f"{side}, per {worker}", header_style="dim", no_wrap=True)
         table.add_column("", justify="right", no_wrap=True)
     trainer_rows = _trainer_rows(config, estimate.trainer, report.shape.num_layers)
-    engine_rows = _engine_rows(config, estimate.engine, memory)
+    engine_rows = _engine_rows(config, estimate.engine)
     for index in range(max(len(trainer_rows), len(engine_rows))):
         left = trainer_rows[index] if index < len(trainer_rows) else ("", "")
         right = engine_rows[index] if index < len(engine_rows) else ("", "")
         table.add_row(*left, *right)
     console.print(table)
+    if memory is None and placement.device == "cuda":
+        console.print(
+            "  GPU memory is not known here: --gpu-memory-gib 80 judges the plan for such GPUs.", highlight=False
+        )
     remarks = list(_remarks(config, estimate))
     in_place = plan_shadows(config, report.shape, memory).in_place_because
     # What a dense model on one GPU comes to depends on the GPU; on the CPU there is nothing to choose.
@@ -200,7 +244,7 @@ def _trainer_rows(config: TelescopeConfig, trainer: TrainerMemory, num_layers: i
     return [(name, _gib(size)) for name, size in sizes if size]
 
 
-def _engine_rows(config: TelescopeConfig, engine: EngineMemory, memory: int | None) -> list[tuple[str, str]]:
+def _engine_rows(config: TelescopeConfig, engine: EngineMemory) -> list[tuple[str, str]]:
     sizes = [
         (f"weights ({config.engine_dtype}, 1/{config.inference_tensor_parallel_size})", engine.weights),
         ("second copy for weight syncs", engine.shadows),
@@ -213,8 +257,6 @@ def _engine_rows(config: TelescopeConfig, engine: EngineMemory, memory: int | No
     if engine.tokens is not None:
         full = engine.tokens / config.max_model_len
         rows.append((f"KV cache holds {engine.tokens:,} tokens", f"{full:,.1f} full"))
-    elif memory is None and config.device != "cpu":
-        rows.append(("GPU memory is not known here", ""))
     rows.append((f"all {config.lanes_per_server} lanes, full length", _gib(engine.lanes_kv)))
     return rows
 
@@ -237,11 +279,8 @@ def _device_memory(placement: Placement, resources: ClusterResources) -> int | N
     return min((node.memory_bytes or 0 for node in resources.nodes), default=0) or None
 
 
-def _problems_of_this_machine(config: TelescopeConfig, report: ModelReport, *, elsewhere: bool) -> list[str]:
-    def check_model(config: TelescopeConfig) -> None:
-        preflight.check_report(config, report)  # without asking the hub once more
-
-    checks = [*preflight.checks_of_machine(), check_model]
+def _problems_of_this_machine(config: TelescopeConfig, *, elsewhere: bool) -> list[str]:
+    checks = list(preflight.checks_of_machine())
     if elsewhere:
         checks.remove(preflight.check_placement)
     return preflight.find_problems(config, checks)

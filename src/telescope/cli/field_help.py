@@ -31,11 +31,13 @@ MOST_USED = (
 
 def print_train_help(console: Console, *, all_fields: bool = False) -> None:
     """What `telescope train` takes: its own options, how fields are set, and the most used fields or every one."""
-    console.print("[bold]telescope train[/] --config FILE [--dry-run] [--FIELD VALUE ...]\n", highlight=False)
+    usage = "[bold]telescope train[/] --config FILE [--dry-run [--gpu-memory-gib N]] [--FIELD VALUE ...]\n"
+    console.print(usage, highlight=False)
     console.print("Trains a model with reinforcement learning, as the YAML file and the flags say.\n")
     options = _grid()
     options.add_row("--config FILE", "YAML file with the fields of this run; -c for short")
     options.add_row("--dry-run", "print the resolved configuration, placement and memory estimate; start nothing")
+    options.add_row("--gpu-memory-gib N", "with --dry-run: judge the plan for GPUs of N GiB each, whatever is here")
     options.add_row("--help", "this text" if not all_fields else "the most used fields")
     options.add_row("--help-all", "every field" if not all_fields else "this text")
     console.print(options)

@@ -5,6 +5,7 @@ Arguments and printing only. Every field of the schema is a flag, so the argumen
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from telescope.orchestrator.summary import RunSummary
 
 PIPE_WIDTH = 120
+LARGEST_GPU_GIB = 100_000  # far above any GPU: there to catch a slip, such as bytes
 EXIT_STOPPED = 130  # as a shell reports a command that Ctrl-C ended
 
 
@@ -33,6 +35,8 @@ class TrainArguments:
     dry_run: bool
     help: Literal["short", "all"] | None
     overrides: list[str]
+    gpu_memory_gib: float | None = None
+    """Memory of a GPU that a dry run is to judge the plan for; None: that of this machine's."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -58,7 +62,12 @@ def run(argv: Sequence[str]) -> int:
     if arguments.dry_run:
         from telescope.cli.dry_run import print_dry_run
 
-        print_dry_run(loaded, _console(), lambda: try_what_the_user_brings(loaded.config))
+        print_dry_run(
+            loaded,
+            _console(),
+            lambda: try_what_the_user_brings(loaded.config),
+            gpu_memory_gib=arguments.gpu_memory_gib,
+        )
         return 0
     return _train(loaded)
 
@@ -67,6 +76,7 @@ def parse_arguments(argv: Sequence[str]) -> TrainArguments:
     """Split what is meant for the command itself from the flags of fields."""
     config: Path | None = None
     dry_run = False
+    gpu_memory_gib: float | None = None
     wants_help: Literal["short", "all"] | None = None
     overrides: list[str] = []
     rest = list(argv)
@@ -87,9 +97,35 @@ def parse_arguments(argv: Sequence[str]) -> TrainArguments:
             if config is not None:
                 raise ConfigError(f"--config is given twice: {config} and {value}. Give one file; flags override it")
             config = Path(value).expanduser()
+        elif flag in ("--gpu-memory-gib", "--gpu_memory_gib"):
+            if not equals:
+                value = "" if not rest or rest[0].startswith("--") else rest.pop(0)
+            if gpu_memory_gib is not None:
+                raise ConfigError(f"--gpu-memory-gib is given twice: {gpu_memory_gib:g} and {value}. Give one number")
+            gpu_memory_gib = _read_gib(value)
         else:
             overrides.append(argument)
-    return TrainArguments(config, dry_run, wants_help, overrides)
+    if gpu_memory_gib is not None and not dry_run and not wants_help:
+        raise ConfigError(
+            f"--gpu-memory-gib {gpu_memory_gib:g} asks a dry run about GPUs that need not be here; a run takes those "
+            "that it finds. Add --dry-run, or leave --gpu-memory-gib out"
+        )
+    return TrainArguments(config, dry_run, wants_help, overrides, gpu_memory_gib)
+
+
+def _read_gib(value: str) -> float:
+    """The number of GiB that --gpu-memory-gib was given."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 < number <= LARGEST_GPU_GIB:
+        given = f"is {value!r}, but it" if value else "is given no value; it"
+        raise ConfigError(
+            f"--gpu-memory-gib {given} is the GiB of one GPU, a number above 0 and at most {LARGEST_GPU_GIB:,}. Give "
+            "one, as in --gpu-memory-gib 80"
+        )
+    return number
 
 
 def _train(loaded: LoadedConfig) -> int:

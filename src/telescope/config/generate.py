@@ -146,9 +146,10 @@ flag alone means true. A name that is not a field is an error that suggests the 
 `telescope train --config run.yaml --dry-run` prints the resolved configuration with its hash, where the workers would
 go, and how much memory they would need, and starts nothing. It exits with 2 for what a run would refuse on this
 machine; where the run is meant for another one (it joins a cluster, or it needs GPUs and none is here), it says so, and
-what is wrong with this one is a remark. `telescope config explain FIELD` explains a field. The resolved configuration
-is frozen, written to the run directory, and handed to every process as it is; the hash, of all values, is the same in
-each.
+what is wrong with this one is a remark. With `--gpu-memory-gib 80` the plan is judged as on a machine with
+enough GPUs of 80 GiB each, whatever this one has. `telescope config explain FIELD` explains a field. The resolved
+configuration is frozen, written to the run directory, and handed to every process as it is; the hash, of all values, is
+the same in each.
 
 The upper bounds of numbers are far above anything that runs: they are there to catch a slip.
 

@@ -119,7 +119,8 @@ def plan_shadows(config: TelescopeConfig, shape: ModelShape | None, memory: int 
     """What `weight_transfer` comes to on a GPU of `memory` bytes.
 
     `auto` takes the background where that leaves KV cache for all lanes at full length, or half of what there would be.
-    `background` is taken at its word here; a KV cache that is then too small is a problem like any other.
+    `background` is taken at its word here, so that its price is known even where `memory` is not; a KV cache that is
+    then too small is a problem like any other.
     """
     if config.weight_transfer == "in_place":
         return ShadowPlan(0, "weight_transfer is in_place")
@@ -128,7 +129,7 @@ def plan_shadows(config: TelescopeConfig, shape: ModelShape | None, memory: int 
     if shape is not None and shape.num_experts:
         return ShadowPlan(0, "the model has experts")
     wanted = config.weight_transfer == "background"
-    if shape is None or memory is None:
+    if shape is None or (memory is None and not wanted):
         why = f"the {'sizes of the model' if shape is None else 'memory of the GPU'} could not be read beforehand"
         return ShadowPlan(0, None if wanted else why)
     item = DTYPE_BYTES[config.engine_dtype]
@@ -136,10 +137,12 @@ def plan_shadows(config: TelescopeConfig, shape: ModelShape | None, memory: int 
     bucket = config.weight_broadcast_bucket_mb << 20
     matrix = max(bucket, shape.vocab_size * shape.hidden_size * item)  # a larger tensor has a bucket of its own
     needed = weights + matrix + (bucket if shape.tied_embeddings else matrix)
+    if memory is None or wanted:
+        return ShadowPlan(needed)
     without = int(memory * config.gpu_memory_utilization) - weights - ENGINE_WORKSPACE_BYTES
     lanes = config.max_num_seqs or config.lanes_per_server
     lanes_kv = lanes * config.max_model_len * shape.kv_bytes_per_token(config.engine_dtype)
-    if not wanted and without - needed < min(lanes_kv, without // 2):
+    if without - needed < min(lanes_kv, without // 2):
         return ShadowPlan(
             0,
             f"a second copy of the weights takes {needed / GIB:.1f} GiB of the {max(without, 0) / GIB:.1f} GiB that "

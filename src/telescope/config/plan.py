@@ -173,10 +173,13 @@ def gpus_needed(config: TelescopeConfig) -> int:
     return sum(bundle.gpus for bundles in bundles_of(config, "cuda") for bundle in bundles)
 
 
-def assumed_cluster(config: TelescopeConfig, gpus_per_node: int = 8) -> ClusterResources:
+def assumed_cluster(
+    config: TelescopeConfig, gpus_per_node: int = 8, *, gpu_memory_bytes: int | None = None
+) -> ClusterResources:
     """The smallest cluster of equal nodes that holds the run, for a plan on a machine that cannot.
 
-    Nodes have at most `gpus_per_node` GPUs (more only if one server needs them) and as many cores as their workers ask.
+    Nodes have at most `gpus_per_node` GPUs (more only if one server needs them), of `gpu_memory_bytes` each where that
+    is to be assumed too, and as many cores as their workers ask.
     """
     on_gpu = config.device != "cpu"
     servers, ranks = bundles_of(config, "cuda" if on_gpu else "cpu")
@@ -198,15 +201,18 @@ def assumed_cluster(config: TelescopeConfig, gpus_per_node: int = 8) -> ClusterR
         if strategy == "STRICT_SPREAD":
             fewest = max(fewest, len(bundles))
     for count in range(fewest, len(everything) + 1):
-        node = NodeResources("assumed node", cpus, size)
-        cluster = ClusterResources(tuple(replace(node, name=f"assumed node {i + 1}") for i in range(count)))
+        cluster = _equal_nodes(count, NodeResources("assumed node", cpus, size, gpu_memory_bytes=gpu_memory_bytes))
         try:
             plan_placement(config, cluster)
         except PlacementError:
             continue
         return cluster
-    nodes = tuple(NodeResources(f"assumed node {i + 1}", cpus, len(everything) * size) for i in range(len(everything)))
-    return ClusterResources(nodes)
+    largest = NodeResources("assumed node", cpus, len(everything) * size, gpu_memory_bytes=gpu_memory_bytes)
+    return _equal_nodes(len(everything), largest)
+
+
+def _equal_nodes(count: int, node: NodeResources) -> ClusterResources:
+    return ClusterResources(tuple(replace(node, name=f"{node.name} {i + 1}") for i in range(count)))
 
 
 def _check_totals(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from telescope.config.machine import LOOPBACK, local_resources, ray_cluster_is_configured
 from telescope.config.memory import estimate_memory, trainer_share
 from telescope.config.model_files import ModelReport, inspect_model, vocabulary_size
-from telescope.config.plan import PlacementError, gpus_needed, plan_placement, resolve_device
+from telescope.config.plan import ClusterResources, PlacementError, gpus_needed, plan_placement, resolve_device
 from telescope.config.ports import require_port
 from telescope.config.remarks import remarks_on_place
 from telescope.config.run_dir import choose_run_dir
@@ -187,12 +187,14 @@ def check_ports(config: TelescopeConfig) -> None:
 
 
 def check_model(config: TelescopeConfig) -> None:
-    """The model has a config, weights, a tokenizer and a chat template, and the KV cache holds a sequence of it."""
-    check_report(config, inspect_model(config))
+    """The model has a config, weights, a tokenizer and a chat template, and fits this machine as far as is certain."""
+    report = inspect_model(config)
+    check_report(config, report)
+    check_fit(config, report, local_resources())
 
 
 def check_report(config: TelescopeConfig, report: ModelReport) -> None:
-    """The model's files could be looked at, its KV cache holds a sequence, and its sizes are known if a filter asks."""
+    """The model's files could be looked at, and its sizes are known if a filter asks."""
     if report.unchecked:
         raise ConfigError(
             f"model is {config.model!r}: {report.unchecked}. Set model to a local folder, or connect to the hub, or "
@@ -200,26 +202,29 @@ def check_report(config: TelescopeConfig, report: ModelReport) -> None:
         )
     if config.filter_gibberish:
         vocabulary_size(config)
-    check_kv_cache(config, report)
-    check_shared_gpu(config, report)
 
 
-def check_shared_gpu(config: TelescopeConfig, report: ModelReport) -> None:
-    """On a shared GPU of this machine, what a trainer rank always holds fits beside the server's share."""
-    here = local_resources()
-    memory = here.nodes[0].gpu_memory_bytes
-    if not config.share_gpus or memory is None or resolve_device(config, here) != "cuda" or report.shape is None:
+def check_fit(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
+    """On `machine`, this one or one that is assumed, the model fits as far as that is certain beforehand."""
+    check_kv_cache(config, report, machine)
+    check_shared_gpu(config, report, machine)
+
+
+def check_shared_gpu(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
+    """On a shared GPU of `machine`, what a trainer rank always holds fits beside the server's share."""
+    memory = machine.nodes[0].gpu_memory_bytes
+    if not config.share_gpus or memory is None or resolve_device(config, machine) != "cuda" or report.shape is None:
         return
     estimate = estimate_memory(config, report.shape, device_memory_bytes=memory)
     if estimate.trainer.states > trainer_share(config, memory):
         raise ConfigError(estimate.problems[0])
 
 
-def check_kv_cache(config: TelescopeConfig, report: ModelReport) -> None:
-    """On the CPU of this machine, where its size is known beforehand, the KV cache holds `max_model_len` tokens."""
-    here = local_resources()
-    if ray_cluster_is_configured(config.ray_address) or resolve_device(config, here) != "cpu" or report.shape is None:
+def check_kv_cache(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
+    """On the CPU of `machine`, where its size is known beforehand, the KV cache holds `max_model_len` tokens."""
+    on_cpu = resolve_device(config, machine) == "cpu"
+    if ray_cluster_is_configured(config.ray_address) or not on_cpu or report.shape is None:
         return
-    estimate = estimate_memory(config, report.shape, device="cpu", device_memory_bytes=here.nodes[0].memory_bytes)
+    estimate = estimate_memory(config, report.shape, device="cpu", device_memory_bytes=machine.nodes[0].memory_bytes)
     if estimate.kv_cache_problem:
         raise ConfigError(estimate.kv_cache_problem)

@@ -14,6 +14,7 @@ from tests.model_folder import write_model_folder
 from telescope.cli import train, verify
 from telescope.cli.dry_run import MOST_WORKERS_SHOWN, print_dry_run
 from telescope.config import load_config, preflight
+from telescope.config.model_files import inspect_model
 from telescope.config.plan import ClusterResources, NodeResources
 from telescope.errors import ConfigError
 
@@ -43,7 +44,7 @@ def dry_run(tmp_path: Path, tried: list[bool]):
     and, where it was refused, the error."""
     model = write_model_folder(tmp_path / "model")
 
-    def run(**values: object) -> tuple[str, str | None]:
+    def run(*, config: Path | None = None, gpu: float | None = None, **values: object) -> tuple[str, str | None]:
         settings = {"model": str(model), "environments": "[{name: countdown}]", "run_dir": str(tmp_path / "run")}
         flags = [f"--{name}={value}" for name, value in {**settings, **values}.items()]
         out = io.StringIO()
@@ -53,7 +54,8 @@ def dry_run(tmp_path: Path, tried: list[bool]):
             return []
 
         try:
-            print_dry_run(load_config(None, flags, {}), Console(file=out, width=1000), try_environments)
+            loaded = load_config(config, flags, {})
+            print_dry_run(loaded, Console(file=out, width=1000), try_environments, gpu_memory_gib=gpu)
         except ConfigError as error:
             return out.getvalue(), str(error)
         return out.getvalue(), None
@@ -224,3 +226,109 @@ def test_thousands_of_workers_are_planned_and_the_first_are_shown(dry_run):
     assert error is None
     assert printed.count("inference server ") == MOST_WORKERS_SHOWN
     assert "and 1936 more, on 250 nodes in all" in printed
+
+
+EXAMPLE = Path(__file__).parents[3] / "configs" / "examples" / "example_countdown.yaml"
+FOUR_B = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+          "num_key_value_heads": 8, "vocab_size": 151936}  # fmt: skip
+ONE_GPU = {"inference_num_workers": 1, "trainer_num_workers": 1, "share_gpus": "true"}
+DOES_NOT_FIT = "A trainer worker needs about"
+UNKNOWN = "GPU memory is not known here: --gpu-memory-gib 80 judges the plan for such GPUs."
+
+
+def memory_of(printed: str) -> list[str]:
+    """The rows of the estimate and what is said of them."""
+    rows = printed.partition("Memory (estimate")[2].splitlines()[1:]
+    return [row for row in rows if row and row != "Remarks" and "assumed" not in row]
+
+
+def test_a_plan_that_fits_the_gpus_that_are_assumed_is_printed_in_full(dry_run):
+    printed, error = dry_run(config=EXAMPLE, gpu=80)
+    assert error is None
+    assert "GPUs of 80 GiB are assumed (--gpu-memory-gib): the plan is for a machine with 4 of them" in printed
+    assert "Memory (estimate, for GPUs of 80 GiB as assumed)" in printed
+    assert re.search(r"second copy for weight syncs +\d", printed)
+    assert re.search(r"KV cache holds [\d,]+ tokens", printed)
+    assert re.search(r"total +72\.00 GiB", printed)
+    for words in (UNKNOWN, "what is left", DOES_NOT_FIT, "would be refused"):
+        assert words not in printed
+
+
+def test_without_an_assumption_it_is_said_how_to_ask_and_what_is_known_is_listed(dry_run, tmp_path):
+    printed, error = dry_run(config=EXAMPLE, model=write_model_folder(tmp_path / "4b", **FOUR_B))
+    assert error is None
+    assert UNKNOWN in printed
+    assert "assumed)" not in printed
+    assert "second copy for weight syncs" not in printed
+    insists, _ = dry_run(config=EXAMPLE, model=tmp_path / "4b", weight_transfer="background")
+    assert re.search(r"second copy for weight syncs +\d", insists)
+    assert UNKNOWN not in dry_run(**HERE)[0]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "settings", "said", "refused"),
+    [
+        (80, {}, "KV cache holds", False),
+        (24, {}, DOES_NOT_FIT, False),
+        (19, {"max_model_len": 8192, "max_tokens": 4096, "weight_transfer": "background"}, "saves", False),
+        (141, ONE_GPU, "second copy for weight syncs", False),
+        (80, ONE_GPU, "share_gpus leaves it 47.0 of a GPU's 80.0 GiB", True),
+    ],
+)
+def test_the_verdict_is_that_of_a_machine_with_such_gpus(dry_run, monkeypatch, tmp_path, gpu, settings, said, refused):
+    values = {"ray_address": "local", "model": write_model_folder(tmp_path / "4b", **FOUR_B)} | settings
+    printed, error = dry_run(config=EXAMPLE, gpu=gpu, **values)
+    assert said in printed
+    assert (error is not None) == refused
+    assert said in (error or said)
+
+    node = NodeResources("gpus", cpus=64.0, gpus=4, memory_bytes=1 << 40, gpu_memory_bytes=gpu << 30)
+    for module in ("telescope.cli.dry_run", "telescope.config.preflight"):
+        monkeypatch.setattr(f"{module}.local_resources", lambda: ClusterResources((node,)))
+    there, error_there = dry_run(config=EXAMPLE, **values)
+    assert memory_of(printed) == memory_of(there)
+    assert error == error_there
+
+
+def test_gpus_that_are_assumed_take_the_place_of_those_that_are_here(dry_run, monkeypatch, tmp_path):
+    node = NodeResources("gpus", cpus=64.0, gpus=1, memory_bytes=1 << 40, gpu_memory_bytes=24 << 30)
+    for module in ("telescope.cli.dry_run", "telescope.config.preflight"):
+        monkeypatch.setattr(f"{module}.local_resources", lambda: ClusterResources((node,)))
+    values = {"ray_address": "local", "model": write_model_folder(tmp_path / "4b", **FOUR_B)} | ONE_GPU
+    assert "a GPU's 24.0 GiB" in dry_run(**values)[1]
+    assert dry_run(**values, gpu=141)[1] is None
+    assert "a machine with 4 of them" in dry_run(config=EXAMPLE, ray_address="local", gpu=141)[0]
+
+
+def test_experts_on_two_ranks_are_said_not_to_fit(dry_run, tmp_path):
+    experts = {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+               "num_experts": 128, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+               "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}  # fmt: skip
+    model = write_model_folder(tmp_path / "experts", **experts)
+    assert DOES_NOT_FIT not in dry_run(config=EXAMPLE, model=model)[0]
+    printed, _ = dry_run(config=EXAMPLE, model=model, gpu=80)
+    assert re.search(r"A trainer worker needs about \d+\.\d GiB, and a GPU has 80\.0 GiB: raise trainer_num_w", printed)
+
+
+def test_what_is_wrong_here_is_a_remark_on_a_plan_for_gpus_that_are_assumed(dry_run, tried):
+    printed, error = dry_run(config=EXAMPLE, gpu=80, run_dir="/proc/telescope")
+    assert error is None
+    assert "On this machine, a run would be refused: run_dir is '/proc/telescope'" in printed
+    assert tried == []
+
+
+def test_a_hub_out_of_reach_is_an_error_only_where_nothing_can_be_judged(dry_run, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("telescope.cli.dry_run.inspect_model", lambda config: inspect_model(config, ask_hub=False))
+    printed, error = dry_run(config=EXAMPLE, gpu=80, model="Qwen/Qwen2.5-3B")
+    assert error is None
+    assert "On this machine, a run would be refused: model is 'Qwen/Qwen2.5-3B'" in printed
+    printed, error = dry_run(config=EXAMPLE, gpu=80, model="acme/secret-1B")
+    assert "model is 'acme/secret-1B'" in error
+    assert "no estimate" in printed
+
+
+def test_a_run_on_the_cpu_has_no_gpu_to_assume(dry_run):
+    printed, error = dry_run(**HERE, gpu=80)
+    assert printed == ""
+    assert 'device is "cpu", so that the run takes no GPU. Leave --gpu-memory-gib out' in error

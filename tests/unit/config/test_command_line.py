@@ -87,6 +87,43 @@ def test_a_config_flag_that_cannot_be_meant_is_refused(arguments):
         parse_arguments(arguments)
 
 
+@pytest.mark.parametrize(
+    "flags", [["--gpu-memory-gib", "79.6"], ["--gpu-memory-gib=79.6"], ["--gpu_memory_gib", "79.6"]]
+)
+def test_a_dry_run_takes_the_memory_of_a_gpu(flags):
+    assert parse_arguments(["--dry-run", *flags]).gpu_memory_gib == 79.6
+    assert parse_arguments([*flags, "--dry-run"]).overrides == []
+    assert parse_arguments(["--dry-run"]).gpu_memory_gib is None
+
+
+@pytest.mark.parametrize("value", ["0", "-80", "nan", "inf", "1e300", "85899345920", "80GiB", "many", ""])
+def test_a_memory_that_no_gpu_has_is_refused(capsys, value):
+    code, out, err = run(capsys, "train", "--dry-run", f"--gpu-memory-gib={value}")
+    assert (code, out) == (2, "")
+    assert "a number above 0 and at most 100,000. Give one, as in --gpu-memory-gib 80" in err
+    assert value in err
+
+
+@pytest.mark.parametrize("arguments", [["--gpu-memory-gib"], ["--gpu-memory-gib", "--seed=1"]])
+def test_a_memory_without_a_number_is_refused(arguments):
+    with pytest.raises(ConfigError, match="is given no value"):
+        parse_arguments(["--dry-run", *arguments])
+
+
+def test_two_memories_are_refused():
+    with pytest.raises(ConfigError, match="given twice: 80 and 141"):
+        parse_arguments(["--dry-run", "--gpu-memory-gib", "80", "--gpu-memory-gib", "141"])
+
+
+def test_a_run_is_told_no_memory_and_its_help_is_no_run(capsys):
+    code, out, err = run(capsys, "train", "--config", "run.yaml", "--gpu-memory-gib", "80")
+    assert (code, out) == (2, "")
+    assert "Add --dry-run, or leave --gpu-memory-gib out" in err
+    code, out, _ = run(capsys, "train", "--gpu-memory-gib", "80", "--help")
+    assert code == 0
+    assert "--gpu-memory-gib N" in out
+
+
 def test_a_field_is_explained_with_range_default_and_rules(capsys):
     code, out, _ = run(capsys, "config", "explain", "inference-num-workers")
     assert code == 0

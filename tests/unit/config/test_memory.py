@@ -266,6 +266,7 @@ def test_who_insists_on_the_background_gets_it_while_one_sequence_fits_and_is_to
     shape = shape_of("qwen3-14b")
     assert plan_shadows(insists, shape, 80 * GIB).num_bytes > 30 * GIB
     assert plan_shadows(insists, None, 80 * GIB).in_place_because is None
+    assert plan_shadows(insists, shape, None) == plan_shadows(insists, shape, 80 * GIB)
     problems = estimate_memory(insists, shape, device_memory_bytes=66 * GIB).problems
     assert any("set weight_transfer to in_place, which saves 30.4 GiB" in problem for problem in problems)
 

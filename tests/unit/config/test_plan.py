@@ -219,6 +219,14 @@ def test_with_share_gpus_each_rank_is_on_the_gpu_of_its_server():
     assert assumed_cluster(shared).gpus == 2
 
 
+def test_every_node_of_an_assumed_cluster_has_the_gpus_that_are_assumed():
+    many = config(device="cuda", trainer_num_workers=20, inference_num_workers=2)
+    nodes = assumed_cluster(many, gpu_memory_bytes=80 << 30).nodes
+    assert len(nodes) == 3
+    assert {node.gpu_memory_bytes for node in nodes} == {80 << 30}
+    assert {node.gpu_memory_bytes for node in assumed_cluster(many).nodes} == {None}
+
+
 def test_a_single_gpu_holds_a_run_only_if_it_is_shared():
     one = {"inference_num_workers": 1, "trainer_num_workers": 1}
     plan, refusal = plan_or_refusal(config(**one), cluster((16, 1)))

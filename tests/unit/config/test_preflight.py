@@ -162,5 +162,12 @@ def test_what_trains_must_be_installed(monkeypatch):
 def test_every_check_is_among_those_that_a_run_makes():
     defined = {name for name in vars(preflight) if name.startswith("check_")}
     run = {check.__name__ for check in (*preflight.checks_of_environments(), *preflight.checks_of_machine())}
-    of_the_model = {"check_environment", "check_model", "check_report", "check_kv_cache", "check_shared_gpu"}
+    of_the_model = {
+        "check_environment",
+        "check_model",
+        "check_report",
+        "check_fit",
+        "check_kv_cache",
+        "check_shared_gpu",
+    }
     assert defined - run == of_the_model & defined
