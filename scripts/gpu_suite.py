@@ -348,6 +348,7 @@ class Running:
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=heed_interrupts,
             )
 
     def is_over(self) -> bool:
@@ -380,6 +381,11 @@ class Running:
             return json.loads(text)
         except json.JSONDecodeError as error:
             return {"not_json": str(error), "text": text[:LONGEST_TEXT]}
+
+
+def heed_interrupts() -> None:
+    """In a part, before its command: what a script runs in the background ignores SIGINT, and so would all below it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end_parts(parts: Sequence[Running]) -> None:

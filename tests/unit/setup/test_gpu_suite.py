@@ -188,7 +188,17 @@ def test_a_suite_that_is_ended_ends_its_parts_and_its_report_says_so(
     assert not is_running(int(pid_file.read_text()))
 
 
-def test_parts_are_ended_together_so_that_none_waits_for_another_to_end(suite: ModuleType, tmp_path: Path) -> None:
+@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["in front", "in the background"])
+def started(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What runs in the background of a script ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, request.param)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_parts_are_ended_together_so_that_none_waits_for_another_to_end(
+    suite: ModuleType, tmp_path: Path, started: None
+) -> None:
     told = tmp_path / "told"
     ready = [tmp_path / "first-ready", tmp_path / "second-ready"]
     wait = "while :; do sleep 0.05; done"
