@@ -22,16 +22,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from measure import provenance
 from rich.console import Console
 from rich.table import Table
 
-from telescope.trainer import logprob_products
 from telescope.trainer.logprob import LogprobHead
-from telescope.trainer.logprob_products import Tiles
+
+if TYPE_CHECKING:  # without a GPU there is no Triton to import
+    from telescope.trainer.logprob_products import Tiles
 
 ROWS, VOCABULARY, BLOCK = 8192, 151_936, 19_072
 WIDTHS = (1024, 2560)
@@ -59,6 +60,8 @@ class Case:
     """One hidden size: inputs, and what the way in use makes of them."""
 
     def __init__(self, width: int, device: torch.device) -> None:
+        from telescope.trainer import logprob_products
+
         num_rows, vocab, block = ROWS, VOCABULARY, BLOCK
         generator = torch.Generator(device).manual_seed(0)
 
@@ -131,6 +134,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         parser.error("these products are cut for Hopper GPUs (H100, H200), and none was found")
+    from telescope.trainer import logprob_products
+
     device = torch.device("cuda", 0)
     rows: list[dict[str, Any]] = []
     for width in WIDTHS[:1] if arguments.quick else WIDTHS:

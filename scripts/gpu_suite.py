@@ -99,7 +99,8 @@ PARTS = (
     Part("loss on a shared gpu", f"{PYTEST} tests/gpu/test_shared_gpu.py", 1, 420),
     Part(
         "trainer tests",
-        f"{PYTEST} tests/gpu/test_trainer_on_gpu.py tests/gpu/test_logprob_on_gpu.py tests/gpu/test_timeline_on_gpu.py",
+        f"{PYTEST} tests/gpu/test_trainer_on_gpu.py tests/gpu/test_logprob_on_gpu.py "
+        "tests/gpu/test_kernels_by_interpreter.py tests/gpu/test_timeline_on_gpu.py",
         1,
         360,
     ),

@@ -1,9 +1,16 @@
-"""The Triton kernels that only a GPU can compile compute what they should, as Triton's interpreter sees them."""
+"""The Triton kernels that only a GPU can compile compute what they should, as Triton's interpreter sees them.
+
+Needs Triton, which comes with torch for GPUs and not for the CPU, and no GPU. Run by hand: `pytest -m gpu tests/gpu`.
+"""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
 
 PROGRAM = Path(__file__).with_name("interpreted_kernels.py")
 
