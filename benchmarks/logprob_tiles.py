@@ -29,7 +29,7 @@ from measure import provenance
 from rich.console import Console
 from rich.table import Table
 
-from telescope.trainer.logprob import LogprobHead
+from telescope.trainer.logprob import LogprobHead, _Softmax
 
 if TYPE_CHECKING:  # without a GPU there is no Triton to import
     from telescope.trainer.logprob_products import Tiles
@@ -75,24 +75,18 @@ class Case:
         log_total = (hidden * weight[targets]).sum(dim=1, dtype=torch.float32) / TEMPERATURE - logprob.detach()
         known = (log_total, entropy.detach(), draw(num_rows), draw(num_rows))
 
-        def merged(tiles: Tiles) -> torch.Tensor:
-            tops, totals, _ = logprob_products.softmax_sums(hidden, weight, None, targets, TEMPERATURE, tiles)[0]
-            return tops.amax(dim=0) + ((tops - tops.amax(dim=0)).exp() * totals).sum(dim=0).log()
+        def sums(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
+            return logprob_products.softmax_sums(hidden, weight, None, targets, TEMPERATURE, tiles)
 
-        self.calls: dict[str, Callable[[Tiles], object]] = {
-            "sums": lambda tiles: logprob_products.softmax_sums(hidden, weight, None, targets, TEMPERATURE, tiles),
-            "gradient": lambda tiles: self.results["gradient"](tiles),
-        }
+        def gradient(tiles: Tiles) -> torch.Tensor:
+            return logprob_products.gradient(hidden, weight[:block], None, targets, *known, TEMPERATURE, tiles)
+
+        self.calls: dict[str, Callable[[Tiles], object]] = {"sums": sums, "gradient": gradient}
         self.results: dict[str, Callable[[Tiles], torch.Tensor]] = {
-            "sums": merged,
-            "gradient": lambda tiles: logprob_products.gradient(
-                hidden, weight[:block], None, targets, *known, TEMPERATURE, tiles
-            ),
+            "sums": lambda tiles: _Softmax.merged(*sums(tiles)).result()[0],
+            "gradient": gradient,
         }
-        self.wanted = {
-            kind: self.results[kind](in_use)
-            for kind, in_use in (("sums", logprob_products.SUMS), ("gradient", logprob_products.GRADIENT))
-        }
+        self.wanted = {"sums": logprob.detach(), "gradient": gradient(logprob_products.GRADIENT)}
 
     def measure(self, kind: str, tiles: Tiles) -> dict[str, Any]:
         """Median milliseconds of a call, or why there are none."""

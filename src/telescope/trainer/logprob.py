@@ -179,11 +179,11 @@ class _LogprobEntropy(torch.autograd.Function):
         logprob_N, entropy_N, log_total_N = (torch.empty(num_tokens, dtype=dtype, device=device) for _ in range(3))
         all_rows, blocks = _cut(num_tokens, weight_VD.shape[0], chunk_size, device)
         tiled = _is_tiled(hidden_ND, weight_VD)
+        if tiled:
+            from telescope.trainer.logprob_products import softmax_sums
         for rows in _rows_of_sums(num_tokens, weight_VD.shape[0]) if tiled else all_rows:
             hidden_CD, target_C = hidden_ND[rows], targets_N[rows]
             if tiled:
-                from telescope.trainer.logprob_products import softmax_sums
-
                 softmax = _Softmax.merged(*softmax_sums(hidden_CD, weight_VD, bias_V, target_C, temperature))
             else:
                 softmax = _Softmax.empty(hidden_CD.shape[0], dtype, device)
@@ -209,6 +209,8 @@ class _LogprobEntropy(torch.autograd.Function):
         # take twice the memory of the weight itself.
         all_rows, blocks = _cut(hidden_ND.shape[0], weight_VD.shape[0], ctx.chunk_size, device)
         tiled = _is_tiled(hidden_ND, weight_VD)
+        if tiled:
+            from telescope.trainer.logprob_products import gradient
         for columns in blocks:
             grad_weight_BD = grad_weight_VD[columns]
             sum_BD = grad_weight_BD if weight_VD.dtype == dtype else grad_weight_BD.to(dtype)
@@ -217,8 +219,6 @@ class _LogprobEntropy(torch.autograd.Function):
                 target_C = targets_N[rows] - columns.start
                 known = (log_total_N[rows], entropy_N[rows], grad_logprob_N[rows], grad_entropy_N[rows])
                 if tiled:
-                    from telescope.trainer.logprob_products import gradient
-
                     bias_B = None if bias_V is None else bias_V[columns]
                     grad_CB = gradient(hidden_CD, weight_VD[columns], bias_B, target_C, *known, ctx.temperature)
                 else:

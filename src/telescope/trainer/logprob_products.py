@@ -70,12 +70,17 @@ def _place(num_row_tiles, num_spans, GROUP: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
-def _product(hidden, weight, row, column, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Logits of a tile. What lies beyond the operands is zero and means nothing."""
-    sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+def _logits(  # type: ignore[no-untyped-def]
+    hidden, weight, bias_ptr, row, columns, column, num_columns, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Logits of a tile, before the temperature. What lies beyond the operands is zero and means nothing."""
+    logits = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for k in range(0, width, DEPTH):
-        sums = tl.dot(hidden.load([row, k]), weight.load([column, k]).T, sums)
-    return sums
+        logits = tl.dot(hidden.load([row, k]), weight.load([column, k]).T, logits)
+    if bias_ptr is not None:
+        logits += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[None, :]
+    return logits
 
 
 # Neither sizes nor the alignment of vectors compile a kernel anew: rows of a step are never twice the same number.
@@ -100,9 +105,7 @@ def _softmax_sums_kernel(  # type: ignore[no-untyped-def]
     for tile in range(span * SPAN, tl.minimum(span * SPAN + SPAN, num_tiles)):
         column = tile * COLUMNS
         columns = column + tl.arange(0, COLUMNS)
-        logits = _product(hidden, weight, row, column, width, ROWS, COLUMNS, DEPTH)
-        if bias_ptr is not None:
-            logits += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[None, :]
+        logits = _logits(hidden, weight, bias_ptr, row, columns, column, num_columns, width, ROWS, COLUMNS, DEPTH)
         # What only few tiles need stands under conditions: beside a product of a small hidden size the epilogue counts.
         if column + COLUMNS > num_columns:
             logits = tl.where(columns[None, :] < num_columns, logits, LOWEST)
@@ -150,9 +153,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     for tile in range(span * SPAN, tl.minimum(span * SPAN + SPAN, num_tiles)):
         column = tile * COLUMNS
         columns = column + tl.arange(0, COLUMNS)
-        logits = _product(hidden, weight, row, column, width, ROWS, COLUMNS, DEPTH)
-        if bias_ptr is not None:
-            logits += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[None, :]
+        logits = _logits(hidden, weight, bias_ptr, row, columns, column, num_columns, width, ROWS, COLUMNS, DEPTH)
         logp = logits * scale - log_total[:, None]
         result = -tl.exp2(logp) * (logp * slope[:, None] + constant[:, None])
         inside = (target >= column) & (target < column + COLUMNS)
