@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 STARTED_TOO_SLOWLY = "timed out during startup"
 """In what Ray raises when its daemons are not up in time."""
 
-STOP_SECONDS = 5.0
+STOP_SECONDS = 10.0
 """After which daemons of a cluster that is to be stopped are killed."""
 
 FORWARDED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
@@ -195,20 +195,30 @@ def disconnect(cluster: Cluster, config: TelescopeConfig) -> None:
 def _stop_session(session: str) -> None:
     """End the daemons of one Ray session on this machine; its workers, and other nodes without their head, follow.
 
-    `ray stop` ends those of every cluster that the machine has, other people's included.
+    `ray stop` ends those of every cluster that the machine has, other people's included. What has something to tell the
+    GCS at its end, as raylets and the autoscaler's monitor do, waits long for an answer once the GCS has ended: so the
+    raylets are first and the GCS is last.
     """
     daemons = [
         process
-        for process in psutil.process_iter(["cmdline"])
+        for process in psutil.process_iter(["cmdline", "name"])
         if any(session in argument for argument in process.info["cmdline"] or [])
     ]
-    for process in daemons:
+    raylets = [process for process in daemons if process.info["name"] == "raylet"]
+    gcs = [process for process in daemons if process.info["name"] == "gcs_server"]
+    between = [process for process in daemons if process not in raylets + gcs]
+    deaf = [process for turn in (raylets, between, gcs) for process in _end(turn, psutil.Process.terminate)]
+    if left := _end(deaf, psutil.Process.kill):
+        numbers = ", ".join(str(process.pid) for process in left)
+        logger.warning("ray_shutdown_on_exit: still there %g s after SIGKILL: processes %s", STOP_SECONDS, numbers)
+
+
+def _end(processes: Sequence[psutil.Process], signal: Callable[[psutil.Process], None]) -> list[psutil.Process]:
+    """Those of the processes that are still there `STOP_SECONDS` after they were sent the signal."""
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.terminate()
-    _, left = psutil.wait_procs(daemons, timeout=STOP_SECONDS)
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+            signal(process)
+    return psutil.wait_procs(processes, timeout=STOP_SECONDS)[1]
 
 
 def _cluster(*, started_here: bool) -> Cluster:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import psutil
@@ -299,8 +300,18 @@ async def test_gauges_of_every_node_are_recorded_and_a_node_that_goes_away_is_a_
     assert memory[here] == memory[there] > 0, "they are one machine, after all"
 
 
-def test_a_run_that_is_told_to_stops_the_cluster_that_it_joined_and_nothing_else(two_nodes: TwoNodes) -> None:
-    """Last in this file: nothing is left afterwards."""
+def test_a_run_that_is_told_to_stops_the_cluster_that_it_joined_and_nothing_else(
+    two_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Last in this file: nothing is left afterwards, not even of what is deaf to SIGTERM. Nothing is killed that would
+    have ended by itself."""
+    killed: list[int] = []
+
+    def kill(process: psutil.Process) -> None:
+        killed.append(process.pid)
+        process.send_signal(SIGKILL)
+
+    monkeypatch.setattr(psutil.Process, "kill", kill)
     session = two_nodes.raylets.head_node.session_name
 
     def daemons() -> list[psutil.Process]:
@@ -310,12 +321,20 @@ def test_a_run_that_is_told_to_stops_the_cluster_that_it_joined_and_nothing_else
             if any(session in argument for argument in process.info["cmdline"] or [])
         ]
 
-    with subprocess.Popen([sys.executable, "-c", "input()", "session_of_another"], stdin=subprocess.PIPE) as another:
-        assert len(daemons()) >= 2, "the raylet and the GCS at least"
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
+    with (
+        subprocess.Popen([sys.executable, "-c", "input()", "session_of_another"], stdin=subprocess.PIPE) as another,
+        subprocess.Popen([sys.executable, "-c", deaf, session], stdout=subprocess.PIPE) as stubborn,
+    ):
+        assert stubborn.stdout is not None
+        stubborn.stdout.readline()
+        assert len(daemons()) >= 3, "the raylet and the GCS at least, and the stubborn one"
         disconnect(two_nodes.cluster, config_of(ray_shutdown_on_exit=True))
         assert daemons() == []
+        assert killed == [stubborn.pid]
         assert not ray.is_initialized()
         assert another.poll() is None
+        another.communicate(b"\n")
 
 
 class NoTrainer:
