@@ -23,13 +23,14 @@ HERE = {"device": "cpu", "ray_address": "local", "ray_inference_cpus_per_worker"
 
 
 @pytest.fixture(autouse=True)
-def small_machine(monkeypatch):
+def small_machine(monkeypatch, tmp_path):
     """Two cores, 8 GiB and no GPU, with everything installed and no cluster running."""
     node = NodeResources("here", cpus=2.0, gpus=0, memory_bytes=8 << 30)
     for module in ("telescope.cli.dry_run", "telescope.config.preflight"):
         monkeypatch.setattr(f"{module}.local_resources", lambda: ClusterResources((node,)))
     monkeypatch.setattr(preflight, "TRAINING_PACKAGES", ())
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
 
 
 @pytest.fixture

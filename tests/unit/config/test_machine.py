@@ -1,0 +1,40 @@
+"""Whether a cluster runs on this machine, as Ray's note of its address says."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from telescope.config.machine import ray_cluster_is_configured
+
+
+@pytest.fixture
+def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where Ray notes the address; there is none yet."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "ray").mkdir()
+    return tmp_path / "ray" / "ray_current_cluster"
+
+
+def test_a_cluster_that_listens_is_joined_and_one_that_was_killed_is_not(note: Path) -> None:
+    assert not ray_cluster_is_configured("auto")
+    with socket.create_server(("127.0.0.1", 0)) as gcs:
+        note.write_text(f"127.0.0.1:{gcs.getsockname()[1]}")
+        assert ray_cluster_is_configured("auto")
+        assert not ray_cluster_is_configured("local")
+    assert not ray_cluster_is_configured("auto"), "its note is still there"
+
+
+@pytest.mark.parametrize("words", ["", "nonsense", "127.0.0.1:", "127.0.0.1:99999999"])
+def test_a_note_that_cannot_be_read_is_none(note: Path, words: str) -> None:
+    note.write_text(words)
+    assert not ray_cluster_is_configured("auto")
+
+
+def test_an_address_that_is_set_is_taken_at_its_word(note: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ray_cluster_is_configured("10.0.0.1:6379")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert ray_cluster_is_configured("auto")
