@@ -58,22 +58,26 @@ async def test_two_synchronous_runs_with_one_seed_give_the_same_samples_and_loss
         assert first == pytest.approx(second, rel=1e-5, abs=1e-9), name
 
 
-@pytest.mark.parametrize("what", ["the server", "the process of its engine"])
-async def test_a_killed_engine_comes_back_with_the_current_weights_and_the_run_completes(
+@pytest.mark.parametrize("what", ["its server is killed", "its process hangs"])
+async def test_an_engine_comes_back_with_the_current_weights_and_the_run_completes_when(
     stack: Stack, what: str
 ) -> None:
     restarts = (await stack.parts.inference.handles[0].status()).restarts
 
-    async def kill_in_the_middle() -> None:
+    async def strike_in_the_middle() -> None:
         await asyncio.sleep(4)
-        status = await stack.parts.inference.handles[0].status()
-        os.kill(status.pid if what == "the server" else engine_of(status.pid), signal.SIGKILL)
+        server = (await stack.parts.inference.handles[0].status()).pid
+        if what == "its process hangs":
+            os.kill(engine_of(server), signal.SIGSTOP)
+        else:
+            os.kill(server, signal.SIGKILL)
 
-    killing = asyncio.create_task(kill_in_the_middle())
+    striking = asyncio.create_task(strike_in_the_middle())
     run = await stack.run(number_of_steps=25, timeout=400)
-    await killing
+    await striking
     status = await stack.parts.inference.handles[0].status()
     assert status.restarts == restarts + 1
+    assert ("lives, but has not answered" in (status.error or "")) == (what == "its process hangs")
     assert len(run.steps()) == 25
     assert run.orchestrator.ledger.is_balanced()
     assert run.status.num_masked_samples == 0

@@ -256,7 +256,7 @@ class InferenceServer:
         launched = time.monotonic()
         deadline = launched + self._limits.start_timeout
         last_line = ""
-        while self._health(timeout=2.0) != 200:
+        while self._health(timeout=2.0)[0] != 200:
             code = process.poll()
             if code is not None:
                 self._exit_code = code
@@ -291,7 +291,7 @@ class InferenceServer:
             code = process.poll()
             what = None if code is None else f"ended with exit code {code}"
             if code is None and time.monotonic() >= next_check:
-                health = self._health(timeout=HEALTH_TIMEOUT_SECONDS)
+                health, words = self._health(timeout=HEALTH_TIMEOUT_SECONDS)
                 next_check = time.monotonic() + HEALTH_INTERVAL_SECONDS
                 silent = time.monotonic() - last_answer
                 if health == 200:
@@ -300,7 +300,7 @@ class InferenceServer:
                     # vLLM closes its port first when a tensor-parallel worker is lost, and may then linger.
                     what = "does not listen any more"
                 elif health is not None:
-                    what = f"answered its health check with HTTP {health}: its engine is dead"
+                    what = f"answered its health check with HTTP {health}: {words or 'its engine is dead'}"
                 elif silent >= self._limits.unhealthy_seconds:
                     what = f"did not answer for {silent:.0f} s"
             if what is None:
@@ -341,14 +341,18 @@ class InferenceServer:
             self._state = "ready"
             return True
 
-    def _health(self, timeout: float) -> int | None:
-        """Status of the health route, or `NOT_LISTENING`; None for no answer. vLLM says 503 when its engine is dead."""
+    def _health(self, timeout: float) -> tuple[int | None, str]:
+        """Status of the health route, or `NOT_LISTENING`; None for no answer. With it the words of an error, if any.
+
+        vLLM says 503 when its engine is dead, and `engine_hang` when it does nothing any more.
+        """
         try:
-            return self._get(wire.HEALTH_ROUTE, timeout)[0]
+            status, body = self._get(wire.HEALTH_ROUTE, timeout)
         except ConnectionRefusedError:
-            return NOT_LISTENING
+            return NOT_LISTENING, ""
         except (OSError, http.client.HTTPException):
-            return None
+            return None, ""
+        return status, "" if status == 200 else wire.error_message(body)
 
     def _get(self, route: str, timeout: float) -> tuple[int, bytes]:
         """Status and body of a route of the server. Raises `OSError` or `HTTPException` when it does not answer."""

@@ -20,6 +20,7 @@ from telescope.config.memory import ShadowPlan, estimate_memory, plan_shadows
 from telescope.config.model_shape import ModelShape, known_shape
 from telescope.errors import ConfigError
 from telescope.inference.auth import SECRET_VARIABLE
+from telescope.inference.engine_hang import CALL_LIMIT_VARIABLE
 from telescope.inference.gpu_share import memory_arguments
 from telescope.inference.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.inference.step_meter import STEP_METER_VARIABLE, meter_path
@@ -34,6 +35,7 @@ MIDDLEWARES = (
     "telescope.inference.policy_version.PolicyVersionMiddleware",
     "telescope.inference.packed_answers.PackedAnswersMiddleware",
     "telescope.inference.step_meter.StepMetricsMiddleware",
+    "telescope.inference.engine_hang.EngineHangMiddleware",
     "telescope.inference.engine_death.EngineDeathMiddleware",
     "telescope.inference.auth.RunSecretMiddleware",
 )
@@ -142,6 +144,7 @@ def launch_command(
     environment[TRANSFER_VARIABLE] = config.weight_transfer
     if shadows.in_place_because is not None and config.weight_transfer == "auto":
         environment[TRANSFER_VARIABLE] = f"in_place: {shadows.in_place_because}"
+    environment[CALL_LIMIT_VARIABLE] = str(config.weight_sync_timeout_seconds)
     environment[STEP_METER_VARIABLE] = str(meter_path(directory, port))
     if traces is not None:
         arguments += ["--otlp-traces-endpoint", traces.url]

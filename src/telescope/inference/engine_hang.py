@@ -1,0 +1,95 @@
+"""The health route of a server says so when the process of its engine lives but no longer does anything.
+
+vLLM's health route asks whether that process has ended. One that hangs (a kernel that never returns, a deadlock, a
+process that was stopped) is healthy to it, for ever, and its requests would wait for their own deadlines. So each
+health check has the engine process answer a question of its own, for which its loop has to come around.
+
+Owns the middleware that asks. Invariants: an engine is asked one thing at a time; time in which this process itself did
+not run (a machine or container that was paused) does not count; a call into the workers, a weight update say, which
+keeps the loop for as long as it takes, has its own limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from telescope.inference import vllm_adapter as wire
+from telescope.inference.auth import Application, Receive, Scope, Send, answer_json
+
+STEP_LIMIT_VARIABLE = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
+"""vLLM's own limit for a step, which it applies where an engine has several workers. Here it holds for all engines."""
+DEFAULT_STEP_LIMIT_SECONDS = 300.0
+"""vLLM's default of it, 0.26 to 0.32."""
+
+CALL_LIMIT_VARIABLE = "TELESCOPE_ENGINE_CALL_SECONDS"
+"""How long a call into the workers may keep the loop: what the driver gives a transfer of weights."""
+
+CALLS = frozenset(
+    {
+        wire.INIT_TRANSFER_ROUTE,
+        wire.START_UPDATE_ROUTE,
+        wire.UPDATE_WEIGHTS_ROUTE,
+        wire.FINISH_UPDATE_ROUTE,
+        wire.COLLECTIVE_RPC_ROUTE,
+    }
+)
+
+LONGEST_LOOK_SECONDS = 10.0
+"""Counted at most between two health checks, which come every few seconds."""
+
+
+class EngineHangMiddleware:
+    """ASGI middleware that answers 503 on the health route once the engine has been silent for too long."""
+
+    def __init__(self, app: Application, now: Callable[[], float] = time.monotonic) -> None:
+        self._app = app
+        self._now = now
+        self._step_limit = float(os.environ.get(STEP_LIMIT_VARIABLE, DEFAULT_STEP_LIMIT_SECONDS))
+        self._call_limit = float(os.environ.get(CALL_LIMIT_VARIABLE, DEFAULT_STEP_LIMIT_SECONDS))
+        self._question: asyncio.Future[Any] | None = None
+        self._silent = 0.0
+        self._looked_at = 0.0
+        self._num_calls = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+        if scope["type"] != "http" or engine is None:
+            await self._app(scope, receive, send)
+        elif scope["path"] in CALLS:
+            self._num_calls += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._num_calls -= 1
+                self._silent = 0.0  # the step after it has all of its time
+        elif scope["path"] == wire.HEALTH_ROUTE and (silent := self._silence_of(engine)) > self._limit:
+            words = f"the engine process of this inference server lives, but has not answered for {silent:.0f} s"
+            await answer_json(503, f'{{"error":{{"message":"{words}","code":503}}}}'.encode(), send)
+        else:
+            await self._app(scope, receive, send)
+
+    @property
+    def _limit(self) -> float:
+        return max(self._step_limit, self._call_limit) if self._num_calls else self._step_limit
+
+    def _silence_of(self, engine: Any) -> float:
+        """Seconds for which the question has waited for its answer. Asks the next one when there is one."""
+        now = self._now()
+        if self._question is None or self._question.done():
+            self._question = asyncio.ensure_future(engine.is_paused())
+            self._question.add_done_callback(_seen)
+            self._silent = 0.0
+        else:
+            self._silent += min(now - self._looked_at, LONGEST_LOOK_SECONDS)
+        self._looked_at = now
+        return self._silent
+
+
+def _seen(question: asyncio.Future[Any]) -> None:
+    """Of an engine that has died, vLLM's own health route tells: asyncio need not report it a second time."""
+    if not question.cancelled():
+        question.exception()

@@ -1,0 +1,128 @@
+"""An engine that lives and does nothing is told from one that is slow, paused, or taking weights."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from telescope.inference.engine_hang import CALL_LIMIT_VARIABLE, STEP_LIMIT_VARIABLE, EngineHangMiddleware
+
+STEP, CALL = 20.0, 60.0
+
+
+class Server:
+    """An application behind the middleware, whose engine answers while `loops` is set. Its clock is moved by hand."""
+
+    def __init__(self) -> None:
+        self.clock = 0.0
+        self.loops = asyncio.Event()
+        self.loops.set()
+        self.call_may_end = asyncio.Event()
+        self.num_asked = 0
+        self._middleware = EngineHangMiddleware(self._app, now=lambda: self.clock)
+
+    async def is_paused(self) -> bool:
+        self.num_asked += 1
+        await self.loops.wait()
+        return False
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/update_weights":
+            await self.call_may_end.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    async def request(self, path: str) -> tuple[int, bytes]:
+        """Status and body of the answer."""
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        app = SimpleNamespace(state=SimpleNamespace(engine_client=self))
+        await self._middleware({"type": "http", "path": path, "app": app}, None, send)  # type: ignore[arg-type]
+        return sent[0]["status"], sent[1]["body"]
+
+    async def is_healthy_for(self, seconds: float, *, every: float = 2.0) -> bool:
+        """Whether all health checks of that time find it healthy."""
+        end = self.clock + seconds
+        while self.clock < end:
+            self.clock = min(self.clock + every, end)
+            await asyncio.sleep(0)
+            if (await self.request("/health"))[0] != 200:
+                return False
+            await asyncio.sleep(0)
+        return True
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    monkeypatch.setenv(STEP_LIMIT_VARIABLE, f"{STEP:g}")
+    monkeypatch.setenv(CALL_LIMIT_VARIABLE, f"{CALL:g}")
+    return Server()
+
+
+async def test_an_engine_that_answers_is_healthy_for_as_long_as_it_does(server: Server) -> None:
+    assert await server.is_healthy_for(10 * STEP)
+
+
+async def test_an_engine_that_stops_answering_is_unhealthy_after_the_limit_and_not_before(server: Server) -> None:
+    assert await server.is_healthy_for(STEP)
+    server.loops.clear()
+    assert await server.is_healthy_for(STEP)
+    assert not await server.is_healthy_for(3 * 2.0)
+    status, body = await server.request("/health")
+    assert status == 503
+    assert b"lives, but has not answered for" in body
+
+
+async def test_a_step_that_takes_long_but_ends_is_nothing(server: Server) -> None:
+    for _ in range(5):
+        server.loops.clear()
+        assert await server.is_healthy_for(0.9 * STEP)
+        server.loops.set()
+        assert await server.is_healthy_for(4)
+
+
+async def test_a_weight_update_keeps_the_engine_for_longer_than_a_step_may(server: Server) -> None:
+    server.loops.clear()
+    update = asyncio.create_task(server.request("/update_weights"))
+    await asyncio.sleep(0)
+    assert await server.is_healthy_for(0.95 * CALL)
+    server.call_may_end.set()
+    await update
+    assert await server.is_healthy_for(0.9 * STEP), "what comes after it has its own time"
+    assert not await server.is_healthy_for(STEP)
+
+
+async def test_a_weight_update_of_an_engine_that_hangs_does_not_hide_it_for_ever(server: Server) -> None:
+    server.loops.clear()
+    update = asyncio.create_task(server.request("/update_weights"))
+    await asyncio.sleep(0)
+    assert not await server.is_healthy_for(2 * CALL)
+    update.cancel()
+
+
+async def test_time_in_which_the_server_itself_was_stopped_does_not_count(server: Server) -> None:
+    server.loops.clear()
+    assert await server.is_healthy_for(4)
+    assert await server.is_healthy_for(100 * STEP, every=100 * STEP)
+
+
+async def test_the_engine_is_asked_one_thing_at_a_time(server: Server) -> None:
+    server.loops.clear()
+    assert await server.is_healthy_for(STEP / 2)
+    assert server.num_asked == 1
+
+
+async def test_a_question_that_fails_is_asked_again_and_vllms_own_answer_is_given(server: Server) -> None:
+    async def fail() -> bool:
+        server.num_asked += 1
+        raise RuntimeError("the engine is dead")
+
+    server.is_paused = fail  # type: ignore[method-assign]
+    assert await server.is_healthy_for(2 * STEP)
+    assert server.num_asked > 2
