@@ -179,6 +179,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the parts and end")
     arguments = parser.parse_args()
     if arguments.list:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--list | head`
         for part in PARTS:
             print(f"{part.name:28} {part.num_gpus} GPU(s), up to {part.seconds} s: {part.command}")
         return 0

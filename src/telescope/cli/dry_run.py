@@ -25,6 +25,7 @@ from telescope.config.remarks import remarks_on_place
 from telescope.config.run_dir import choose_run_dir
 from telescope.config.sections import SECTIONS
 from telescope.config.trainer_memory import GIB, TrainerMemory, num_recomputed
+from telescope.counted import counted
 from telescope.errors import ConfigError, UserError
 
 LONGEST_VALUE = 60  # characters of a default in the table of fields; what the user set is shown in full
@@ -65,14 +66,12 @@ def print_dry_run(
     files = preflight.find_problems(config, [lambda config: preflight.check_report(config, report)])
     machine = assumed or local_resources()
     fit = preflight.find_problems(config, [lambda config: preflight.check_fit(config, report, machine)])
-    refused, remarked = [*here, *files, *fit], list[str]()
-    if assumed is not None and report.shape is not None:
+    if assumed is not None:
         # What was asked is answered, even where the hub is out of reach and the sizes come from elsewhere.
-        refused, remarked = fit, [*here, *files]
-    elif assumed is not None:
-        refused, remarked = files, here
-    elif elsewhere:
-        refused, remarked = remarked, refused
+        refused, remarked = (fit, [*here, *files]) if report.shape is not None else (files, here)
+    else:
+        found = [*here, *files, *fit]
+        refused, remarked = ([], found) if elsewhere else (found, [])
 
     _print_config(loaded, console)
     placement, resources = _plan(config, assumed, elsewhere=elsewhere is not None)
@@ -118,12 +117,11 @@ def _print_config(loaded: LoadedConfig, console: Console) -> None:
     console.print(Text.assemble(("* ", "green"), "set by you; everything else is a default.", style="dim"))
     console.print(f"\n[bold]config hash[/]    {config.hash}", highlight=False)
     console.print(Text.assemble(("run directory  ", "bold"), str(choose_run_dir(config))), soft_wrap=True)
-    steps = "1 step" if config.number_of_steps == 1 else f"{config.number_of_steps} steps"
     prompts, answers = config.prompts_batch_size_for_trainer, config.group_size
     in_flight = config.num_inference_servers * config.lanes_per_server
     console.print(
         f"[bold]a step[/]         {prompts} prompts x {answers} answers = {prompts * answers} samples, at most "
-        f"{in_flight} in flight; {steps}",
+        f"{in_flight} in flight; {counted(config.number_of_steps, 'step')}",
         highlight=False,
     )
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from telescope.counted import counted
 from telescope.environments.arguments import constructor_arguments, dataset_arguments
 from telescope.environments.base import ChatMessage, Environment, MultiTurnEnvironment
 from telescope.environments.chat_server import API_KEY_VARIABLE, ChatServer
@@ -247,8 +248,9 @@ def _print_message(console: Console, message: ChatMessage) -> None:
 def _print_score(console: Console, played: Played) -> None:
     score = played.score
     ended = f", {played.end_reason}" if played.end_reason else ""
-    turns = "1 turn" if played.num_turns == 1 else f"{played.num_turns} turns"
-    console.print(Text(f"reward {score['total_reward']:.4g} ({turns}{ended})", style="bold green"))
+    console.print(
+        Text(f"reward {score['total_reward']:.4g} ({counted(played.num_turns, 'turn')}{ended})", style="bold green")
+    )
     for title, values in (("metrics", score["sample_metrics"]), ("golden answers", score["golden_answers"])):
         if values:
             console.print(

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Literal
 
 from telescope.config.algorithms import ALGORITHM_FACTS
+from telescope.counted import counted
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
@@ -26,8 +27,8 @@ def remarks(config: TelescopeConfig) -> list[str]:
         bound, ahead = config.max_off_policy_steps, config.max_async_rollout
         found.append(
             f"max_off_policy_steps is {bound}, below max_async_rollout, which is {ahead}: answers are generated up to "
-            f"{ahead} steps ahead of the step that trains them, and whatever grows older than {bound} is thrown away "
-            "and asked again, up to half of all that is generated. Set max_off_policy_steps to at least "
+            f"{counted(ahead, 'step')} ahead of the step that trains them, and whatever grows older than {bound} is "
+            "thrown away and asked again, up to half of all that is generated. Set max_off_policy_steps to at least "
             f"{ahead}, or max_async_rollout to {bound}."
         )
     if config.algorithm == "gspo":

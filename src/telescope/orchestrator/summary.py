@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from telescope.config import TelescopeConfig
+from telescope.counted import counted
 from telescope.evals.runner import EvalResult
 from telescope.one_line import one_line
 from telescope.orchestrator.status import RunStatus
@@ -51,7 +52,7 @@ class RunSummary:
     @property
     def sentence(self) -> str:
         """One line for people. Of a failure it is the fact alone: the error is raised, and told by who catches it."""
-        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        steps = counted(self.steps, "step")
         if self.status == "finished":
             return f"finished {steps} in {self.seconds:.0f} s"
         if self.status == "stopped":
