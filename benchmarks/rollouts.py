@@ -33,6 +33,7 @@ from tests.unit.orchestrator.fakes import StrictRecorder, config_of
 from tests.unit.orchestrator.simulated_clock import run_simulated
 from tests.unit.orchestrator.simulation import Pace, Simulation
 
+from telescope.counted import counted
 from telescope.inference.fake_engine import FakeRequest
 from telescope.orchestrator.journal import RUN_ENDED
 from telescope.orchestrator.staleness import MAX_RETURNS
@@ -258,8 +259,8 @@ def markdown(report: Mapping[str, Any], plot: str) -> str:
             "",
             f"`{report['command']}`, commit {made['commit']}"
             f"{' with uncommitted changes' if made['uncommitted_changes'] else ''}, {made['date']}. On a simulated "
-            f"clock: the machine does not matter. {report['steps']} steps of which the first {WARM_UP_STEPS} do not "
-            f"count; medians over seeds {', '.join(map(str, report['seeds']))}.",
+            f"clock: the machine does not matter. {counted(report['steps'], 'step')} of which the first "
+            f"{WARM_UP_STEPS} do not count; medians over seeds {', '.join(map(str, report['seeds']))}.",
             "",
             "\n".join(line for line in DESCRIPTION.splitlines()[2:]),
             "",

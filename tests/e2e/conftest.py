@@ -115,8 +115,9 @@ async def stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> A
         "--inference_base_port=18500",
         "--use_wandb=false",
         "--system_metrics_collection_interval_seconds=0.25",
-        # How long an engine may do nothing: shorter than a user's 300 s, for the test of one that hangs.
-        '--ray_runtime_env={"env_vars": {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "30"}}',
+        # Shorter than a user's, for the test of an engine that hangs, in the middle of a weight sync or not.
+        "--inference_hang_timeout_seconds=30",
+        "--weight_sync_timeout_seconds=60",
     ]
     flags.append("--max_model_len=256")  # room for two of vLLM's KV blocks: the test of the prefix cache needs one
     flags.append(f"--environments_path=[{ENVIRONMENTS}]")

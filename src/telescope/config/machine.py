@@ -15,7 +15,7 @@ from pathlib import Path
 from telescope.config.plan import ClusterResources, NodeResources
 
 NVIDIA_SMI_TIMEOUT_SECONDS = 10.0  # the driver may need seconds to wake sleeping GPUs
-CLUSTER_TIMEOUT_SECONDS = 1.0  # for a port of this machine
+CLUSTER_TIMEOUT_SECONDS = 5.0  # for a connection to the head node of a cluster
 MIB = 1 << 20
 LOOPBACK = "127.0.0.1"
 
@@ -56,9 +56,10 @@ def ray_cluster_is_configured(ray_address: str) -> bool:
         return False
     if ray_address != "auto" or os.environ.get("RAY_ADDRESS"):
         return True
-    # Ray notes the address of the cluster that runs on this machine here, and removes it when it is stopped. One that
-    # was killed leaves the note.
-    note = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    # Here Ray notes the address of the cluster that this machine is part of. A cluster that is stopped takes the note
+    # with it, one that is killed does not.
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    note = Path(folder, "ray", "ray_current_cluster")
     try:
         host, _, port = note.read_text().strip().rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), timeout=CLUSTER_TIMEOUT_SECONDS).close()

@@ -221,9 +221,13 @@ class EngineClient:
     # --- state ------------------------------------------------------------------------------------------------------
 
     async def health(self, *, within: float = 10.0) -> bool:
-        """Whether the server answers and its engine lives. Never raises for a server that is away."""
+        """Whether the server says that its engine lives, and the engine's process answers too, each within that time.
+
+        Never raises for a server that is away.
+        """
         try:
             await self._control("GET", wire.HEALTH_ROUTE, within=within)
+            await self._control("GET", wire.IS_PAUSED_ROUTE, within=within)
         except InfrastructureError:
             return False
         return True

@@ -20,13 +20,10 @@ from typing import Any
 from telescope.inference import vllm_adapter as wire
 from telescope.inference.auth import Application, Receive, Scope, Send, answer_json
 
-STEP_LIMIT_VARIABLE = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
-"""vLLM's own limit for a step, which it applies where an engine has several workers. Here it holds for all engines."""
-DEFAULT_STEP_LIMIT_SECONDS = 300.0
-"""vLLM's default of it, 0.26 to 0.32."""
-
+STEP_LIMIT_VARIABLE = "TELESCOPE_ENGINE_STEP_SECONDS"
 CALL_LIMIT_VARIABLE = "TELESCOPE_ENGINE_CALL_SECONDS"
-"""How long a call into the workers may keep the loop: what the driver gives a transfer of weights."""
+"""Environment of the server: how long a step may keep the loop (`inference_hang_timeout_seconds`), and how long a call
+into the workers may (`weight_sync_timeout_seconds`)."""
 
 CALLS = frozenset(
     {
@@ -48,9 +45,10 @@ class EngineHangMiddleware:
     def __init__(self, app: Application, now: Callable[[], float] = time.monotonic) -> None:
         self._app = app
         self._now = now
-        self._step_limit = float(os.environ.get(STEP_LIMIT_VARIABLE, DEFAULT_STEP_LIMIT_SECONDS))
-        self._call_limit = float(os.environ.get(CALL_LIMIT_VARIABLE, DEFAULT_STEP_LIMIT_SECONDS))
+        self._step_limit = float(os.environ[STEP_LIMIT_VARIABLE])
+        self._call_limit = max(self._step_limit, float(os.environ[CALL_LIMIT_VARIABLE]))
         self._question: asyncio.Future[Any] | None = None
+        self._asked_in_call = False
         self._silent = 0.0
         self._looked_at = 0.0
         self._num_calls = 0
@@ -67,14 +65,18 @@ class EngineHangMiddleware:
                 self._num_calls -= 1
                 self._silent = 0.0  # the step after it has all of its time
         elif scope["path"] == wire.HEALTH_ROUTE and (silent := self._silence_of(engine)) > self._limit:
-            words = f"the engine process of this inference server lives, but has not answered for {silent:.0f} s"
+            words = (
+                f"the engine process of this inference server lives, but has not answered for {silent:.0f} s "
+                "(inference_hang_timeout_seconds)"
+            )
             await answer_json(503, f'{{"error":{{"message":"{words}","code":503}}}}'.encode(), send)
         else:
             await self._app(scope, receive, send)
 
     @property
     def _limit(self) -> float:
-        return max(self._step_limit, self._call_limit) if self._num_calls else self._step_limit
+        # The engine takes things in their order: a call that came after the question does not keep it from answering.
+        return self._call_limit if self._asked_in_call and self._num_calls else self._step_limit
 
     def _silence_of(self, engine: Any) -> float:
         """Seconds for which the question has waited for its answer. Asks the next one when there is one."""
@@ -82,6 +84,7 @@ class EngineHangMiddleware:
         if self._question is None or self._question.done():
             self._question = asyncio.ensure_future(engine.is_paused())
             self._question.add_done_callback(_seen)
+            self._asked_in_call = self._num_calls > 0
             self._silent = 0.0
         else:
             self._silent += min(now - self._looked_at, LONGEST_LOOK_SECONDS)

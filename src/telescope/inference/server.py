@@ -4,9 +4,10 @@ Owns the life of a vLLM process and of everything it starts. Plain and synchrono
 Ray actor, a test or a script can hold it. Does not own weights: a server that was restarted holds those of the start of
 the run, and refuses to sample until it has been given the current ones (`policy_version`).
 
-States: `starting` -> `ready` -> (`restarting` -> `ready`)* -> `failed` or `stopped`. A process that ends, or whose
-health route has not answered for `unhealthy_seconds`, is killed with its group and started again after a growing pause;
-after `max_restarts` within `restart_window_seconds` the server is `failed` and stays so.
+States: `starting` -> `ready` -> (`restarting` -> `ready`)* -> `failed` or `stopped`. A process that ends, closes its
+port, answers its health route with an error (its engine has died, or hangs: `engine_hang`) or not at all for
+`unhealthy_seconds` is killed with its group and started again after a growing pause; after `max_restarts` within
+`restart_window_seconds` the server is `failed` and stays so.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from telescope.config.memory import ShadowPlan, estimate_memory, plan_shadows
 from telescope.config.model_shape import ModelShape, known_shape
 from telescope.errors import ConfigError
 from telescope.inference.auth import SECRET_VARIABLE
-from telescope.inference.engine_hang import CALL_LIMIT_VARIABLE
+from telescope.inference.engine_hang import CALL_LIMIT_VARIABLE, STEP_LIMIT_VARIABLE
 from telescope.inference.gpu_share import memory_arguments
 from telescope.inference.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.inference.step_meter import STEP_METER_VARIABLE, meter_path
@@ -49,6 +49,10 @@ DEFAULT_BATCHED_TOKENS = 2048
 SERVER_KEEP_ALIVE_SECONDS = 600
 """vLLM closes idle connections after 5 s by default, just when a driver may be using one again."""
 
+HANG_TIMEOUT_SECONDS = {"cuda": 300.0, "cpu": 600.0}
+"""`inference_hang_timeout_seconds` by default. On GPUs what vLLM gives a step of several workers; on CPUs a prompt is
+prefilled whole: 8,192 tokens of a 1.5B model take some 300 s at 80 GFLOP/s."""
+
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 GIB = 2**30
 
@@ -66,6 +70,11 @@ def runs_on_cpu(config: TelescopeConfig) -> bool:
     if config.device != "auto":
         return config.device == "cpu"
     return is_cpu_build()
+
+
+def hang_timeout(config: TelescopeConfig, *, on_cpu: bool) -> float:
+    """Seconds after which an engine that gives no sign of life is restarted."""
+    return config.inference_hang_timeout_seconds or HANG_TIMEOUT_SECONDS["cpu" if on_cpu else "cuda"]
 
 
 def launch_command(
@@ -144,6 +153,9 @@ def launch_command(
     environment[TRANSFER_VARIABLE] = config.weight_transfer
     if shadows.in_place_because is not None and config.weight_transfer == "auto":
         environment[TRANSFER_VARIABLE] = f"in_place: {shadows.in_place_because}"
+    step_limit = hang_timeout(config, on_cpu=on_cpu)
+    environment[STEP_LIMIT_VARIABLE] = str(step_limit)
+    environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(math.ceil(step_limit))  # the same, of several workers
     environment[CALL_LIMIT_VARIABLE] = str(config.weight_sync_timeout_seconds)
     environment[STEP_METER_VARIABLE] = str(meter_path(directory, port))
     if traces is not None:

@@ -180,8 +180,9 @@ async def fake_run(
             group_size=config.group_size,
         )
         servers = ServerPool(
-            handles, clients, lanes, status, start_timeout=SERVER_START_SECONDS, bring_weights=weights.sync_one
-        )
+            handles, clients, lanes, status,
+            start_timeout=SERVER_START_SECONDS, hang_timeout=0.0, bring_weights=weights.sync_one,
+        )  # fmt: skip
         weights.servers = servers
         for index in range(len(clients)):
             servers.open(index)

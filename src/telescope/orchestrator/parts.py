@@ -31,6 +31,7 @@ from telescope.environments.records import RendererSpec
 from telescope.evals.runner import PlannedEval
 from telescope.inference.start_stages import FIRST_STAGE, start_stage
 from telescope.inference.tracing import TraceReceiver, TraceTarget, why_not_available
+from telescope.inference.vllm_launch import hang_timeout, runs_on_cpu
 from telescope.orchestrator.environment_keys import EnvironmentKeys, environment_keys
 from telescope.orchestrator.evaluation import plan_evals
 from telescope.orchestrator.filters import check_reward_ranges
@@ -133,6 +134,7 @@ async def start_parts(
         lanes,
         status,
         start_timeout=config.inference_start_timeout_seconds,
+        hang_timeout=hang_timeout(config, on_cpu=runs_on_cpu(config)),
         bring_weights=weights.sync_one,
     )
     for index in range(config.num_inference_servers):

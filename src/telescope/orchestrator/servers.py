@@ -68,12 +68,14 @@ class ServerPool:
         status: RunStatus,
         *,
         start_timeout: float,
+        hang_timeout: float,
         bring_weights: BringWeights,
     ) -> None:
         self._servers = [_Server(handle, client) for handle, client in zip(handles, clients, strict=True)]
         self._lanes = lanes
         self._status = status
         self._start_timeout = start_timeout
+        self._hang_timeout = hang_timeout
         self._bring_weights = bring_weights
         self._wake = asyncio.Event()
 
@@ -166,7 +168,8 @@ class ServerPool:
         server = self._servers[index]
         state = "not known"
         try:
-            async with asyncio.timeout(self._start_timeout):
+            # An engine that hangs is not brought up, and is restarted when its server has noticed.
+            async with asyncio.timeout(self._start_timeout + self._hang_timeout):
                 while True:
                     status = await server.handle.status()
                     state = status.state
@@ -180,7 +183,8 @@ class ServerPool:
         except TimeoutError:
             self._give_up(
                 index,
-                f"its restart took longer than inference_start_timeout_seconds = {self._start_timeout:g} s; "
+                f"it did not come back within inference_start_timeout_seconds = {self._start_timeout:g} s and the "
+                f"{self._hang_timeout:g} s in which an engine that hangs is noticed (inference_hang_timeout_seconds); "
                 f"last state: {state}; see its log in the run directory",
             )
             return

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
@@ -325,7 +325,9 @@ def test_a_run_that_is_told_to_stops_the_cluster_that_it_joined_and_nothing_else
     with (
         subprocess.Popen([sys.executable, "-c", "input()", "session_of_another"], stdin=subprocess.PIPE) as another,
         subprocess.Popen([sys.executable, "-c", deaf, session], stdout=subprocess.PIPE) as stubborn,
+        ExitStack() as at_last,
     ):
+        at_last.callback(stubborn.kill)
         assert stubborn.stdout is not None
         stubborn.stdout.readline()
         assert len(daemons()) >= 3, "the raylet and the GCS at least, and the stubborn one"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import aiohttp
 import pytest
@@ -147,6 +148,18 @@ async def test_failing_dying_hanging_and_absent_servers_are_infrastructure_failu
     await server.start()
     assert (await client.generate(request("works"))).finish_reason == "stop"
     assert await client.health()
+
+
+async def test_a_server_whose_engine_does_not_answer_is_not_healthy(connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, client = await connect()
+
+    async def hang(body: Any, query: dict[str, str]) -> tuple[int, Any]:
+        await asyncio.sleep(600)
+        return 200, {}
+
+    assert await client.health()
+    monkeypatch.setitem(server.app._routes, ("GET", "/is_paused"), hang)
+    assert not await client.health(within=0.2)
 
 
 async def test_refused_requests_are_bugs_with_the_servers_own_words(connect) -> None:

@@ -233,6 +233,44 @@ def test_an_engine_that_closed_its_port_and_lingers_is_restarted_at_once(config,
         server.stop()
 
 
+GETS_ILL = """
+import http.server, sys
+
+answers = iter([(200, b"")])
+
+class Server(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        status, body = next(answers, (503, sys.argv[2].encode()))
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Server).serve_forever()
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [("", "HTTP 503: its engine is dead"), ('{"error":{"message":"it hangs","code":503}}', "HTTP 503: it hangs")],
+)
+def test_what_an_ill_engine_says_of_itself_is_why_it_is_restarted(
+    config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, words: str
+) -> None:
+    monkeypatch.setattr("telescope.inference.server.HEALTH_INTERVAL_SECONDS", 0.1)
+    port = free_port()
+    command = LaunchCommand([sys.executable, "-c", GETS_ILL, str(port), body], {})
+    limits = replace(QUICK, max_restarts=0)
+    server = InferenceServer(
+        config, 0, port, "127.0.0.1", SECRET, "model", tmp_path, limits=limits, launch=lambda restarted: command
+    )
+    try:
+        server.start()
+        wait_for(lambda: server.status().state == "failed", "giving up")
+        assert words in (server.status().error or "")
+    finally:
+        server.stop()
+
+
 def test_killed_shim_takes_a_command_with_it_that_has_not_got_far_enough_to_watch(tmp_path: Path) -> None:
     process = EngineProcess([sys.executable, "-c", "import time; time.sleep(600)"], {}, tmp_path / "log")
     wait_for(lambda: len(group_members(process.pid)) == 2, "start of the command")

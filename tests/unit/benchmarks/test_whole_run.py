@@ -171,7 +171,7 @@ def test_what_a_run_printed_is_kept_when_it_failed_too(tmp_path: Path, monkeypat
 def test_a_run_that_only_warmed_up_has_no_results() -> None:
     from end_to_end import results_of
 
-    with pytest.raises(RuntimeError, match="1 steps were trained, of which 3 do not count"):
+    with pytest.raises(RuntimeError, match="only 1 step ended, of which 3 do not count"):
         results_of(Record(), 3, -2)  # type: ignore[arg-type]
 
 

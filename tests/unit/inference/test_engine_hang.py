@@ -22,6 +22,7 @@ class Server:
         self.loops.set()
         self.call_may_end = asyncio.Event()
         self.num_asked = 0
+        self.status = 200
         self._middleware = EngineHangMiddleware(self._app, now=lambda: self.clock)
 
     async def is_paused(self) -> bool:
@@ -32,7 +33,7 @@ class Server:
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/update_weights":
             await self.call_may_end.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
         await send({"type": "http.response.body", "body": b"done"})
 
     async def request(self, path: str) -> tuple[int, bytes]:
@@ -77,6 +78,7 @@ async def test_an_engine_that_stops_answering_is_unhealthy_after_the_limit_and_n
     status, body = await server.request("/health")
     assert status == 503
     assert b"lives, but has not answered for" in body
+    assert b"inference_hang_timeout_seconds" in body
 
 
 async def test_a_step_that_takes_long_but_ends_is_nothing(server: Server) -> None:
@@ -106,6 +108,16 @@ async def test_a_weight_update_of_an_engine_that_hangs_does_not_hide_it_for_ever
     update.cancel()
 
 
+async def test_an_update_that_begins_after_the_hang_gives_it_no_more_time(server: Server) -> None:
+    """The engine takes things in their order: what comes later is not what it is busy with."""
+    server.loops.clear()
+    assert await server.is_healthy_for(4)
+    update = asyncio.create_task(server.request("/update_weights"))
+    await asyncio.sleep(0)
+    assert not await server.is_healthy_for(STEP + 4)
+    update.cancel()
+
+
 async def test_time_in_which_the_server_itself_was_stopped_does_not_count(server: Server) -> None:
     server.loops.clear()
     assert await server.is_healthy_for(4)
@@ -126,3 +138,5 @@ async def test_a_question_that_fails_is_asked_again_and_vllms_own_answer_is_give
     server.is_paused = fail  # type: ignore[method-assign]
     assert await server.is_healthy_for(2 * STEP)
     assert server.num_asked > 2
+    server.status = 503
+    assert await server.request("/health") == (503, b"done")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.model_folder import write_model_folder
 from telescope.config import TelescopeConfig, load_config
 from telescope.errors import ConfigError, UserError
 from telescope.inference.auth import SECRET_VARIABLE
+from telescope.inference.engine_hang import CALL_LIMIT_VARIABLE, STEP_LIMIT_VARIABLE
 from telescope.inference.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.inference.step_meter import STEP_METER_VARIABLE
 from telescope.inference.vllm_launch import LaunchCommand, hint_for, kv_cache_gib, launch_command, read_model_shape
@@ -56,6 +58,18 @@ def launch_on_gpu(directory: Path, model: str, memory_bytes: int | None, **field
 
 def value_of(command: LaunchCommand, flag: str) -> str:
     return command.arguments[command.arguments.index(flag) + 1]
+
+
+@pytest.mark.parametrize(("on_cpu", "fields", "seconds"), [
+    (False, {}, 300), (True, {}, 600), (False, {"inference_hang_timeout_seconds": 20.5}, 20.5),
+])  # fmt: skip
+def test_a_step_and_a_call_may_take_what_the_config_says(
+    tmp_path: Path, on_cpu: bool, fields: dict[str, Any], seconds: float
+) -> None:
+    environment = launch(tmp_path, on_cpu=on_cpu, weight_sync_timeout_seconds=77.0, **fields).environment
+    assert float(environment[STEP_LIMIT_VARIABLE]) == seconds
+    assert int(environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"]) == math.ceil(seconds)
+    assert float(environment[CALL_LIMIT_VARIABLE]) == 77
 
 
 def test_the_secret_travels_in_the_environment_only(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class FakeHandle:
 class Bench:
     """A pool of servers that are up. `brought` is each transfer of weights as (server, fresh, lanes open before)."""
 
-    def __init__(self, num_servers: int = 2, *, start_timeout: float = 5.0) -> None:
+    def __init__(self, num_servers: int = 2, *, start_timeout: float = 5.0, hang_timeout: float = 0.0) -> None:
         self.handles = [FakeHandle() for _ in range(num_servers)]
         self.lanes = LanePool([1] * num_servers)
         self.status = RunStatus("test", 10)
@@ -53,7 +53,7 @@ class Bench:
         clients: Any = self.handles
         self.pool = ServerPool(
             self.handles, clients, self.lanes, self.status,
-            start_timeout=start_timeout, bring_weights=self.bring_weights,
+            start_timeout=start_timeout, hang_timeout=hang_timeout, bring_weights=self.bring_weights,
         )  # fmt: skip
         for index in range(num_servers):
             self.pool.open(index)
@@ -174,8 +174,20 @@ async def test_a_server_whose_actor_is_gone_is_given_up_and_the_others_go_on() -
 async def test_a_restart_that_takes_too_long_is_given_up_with_the_field_to_raise() -> None:
     bench = Bench(1, start_timeout=0.02)
     bench.handles[0].state = "starting"
-    with pytest.raises(InfrastructureError, match=r"inference_start_timeout_seconds = 0\.02 s; last state: starting"):
+    with pytest.raises(InfrastructureError, match=r"_start_timeout_seconds = 0\.02 s .*; last state: starting"):
         await asyncio.wait_for(bench.pool.watch(), 5)
+
+
+async def test_an_engine_that_hangs_is_sent_no_weights_and_waited_for_until_its_server_has_noticed() -> None:
+    bench = Bench(start_timeout=0.02, hang_timeout=5.0)
+    bench.handles[0].healthy = False
+    async with bench.watched():
+        bench.pool.report_failure(0, InfrastructureError("POST /pause had no answer within 60 s"))
+        await asyncio.sleep(0.1)  # longer than a restart may take
+        assert bench.brought == []
+        bench.handles[0].restarts, bench.handles[0].healthy = 1, True
+        await bench.until(lambda: bench.pool.up == [0, 1])
+    assert bench.brought == [(0, True, False)]
 
 
 async def test_the_run_ends_with_every_reason_when_no_server_is_left() -> None:
