@@ -66,7 +66,7 @@ class EngineHangMiddleware:
                 self._silent = 0.0  # the step after it has all of its time
         elif scope["path"] == wire.HEALTH_ROUTE and (silent := self._silence_of(engine)) > self._limit:
             words = (
-                f"the engine process of this inference server lives, but has not answered for {silent:.0f} s "
+                f"the process of its engine lives, but has not answered for {silent:.0f} s "
                 "(inference_hang_timeout_seconds)"
             )
             await answer_json(503, f'{{"error":{{"message":"{words}","code":503}}}}'.encode(), send)

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from telescope.errors import DeadlineExceeded, InfrastructureError
 from telescope.inference.client import EngineClient
+from telescope.one_line import one_line
 from telescope.orchestrator.lanes import LanePool
 from telescope.orchestrator.status import RunStatus
 
@@ -102,7 +103,7 @@ class ServerPool:
         self._servers[index].up = False
         self._lanes.set_up(index, False)
         self._status.set_part(f"server {index}", f"down: {reason[:80]}")
-        self._status.messages.append(f"server {index} is down: {reason[:120]}")
+        self._status.messages.append(f"server {index} is down: {one_line(reason)}")
         self._wake.set()
 
     def report_failure(self, index: int, error: InfrastructureError) -> None:
@@ -150,7 +151,8 @@ class ServerPool:
             self._give_up(index, str(error))
             return
         if status.restarts != server.num_restarts or status.state != "ready":
-            self.close(index, f"its process is {status.state} (restarts: {status.restarts})")
+            why = f": {status.error}" if status.error else ""
+            self.close(index, f"its process is {status.state} (restarts: {status.restarts}){why}")
         if not server.up:
             server.bring_up = asyncio.create_task(self._bring_up(index), name=f"bring up server {index}")
 
@@ -159,7 +161,7 @@ class ServerPool:
         self.close(index, reason)
         self._servers[index].failed = reason
         self._status.set_part(f"server {index}", "failed for good")
-        self._status.messages.append(f"server {index} failed for good: {reason[:120]}")
+        self._status.messages.append(f"server {index} failed for good: {one_line(reason)}")
         logger.error("inference server %d failed for good: %s", index, reason)
         self._wake.set()
 
@@ -207,4 +209,5 @@ class ServerPool:
             "inference server %d is back (restarts: %d, its start took %.1f s)",
             index, status.restarts, status.start_seconds or 0.0,
         )  # fmt: skip
-        self._status.messages.append(f"server {index} is back with the current weights")
+        why = f" (restarted: {one_line(status.error)})" if fresh and status.error else ""
+        self._status.messages.append(f"server {index} is back with the current weights{why}")

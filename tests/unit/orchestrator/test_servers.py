@@ -110,13 +110,17 @@ async def test_a_server_whose_process_lives_is_brought_back_as_the_same_one() ->
 async def test_a_restarted_server_has_its_weights_before_its_lanes_open() -> None:
     bench = Bench()
     async with bench.watched():
-        bench.handles[1].state = "restarting"
+        bench.handles[1].state, bench.handles[1].error = "restarting", "ended with exit code -9"
         await bench.until(lambda: bench.pool.up == [0])
         assert bench.brought == []
         bench.handles[1].restarts += 1
         bench.handles[1].state = "ready"
-        await bench.until(lambda: bench.pool.up == [0, 1])
+        await bench.until(lambda: bench.pool.up == [0, 1] and len(bench.status.messages) == 2)
     assert bench.brought == [(1, True, False)]
+    assert [message.partition(" (")[0] for message in bench.status.messages] == [
+        "server 1 is down: its process is restarting", "server 1 is back with the current weights",
+    ]  # fmt: skip
+    assert all("ended with exit code -9" in message for message in bench.status.messages)
 
 
 async def test_a_restart_between_two_looks_is_noticed_by_its_count() -> None:
