@@ -28,6 +28,7 @@ class FakeHandle:
     error: str | None = None
     gone: bool = False
     healthy: bool = True
+    start_seconds: float | None = None
 
     async def status(self) -> FakeHandle:
         if self.gone:
