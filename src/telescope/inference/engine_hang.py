@@ -4,9 +4,9 @@ vLLM's health route asks whether that process has ended. One that hangs (a kerne
 process that was stopped) is healthy to it, for ever, and its requests would wait for their own deadlines. So each
 health check has the engine process answer a question of its own, for which its loop has to come around.
 
-Owns the middleware that asks. Invariants: an engine is asked one thing at a time; time in which this process itself did
-not run (a machine or container that was paused) does not count; a call into the workers, a weight update say, which
-keeps the loop for as long as it takes, has its own limit.
+Owns the middleware that asks. Invariants: one question at a time waits for its answer; time in which this process
+itself did not run (a machine or container that was paused) does not count; a call into the workers, a weight update
+say, which keeps the loop for as long as it takes, has its own limit.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from typing import Any
 from telescope.inference import vllm_adapter as wire
 from telescope.inference.auth import Application, Receive, Scope, Send, answer_json
 
+STEP_FIELD, CALL_FIELD = "inference_hang_timeout_seconds", "weight_sync_timeout_seconds"
 STEP_LIMIT_VARIABLE = "TELESCOPE_ENGINE_STEP_SECONDS"
 CALL_LIMIT_VARIABLE = "TELESCOPE_ENGINE_CALL_SECONDS"
-"""Environment of the server: how long a step may keep the loop (`inference_hang_timeout_seconds`), and how long a call
-into the workers may (`weight_sync_timeout_seconds`)."""
+"""Environment of the server: how long a step may keep the loop, and how long a call into the workers may, which those
+fields say."""
 
 CALLS = frozenset(
     {
@@ -63,12 +64,11 @@ class EngineHangMiddleware:
                 await self._app(scope, receive, send)
             finally:
                 self._num_calls -= 1
-                self._silent = 0.0  # the step after it has all of its time
+                if self._asked_in_call:
+                    self._silent = 0.0  # the step after it has all of its time
         elif scope["path"] == wire.HEALTH_ROUTE and (silent := self._silence_of(engine)) > self._limit:
-            words = (
-                f"the process of its engine lives, but has not answered for {silent:.0f} s "
-                "(inference_hang_timeout_seconds)"
-            )
+            field = STEP_FIELD if self._limit == self._step_limit else CALL_FIELD
+            words = f"the process of its engine lives, but has not answered for {silent:.0f} s ({field})"
             await answer_json(503, f'{{"error":{{"message":"{words}","code":503}}}}'.encode(), send)
         else:
             await self._app(scope, receive, send)

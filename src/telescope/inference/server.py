@@ -314,8 +314,8 @@ class InferenceServer:
         """Kill what is left and start again until it works. False: given up, or asked to stop."""
         if self._stopping.is_set():
             return False
-        self._state = "restarting"
         self._error = what
+        self._state = "restarting"
         self._exit_code = process.kill()
         while True:
             now = time.monotonic()

@@ -134,7 +134,7 @@ async def start_parts(
         lanes,
         status,
         start_timeout=config.inference_start_timeout_seconds,
-        hang_timeout=hang_timeout(config, on_cpu=runs_on_cpu(config)),
+        hang_timeout=max(hang_timeout(config, on_cpu=runs_on_cpu(config)), config.weight_sync_timeout_seconds),
         bring_weights=weights.sync_one,
     )
     for index in range(config.num_inference_servers):

@@ -186,7 +186,8 @@ class ServerPool:
             self._give_up(
                 index,
                 f"it did not come back within inference_start_timeout_seconds = {self._start_timeout:g} s and the "
-                f"{self._hang_timeout:g} s in which an engine that hangs is noticed (inference_hang_timeout_seconds); "
+                f"{self._hang_timeout:g} s in which an engine that hangs is noticed (inference_hang_timeout_seconds, "
+                "or weight_sync_timeout_seconds where that is longer); "
                 f"last state: {state}; see its log in the run directory",
             )
             return

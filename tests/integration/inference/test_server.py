@@ -234,13 +234,12 @@ def test_an_engine_that_closed_its_port_and_lingers_is_restarted_at_once(config,
 
 
 GETS_ILL = """
-import http.server, sys
-
-answers = iter([(200, b"")])
+import http.server, pathlib, sys
 
 class Server(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        status, body = next(answers, (503, sys.argv[2].encode()))
+        is_ill = pathlib.Path(sys.argv[3]).exists()
+        status, body = (503, sys.argv[2].encode()) if is_ill else (200, b"")
         self.send_response(status)
         self.end_headers()
         self.wfile.write(body)
@@ -258,13 +257,14 @@ def test_what_an_ill_engine_says_of_itself_is_why_it_is_restarted(
 ) -> None:
     monkeypatch.setattr("telescope.inference.server.HEALTH_INTERVAL_SECONDS", 0.1)
     port = free_port()
-    command = LaunchCommand([sys.executable, "-c", GETS_ILL, str(port), body], {})
+    command = LaunchCommand([sys.executable, "-c", GETS_ILL, str(port), body, str(tmp_path / "ill")], {})
     limits = replace(QUICK, max_restarts=0)
     server = InferenceServer(
         config, 0, port, "127.0.0.1", SECRET, "model", tmp_path, limits=limits, launch=lambda restarted: command
     )
     try:
         server.start()
+        (tmp_path / "ill").touch()
         wait_for(lambda: server.status().state == "failed", "giving up")
         assert words in (server.status().error or "")
     finally:

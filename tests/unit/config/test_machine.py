@@ -10,10 +10,11 @@ import pytest
 from telescope.config.machine import ray_cluster_is_configured
 
 
-@pytest.fixture
-def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(params=["RAY_TMPDIR", "TMPDIR"])
+def note(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where Ray notes the address; there is none yet."""
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv(request.param, str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     (tmp_path / "ray").mkdir()
     return tmp_path / "ray" / "ray_current_cluster"

@@ -105,6 +105,7 @@ async def test_a_weight_update_of_an_engine_that_hangs_does_not_hide_it_for_ever
     update = asyncio.create_task(server.request("/update_weights"))
     await asyncio.sleep(0)
     assert not await server.is_healthy_for(2 * CALL)
+    assert b"weight_sync_timeout_seconds" in (await server.request("/health"))[1]
     update.cancel()
 
 
@@ -116,6 +117,16 @@ async def test_an_update_that_begins_after_the_hang_gives_it_no_more_time(server
     await asyncio.sleep(0)
     assert not await server.is_healthy_for(STEP + 4)
     update.cancel()
+
+
+async def test_calls_that_come_and_go_without_reaching_the_engine_do_not_hide_that_it_hangs(server: Server) -> None:
+    server.loops.clear()
+    server.call_may_end.set()
+    assert await server.is_healthy_for(4)
+    for _ in range(3):
+        await server.request("/collective_rpc")
+        assert await server.is_healthy_for(4)
+    assert not await server.is_healthy_for(STEP)
 
 
 async def test_time_in_which_the_server_itself_was_stopped_does_not_count(server: Server) -> None:

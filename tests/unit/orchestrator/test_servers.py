@@ -183,7 +183,7 @@ async def test_a_restart_that_takes_too_long_is_given_up_with_the_field_to_raise
         await asyncio.wait_for(bench.pool.watch(), 5)
 
 
-async def test_an_engine_that_hangs_is_sent_no_weights_and_waited_for_until_its_server_has_noticed() -> None:
+async def test_an_engine_that_hangs_is_waited_for_longer_than_a_restart_until_its_server_has_noticed() -> None:
     bench = Bench(start_timeout=0.02, hang_timeout=5.0)
     bench.handles[0].healthy = False
     async with bench.watched():
