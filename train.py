@@ -2,8 +2,7 @@
 
 import sys
 
-from telescope.cli.main import main
-from telescope.cli.process_exit import exit_with
+from telescope.cli.main import exit_with, main
 
 if __name__ == "__main__":
     exit_with(lambda: main(["train", *sys.argv[1:]]))

@@ -24,11 +24,11 @@ from measure import LagMeter, TimedSelector, cpu_seconds, cpu_seconds_of, lag_of
 
 from telescope.config import TelescopeConfig
 from telescope.inference.client import EngineClient
-from telescope.inference.fake_answers import AnswerWriter
-from telescope.inference.fake_engine import FakeEngineSettings, FakeRequest
-from telescope.inference.vllm_adapter import read_generate
-from telescope.orchestrator.fake_run import FakeRun, FakeTrainer, fake_run
-from telescope.orchestrator.supervise import Supervisor
+from telescope.inference.vllm.adapter import read_generate
+from telescope.orchestrator.supervision import Supervisor
+from telescope.testing.fake_answers import AnswerWriter
+from telescope.testing.fake_engine import FakeEngineSettings, FakeRequest
+from telescope.testing.fake_run import FakeRun, FakeTrainer, fake_run
 
 GROUP_SIZE = 16
 NUM_SERVERS = 2

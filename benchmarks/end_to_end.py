@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from whole_run import Case, WholeRun, add_case_arguments, fields_of
 
-from telescope.counted import counted
+from telescope.utils.text import pluralize
 
 AIM_IDLE, AIM_THROWN_AWAY = 0.03, 0.02
 
@@ -76,7 +76,7 @@ def results_of(run: WholeRun, warm_up: int, num_steps: int) -> dict[str, Any]:
     steps = run.steps()
     if num_steps <= 0:
         raise RuntimeError(
-            f"only {counted(len(steps), 'step')} ended, of which {warm_up} do not count: raise --timeout"
+            f"only {pluralize(len(steps), 'step')} ended, of which {warm_up} do not count: raise --timeout"
         )
     measured = steps[warm_up : warm_up + num_steps]
     start, end = steps[warm_up - 1]["ended_at"] if warm_up else steps[0]["started_at"], measured[-1]["ended_at"]
@@ -143,7 +143,7 @@ def thrown_away(run: WholeRun, steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(results: dict[str, Any]) -> None:
-    table = Table(title=f"End to end, {counted(results['steps'], 'step')}")
+    table = Table(title=f"End to end, {pluralize(results['steps'], 'step')}")
     for title in ("", "measured", "aim"):
         table.add_column(title, justify="left" if not title else "right")
     rows = (

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from whole_run import Case, WholeRun, add_case_arguments
 
-from telescope.counted import counted
+from telescope.utils.text import pluralize
 
 AIM_SECONDS = 10.0
 FULL = 0.9
@@ -69,7 +69,7 @@ def parse() -> argparse.Namespace:
 def lose_engine(run: WholeRun, arguments: argparse.Namespace) -> dict[str, Any]:
     """Kill the engine of a run under load, and wait until all is as before."""
     run.wait_until(
-        counted(arguments.warm_up, "step"), lambda: len(run.steps()) >= arguments.warm_up, arguments.timeout
+        pluralize(arguments.warm_up, "step"), lambda: len(run.steps()) >= arguments.warm_up, arguments.timeout
     )  # fmt: skip
     start = time.time()
     time.sleep(arguments.before)

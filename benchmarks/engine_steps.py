@@ -42,7 +42,7 @@ from whole_run import (
 )
 
 from telescope.config import TelescopeConfig
-from telescope.inference import vllm_adapter as wire
+from telescope.inference.vllm import adapter as wire
 from telescope.rollout.types import GenerateRequest
 
 PROMPT_TOKENS = 64

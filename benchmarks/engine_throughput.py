@@ -66,12 +66,12 @@ from whole_run import (
 )
 
 from telescope.config import TelescopeConfig
-from telescope.environments.launcher import Launcher
-from telescope.environments.records import RendererSpec
-from telescope.inference import vllm_adapter as wire
+from telescope.environments.worker_pool.launcher import Launcher
+from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.inference.client import EngineClient
-from telescope.orchestrator.fake_run import FakeWeightSync, fake_run
-from telescope.orchestrator.supervise import Supervisor
+from telescope.inference.vllm import adapter as wire
+from telescope.orchestrator.supervision import Supervisor
+from telescope.testing.fake_run import FakeWeightSync, fake_run
 
 AIM = 0.97
 LOADS = ("orchestrator", "bare")

@@ -18,9 +18,9 @@ from pathlib import Path
 import msgspec
 
 from telescope.inference.auth import SECRET_VARIABLE
-from telescope.inference.fake_engine import FakeEngineSettings
-from telescope.inference.lifeline import SUPERVISOR_PID_VARIABLE
-from telescope.tiny_model.tokenizer import TURN_END, build_tokenizer
+from telescope.testing.fake_engine import FakeEngineSettings
+from telescope.tiny_model.build import TURN_END, build_tokenizer
+from telescope.utils.child_guard import SUPERVISOR_PID_VARIABLE
 
 VOCABULARY = 150_000
 """As large as Qwen's: ids of five and six digits, which is what most of an answer's token ids look like on the wire."""
@@ -51,7 +51,7 @@ class ServerProcess:
 @asynccontextmanager
 async def fake_servers(count: int, settings: FakeEngineSettings) -> AsyncIterator[list[ServerProcess]]:
     """Start `count` servers on free ports of the loopback, and kill them at the end."""
-    command = [sys.executable, "-m", "telescope.inference.fake_server"]
+    command = [sys.executable, "-m", "telescope.testing.fake_server"]
     text = msgspec.json.encode(settings).decode()
     environment = {**os.environ, SECRET_VARIABLE: SECRET, SUPERVISOR_PID_VARIABLE: str(os.getpid())}
     processes = [

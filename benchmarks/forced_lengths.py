@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
+from telescope.cli.main import exit_with
 from telescope.cli.main import main as telescope
-from telescope.cli.process_exit import exit_with
 from telescope.inference.client import EngineClient
 from telescope.rollout.types import GenerateRequest, Generation
 

@@ -20,10 +20,10 @@ from unittest.mock import patch
 import psutil
 
 from telescope.config import TelescopeConfig
-from telescope.inference import vllm_adapter as wire
 from telescope.inference.client import EngineClient
 from telescope.inference.server import InferenceServer, ServerStatus
-from telescope.inference.step_meter import StepReading, meter_path, read_meter
+from telescope.inference.vllm import adapter as wire
+from telescope.inference.vllm.step_meter import StepReading, meter_path, read_meter
 
 READ_SECONDS = 0.05
 ENGINE = "VLLM::"

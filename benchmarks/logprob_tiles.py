@@ -3,7 +3,7 @@
     python benchmarks/logprob_tiles.py --json tiles.json
     python benchmarks/logprob_tiles.py --quick            one shape, few ways
 
-For each way (`telescope.trainer.logprob_products.Tiles`): the sums of the softmax over the whole vocabulary, and the
+For each way (`telescope.trainer.logprob_kernels.Tiles`): the sums of the softmax over the whole vocabulary, and the
 gradient of an eighth of it, for 8,192 tokens. Each result is first compared with the one of the way in use. A way that
 does not compile, or is wrong, says so and is left out. TFLOP/s count the product alone. Most of the time goes into
 compiling, one to three seconds a way: some eight minutes in all, with --quick half a minute.
@@ -32,7 +32,7 @@ from rich.table import Table
 from telescope.trainer.logprob import LogprobHead, _Softmax
 
 if TYPE_CHECKING:  # without a GPU there is no Triton to import
-    from telescope.trainer.logprob_products import Tiles
+    from telescope.trainer.logprob_kernels import Tiles
 
 ROWS, VOCABULARY, BLOCK = 8192, 151_936, 19_072
 WIDTHS = (1024, 2560)
@@ -60,7 +60,7 @@ class Case:
     """One hidden size: inputs, and what the way in use makes of them."""
 
     def __init__(self, width: int, device: torch.device) -> None:
-        from telescope.trainer import logprob_products
+        from telescope.trainer import logprob_kernels
 
         num_rows, vocab, block = ROWS, VOCABULARY, BLOCK
         generator = torch.Generator(device).manual_seed(0)
@@ -76,17 +76,17 @@ class Case:
         known = (log_total, entropy.detach(), draw(num_rows), draw(num_rows))
 
         def sums(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
-            return logprob_products.softmax_sums(hidden, weight, None, targets, TEMPERATURE, tiles)
+            return logprob_kernels.softmax_sums(hidden, weight, None, targets, TEMPERATURE, tiles)
 
         def gradient(tiles: Tiles) -> torch.Tensor:
-            return logprob_products.gradient(hidden, weight[:block], None, targets, *known, TEMPERATURE, tiles)
+            return logprob_kernels.gradient(hidden, weight[:block], None, targets, *known, TEMPERATURE, tiles)
 
         self.calls: dict[str, Callable[[Tiles], object]] = {"sums": sums, "gradient": gradient}
         self.results: dict[str, Callable[[Tiles], torch.Tensor]] = {
             "sums": lambda tiles: _Softmax.merged(*sums(tiles)).result()[0],
             "gradient": gradient,
         }
-        self.wanted = {"sums": logprob.detach(), "gradient": gradient(logprob_products.GRADIENT)}
+        self.wanted = {"sums": logprob.detach(), "gradient": gradient(logprob_kernels.GRADIENT)}
 
     def measure(self, kind: str, tiles: Tiles) -> dict[str, Any]:
         """Median milliseconds of a call, or why there are none."""
@@ -128,13 +128,13 @@ def main() -> int:
     arguments = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         parser.error("these products are cut for Hopper GPUs (H100, H200), and none was found")
-    from telescope.trainer import logprob_products
+    from telescope.trainer import logprob_kernels
 
     device = torch.device("cuda", 0)
     rows: list[dict[str, Any]] = []
     for width in WIDTHS[:1] if arguments.quick else WIDTHS:
         case = Case(width, device)
-        for kind, in_use in (("sums", logprob_products.SUMS), ("gradient", logprob_products.GRADIENT)):
+        for kind, in_use in (("sums", logprob_kernels.SUMS), ("gradient", logprob_kernels.GRADIENT)):
             for tiles in ways(in_use, arguments.quick):
                 rows.append({"hidden": width} | case.measure(kind, tiles))
             print_table([row for row in rows if row["hidden"] == width and row["kind"] == kind])

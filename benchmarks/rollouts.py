@@ -33,11 +33,11 @@ from tests.unit.orchestrator.fakes import StrictRecorder, config_of
 from tests.unit.orchestrator.simulated_clock import run_simulated
 from tests.unit.orchestrator.simulation import Pace, Simulation
 
-from telescope.counted import counted
-from telescope.inference.fake_engine import FakeRequest
-from telescope.orchestrator.journal import RUN_ENDED
-from telescope.orchestrator.staleness import MAX_RETURNS
+from telescope.orchestrator.async_window import MAX_RETURNS
+from telescope.orchestrator.step_recorder import RUN_ENDED
+from telescope.testing.fake_engine import FakeRequest
 from telescope.trainer.batch import StepInput
+from telescope.utils.text import pluralize
 
 GROUP_SIZE = 8
 BATCH_GROUPS = 32
@@ -259,7 +259,7 @@ def markdown(report: Mapping[str, Any], plot: str) -> str:
             "",
             f"`{report['command']}`, commit {made['commit']}"
             f"{' with uncommitted changes' if made['uncommitted_changes'] else ''}, {made['date']}. On a simulated "
-            f"clock: the machine does not matter. {counted(report['steps'], 'step')} of which the first "
+            f"clock: the machine does not matter. {pluralize(report['steps'], 'step')} of which the first "
             f"{WARM_UP_STEPS} do not count; medians over seeds {', '.join(map(str, report['seeds']))}.",
             "",
             "\n".join(line for line in DESCRIPTION.splitlines()[2:]),

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from telescope.config import TelescopeConfig
+from telescope.config.memory import trainer_memory
 from telescope.config.model_shape import ModelShape
-from telescope.config.trainer_memory import trainer_memory
 from telescope.trainer.backends.fsdp import sharding
 from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, StepInput, TrainSample
 from telescope.trainer.model import PREFIX, PolicyModel, load_causal_lm

@@ -41,12 +41,12 @@ from trainer import SHAPES, gpu_name, write_model
 
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig, load_config
-from telescope.orchestrator.parts import Parts, start_parts
+from telescope.orchestrator.run_components import RunComponents, start_components
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.weight_sync import WeightSync
 from telescope.rollout.types import GenerateRequest
-from telescope.tiny_model.tokenizer import build_tokenizer
+from telescope.tiny_model.build import build_tokenizer
 from telescope.trainer.worker import choose_device
 
 MORE_SHAPES: dict[str, dict[str, Any]] = {
@@ -162,7 +162,7 @@ async def measure(
         directory = RunDirectory.create(config, [])
         stack.enter_context(directory.open_record(console=False))
         started = time.monotonic()
-        parts = await start_parts(config, directory, RunStatus("weight_sync", 0), stack)
+        parts = await start_components(config, directory, RunStatus("weight_sync", 0), stack)
         print(f"{shape}: started in {time.monotonic() - started:.0f} s", flush=True)
         await stack.enter_async_context(load(parts, arguments.requests))
         row = await measure_kind(parts, parts.weights, shape, arguments.syncs)
@@ -177,7 +177,7 @@ def print_logs(folder: Path) -> None:
         print(f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-150:], sep="\n", flush=True)
 
 
-def in_place(parts: Parts) -> WeightSync:
+def in_place(parts: RunComponents) -> WeightSync:
     """Syncs of the same parts inside the pause."""
     return WeightSync(
         parts.config.replace(weight_transfer="in_place"),
@@ -192,7 +192,7 @@ def in_place(parts: Parts) -> WeightSync:
 
 
 @contextlib.asynccontextmanager
-async def load(parts: Parts, requests: int) -> AsyncIterator[None]:
+async def load(parts: RunComponents, requests: int) -> AsyncIterator[None]:
     """Keep `requests` requests in flight on every engine."""
     counter = iter(range(1 << 30))
 
@@ -210,12 +210,12 @@ async def load(parts: Parts, requests: int) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def sampled(parts: Parts) -> float:
+async def sampled(parts: RunComponents) -> float:
     """Tokens that all engines have sampled so far."""
     return sum([(await client.metrics())["vllm:generation_tokens_total"] for client in parts.inference.clients])
 
 
-async def measure_kind(parts: Parts, weights: WeightSync, shape: str, num_syncs: int) -> dict[str, Any]:
+async def measure_kind(parts: RunComponents, weights: WeightSync, shape: str, num_syncs: int) -> dict[str, Any]:
     """Medians over `num_syncs` syncs, after one that is not counted."""
     syncs: list[dict[str, float]] = []
     rates: dict[str, list[float]] = {"between": [], "during": []}

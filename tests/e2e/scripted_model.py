@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from telescope.tiny_model.tokenizer import build_tokenizer
+from telescope.tiny_model.build import build_tokenizer
 
 LOGIT_SCALE = 10.0
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from tests.e2e.conftest import Stack
 
-from telescope.inference import vllm_adapter as wire
 from telescope.inference.client import EngineClient, EngineRequestError
+from telescope.inference.vllm import adapter as wire
 from telescope.rollout.types import GenerateRequest, Generation
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]

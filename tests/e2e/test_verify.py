@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 from tests.e2e.conftest import Stack
 
-from telescope.orchestrator.parts import Parts
+from telescope.orchestrator.run_components import RunComponents
 from telescope.orchestrator.status import RunStatus
 from telescope.verify.report import Check
-from telescope.verify.run import run_proofs
+from telescope.verify.run import run_checks
 
 pytestmark = pytest.mark.e2e
 
 in_session_loop = pytest.mark.asyncio(loop_scope="session")
 
 
-async def proofs(stack: Stack, parts: Parts) -> dict[str, Check]:
+async def proofs(stack: Stack, parts: RunComponents) -> dict[str, Check]:
     await stack.parts.trainer.restart()
     checks: list[Check] = []
-    await run_proofs(parts, RunStatus("e2e", 0), checks.append)
+    await run_checks(parts, RunStatus("e2e", 0), checks.append)
     return {check.name: check for check in checks}
 
 

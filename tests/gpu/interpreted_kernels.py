@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from telescope.trainer import logprob, logprob_kernels, logprob_products
+from telescope.trainer import logprob, logprob_kernels
 from telescope.trainer.logprob import LogprobHead
 
 SMALL = {"rows": 16, "columns": 32, "group": 2}
@@ -25,8 +25,8 @@ def tiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(logprob.VOCABULARY_BLOCKS, "cpu", 3)
     monkeypatch.setattr(logprob, "SUMS_BYTES", 40 * 1024)
     for name in ("SUMS", "GRADIENT"):
-        small = replace(getattr(logprob_products, name), span=request.param, **SMALL)
-        monkeypatch.setattr(logprob_products, name, small)
+        small = replace(getattr(logprob_kernels, name), span=request.param, **SMALL)
+        monkeypatch.setattr(logprob_kernels, name, small)
 
 
 def make(num_tokens: int, vocab: int, width: int, with_bias: bool) -> tuple[torch.Tensor, LogprobHead, torch.Tensor]:
@@ -82,7 +82,7 @@ def test_targets_at_the_borders_of_tiles_are_found(tiled: None) -> None:
 def test_targets_outside_of_the_vocabulary_have_a_logit_of_zero(tiled: None) -> None:
     hidden, head, _ = make(4, 70, 64, False)
     targets = torch.tensor([70, 75, 96, -100])
-    found = logprob_products.softmax_sums(hidden.detach(), head.weight.detach(), None, targets, 1.0)[1]
+    found = logprob_kernels.softmax_sums(hidden.detach(), head.weight.detach(), None, targets, 1.0)[1]
     assert found.tolist() == [0.0, 0.0, 0.0, 0.0]
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from tests.integration.trainer.trainer_cases import build_model, free_port, make_config, make_samples
 
+from telescope.config.memory import trainer_memory
 from telescope.config.model_shape import ModelShape
-from telescope.config.trainer_memory import trainer_memory
 from telescope.trainer.packing import pack_step
 from telescope.trainer.worker import Trainer
 

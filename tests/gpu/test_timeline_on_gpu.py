@@ -10,10 +10,9 @@ import pytest
 import torch
 from tests.integration.trainer.trainer_cases import build_model, free_port, make_config, make_samples
 
-from telescope.record.nvidia import GpuReader
-from telescope.trainer.memory import memory_reader
+from telescope.record.system_metrics import GpuReader
 from telescope.trainer.packing import pack_step
-from telescope.trainer.timeline import Timeline
+from telescope.trainer.timeline import Timeline, memory_reader
 from telescope.trainer.worker import Trainer
 
 pytestmark = [

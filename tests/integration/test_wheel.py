@@ -182,7 +182,7 @@ def test_the_entry_point_of_vllm_is_registered(installed: Path, elsewhere: Path)
     )
     assert (
         run([str(installed / "python"), "-c", code], cwd=elsewhere).strip()
-        == "telescope.inference.vllm_plugin:register"
+        == "telescope.inference.vllm.plugin:register"
     )
 
 

@@ -1,7 +1,6 @@
 """Advantages and per-token losses, a small file each; pure functions on arrays and tensors. Imports no torch."""
 
 from telescope.algorithms.advantages import compute_advantages, is_masked
-from telescope.algorithms.base import Algorithm, TokenBatch
-from telescope.algorithms.registry import get_algorithm
+from telescope.algorithms.base import Algorithm, TokenBatch, get_algorithm
 
 __all__ = ["Algorithm", "TokenBatch", "compute_advantages", "get_algorithm", "is_masked"]

@@ -15,8 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from telescope.algorithms.base import STD_EPSILON, Algorithm
-from telescope.algorithms.registry import get_algorithm
+from telescope.algorithms.base import STD_EPSILON, Algorithm, get_algorithm
 from telescope.algorithms.reinforce_pp import centre
 from telescope.config.algorithms import ALGORITHM_FACTS, AdvantageNorm
 

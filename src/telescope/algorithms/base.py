@@ -4,15 +4,22 @@ Owns the three seams that an algorithm fills and the tensors that its loss may r
 from (the trainer), nor the sum over micro-batches and ranks (the trainer too). Invariants: everything here is pure; no
 loss ever divides by a count of its own micro-batch, because the denominator is one number for all ranks; torch is not
 imported, since losses only use the methods of the tensors they are given, so that the driver can import this room.
+
+From the name in the configuration to the algorithm: `ALGORITHM` in the module of that name.
+
+The names themselves, with what each allows beside it, are one line each in `telescope.config.algorithms`.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+
+from telescope.config.algorithms import ALGORITHM_FACTS
 
 if TYPE_CHECKING:
     import torch
@@ -93,3 +100,12 @@ def sample_sizes(tokens: TokenBatch) -> torch.Tensor:
     """Trained tokens of each sample of the micro-batch, at least 1; float [`num_samples`]."""
     ones_N = tokens.advantage_N.new_ones(tokens.advantage_N.shape)
     return ones_N.new_zeros(tokens.num_samples).index_add(0, tokens.sample_N, ones_N).clamp(min=1.0)
+
+
+def get_algorithm(name: str) -> Algorithm:
+    """The algorithm called `name`. Raises `ValueError` naming the known ones."""
+    if name not in ALGORITHM_FACTS:
+        raise ValueError(f"algorithm {name!r} is not available: use one of {', '.join(ALGORITHM_FACTS)}")
+    algorithm = importlib.import_module(f"telescope.algorithms.{name}").ALGORITHM
+    assert isinstance(algorithm, Algorithm)
+    return algorithm

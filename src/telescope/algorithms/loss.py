@@ -16,10 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from telescope.algorithms.base import Algorithm, ClipSides, TokenBatch
-from telescope.algorithms.modifiers.importance_weight import importance_weight
-from telescope.algorithms.modifiers.penalties import penalty
-from telescope.algorithms.modifiers.ppo_clip import clipped_ratio_loss, clipped_sides
-from telescope.algorithms.modifiers.sequence_mask import masked_answers
+from telescope.algorithms.modifiers import clipped_ratio_loss, clipped_sides, importance_weight, masked_answers, penalty
 from telescope.config.algorithms import ALGORITHM_FACTS
 
 if TYPE_CHECKING:

@@ -1,17 +1,30 @@
-"""`telescope config`: explain fields, print the resolved configuration, print the defaults."""
+"""`telescope config`: explain fields, print the resolved configuration, print the defaults.
+
+Help about the fields of the configuration: the list of them by section, and one of them in full.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from telescope.config import load_config
+from telescope.config import EnvironmentEntry, EvalEntry, load_config
+from telescope.config.base import Section
+from telescope.config.describe import FieldDescription, describe_all, describe_section
 from telescope.config.generate import default_yaml, resolved_yaml
+from telescope.config.rules import RULES
 from telescope.config.sections import SECTIONS
+from telescope.errors import UserError
+from telescope.utils.suggest import nearest_name
 
 
 def add_parser(subparsers: Any) -> None:
@@ -43,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from telescope.cli.field_help import WIDEST, explain, print_sections
+    from telescope.cli.config import WIDEST, explain, print_sections
 
     console = Console()
     if not console.is_terminal:
@@ -66,3 +79,149 @@ def _show(arguments: argparse.Namespace) -> int:
 def _defaults(_: argparse.Namespace) -> int:
     print(default_yaml(), end="")
     return 0
+
+
+ENTRIES: dict[str, type[Section]] = {"environments": EnvironmentEntry, "evals": EvalEntry}
+WIDEST = 118  # columns beyond which lines of prose become hard to follow
+
+
+MOST_USED = (
+    "model", "environments", "evals", "run_dir", "inference_num_workers", "trainer_num_workers", "number_of_steps",
+    "prompts_batch_size_for_trainer", "group_size", "max_tokens", "learning_rate", "max_async_rollout",
+)  # fmt: skip
+"""What one changes first, for the short help."""
+
+
+def print_train_help(console: Console, *, all_fields: bool = False) -> None:
+    """What `telescope train` takes: its own options, how fields are set, and the most used fields or every one."""
+    usage = "[bold]telescope train[/] --config FILE [--dry-run [--gpu-memory-gib N]] [--FIELD VALUE ...]\n"
+    console.print(usage, highlight=False)
+    console.print("Trains a model with reinforcement learning, as the YAML file and the flags say.\n")
+    options = _grid()
+    options.add_row("--config FILE", "YAML file with the fields of this run; -c for short")
+    options.add_row("--dry-run", "print the resolved configuration, placement and memory estimate; start nothing")
+    options.add_row("--gpu-memory-gib N", "with --dry-run: judge the plan for GPUs of N GiB each, whatever is here")
+    options.add_row("--help", "this text" if not all_fields else "the most used fields")
+    options.add_row("--help-all", "every field" if not all_fields else "this text")
+    console.print(options)
+    console.print(
+        "\nEvery field is a flag. --learning_rate 5e-7, --learning-rate 5e-7 and --learning_rate=5e-7 are the "
+        "same; values are YAML (true, null, [a, b], {key: value}); a boolean alone means true. Later wins: defaults, "
+        "environment variables, the YAML file, flags.\n",
+        highlight=False,
+        markup=False,
+        width=WIDEST,
+    )
+    _example(console)
+    if all_fields:
+        print_sections(console, SECTIONS)
+        console.print(
+            "Fields marked with · are accepted and have no effect in this version. "
+            "`telescope config explain FIELD` says more about one.",
+            style="dim",
+            width=WIDEST,
+        )
+        return
+    console.print(Text("Most used fields", style="bold cyan"))
+    grid = _grid()
+    described = {field.name: field for field in describe_all()}
+    for name in MOST_USED:
+        _add_field(grid, described[name])
+    console.print(grid)
+    console.print(f"\nThe {len(described)} fields come in sections, which `telescope config explain SECTION` lists:")
+    console.print(Text(", ".join(section.TITLE for section in SECTIONS)), width=WIDEST)
+    console.print("`telescope config explain FIELD` explains one field, `telescope train --help-all` lists them all.")
+
+
+def print_sections(console: Console, sections: Sequence[type[Section]]) -> None:
+    """The fields of each section with default and first sentence."""
+    for section in sections:
+        console.print(Text(section.TITLE, style="bold cyan"))
+        grid = _grid()
+        for field in describe_section(section):
+            _add_field(grid, field)
+        console.print(grid)
+        console.print()
+
+
+def _add_field(grid: Table, field: FieldDescription) -> None:
+    name = Text(f"--{field.name}")
+    if field.waits_for:
+        name.append(" ·", style="dim")
+    value = Text(field.type if field.required or field.default in (None, [], {}) else _short_default(field))
+    grid.add_row(name, value, Text(field.summary))
+
+
+def explain(console: Console, name: str) -> None:
+    """Everything about one field, about one key of a list's entries (`evals.num_samples`, `evals[0].num_samples`), or
+    about every field of one section. Raises `UserError` for a name that is none of these."""
+    wanted = re.sub(r"\[\d*\]", "", name.strip().lstrip("-")).replace("-", "_")
+    for field in describe_all():
+        if field.name == wanted:
+            _print_field(console, field)
+            return
+    entries, dot, key = wanted.partition(".")
+    if dot and entries in ENTRIES:
+        _explain_key(console, entries, key)
+        return
+    if dot and entries in {field.name for field in describe_all()}:
+        raise UserError(
+            f"{entries} has no keys that the schema knows; `telescope config explain {entries}` explains it"
+        )
+    for section in SECTIONS:
+        if section.TITLE.lower() == name.strip().lower():
+            print_sections(console, [section])
+            return
+    known = [field for section in SECTIONS for field in section.model_fields]
+    known += [f"{entries}.{key}" for entries, kind in ENTRIES.items() for key in kind.model_fields]
+    near = nearest_name(wanted, known)
+    hint = f" Did you mean '{near}'?" if near else ""
+    raise UserError(f"There is no field or section '{name}'.{hint} `telescope config explain` lists all fields")
+
+
+def _explain_key(console: Console, entries: str, key: str) -> None:
+    keys = {field.name: field for field in describe_section(ENTRIES[entries], f"{entries}.")}
+    if key not in keys:
+        near = nearest_name(key, keys)
+        hint = f" Did you mean '{entries}.{near}'?" if near else ""
+        raise UserError(f"An entry of {entries} has no key '{key}'.{hint} The keys are {', '.join(keys)}")
+    _print_field(console, replace(keys[key], name=f"{entries}[].{key}", section=f"a key of each entry of {entries}"))
+
+
+def _print_field(console: Console, field: FieldDescription) -> None:
+    console.print(Text.assemble((field.name, "bold"), ("  ", ""), (field.section, "dim")))
+    console.print(field.text, width=WIDEST, highlight=False, markup=False)
+    grid = _grid()
+    grid.add_row("type", Text(field.type))
+    grid.add_row("default", Text(field.default_text))
+    if field.range:
+        grid.add_row("range", Text(field.range))
+    if field.waits_for:
+        grid.add_row("status", Text(f"accepted, without effect in this version (waits for {field.waits_for})"))
+    for rule in RULES:
+        if field.name in rule.fields:
+            about = "" if rule.fields[0] == field.name else f"{rule.fields[0]} "
+            grid.add_row("rule", Text(f"{about}{rule.statement}"))
+    console.print(grid)
+    if field.name in ENTRIES:
+        console.print("\nEach entry of the list:")
+        entries = _grid()
+        for part in describe_section(ENTRIES[field.name], f"{field.name}."):
+            entries.add_row(Text(part.name), Text(part.default_text), Text(part.text))
+        console.print(entries)
+
+
+def _example(console: Console) -> None:
+    console.print("[bold]Example[/]", highlight=False)
+    console.print("  telescope train --config configs/examples/demo_countdown.yaml --number_of_steps 50 --seed 1\n")
+
+
+def _short_default(field: FieldDescription) -> str:
+    text = field.default_text
+    return text if len(text) <= 24 else f"{text[:21]}..."
+
+
+def _grid() -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="green")
+    return grid

@@ -1,4 +1,12 @@
-"""`telescope doctor`: what is installed, what this machine has, and the fix for whatever is missing.
+"""What `telescope doctor` looks at: one function per thing, each answering with what it found and what to do about it.
+
+Looks only: starts no engine, joins no cluster, writes nothing that stays. torch is imported in a process of its own,
+with a deadline, because a broken one can hang or crash; Ray, vLLM and transformers are asked for their versions alone.
+
+Invariant: every check answers whatever the machine is like; `bad` is for what keeps training from running here, `note`
+for everything else that a person should know, and both come with a fix.
+
+`telescope doctor`: what is installed, what this machine has, and the fix for whatever is missing.
 
 Arguments and printing only; `cli.doctor_checks` looks. Exit code 0: a run can start here; 1: something prevents it.
 """
@@ -7,14 +15,340 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
+import importlib.util
 import json
-from typing import Any
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.cli.doctor_checks import Check, Status, can_train, run_checks
+import telescope
+from telescope.config.machine import LOOPBACK, listen_problem, local_resources, ray_cluster_is_configured
+from telescope.config.schema import TelescopeConfig
+from telescope.errors import UserError
+from telescope.inference.vllm import support
+from telescope.record.wandb_sink import has_credentials
+
+GIB = 1 << 30
+TORCH_DEADLINE_SECONDS = 120.0  # the first import on a slow disk
+HUB_DEADLINE_SECONDS = 3.0
+SMI_DEADLINE_SECONDS = 10.0
+ENOUGH_MEMORY_BYTES = 6 * GIB  # the demo: engine, two trainer ranks, Ray, driver
+ENOUGH_SHARED_MEMORY_BYTES = 2 * GIB  # batches in Ray's object store, and NCCL's buffers
+ENOUGH_DISK_BYTES = 5 * GIB
+ENOUGH_OPEN_FILES = 8192  # a socket per sample in flight (4,096 in the largest setting measured), on both ends
+SET_UP = '`make setup` in a checkout, or `pip install ".[cuda]"` there'
+
+Status = Literal["ok", "note", "bad"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the answer. `fix` is None exactly if `status` is ok."""
+
+    name: str
+    status: Status
+    found: str
+    fix: str | None = None
+
+
+def run_checks(*, hub: bool = True) -> list[Check]:
+    """Every check, in the order in which a person would ask. `hub=False` asks nothing of the network."""
+    with ThreadPoolExecutor(2) as pool:  # the two that wait, beside the rest
+        torch_answer = pool.submit(ask_torch)
+        hub_answer = pool.submit(check_hub) if hub else None
+        gpus = list_gpus()
+        checks = [
+            check_telescope(),
+            check_python(),
+            check_system(),
+            check_processors(),
+            check_memory(),
+            check_shared_memory(),
+            check_open_files(),
+            check_compiler(),
+            check_gpus(gpus),
+            check_torch(torch_answer.result(), gpus),
+            check_package("transformers"),
+            check_package("ray"),
+            check_vllm(gpus),
+            check_plugin(),
+            check_torchvision(),
+            check_writable("run directory", Path.cwd()),
+            check_writable("temporary files", Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())),
+            check_ray_cluster(),
+            check_port(),
+            check_wandb(),
+        ]
+        return [*checks, hub_answer.result()] if hub_answer is not None else checks
+
+
+def can_train(checks: list[Check]) -> bool:
+    """Whether nothing that was found keeps a run from starting on this machine."""
+    return all(check.status != "bad" for check in checks)
+
+
+# --- this program and this machine ----------------------------------------------------------------------------------
+
+
+def check_telescope() -> Check:
+    return Check("telescope", "ok", f"{telescope.__version__} in {Path(telescope.__file__).parent}")
+
+
+def check_python() -> Check:
+    found = f"{platform.python_version()} ({sys.executable})"
+    if (3, 11) <= sys.version_info[:2] <= (3, 13):
+        return Check("Python", "ok", found)
+    return Check("Python", "bad", found, "use CPython 3.11, 3.12 or 3.13: Ray and vLLM have builds for those")
+
+
+def check_system() -> Check:
+    found = f"{platform.system()} {platform.release()} {platform.machine()}"
+    if platform.system() != "Linux":
+        return Check("system", "bad", found, "train on Linux; reading runs works everywhere")
+    if platform.machine() != "x86_64":
+        return Check("system", "note", found, "untested: the pinned packages were tried on x86_64")
+    return Check("system", "ok", found)
+
+
+def check_processors() -> Check:
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2:
+        return Check("processor", "note", "1 core", "two or more, or the engine and the trainer take turns")
+    return Check("processor", "ok", f"{cores} cores")
+
+
+def check_memory() -> Check:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    found = f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB of it unused"
+    if total < ENOUGH_MEMORY_BYTES:
+        return Check("memory", "note", found, f"{ENOUGH_MEMORY_BYTES // GIB} GiB for the demo on CPU")
+    return Check("memory", "ok", found)
+
+
+def check_shared_memory(path: Path = Path("/dev/shm")) -> Check:
+    if not path.is_dir():
+        return Check("shared memory", "bad", f"{path} is missing", f"mount a tmpfs on {path}: Ray and vLLM need it")
+    usage = shutil.disk_usage(path)
+    found = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {path}"
+    if usage.free < ENOUGH_SHARED_MEMORY_BYTES:
+        return Check("shared memory", "note", found, "docker run --shm-size=16g: Ray uses slower files on disk instead")
+    return Check("shared memory", "ok", found)
+
+
+def check_open_files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= ENOUGH_OPEN_FILES:
+        return Check("open files", "ok", f"limit {'none' if soft == resource.RLIM_INFINITY else soft}")
+    ceiling = "" if hard == resource.RLIM_INFINITY else f" (the system allows {hard})"
+    fix = f"ulimit -n {ENOUGH_OPEN_FILES}{ceiling}, for thousands of samples at once"
+    return Check("open files", "note", f"limit {soft}", fix)
+
+
+def check_compiler() -> Check:
+    for name in (os.environ.get("CC"), "gcc", "cc", "clang"):
+        if name and (path := shutil.which(name)):
+            return Check("C compiler", "ok", path)
+    return Check("C compiler", "note", "none", "install gcc: vLLM on GPU and torch.compile build kernels with it")
+
+
+def check_gpus(gpus: list[str]) -> Check:
+    if gpus:
+        kinds = ", ".join(f"{gpus.count(kind)} x {kind}" for kind in dict.fromkeys(gpus))
+        return Check("GPU", "ok", kinds)
+    fix = "none is needed for `make demo`; models of more than a few million parameters want one"
+    return Check("GPU", "note", "no NVIDIA GPU", fix)
+
+
+def list_gpus() -> list[str]:
+    """Name, memory and driver of each GPU that the NVIDIA driver lists."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=SMI_DEADLINE_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []  # no driver, or one that does not answer: either way there is no GPU to train on
+    rows = [[part.strip() for part in line.split(",")] for line in answer.stdout.splitlines() if line.count(",") == 2]
+    return [f"{name} ({memory}, driver {driver})" for name, memory, driver in rows]
+
+
+# --- packages -------------------------------------------------------------------------------------------------------
+
+_TORCH_QUESTION = """
+import json, torch
+print(json.dumps({
+    "version": torch.__version__, "cuda": torch.version.cuda, "gpus": torch.cuda.device_count(),
+    "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available(),
+    "nccl": torch.distributed.is_available() and torch.distributed.is_nccl_available(),
+}))
+"""
+
+
+def ask_torch() -> dict[str, object]:
+    """What torch says of itself, asked in a process of its own; `{"error": ...}` where it cannot be imported."""
+    if importlib.util.find_spec("torch") is None:
+        return {"error": "not installed"}
+    command = [sys.executable, "-c", _TORCH_QUESTION]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_DEADLINE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"import torch did not end within {TORCH_DEADLINE_SECONDS:.0f} s"}
+    if answer.returncode != 0:
+        last_line = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
+        return {"error": f"import torch fails: {last_line}"}
+    found: dict[str, object] = json.loads(answer.stdout.strip().splitlines()[-1])
+    return found
+
+
+def check_torch(answer: dict[str, object], gpus: list[str]) -> Check:
+    if "error" in answer:
+        return Check("torch", "bad", str(answer["error"]), SET_UP)
+    build = f"CUDA {answer['cuda']}" if answer["cuda"] else "CPU build"
+    backends = [name for name in ("gloo", "nccl") if answer[name]]
+    found = f"{answer['version']}, {build}, {' and '.join(backends) or 'no process groups'}"
+    if not answer["gloo"]:
+        return Check("torch", "bad", found, "a torch with torch.distributed and gloo: " + SET_UP)
+    if gpus and not answer["cuda"]:
+        return Check("torch", "note", found, "runs on CPU although there is a GPU: make setup ACCELERATOR=cuda")
+    if gpus and not answer["gpus"]:
+        fix = "update the NVIDIA driver, or check CUDA_VISIBLE_DEVICES"
+        return Check("torch", "bad", f"{found}; it sees none of {len(gpus)} GPUs", fix)
+    return Check("torch", "ok", found)
+
+
+def check_package(name: str) -> Check:
+    version = installed(name)
+    return Check(name, "ok", version) if version else Check(name, "bad", "not installed", SET_UP)
+
+
+def check_vllm(gpus: list[str]) -> Check:
+    version = support.installed_version()
+    low, high = (".".join(map(str, v)) for v in (support.OLDEST_SUPPORTED, support.NEWEST_TESTED))
+    supported = f"supported: {low} to {high}"
+    try:
+        support.check_supported(version)
+    except UserError as error:
+        return Check("vllm", "bad", f"{version or 'not installed'} ({supported})", f"{error} ({SET_UP})")
+    cpu = support.is_cpu_build()
+    found = f"{version}, {'CPU' if cpu else 'CUDA'} build ({supported})"
+    if not cpu and not gpus:
+        return Check("vllm", "bad", found, "this build needs an NVIDIA GPU: make setup ACCELERATOR=cpu")
+    if cpu and gpus:
+        return Check("vllm", "note", found, "generates on CPU although there is a GPU: make setup ACCELERATOR=cuda")
+    return Check("vllm", "ok", found)
+
+
+def check_plugin() -> Check:
+    """vLLM finds Telescope's weight transfer through an entry point, which only an installed Telescope has."""
+    found = importlib.metadata.entry_points(group="vllm.general_plugins", name="telescope")
+    if found:
+        return Check("vllm plugin", "ok", next(iter(found)).value)
+    fix = "install Telescope (pip install -e .): a folder on the path is not enough"
+    return Check("vllm plugin", "bad", "not registered", fix)
+
+
+def check_torchvision() -> Check:
+    """A torchvision built for CUDA beside a CPU torch makes `import transformers` fail."""
+    torchvision, torch = installed("torchvision"), installed("torch")
+    if torchvision and torch and "+cpu" in torch and "+cpu" not in torchvision:
+        found = f"{torchvision} does not fit torch {torch}"
+        fix = "pip uninstall torchvision torchaudio torchcodec: text models need none of them"
+        return Check("torchvision", "bad", found, fix)
+    return Check("torchvision", "ok", torchvision or "not installed, and not needed")
+
+
+def installed(name: str) -> str | None:
+    """Version of an installed distribution, without importing it."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# --- places, ports, services ----------------------------------------------------------------------------------------
+
+
+def check_writable(name: str, folder: Path) -> Check:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        fix = "name another with run_dir or TELESCOPE_RUN_DIR (runs), RAY_TMPDIR or TMPDIR (temporary files)"
+        return Check(name, "bad", f"{folder}: {error.strerror}", fix)
+    free = shutil.disk_usage(folder).free
+    found = f"{folder} is writable, {free / GIB:.0f} GiB free"
+    if free < ENOUGH_DISK_BYTES:
+        return Check(name, "note", found, f"{ENOUGH_DISK_BYTES // GIB} GiB and more for runs and checkpoints")
+    return Check(name, "ok", found)
+
+
+def check_ray_cluster() -> Check:
+    address = str(default_of("ray_address"))
+    if ray_cluster_is_configured(address):
+        return Check("Ray cluster", "ok", f"a run joins the one at {os.environ.get('RAY_ADDRESS') or address}")
+    return Check("Ray cluster", "ok", f"none running: a run starts its own on this machine ({describe_node()})")
+
+
+def describe_node() -> str:
+    node = local_resources().nodes[0]
+    return f"{node.cpus:.0f} CPUs, {node.gpus:.0f} GPUs"
+
+
+def check_port() -> Check:
+    """The first port of inference servers, which a run holds from its start on."""
+    port = int(str(default_of("inference_base_port")))
+    if (problem := listen_problem(LOOPBACK, port)) is not None:
+        fix = f"end what uses {port}, perhaps another run, or choose another port: --inference_base_port N"
+        return Check("inference port", "note", f"{port}: {problem}", fix)
+    return Check("inference port", "ok", f"{port} is free")
+
+
+def default_of(field: str) -> object:
+    """The schema's default of a configuration field."""
+    return TelescopeConfig.model_fields[field].default
+
+
+def check_wandb() -> Check:
+    if has_credentials(os.environ):
+        return Check("W&B", "ok", "credentials found")
+    return Check("W&B", "note", "no credentials: runs are recorded offline", "wandb login, or use_wandb: false")
+
+
+def check_hub(ask: Callable[[str, float], None] | None = None) -> Check:
+    """Whether models and datasets can be fetched by name. `ask(url, timeout)` raises `OSError` if not."""
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    fix = "give paths of models and datasets that are on disk; the demo needs no hub"
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return Check("model hub", "note", "HF_HUB_OFFLINE is set: only what is cached", fix)
+    try:
+        (ask or _ask_url)(endpoint, HUB_DEADLINE_SECONDS)
+    except (OSError, ValueError) as error:
+        return Check("model hub", "note", f"{endpoint} cannot be reached ({getattr(error, 'reason', error)})", fix)
+    return Check("model hub", "ok", f"{endpoint} answers")
+
+
+def _ask_url(url: str, timeout: float) -> None:
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=timeout).close()
+    except urllib.error.HTTPError as error:
+        if error.code >= 500:  # a proxy that refuses answers like this too
+            raise OSError(f"HTTP {error.code}") from error
+
 
 _MARKS: dict[Status, tuple[str, str]] = {
     "ok": ("ok", "green"),

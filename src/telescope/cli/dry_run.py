@@ -17,16 +17,23 @@ from rich.text import Text
 
 from telescope.config import LoadedConfig, TelescopeConfig, preflight
 from telescope.config.describe import yaml_text
+from telescope.config.loader import choose_run_dir
 from telescope.config.machine import local_resources
-from telescope.config.memory import EngineMemory, MemoryEstimate, estimate_memory, plan_shadows
+from telescope.config.memory import (
+    GIB,
+    EngineMemory,
+    MemoryEstimate,
+    TrainerMemory,
+    estimate_memory,
+    num_recomputed,
+    plan_staging,
+)
 from telescope.config.model_files import ModelReport, inspect_model
 from telescope.config.plan import ClusterResources, Placement, PlacementError, assumed_cluster, plan_placement
 from telescope.config.remarks import remarks_on_place
-from telescope.config.run_dir import choose_run_dir
 from telescope.config.sections import SECTIONS
-from telescope.config.trainer_memory import GIB, TrainerMemory, num_recomputed
-from telescope.counted import counted
 from telescope.errors import ConfigError, UserError
+from telescope.utils.text import pluralize
 
 LONGEST_VALUE = 60  # characters of a default in the table of fields; what the user set is shown in full
 MOST_WORKERS_SHOWN = 64  # rows of the placement
@@ -121,7 +128,7 @@ def _print_config(loaded: LoadedConfig, console: Console) -> None:
     in_flight = config.num_inference_servers * config.lanes_per_server
     console.print(
         f"[bold]a step[/]         {prompts} prompts x {answers} answers = {prompts * answers} samples, at most "
-        f"{in_flight} in flight; {counted(config.number_of_steps, 'step')}",
+        f"{in_flight} in flight; {pluralize(config.number_of_steps, 'step')}",
         highlight=False,
     )
 
@@ -215,7 +222,7 @@ def _print_memory(
             "  GPU memory is not known here: --gpu-memory-gib 80 judges the plan for such GPUs.", highlight=False
         )
     remarks = list(_remarks(config, estimate))
-    in_place = plan_shadows(config, report.shape, memory).in_place_because
+    in_place = plan_staging(config, report.shape, memory).in_place_because
     # What a dense model on one GPU comes to depends on the GPU; on the CPU there is nothing to choose.
     is_open = config.inference_tensor_parallel_size == 1 and not report.shape.num_experts
     is_decided = not is_open or (placement.device == "cuda" and memory is not None)

@@ -18,11 +18,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from telescope.counted import counted
 from telescope.environments.arguments import constructor_arguments, dataset_arguments
 from telescope.environments.base import ChatMessage, Environment, MultiTurnEnvironment
-from telescope.environments.chat_server import API_KEY_VARIABLE, ChatServer
-from telescope.environments.play import Answer, Answerer, NobodyAnswers, Played, play_item
+from telescope.environments.local_rollout import (
+    API_KEY_VARIABLE,
+    Answer,
+    Answerer,
+    ChatServer,
+    LocalRollout,
+    NoAnswerError,
+    roll_out_item,
+)
 from telescope.environments.registry import (
     check_environment,
     environment_class,
@@ -33,6 +39,7 @@ from telescope.environments.registry import (
 from telescope.environments.scaffold import KINDS, write_scaffold
 from telescope.environments.tool_env import ToolEnvironment
 from telescope.errors import UserError
+from telescope.utils.text import pluralize
 
 _PLAIN = (str, int, float, bool, list, tuple, dict)
 _STYLES = {"system": "dim", "user": "cyan", "tool": "magenta", "assistant": "bold"}
@@ -118,8 +125,8 @@ def run_try(arguments: argparse.Namespace) -> int:
     for item in range(arguments.item, arguments.item + arguments.items):
         console.print(Text(f"{arguments.name}, item {item} of {len(environment)}", style="bold underline"))
         try:
-            played = play_item(environment, item, answerer, lambda message: _print_message(console, message))
-        except NobodyAnswers:
+            played = roll_out_item(environment, item, answerer, lambda message: _print_message(console, message))
+        except NoAnswerError:
             if not records:
                 raise
             console.print(Text(f"no answer: {len(records)} of {arguments.items} items were played", style="yellow"))
@@ -245,11 +252,11 @@ def _print_message(console: Console, message: ChatMessage) -> None:
     console.print(Text(f"[{role}]", style=_STYLES.get(role, "")), Text(str(message.get("content", ""))), soft_wrap=True)
 
 
-def _print_score(console: Console, played: Played) -> None:
+def _print_score(console: Console, played: LocalRollout) -> None:
     score = played.score
     ended = f", {played.end_reason}" if played.end_reason else ""
     console.print(
-        Text(f"reward {score['total_reward']:.4g} ({counted(played.num_turns, 'turn')}{ended})", style="bold green")
+        Text(f"reward {score['total_reward']:.4g} ({pluralize(played.num_turns, 'turn')}{ended})", style="bold green")
     )
     for title, values in (("metrics", score["sample_metrics"]), ("golden answers", score["golden_answers"])):
         if values:

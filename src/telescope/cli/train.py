@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
     """Run the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
     arguments = parse_arguments(argv)
     if arguments.help:
-        from telescope.cli.field_help import print_train_help
+        from telescope.cli.config import print_train_help
 
         print_train_help(_console(), all_fields=arguments.help == "all")
         return 0
@@ -154,10 +154,10 @@ def try_what_the_user_brings(config: TelescopeConfig) -> list[str]:
     And ask vLLM for the parsers that are named: its plugins are brought by the user too. Returns what the environments
     had to tell.
     """
-    from telescope.environments.trial import try_environments
-    from telescope.inference.chat_parsers import check_chat_parsers
-    from telescope.orchestrator.environment_keys import environment_keys
-    from telescope.trainer.backend_trial import try_backend
+    from telescope.config.environments import environment_keys
+    from telescope.environments.worker_pool.trial import try_environments
+    from telescope.inference.vllm.support import check_chat_parsers
+    from telescope.trainer.backends import try_backend
 
     try_backend(config.train_backend)
     check_chat_parsers(config)

@@ -2,10 +2,15 @@
 
 They are thin: an actor unpacks the config it was handed (never one from disk), makes the plain class of the room it
 stands for, and forwards calls. Each can say the hash of its config and dump its stacks, and ends what it started.
+
+The machines of the cluster that the driver does not run on: an actor on each, which reads its gauges.
+
+Such an actor takes no share of its machine. One that does not come up, or dies, costs the gauges of that machine.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -14,17 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from telescope.cluster.network import own_host, use_interface_of
-from telescope.cluster.ray_cluster import own_address
+from telescope.cluster.ray_cluster import Cluster, own_address
 from telescope.config import TelescopeConfig
 from telescope.errors import InfrastructureError, RunError, UserError
 from telescope.inference.engine_metrics import metrics_reader
-from telescope.inference.tracing import TraceTarget
+from telescope.inference.vllm.request_tracing import TraceTarget
 from telescope.record.gauges import Sampler, Taken
-from telescope.record.machine import MachineSampler
-from telescope.stacks import thread_stacks
-from telescope.weights.lifeline import listen
+from telescope.record.system_metrics import MachineSampler
+from telescope.utils.process import thread_stacks
+from telescope.weights.control_channel import listen
 from telescope.weights.plan import UpdateInfo
 
 ACTOR_OPTIONS: dict[str, Any] = {
@@ -137,7 +143,7 @@ class TrainerActor:
     def setup(self, master_host: str, master_port: int, loopback: bool) -> Any:
         """Join the other ranks and load the model. Returns its `TrainerInfo`."""
         use_interface_of(own_host(loopback=loopback))
-        from telescope.trainer.memory import memory_reader
+        from telescope.trainer.timeline import memory_reader
         from telescope.trainer.worker import Trainer
         from telescope.weights.sender import WeightSender
 
@@ -212,13 +218,13 @@ class TrainerActor:
 
     def packed_logprobs(self, step_input: Any) -> Any:
         """See `trainer.proofs`."""
-        from telescope.trainer.proofs import packed_logprobs
+        from telescope.trainer.self_check import packed_logprobs
 
         return packed_logprobs(self._trainer.backend, step_input)
 
     def compare_gradients(self, first: Any, second: Any) -> Any:
         """See `trainer.proofs`."""
-        from telescope.trainer.proofs import compare_gradients
+        from telescope.trainer.self_check import compare_gradients
 
         return compare_gradients(self._trainer.backend, first, second)
 
@@ -271,3 +277,31 @@ async def answer(reference: Any, what: str) -> Any:
             raise cause from None  # its message is the whole explanation
         # Ray's text is the traceback in the actor's process: it stays, as where this came from.
         raise cause from error
+
+
+class HostGroup:
+    """The actors, by the names of their machines. Making it waits for none of them. `here` is the driver's."""
+
+    def __init__(self, config: TelescopeConfig, cluster: Cluster) -> None:
+        seconds = config.system_metrics_collection_interval_seconds
+        self.here = cluster.node_names[cluster.driver_node]
+        self._actors: dict[str, Any] = {}
+        for node, name in cluster.node_names.items():
+            if node != cluster.driver_node:
+                there = NodeAffinitySchedulingStrategy(node, soft=False)
+                actor = make_actor(HostActor, {"num_cpus": 0, "scheduling_strategy": there})
+                self._actors[name] = actor.remote(seconds)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._actors)
+
+    async def take_readings(self, name: str) -> Taken:
+        """What was read of a machine since the last call."""
+        taken: Taken = await answer(self._actors[name].take_readings.remote(), f"gauges of machine {name}")
+        return replace(taken, node=name)
+
+    async def stop(self) -> None:
+        """End the actors."""
+        for actor in self._actors.values():
+            await asyncio.to_thread(ray.kill, actor)

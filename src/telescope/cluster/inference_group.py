@@ -19,7 +19,7 @@ from telescope.config import TelescopeConfig
 from telescope.config.machine import LOOPBACK
 from telescope.errors import DeadlineExceeded
 from telescope.inference.client import EngineClient
-from telescope.inference.tracing import TraceTarget
+from telescope.inference.vllm.request_tracing import TraceTarget
 from telescope.record.gauges import Taken
 
 logger = logging.getLogger(__name__)

@@ -2,6 +2,14 @@
 
 Owns the call to `ray.init` and the runtime environment that every actor inherits (interpreter, virtual environment, run
 directory). Does not own actors or placement.
+
+Whether the Ray cluster that a run joins asks for a token, and so whether this process shows one.
+
+Ray decides that by how a cluster was named and not by the cluster. Found by "auto", it shows a token, and wants to be
+shown one, if there is one in the home directory; named by its address, it never does. So a cluster that was started
+where there is one (the first local run on a machine makes it) cannot be joined by address, and one that was started
+without is joined by "auto" and loses every actor at once. Therefore the cluster is asked. A user's own `RAY_AUTH_MODE`
+wins.
 """
 
 from __future__ import annotations
@@ -10,6 +18,7 @@ import contextlib
 import logging
 import math
 import os
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,11 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
 
-from telescope.cluster.ray_auth import MODE_VARIABLE, forget_authentication, settle_authentication
 from telescope.config import TelescopeConfig
 from telescope.config.machine import LOOPBACK
 from telescope.config.plan import ClusterResources, NodeResources
@@ -244,3 +254,71 @@ def names_of_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         for node in nodes
         for name in [node["NodeManagerHostname"]]
     }
+
+
+MODE_VARIABLE = "RAY_AUTH_MODE"
+QUESTION = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+"""What the head node of a cluster answers to everybody who may speak with it."""
+QUESTION_SECONDS = 10.0
+
+
+def settle_authentication(ray_address: str) -> None:
+    """Set `RAY_AUTH_MODE` of this process to what the cluster at `ray_address` wants, if it can be asked.
+
+    Raises ConnectionError when nobody is there, UserError when it wants a token that is not here. Otherwise what is
+    wrong is for `ray.init` to say.
+    """
+    if "://" in ray_address:
+        return
+    address = services.canonicalize_bootstrap_address(ray_address)
+    if address is None:
+        return
+    check_that_somebody_listens(address)
+    if MODE_VARIABLE in os.environ or (open_to_all := admits(address)) is None:
+        return
+    if not open_to_all:
+        _check_token(ray_address, address)
+    os.environ[MODE_VARIABLE] = "disabled" if open_to_all else "token"
+    Config.initialize("")  # Ray reads the environment once
+
+
+def forget_authentication() -> None:
+    """Take back what `settle_authentication` has set: the cluster was not joined after all."""
+    os.environ.pop(MODE_VARIABLE, None)
+    Config.initialize("")
+
+
+def admits(address: str, token: str | None = None) -> bool | None:
+    """Whether the cluster at `address` speaks with who shows this token, or none. None: it gives no answer."""
+    shown: Sequence[tuple[str, str]] = [("authorization", f"Bearer {token}")] if token is not None else []
+    with grpc.insecure_channel(address) as channel:
+        try:
+            channel.unary_unary(QUESTION)(b"", timeout=QUESTION_SECONDS, metadata=shown)
+        except grpc.RpcError as error:
+            return False if error.code() == grpc.StatusCode.UNAUTHENTICATED else None
+    return True
+
+
+def check_that_somebody_listens(address: str) -> None:
+    """Raises ConnectionError when nobody does: `ray.init` would try for minutes. A cluster behind TLS passes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # for `ray.init` to say
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=QUESTION_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(f"nothing answers at {address}: {error}") from error
+
+
+def _check_token(ray_address: str, address: str) -> None:
+    loader = AuthenticationTokenLoader.instance()
+    loader.reset_cache()
+    has_token = loader.has_token(ignore_auth_mode=True)
+    if has_token and admits(address, loader.get_raw_token(ignore_auth_mode=True)) is not False:
+        return
+    raise UserError(
+        f"ray_address: the cluster at {ray_address!r} ({address}) asks for its token, and "
+        + ("the one that is here is another" if has_token else "there is none here")
+        + ". Copy ~/.ray/auth_token from the machine that its head was started on, or set RAY_AUTH_TOKEN or "
+        "RAY_AUTH_TOKEN_PATH"
+    )

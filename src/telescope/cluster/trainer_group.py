@@ -27,7 +27,7 @@ from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo, sender_rank
 if TYPE_CHECKING:
     import numpy as np
 
-    from telescope.trainer.proofs import GradientComparison
+    from telescope.trainer.self_check import GradientComparison
     from telescope.weights.sender import SendReport
 
 logger = logging.getLogger(__name__)

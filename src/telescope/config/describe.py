@@ -10,10 +10,9 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
 
-from telescope.config.base import Section, member_types
-from telescope.config.frozen import thaw
+from telescope.config.base import Section, member_types, thaw
+from telescope.config.remarks import FIELD_STATUS
 from telescope.config.sections import SECTIONS
-from telescope.config.status import FIELD_STATUS
 
 NAMES = {type(None): "null", Any: "any"}
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from telescope.config.describe import FieldDescription, describe_section, yaml_text
 from telescope.config.environments import EnvironmentEntry, EvalEntry
 from telescope.config.loader import ENVIRONMENT_VARIABLES
+from telescope.config.remarks import AVAILABLE_CHOICES
 from telescope.config.rules import RULES
 from telescope.config.sections import SECTIONS
-from telescope.config.status import AVAILABLE_CHOICES
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig

@@ -3,25 +3,31 @@
 Later layers win: defaults, then environment variables, then the run's YAML, then the command line. Owns the syntax of
 flags and files. Does not own what a valid value is (`sections`), what values fit together (`rules`), or the wording of
 errors (`messages`).
+
+Where a run lies.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from telescope.config.base import accepts
 from telescope.config.messages import describe_errors, show, unknown_field
-from telescope.config.remarks import remarks
+from telescope.config.remarks import no_effect_note, refuse_unavailable_choices, remarks
 from telescope.config.schema import TelescopeConfig
-from telescope.config.status import no_effect_note, refuse_unavailable_choices
 from telescope.config.yaml_file import parse_yaml_value, read_yaml_file
 from telescope.errors import ConfigError
+
+if TYPE_CHECKING:
+    from telescope.config.schema import TelescopeConfig
 
 ENVIRONMENT_VARIABLES = {
     "TELESCOPE_RUN_DIR": "run_dir",
@@ -139,3 +145,25 @@ def _takes_only_text(name: str) -> bool:
 def _example(name: str) -> str:
     default = TelescopeConfig.model_fields[name].get_default(call_default_factory=True)
     return "VALUE" if default is None or default == [] else show(default)
+
+
+RUNS_ROOT = Path("runs")
+
+
+def choose_run_dir(config: TelescopeConfig, now: datetime | None = None) -> Path:
+    """`run_dir` (which TELESCOPE_RUN_DIR fills in), else `runs/<wandb_run_name>-<UTC time>`. Absolute; not created.
+
+    Raises `ConfigError` for a path that cannot be.
+    """
+    if config.run_dir is not None:
+        try:
+            chosen = Path(config.run_dir).expanduser().absolute()
+            chosen.exists()  # a name that is too long shows here
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(
+                f"run_dir is {config.run_dir[:200]!r}, which is no usable path ({error}). Name another folder"
+            ) from None
+        return chosen
+    name = re.sub(r"[^\w.-]+", "-", config.wandb_run_name).strip("-.") or "run"
+    stamp = (now or datetime.now(UTC)).strftime("%Y%m%d-%H%M%S")
+    return (RUNS_ROOT / f"{name}-{stamp}").absolute()

@@ -2,10 +2,20 @@
 
 Used for a dry run and for the check before a cluster is started on this machine. A cluster that already runs is asked
 through Ray instead (`telescope.cluster`).
+
+The ports of inference servers: whether one is free, whose it is from its start on, and what to say when it is not.
+
+vLLM binds its port seconds after it was started and listens on it only once the model is loaded. Until it binds, no
+socket tells of it; until it listens, any socket with SO_REUSEADDR binds the same port without an error. So a server's
+owner holds its port by name too: a socket in Linux's abstract namespace, which is per network namespace, as ports are,
+and ends with its process, however that ends.
+
+Invariant: of the servers of all runs on a machine, one at a time holds a port, from before its process starts.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import socket
@@ -13,6 +23,7 @@ import subprocess
 from pathlib import Path
 
 from telescope.config.plan import ClusterResources, NodeResources
+from telescope.errors import ConfigError
 
 NVIDIA_SMI_TIMEOUT_SECONDS = 10.0  # the driver may need seconds to wake sleeping GPUs
 CLUSTER_TIMEOUT_SECONDS = 5.0  # for a connection to the head node of a cluster
@@ -70,3 +81,118 @@ def ray_cluster_is_configured(ray_address: str) -> bool:
 
 def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+IN_USE = "in use"
+PORTS_TO_TRY = 20  # blocks of ports to look at for a suggestion
+CONNECTION_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+
+
+class PortHold:
+    """A port that this process has taken for a server, whether or not the server has bound it yet."""
+
+    def __init__(self, port: int) -> None:
+        """Raises `OSError` with EADDRINUSE when another process, or another server of this one, holds it."""
+        # Not inherited by the server: its port is its supervisor's to hold, through restarts too.
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            self._socket.bind(_name(port))
+        except OSError:
+            self._socket.close()
+            raise
+
+    def release(self) -> None:
+        """Let others have the port. Safe to call twice."""
+        self._socket.close()
+
+
+def hold_port(host: str, port: int, *, server: int, num_servers: int) -> PortHold:
+    """Take the port for server `server` of a run that has `num_servers`. Raises `ConfigError` with the fix."""
+    try:
+        hold = PortHold(port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise ConfigError(_explain(host, port, IN_USE, server, num_servers)) from None
+    problem = _bind_problem(host, port)
+    if problem is None:
+        return hold
+    hold.release()
+    raise ConfigError(_explain(host, port, problem, server, num_servers))
+
+
+def require_port(host: str, port: int, *, server: int, num_servers: int) -> None:
+    """Raises `ConfigError`, with the fix, when server `server` of `num_servers` could not have the port."""
+    if (problem := listen_problem(host, port)) is not None:
+        raise ConfigError(_explain(host, port, problem, server, num_servers))
+
+
+def listen_problem(host: str, port: int) -> str | None:
+    """Why a server could not listen there; None if it could."""
+    # In this order: a probe must not be in the way of the server whose port is held.
+    return IN_USE if _is_held(port) else _bind_problem(host, port)
+
+
+def _name(port: int) -> str:
+    return f"\0telescope/inference-port/{port}"
+
+
+def _is_held(port: int) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        return probe.connect_ex(_name(port)) == 0
+
+
+def _bind_problem(host: str, port: int) -> str | None:
+    problem = _try_to_bind(host, port, reuse=True)
+    if problem is None and _try_to_bind(host, port, reuse=False) == IN_USE and not _has_connections(port):
+        return IN_USE  # bound by a server that does not listen yet
+    return problem
+
+
+def _try_to_bind(host: str, port: int, *, reuse: bool) -> str | None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return IN_USE if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+    return None
+
+
+def _has_connections(port: int) -> bool:
+    """Whether connections have the port on this side, such as those in TIME_WAIT of a server that has ended.
+
+    They keep a socket without SO_REUSEADDR from binding it, and are nothing to a server.
+    """
+    for table in CONNECTION_TABLES:
+        if table.exists():  # no IPv6, no table of it
+            for line in table.read_text().splitlines()[1:]:
+                if int(line.split()[1].rpartition(":")[2], 16) == port:
+                    return True
+    return False
+
+
+def _explain(host: str, port: int, problem: str, server: int, num_servers: int) -> str:
+    if problem != IN_USE:
+        return (
+            f"inference_host is {host!r}, but no server can listen there ({problem}). Give an address of this machine"
+        )
+    base = port - server
+    free = _free_block(host, num_servers, base)
+    suggestion = f"for example to {free}" if free else "to a free one"
+    return (
+        f"inference_base_port is {base}, but port {port}, which server {server} would listen on, is in use. End what "
+        f"listens there, or set inference_base_port {suggestion}"
+    )
+
+
+def _free_block(host: str, count: int, above: int) -> int | None:
+    """The first port of a block of `count` free ones, in steps of 100 above `above`."""
+    for step in range(1, PORTS_TO_TRY + 1):
+        base = above + 100 * step
+        if base + count - 1 > 65535:
+            return None
+        if all(listen_problem(host, port) is None for port in range(base, base + count)):
+            return base
+    return None

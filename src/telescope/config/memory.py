@@ -1,4 +1,15 @@
-"""How much memory a run needs, estimated from the model's shape: per engine worker, and per rank (`trainer_memory`).
+"""How much memory a trainer rank needs at its peak, estimated from the model's shape.
+
+Owns the arithmetic of one training step. Does not own whether that fits (`memory`). What holds its bytes all through a
+step (shards of weights, gradients and optimizer, what is gathered, the activations that every layer keeps) is counted
+once; on top comes the largest of three moments that do not coincide: the backward pass of the output layer, that of one
+block, and the reduction of the tables' gradient, which comes when the activations are gone. Sizes are those that a
+second micro-batch meets, when gradients of the first are held.
+
+Checked against a count of all tensors of real steps (`tests/integration/trainer/test_memory_of_a_step.py`) and against
+peaks that were measured on GPUs (`tests/unit/config/test_memory.py`).
+
+How much memory a run needs, estimated from the model's shape: per engine worker, and per rank (`trainer_memory`).
 
 An estimate for choosing settings before the first start, not a bound: allocators fragment, libraries keep workspaces,
 and both are given as one named item. Pure arithmetic; bytes everywhere.
@@ -11,10 +22,137 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from telescope.config.model_shape import DTYPE_BYTES, ModelShape
-from telescope.config.trainer_memory import CUDA_CONTEXT_BYTES, GIB, TrainerMemory, trainer_memory
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
+
+GIB = 1 << 30
+CUDA_CONTEXT_BYTES = GIB  # CUDA context, NCCL buffers and cuBLAS workspaces of one process, together
+SUM_BYTES = 4
+"""Gradients are reduced over ranks, and sums of products kept, in float32."""
+VOCABULARY_BLOCKS = 8
+"""Blocks that the output layer's pass cuts the vocabulary into on a GPU; its gradient is summed up block by block."""
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Bytes of one trainer rank. FSDP shards parameters, gradients and optimizer over all ranks."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    """AdamW: two moments, in the dtype of the parameters."""
+    unsharded: int
+    """Weights that are gathered all through a micro-batch: a table that is tied, or everything if it stays gathered."""
+    activations: int
+    """What all layers keep of one micro-batch of `seq_len` tokens."""
+    layer: int
+    """The backward pass of one block: what it recomputes and its gradients, gathered weights, their reduction."""
+    logprobs: int
+    """The chunked pass over the output layer and its gradient."""
+    tables: int
+    """Reducing the gradients of embedding and output layer, after the activations are gone."""
+    overhead: int
+
+    @property
+    def states(self) -> int:
+        """What a rank holds all the time, whatever the batch."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def moment(self) -> int:
+        """What the largest moment takes beside what is held all through a step."""
+        return max(self.activations + max(self.layer, self.logprobs), self.tables) - self.activations
+
+    @property
+    def total(self) -> int:
+        return self.states + self.unsharded + self.activations + self.moment + self.overhead
+
+
+def reshards_after_forward(choice: bool | Literal["auto"], device: str) -> bool:
+    """What `fsdp_reshard_after_forward` comes to: whether weights are dropped between forward and backward pass.
+
+    On the CPU memory is rarely what is short, and a gather over gloo costs more than it is worth.
+    """
+    return device == "cuda" if choice == "auto" else choice
+
+
+def num_recomputed(config: TelescopeConfig, num_layers: int) -> int:
+    """Blocks that are recomputed in backward, counted from the first."""
+    if not config.gradient_checkpointing:
+        return 0
+    return min(config.gradient_checkpointing_layers or num_layers, num_layers)
+
+
+def trainer_memory(config: TelescopeConfig, shape: ModelShape, device: Literal["cpu", "cuda"]) -> TrainerMemory:
+    """The estimate for one rank."""
+    ranks, tokens, width = config.trainer_num_workers, config.seq_len, shape.hidden_size
+    stored = DTYPE_BYTES[config.model_dtype]
+    computed = DTYPE_BYTES[config.mixed_precision_dtype or config.model_dtype]
+    shard = -(-shape.num_parameters // ranks) * stored
+    table, layer = shape.vocab_size * width, shape.largest_layer_parameters
+    drops = reshards_after_forward(config.fsdp_reshard_after_forward, device)
+    compiled = config.compile_blocks and device == "cuda" and computed == 2
+    unsharded = (table if shape.tied_embeddings else 0) if drops else shape.num_parameters
+    # One rank has nothing to send: it copies its weights when it needs them.
+    ahead = config.fsdp_prefetch_layers * layer * computed if drops and ranks > 1 else 0
+    # The whole gradient of a tied table is there from the head's backward pass to the embedding's.
+    whole_gradient = table * computed if shape.tied_embeddings else 0
+
+    dense, sparse = (
+        tokens * computed * shape.activation_elements_per_token(mlp_width, compiled=compiled)
+        for mlp_width in shape.mlp_widths
+    )
+    # Recomputed blocks keep their input and, unless that is recomputed too, what attention returned.
+    recomputed = num_recomputed(config, shape.num_layers)
+    attention = 0 if config.recompute_attention else shape.num_heads * (shape.head_dim * computed + SUM_BYTES)
+    kept = recomputed * tokens * (width * computed + attention)
+    kept += shape.num_dense_layers(recomputed) * dense + shape.num_sparse_layers(recomputed) * sparse
+    # A last block that is not recomputed has what its backward pass needs, which meets what all others keep.
+    block = max(dense, sparse) if recomputed == shape.num_layers else 0
+    # Beside what a block saves: gradients of the widest arrays, of its input and of its output.
+    block += tokens * computed * (2 * max(shape.mlp_widths) + 2 * width)
+    weights_of_block = layer * ((computed if drops else 0) + computed)  # gathered, and their gradients
+    # A copy for the reduction lives until the next one: the last block still meets that of an untied output layer.
+    reduced = SUM_BYTES * (layer if shape.tied_embeddings else max(layer, table))
+
+    logprobs = _logprobs(config, shape, device, computed)
+    if not shape.tied_embeddings:
+        # The output layer is a unit by itself: its gradient is reduced right after its pass.
+        logprobs = max(logprobs + (table * computed if drops else 0), _reduction(table, computed, ranks))
+
+    return TrainerMemory(
+        parameters=shard,
+        gradients=shard,
+        optimizer=2 * shard,
+        unsharded=unsharded * computed,
+        activations=kept,
+        layer=block + weights_of_block + reduced + ahead + whole_gradient,
+        logprobs=logprobs + ahead,
+        tables=_reduction(table, computed, ranks) + whole_gradient,
+        overhead=CUDA_CONTEXT_BYTES if device == "cuda" else 0,
+    )
+
+
+def _logprobs(config: TelescopeConfig, shape: ModelShape, device: str, computed: int) -> int:
+    """The output layer's backward pass, its gathered weight not counted."""
+    tokens, table = config.seq_len, shape.vocab_size * shape.hidden_size
+    chunk = min(config.entropy_chunk_size, tokens) * shape.vocab_size
+    if device == "cuda":
+        logits = chunk * (SUM_BYTES + computed)  # and their gradient, which on Hopper is all that there is
+        blocks = max(1, min(VOCABULARY_BLOCKS, -(-tokens // config.entropy_chunk_size)))
+    else:
+        logits, blocks = chunk * 3 * SUM_BYTES, 1  # without kernels of our own an array more
+    sums = 0 if computed == SUM_BYTES else table * SUM_BYTES // blocks
+    # Final norm's input, the predicting rows of its output, and two gradients, one of them in float32.
+    hidden = tokens * shape.hidden_size * (3 * computed + 2 * SUM_BYTES)
+    return logits + table * computed + sums + hidden
+
+
+def _reduction(parameters: int, computed: int, ranks: int) -> int:
+    """A whole gradient, its copy for the reduction, and this rank's share of the result."""
+    return parameters * (computed + SUM_BYTES) + -(-parameters * SUM_BYTES // ranks)
+
 
 ENGINE_WORKSPACE_BYTES = 2 * GIB  # vLLM's profiled peak of activations, and CUDA graphs
 SHARE_OF_CPU_MEMORY_FOR_KV = 0.25
@@ -47,7 +185,7 @@ class EngineMemory:
 
 
 @dataclass(frozen=True)
-class ShadowPlan:
+class StagingPlan:
     """Whether a server on a GPU is given its weights in the background: bytes to keep free of KV cache for that, or
     why they come in place."""
 
@@ -109,13 +247,13 @@ def _engine_memory(config: TelescopeConfig, shape: ModelShape, device: str, memo
         else:
             kv_cache = math.ceil(min(lanes_kv, memory * SHARE_OF_CPU_MEMORY_FOR_KV) / GIB) * GIB
     else:
-        shadows = plan_shadows(config, shape, memory).num_bytes
+        shadows = plan_staging(config, shape, memory).num_bytes
         room = None if memory is None else int(memory * config.gpu_memory_utilization) - weights - overhead
         kv_cache = None if room is None else max(room - shadows, 0)
     return EngineMemory(weights, shadows, kv_cache, overhead, per_token, lanes_kv, longest)
 
 
-def plan_shadows(config: TelescopeConfig, shape: ModelShape | None, memory: int | None) -> ShadowPlan:
+def plan_staging(config: TelescopeConfig, shape: ModelShape | None, memory: int | None) -> StagingPlan:
     """What `weight_transfer` comes to on a GPU of `memory` bytes.
 
     `auto` takes the background where that leaves KV cache for all lanes at full length, or half of what there would be.
@@ -123,32 +261,32 @@ def plan_shadows(config: TelescopeConfig, shape: ModelShape | None, memory: int 
     then too small is a problem like any other.
     """
     if config.weight_transfer == "in_place":
-        return ShadowPlan(0, "weight_transfer is in_place")
+        return StagingPlan(0, "weight_transfer is in_place")
     if config.inference_tensor_parallel_size > 1:
-        return ShadowPlan(0, "collectives of a tensor-parallel engine must not run beside a transfer")
+        return StagingPlan(0, "collectives of a tensor-parallel engine must not run beside a transfer")
     if shape is not None and shape.num_experts:
-        return ShadowPlan(0, "the model has experts")
+        return StagingPlan(0, "the model has experts")
     wanted = config.weight_transfer == "background"
     if shape is None or (memory is None and not wanted):
         why = f"the {'sizes of the model' if shape is None else 'memory of the GPU'} could not be read beforehand"
-        return ShadowPlan(0, None if wanted else why)
+        return StagingPlan(0, None if wanted else why)
     item = DTYPE_BYTES[config.engine_dtype]
     weights = shape.num_parameters * item
     bucket = config.weight_broadcast_bucket_mb << 20
     matrix = max(bucket, shape.vocab_size * shape.hidden_size * item)  # a larger tensor has a bucket of its own
     needed = weights + matrix + (bucket if shape.tied_embeddings else matrix)
     if memory is None or wanted:
-        return ShadowPlan(needed)
+        return StagingPlan(needed)
     without = int(memory * config.gpu_memory_utilization) - weights - ENGINE_WORKSPACE_BYTES
     lanes = config.max_num_seqs or config.lanes_per_server
     lanes_kv = lanes * config.max_model_len * shape.kv_bytes_per_token(config.engine_dtype)
     if without - needed < min(lanes_kv, without // 2):
-        return ShadowPlan(
+        return StagingPlan(
             0,
             f"a second copy of the weights takes {needed / GIB:.1f} GiB of the {max(without, 0) / GIB:.1f} GiB that "
             "gpu_memory_utilization leaves for the KV cache",
         )
-    return ShadowPlan(needed)
+    return StagingPlan(needed)
 
 
 def trainer_share(config: TelescopeConfig, memory: int) -> int:

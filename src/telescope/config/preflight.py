@@ -14,13 +14,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from telescope.config.machine import LOOPBACK, local_resources, ray_cluster_is_configured
+from telescope.config.loader import choose_run_dir
+from telescope.config.machine import LOOPBACK, local_resources, ray_cluster_is_configured, require_port
 from telescope.config.memory import estimate_memory, trainer_share
 from telescope.config.model_files import ModelReport, inspect_model, vocabulary_size
 from telescope.config.plan import ClusterResources, PlacementError, gpus_needed, plan_placement, resolve_device
-from telescope.config.ports import require_port
 from telescope.config.remarks import remarks_on_place
-from telescope.config.run_dir import choose_run_dir
 from telescope.config.sections.cluster import client_address_problem
 from telescope.errors import ConfigError, UserError
 

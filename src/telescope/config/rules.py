@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from telescope.config.algorithms import ALGORITHM_FACTS, AlgorithmFacts, names_where
 from telescope.config.messages import show
-from telescope.config.status import has_no_effect
+from telescope.config.remarks import has_no_effect
 from telescope.errors import ConfigError
 
 if TYPE_CHECKING:

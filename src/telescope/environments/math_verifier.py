@@ -163,7 +163,7 @@ def _read_line(pipe: IO[Any], seconds: float) -> bytes | None:
 
 def main() -> None:
     """Compare until the stream ends."""
-    from telescope.environments.fork_server import die_with
+    from telescope.environments.worker_pool.fork_server import die_with
 
     die_with(os.getppid())
     answers, sys.stdout = os.fdopen(os.dup(1), "wb"), sys.stderr

@@ -1,4 +1,12 @@
-"""Environments by name.
+"""Finding a class by name: in folders, in installed packages, or by its dotted path.
+
+`Discovery` is the one search that environments and evals share. Looking a name up, and checking that the packages it
+needs are installed, reads files and package metadata and imports no user code; only `load_class` imports.
+
+Order, first found wins: the folders that the user named, installed entry points, the folder that ships here. A name
+with a colon is `package.module:Class` and skips the search.
+
+Environments by name.
 
 `src/telescope/environments/<name>/environment.py` is an environment called `<name>`, and so is `<name>/environment.py`
 in any folder of `environments_path`, an entry point of the group `telescope.environments`, and `package.module:Class`.
@@ -7,14 +15,275 @@ There is nothing to register. How names are looked up is `discovery`'s matter; t
 
 from __future__ import annotations
 
+import ast
+import difflib
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+import shlex
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from telescope.environments.arguments import check_arguments, instantiate
 from telescope.environments.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment
-from telescope.environments.discovery import Discovery, Packages, Source
+from telescope.environments.user_code import describe
 from telescope.errors import UserError
+
+
+@dataclass(slots=True, frozen=True)
+class Source:
+    """Where a name leads: a module, the class in it (None: the only one it defines), and its file if it can be read."""
+
+    name: str
+    module: str
+    class_name: str | None
+    file: Path | None
+    folder: Path | None = None
+    """Set for a folder that the user named; its module is imported from there and not from `sys.path`."""
+
+
+@dataclass(slots=True, frozen=True)
+class Packages:
+    """Requirement strings of a module that are not installed."""
+
+    missing_required: tuple[str, ...]
+    missing_optional: tuple[str, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class Discovery:
+    """A kind of thing to find. `kind` is what messages call it, `file_name` what marks a folder, `root` its class."""
+
+    kind: str
+    package: str
+    file_name: str
+    group: str
+    path_field: str
+    root: type
+
+    def names(self, folders: Sequence[str | Path] = ()) -> list[str]:
+        """All names that can be found, sorted."""
+        return sorted(self._sources(folders))
+
+    def has(self, name: str, folders: Sequence[str | Path] = ()) -> bool:
+        """Whether the search finds `name`; one with a colon is not searched for."""
+        return ":" not in name and name in self._sources(folders)
+
+    def find(self, name: str, folders: Sequence[str | Path] = ()) -> Source:
+        """Where `name` leads. Raises `UserError` with the nearest name when nowhere."""
+        if ":" in name:
+            module, _, class_name = name.partition(":")
+            return Source(name, module, class_name, _file_of(module, f"{self.kind} {name!r}"))
+        sources = self._sources(folders)
+        if name in sources:
+            source = sources[name]
+            return source if source.file else replace(source, file=_file_of(source.module, f"{self.kind} {name!r}"))
+        raise UserError(self.no_such(name, sorted(sources)))
+
+    def no_such(self, name: str, known: Sequence[str]) -> str:
+        """The message for a name that leads nowhere."""
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        return (
+            f"There is no {self.kind} {name!r}.{hint} Known: {', '.join(known)}. To add your own, put a folder "
+            f"<name>/{self.file_name} into a folder named in {self.path_field}, or write package.module:Class."
+        )
+
+    def packages(self, source: Source) -> Packages:
+        """What of the source's REQUIRED_PACKAGES and OPTIONAL_PACKAGES is not installed. Imports nothing."""
+        declared = _declared_packages(source.file) if source.file else {}
+        required = [p for p in declared.get("REQUIRED_PACKAGES", []) if not _is_installed(p)]
+        optional = [p for p in declared.get("OPTIONAL_PACKAGES", []) if not _is_installed(p)]
+        return Packages(tuple(required), tuple(optional))
+
+    def check(self, name: str, folders: Sequence[str | Path] = ()) -> Source:
+        """`find`, and `UserError` with the install command when a required package is missing."""
+        source = self.find(name, folders)
+        missing = self.packages(source).missing_required
+        if missing:
+            raise UserError(
+                f"The {self.kind} {name!r} needs packages that are not installed: {', '.join(missing)}. "
+                f"Install them with: pip install {' '.join(shlex.quote(p) for p in missing)}"
+            )
+        return source
+
+    def load_class(self, name: str, folders: Sequence[str | Path] = (), *, also: type | None = None) -> type:
+        """The class itself. Raises `UserError` when its module cannot be imported or holds no such class.
+
+        A class that was named by `package.module:Class` may be a subclass of `also` instead.
+        """
+        source = self.check(name, folders)
+        module = self._import(source)
+        if source.class_name is None:
+            return self._only_class(module, source)
+        found = module
+        for part in source.class_name.split("."):
+            found = getattr(found, part, None)  # type: ignore[assignment]
+        if not (isinstance(found, type) and issubclass(found, (self.root, also) if also else self.root)):
+            raise UserError(
+                f"The {self.kind} {name!r} is not usable: {source.class_name!r} in {source.module} is not a subclass "
+                f"of {self.root.__module__}.{self.root.__name__}."
+            )
+        return found
+
+    def _sources(self, folders: Sequence[str | Path]) -> dict[str, Source]:
+        """Every name with the source that wins it."""
+        sources: dict[str, Source] = {}
+        shipped = importlib.import_module(self.package)
+        for place in shipped.__path__:
+            for folder in self._marked_folders(Path(place)):
+                module = f"{self.package}.{folder.name}.{Path(self.file_name).stem}"
+                sources[folder.name] = Source(folder.name, module, None, folder / self.file_name)
+        for point in importlib.metadata.entry_points(group=self.group):
+            sources[point.name] = Source(point.name, point.module, point.attr or None, None)
+        for named in reversed(folders):
+            root = Path(named).expanduser().resolve()
+            if not root.is_dir():
+                raise UserError(f"{self.path_field} names {str(named)!r}, which is not a folder.")
+            for folder in self._marked_folders(root):
+                module = f"{_synthetic_package(folder)}.{Path(self.file_name).stem}"
+                sources[folder.name] = Source(folder.name, module, None, folder / self.file_name, folder)
+        return sources
+
+    def _marked_folders(self, root: Path) -> list[Path]:
+        return sorted(p.parent for p in root.glob(f"*/{self.file_name}") if not p.parent.name.startswith((".", "_")))
+
+    def _import(self, source: Source) -> ModuleType:
+        try:
+            if source.folder is not None:
+                _install_package(source.folder)
+            return importlib.import_module(source.module)
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            fix = (
+                f" Install the missing package (perhaps with: pip install {missing.split('.')[0]})." if missing else ""
+            )
+            raise UserError(
+                f"The {self.kind} {source.name!r} cannot be imported: "
+                f"{describe(error, source.file.parent if source.file else None)}.{fix}"
+            ) from error
+
+    def _only_class(self, module: ModuleType, source: Source) -> type:
+        """The concrete subclass that the module defines; of several that inherit from each other, the last heir."""
+        defined = [
+            c
+            for c in vars(module).values()
+            if isinstance(c, type)
+            and issubclass(c, self.root)
+            and c.__module__ == module.__name__
+            and not inspect.isabstract(c)
+        ]
+        heirs = [c for c in defined if not any(c is not other and issubclass(other, c) for other in defined)]
+        if len(heirs) == 1:
+            return heirs[0]
+        if not heirs:
+            problem = f"defines no concrete subclass of {self.root.__name__}"
+            abstract = [
+                f"{c.__name__} lacks {', '.join(sorted(getattr(c, '__abstractmethods__', ())))}"
+                for c in vars(module).values()
+                if isinstance(c, type) and issubclass(c, self.root) and c.__module__ == module.__name__
+            ]
+            problem += f" ({'; '.join(abstract)})" if abstract else ""
+        else:
+            problem = f"defines several: {', '.join(c.__name__ for c in heirs)}. Keep one, or name package.module:Class"
+        raise UserError(f"The {self.kind} {source.name!r} is not usable: {source.file} {problem}.")
+
+
+def _file_of(module: str, what: str) -> Path | None:
+    """Source file of a dotted module. Imports the packages above it, not the module."""
+    try:
+        spec = importlib.util.find_spec(module)
+        problem = f"there is no module {module!r}"
+    except (ImportError, ValueError) as error:
+        spec, problem = None, str(error)
+    if spec is None:
+        raise UserError(f"The {what} cannot be found: {problem}. Install its package, or add its folder to PYTHONPATH.")
+    return Path(spec.origin) if spec.has_location and spec.origin else None
+
+
+def _declared_packages(file: Path) -> dict[str, list[str]]:
+    """The module-level lists of strings REQUIRED_PACKAGES and OPTIONAL_PACKAGES, read without importing."""
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+    except SyntaxError as error:
+        raise UserError(f"{file}:{error.lineno}: {error.msg}.") from error
+    declared: dict[str, list[str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            targets, value = node.targets, node.value
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            targets, value = [node.target], node.value
+        else:
+            continue
+        for target in targets:
+            if isinstance(target, ast.Name) and target.id in ("REQUIRED_PACKAGES", "OPTIONAL_PACKAGES"):
+                declared[target.id] = _strings(value, target.id, file)
+    return declared
+
+
+def _strings(value: ast.expr, name: str, file: Path) -> list[str]:
+    try:
+        items = ast.literal_eval(value)
+    except ValueError:
+        items = None
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+        raise UserError(f"{file}:{value.lineno}: {name} must be a list of strings written out in place.")
+    return list(items)
+
+
+def _is_installed(requirement: str) -> bool:
+    """Whether a distribution or a module of that name is there; its version is not judged."""
+    match = re.match(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)", requirement)
+    if match is None:
+        raise UserError(f"{requirement!r} is not the name of a package.")
+    name = match[1]
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        top = re.sub(r"[-.].*", "", name) if "." in name else name.replace("-", "_")
+        return importlib.util.find_spec(top) is not None
+    return True
+
+
+def _synthetic_package(folder: Path) -> str:
+    """Name of the package that a folder outside of `sys.path` becomes, distinct for folders of equal name."""
+    digest = hashlib.sha256(str(folder).encode()).hexdigest()[:8]
+    return f"telescope_folder_{re.sub(r'[^0-9A-Za-z_]', '_', folder.name)}_{digest}"
+
+
+def _install_package(folder: Path) -> None:
+    """Make the folder importable under its synthetic name, so that its files may import each other relatively."""
+    name = _synthetic_package(folder)
+    if name in sys.modules:
+        return
+    initial = folder / "__init__.py"
+    if initial.exists():
+        spec = importlib.util.spec_from_file_location(name, initial, submodule_search_locations=[str(folder)])
+        assert spec is not None
+        assert spec.loader is not None
+        package = importlib.util.module_from_spec(spec)
+        sys.modules[name] = package
+        try:
+            spec.loader.exec_module(package)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return
+    spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    package = importlib.util.module_from_spec(spec)
+    package.__path__ = [str(folder)]
+    sys.modules[name] = package
+
 
 ENVIRONMENTS = Discovery(
     kind="environment",

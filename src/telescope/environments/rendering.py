@@ -3,16 +3,38 @@
 Used inside worker processes. Owns the rules about special tokens: a text that a chat template made already holds its
 own, a raw text gets the tokenizer's, and no prompt begins with two beginning-of-sequence tokens or ends with an
 end-of-sequence token that nobody wrote.
+
+The token ids of a conversation as it grows: what the model sampled is kept as it is, what is said to it is appended.
+
+After an answer of the model, the template is rendered with everything up to the next prompt, and what stands behind the
+answer is tokenised by itself and appended: the end of the answer (if the model has not sampled it), the environment's
+messages, and the start of the next answer. So the ids of earlier turns are never made anew from text, and no newline
+and no second beginning-of-sequence token creeps in where turns join.
+
+That the conversation so far is a prefix of what the template writes is checked each turn. Where it is not, the join has
+a `Divergence`, which is counted for the trajectory:
+
+- `whitespace`: the template trims or pads an answer. The sampled ids are kept; the conversation differs in spaces.
+- `end_token`: the model ended with another token than the template puts behind an answer. Both stay.
+- `prompt_start` and `history`: the template writes another start of an answer in the history than it prompts with, or
+  leaves out or changes what was said before (reasoning, mostly); or the environment itself did. Nothing can be
+  appended to, so the next prompt is rendered whole (`restarts`), and what was sampled so far is a training sample of
+  its own. `why_not_extendable` finds out at the start whether a template always does so.
+
+Owns the joins. Does not own what is said (`player`), nor which text a prompt has (`rendering`).
 """
 
 from __future__ import annotations
 
 import inspect
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from telescope.environments.base import ChatMessage
-from telescope.environments.records import RendererSpec
+from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
 
 CONTINUATION_ANCHOR = "0"
@@ -95,3 +117,129 @@ class Renderer:
         if token_ids and cut_end_token and token_ids[-1] in self._special_ids:
             token_ids = token_ids[:-1]
         return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+PLACEHOLDER = "0telescope0answer0"
+"""Stands for the last answer while the template is rendered. Text that no template trims, splits or looks into."""
+
+
+class Divergence(StrEnum):
+    """How a conversation differs from what the chat template writes; the module says what each means."""
+
+    WHITESPACE = "whitespace"
+    END_TOKEN = "end_token"
+    PROMPT_START = "prompt_start"
+    HISTORY = "history"
+
+
+@dataclass(slots=True, frozen=True)
+class Extension:
+    """What follows an answer in the next prompt; with `restarts`, the whole of the next prompt."""
+
+    token_ids: list[int]
+    restarts: bool = False
+    divergence: Divergence | None = None
+
+
+class Dialogue:
+    """One conversation. `interleaved` False renders every prompt whole, as `interleaved_rollouts: false` says."""
+
+    def __init__(self, renderer: Renderer, *, interleaved: bool = True) -> None:
+        self._renderer = renderer
+        self._interleaved = interleaved
+        self._messages: list[ChatMessage] = []
+        self._ids = array("i")
+        """Ids of the prompt that the model was shown last."""
+        self._shown = ""
+        """Text of that prompt."""
+        self._last_answer: tuple[str, str] | None = None
+        """The answer before the prompt's end, and the text that followed it."""
+
+    def begin(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Token ids of the first prompt."""
+        self._messages = list(messages)
+        self._shown = self._renderer.chat_text(self._messages)
+        self._last_answer = None
+        ids = self._renderer.encode(self._shown, from_template=True)
+        self._ids = array("i", ids)
+        return ids
+
+    def extend(
+        self, answer: str, answer_token_ids: Sequence[int], messages: Sequence[ChatMessage], *, ended: bool
+    ) -> Extension:
+        """What the next prompt has behind the model's last answer.
+
+        `answer` is that answer decoded without its end token, `answer_token_ids` as it was sampled, `ended` whether the
+        model ended it itself; `messages` are the whole conversation of the next prompt. Raises what the template does.
+        """
+        position = len(self._messages)
+        spoken = [*self._messages, {"role": "assistant", "content": answer}]
+        self._messages = list(messages)
+        if not self._interleaved:
+            return self._restart(None)
+        if self._messages[: position + 1] != spoken:
+            return self._restart(Divergence.HISTORY)
+        before, behind = self._around_answer(position)
+        if before != self._shown and not _same_but_for_edges(before, self._shown, self._last_answer):
+            is_start = self._shown.startswith(before.rstrip())
+            return self._restart(Divergence.PROMPT_START if is_start else Divergence.HISTORY)
+        divergence: Divergence | None = None
+        token_ids = self._renderer.encode_continuation(behind)
+        if ended and answer_token_ids:
+            if token_ids[:1] == [answer_token_ids[-1]]:
+                token_ids = token_ids[1:]
+            else:
+                divergence = Divergence.END_TOKEN
+        self._ids.extend(answer_token_ids)
+        self._ids.extend(token_ids)
+        written = before + answer + behind
+        # Texts that differ in spaces may be the same tokens: some tokenizers hide a space in the first token.
+        if before != self._shown and self._renderer.encode(written, from_template=True) != self._ids.tolist():
+            divergence = divergence or Divergence.WHITESPACE
+        self._shown, self._last_answer = written, (answer, behind)
+        return Extension(token_ids, divergence=divergence)
+
+    def _restart(self, divergence: Divergence | None) -> Extension:
+        return Extension(self.begin(self._messages), restarts=True, divergence=divergence)
+
+    def _around_answer(self, position: int) -> tuple[str, str]:
+        """What the template writes before and behind the answer at `position`."""
+        messages = list(self._messages)
+        messages[position] = {**messages[position], "content": PLACEHOLDER}
+        before, _, behind = self._renderer.chat_text(messages).rpartition(PLACEHOLDER)
+        return before, behind
+
+
+def _same_but_for_edges(now: str, shown: str, last_answer: tuple[str, str] | None) -> bool:
+    """Whether two texts differ in white space at their end, and around the last answer, alone."""
+    now, shown = now.rstrip(), shown.rstrip()
+    if now == shown:
+        return True
+    if last_answer is None:
+        return False
+    answer, behind = last_answer
+    behind = behind.rstrip()
+    if not now.endswith(behind):
+        return False
+    head = shown.removesuffix(behind).removesuffix(answer).rstrip()
+    middle = now.removesuffix(behind)
+    return middle.startswith(head) and middle.removeprefix(head).strip() == answer.strip()
+
+
+def why_not_extendable(renderer: Renderer, *, reply_role: str = "user") -> str | None:
+    """Why the chat template's conversations cannot be extended token by token; None when they can.
+
+    Tries a conversation in which the model reasons in `<think>` tags before it answers, and `reply_role` replies.
+    Raises what the template raises, when it does not take such messages at all.
+    """
+    dialogue = Dialogue(renderer)
+    messages: list[ChatMessage] = [{"role": "user", "content": "Choose a number."}]
+    dialogue.begin(messages)
+    for answer, reply in (("<think>\nOne.\n</think>\n\nOne.", "Another."), ("Two.", "And another.")):
+        messages = [*messages, {"role": "assistant", "content": answer}, {"role": reply_role, "content": reply}]
+        extension = dialogue.extend(answer, [], messages, ended=False)
+        if extension.divergence is Divergence.PROMPT_START:
+            return "it writes another start of an answer in the history than it prompts the model with"
+        if extension.restarts:
+            return "it rewrites earlier answers of a conversation (reasoning is left out of the history)"
+    return None

@@ -128,7 +128,7 @@ _TEST_HEAD = '''"""What earns a reward in @NAME@, and what only looks as if it s
 
 from pathlib import Path
 
-from telescope.environments.play import Answer, play_item
+from telescope.environments.local_rollout import Answer, roll_out_item
 from telescope.environments.registry import get_environment
 
 
@@ -137,7 +137,7 @@ def score(*answers, item=0):
     environment = get_environment("@NAME@", environments_path=[Path(__file__).parent.parent])
     right = environment.get_sample(item).answer
     said = iter(answers)
-    played = play_item(environment, item, lambda messages: Answer(next(said).replace("RIGHT", right)))
+    played = roll_out_item(environment, item, lambda messages: Answer(next(said).replace("RIGHT", right)))
     return played.score["total_reward"], played.score["sample_metrics"]
 
 

@@ -21,10 +21,9 @@ from contextvars import ContextVar
 from typing import Any, ClassVar, Literal
 
 from telescope.environments.base import ChatMessage, MultiTurnEnvironment, RolloutState, Sample
-from telescope.environments.deadlines import DeadlinePassed, deadline, within
-from telescope.environments.tool_calls import FORM_SHOWN, ToolCall, ToolCallFormat, ToolResult, parse_calls
-from telescope.environments.tool_results import as_text
+from telescope.environments.tool_calls import FORM_SHOWN, ToolCall, ToolCallFormat, ToolResult, as_text, parse_calls
 from telescope.environments.tool_schema import ArgumentError, Tool, func_to_tool_schema
+from telescope.environments.user_code import DeadlinePassed, deadline, within
 from telescope.errors import InfrastructureError, UserError
 
 __all__ = ["ToolCall", "ToolEnvironment", "ToolResult", "func_to_tool_schema"]

@@ -13,9 +13,8 @@ from typing import Any
 
 from telescope.environments.arguments import constructor_arguments, dataset_arguments, instantiate, refuse_unknown
 from telescope.environments.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment
-from telescope.environments.discovery import Discovery, Source
-from telescope.environments.records import EnvironmentSpec
-from telescope.environments.registry import ENVIRONMENTS, environment_class, make_environment
+from telescope.environments.registry import ENVIRONMENTS, Discovery, Source, environment_class, make_environment
+from telescope.environments.worker_pool.messages import EnvironmentSpec
 from telescope.errors import UserError
 from telescope.evals.base import EnvironmentEval, Eval
 

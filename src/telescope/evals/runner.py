@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from telescope.config import EvalEntry
-from telescope.environments.pool import EnvironmentPool
-from telescope.environments.records import PreparedPrompt
+from telescope.environments.worker_pool.messages import PreparedPrompt
+from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.sample import RolloutSettings, RolloutTask, SamplingSettings, run_rollout
 from telescope.rollout.trajectory import Trajectory
-from telescope.rollout.types import Engine, Lanes
+from telescope.rollout.types import Engine, RequestSlots
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ async def run_eval(
     plan: PlannedEval,
     *,
     version: int,
-    lanes: Lanes,
+    lanes: RequestSlots,
     engine_of: Callable[[int], Engine],
     environments: EnvironmentPool,
     settings: RolloutSettings,

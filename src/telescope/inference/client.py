@@ -1,7 +1,7 @@
 """The driver's side of one inference server: requests out, tokens in, control calls for weight syncs.
 
 Owns deadlines and the sorting of failures. Does not own lanes, retries or versions: it reports what the server said.
-What the bytes mean is `vllm_adapter`, how they travel is `http`.
+What the bytes mean is `vllm/adapter`, how they travel is `http`.
 
 Invariants:
 - A server that is gone, dying, answering 5xx or past its deadline is an `InfrastructureError`, whichever way it shows.
@@ -24,12 +24,12 @@ import msgspec
 import numpy as np
 
 from telescope.errors import InfrastructureError
-from telescope.inference import vllm_adapter as wire
 from telescope.inference.http import Answer, HttpClient
+from telescope.inference.vllm import adapter as wire
 from telescope.rollout.types import GenerateRequest, Generation
 
 KEEP_ALIVE_SECONDS = 60.0
-"""How long an idle connection is used again; far less than the server keeps it (`vllm_launch`), so that no request
+"""How long an idle connection is used again; far less than the server keeps it (`vllm/launch`), so that no request
 meets a connection which the server is closing."""
 
 ABORT_GRACE_SECONDS = 5.0

@@ -1,7 +1,7 @@
 """HTTP/1.1 to one of our own engine servers, with nothing in it that they do not need.
 
 Owns connections, their reuse, and the framing of requests and answers. Does not own deadlines, retries, routes or what
-an answer means (`client`, `vllm_adapter`). No TLS, redirects, cookies, compression or proxies: the other side is a
+an answer means (`client`, `vllm/adapter`). No TLS, redirects, cookies, compression or proxies: the other side is a
 server that this run has started.
 
 A thousand sampled tokens are 140 kB of JSON, thousands of times a minute, and the driver has one event loop. So an

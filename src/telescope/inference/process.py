@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from telescope.errors import InfrastructureError
-from telescope.inference.lifeline import kill_group
-from telescope.log_file import log_size, log_tail, open_log
+from telescope.utils.child_guard import kill_group
+from telescope.utils.log_file import log_size, log_tail, open_log
 
 TAIL_BYTES = 64 * 1024
 
@@ -39,7 +39,7 @@ class EngineProcess:
         try:
             with open_log(log_path) as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "telescope.inference.lifeline", str(read_end), *arguments],
+                    [sys.executable, "-P", "-m", "telescope.utils.child_guard", str(read_end), *arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

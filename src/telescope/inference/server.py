@@ -21,17 +21,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from telescope.config import TelescopeConfig
-from telescope.config.machine import LOOPBACK, visible_gpu_memory
+from telescope.config.machine import LOOPBACK, PortHold, hold_port, visible_gpu_memory
 from telescope.config.memory import estimate_memory
-from telescope.config.ports import PortHold, hold_port
 from telescope.errors import InfrastructureError, RunError
-from telescope.inference import vllm_adapter as wire
-from telescope.inference.gpu_share import kv_cache_of_a_restart
 from telescope.inference.process import EngineProcess
-from telescope.inference.start_failure import start_failure
-from telescope.inference.supported_vllm import check_supported, installed_version
-from telescope.inference.tracing import TraceTarget
-from telescope.inference.vllm_launch import LaunchCommand, launch_command, runs_on_cpu, shape_of
+from telescope.inference.start_report import start_failure
+from telescope.inference.vllm import adapter as wire
+from telescope.inference.vllm.gpu_share import kv_cache_of_a_restart
+from telescope.inference.vllm.launch import LaunchCommand, launch_command, runs_on_cpu, shape_of
+from telescope.inference.vllm.request_tracing import TraceTarget
+from telescope.inference.vllm.support import check_supported, installed_version
 
 POLL_SECONDS = 0.2
 HEALTH_INTERVAL_SECONDS = 2.0

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from telescope.errors import RunError
-from telescope.one_line import one_line, plain
+from telescope.utils.text import plain, single_line
 
 MIN_FAILURES = 16
 """Failures before a share other than 0 counts, so that a bad first minute does not end a run."""
@@ -85,7 +85,7 @@ class ErrorBudget:
 def _told(message: str) -> str:
     """A message without the place that it is about, as its first line and, where there are more, its last."""
     lines = [line for line in plain(_PLACE.sub("", message.strip())).split("\n") if line.strip()] or ["no message"]
-    first, last = one_line(lines[0]), one_line(lines[-1])
+    first, last = single_line(lines[0]), single_line(lines[-1])
     return first if len(lines) == 1 else f"{first} ... {last}"
 
 

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from telescope.config import TelescopeConfig
 from telescope.record.gauges import Reading, Taken
-from telescope.record.machine import MachineSampler
 from telescope.record.recorder import Recorder
+from telescope.record.system_metrics import MachineSampler
 
 if TYPE_CHECKING:
-    from telescope.cluster.host_group import HostGroup
+    from telescope.cluster.actors import HostGroup
     from telescope.cluster.inference_group import InferenceGroup
     from telescope.cluster.trainer_group import TrainerGroup
 

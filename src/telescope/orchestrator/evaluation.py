@@ -11,13 +11,13 @@ import time
 from dataclasses import dataclass, field
 
 from telescope.config import TelescopeConfig
-from telescope.environments.pool import EnvironmentPool
+from telescope.config.environments import EnvironmentKeys
+from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.errors import ConfigError
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval, plan_eval, run_eval
-from telescope.orchestrator import rows
-from telescope.orchestrator.draws import request_seed
-from telescope.orchestrator.environment_keys import EnvironmentKeys
-from telescope.orchestrator.lanes import LanePool
+from telescope.orchestrator import record_rows
+from telescope.orchestrator.prompt_sampler import request_seed
+from telescope.orchestrator.request_slots import RequestSlotPool
 from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.record.recorder import Recorder
@@ -34,7 +34,7 @@ class Evaluation:
     plans: list[PlannedEval]
     config: TelescopeConfig
     environments: EnvironmentPool
-    lanes: LanePool
+    lanes: RequestSlotPool
     recorder: Recorder
     status: RunStatus
     results: list[EvalResult] = field(default_factory=list)
@@ -62,11 +62,11 @@ class Evaluation:
                 self.status.eval_done += 1
                 self.status.generated(sample.num_completion_tokens)
                 self.status.progressed()
-                row = rows.sample_row(
+                row = record_rows.sample_row(
                     sample, item.prompt.text, status="eval", reason=None, step=version, eval_name=plan.name
                 )
                 self.recorder.write("samples", row)
-                for turn_row in rows.turn_rows(sample):
+                for turn_row in record_rows.turn_rows(sample):
                     self.recorder.write("turns", turn_row)
 
             started_at = time.time()

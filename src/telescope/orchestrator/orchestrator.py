@@ -23,24 +23,27 @@ from collections import defaultdict
 import numpy as np
 
 from telescope.config import TelescopeConfig
-from telescope.environments.records import PreparedPrompt
+from telescope.environments.worker_pool.messages import PreparedPrompt
 from telescope.errors import InfrastructureError, RunError
-from telescope.garbage import rare_full_collections
-from telescope.orchestrator import rows
-from telescope.orchestrator.batches import Batch, form_batch
+from telescope.orchestrator import record_rows
+from telescope.orchestrator.async_window import MAX_ASYNC, MAX_RETURNS, TOO_SLOW, AsyncWindow, Ledger, Staleness
 from telescope.orchestrator.budget import ErrorBudget
-from telescope.orchestrator.changes import Changes
-from telescope.orchestrator.draws import FIRST_DRAW, Draw, DrawPosition, DrawSequence, request_seed
-from telescope.orchestrator.groups import DiscardStreak, Group, Signal, zero_advantage_kind
-from telescope.orchestrator.journal import Journal, TrainedStep
-from telescope.orchestrator.prompts import PromptBuffer
+from telescope.orchestrator.groups import Batch, DiscardStreak, Group, Signal, form_batch, zero_advantage_kind
+from telescope.orchestrator.prompt_buffer import PromptBuffer
+from telescope.orchestrator.prompt_sampler import (
+    FIRST_DRAW,
+    PromptSampler,
+    SampledPrompt,
+    SamplerPosition,
+    request_seed,
+)
 from telescope.orchestrator.services import Services
-from telescope.orchestrator.staleness import MAX_ASYNC, MAX_RETURNS, TOO_SLOW, Staleness
 from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.supervise import Supervisor
-from telescope.orchestrator.window import AsyncWindow, Ledger
+from telescope.orchestrator.step_recorder import StepRecorder, TrainedStep
+from telescope.orchestrator.supervision import ChangeNotifier, Supervisor
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask
 from telescope.rollout.trajectory import Trajectory
+from telescope.utils.process import rare_full_collections
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +61,11 @@ class Orchestrator:
         self,
         config: TelescopeConfig,
         services: Services,
-        draws: DrawSequence,
+        draws: PromptSampler,
         held_out_uids: frozenset[str],
         rollout_settings: RolloutSettings,
         status: RunStatus,
-        start: DrawPosition = FIRST_DRAW,
+        start: SamplerPosition = FIRST_DRAW,
         *,
         max_returns: int = MAX_RETURNS,
     ) -> None:
@@ -74,7 +77,7 @@ class Orchestrator:
         self.window = AsyncWindow(config.prompts_batch_size_for_trainer, config.max_async_rollout)
         self.ledger = Ledger()
         self._settings = rollout_settings
-        self._changes = Changes(status)
+        self._changes = ChangeNotifier(status)
         services.lanes.on_change(self._changes.notify)
         self._budget = ErrorBudget(config.environment_error_budget)
         self._prompts = PromptBuffer(
@@ -94,7 +97,7 @@ class Orchestrator:
         self._staleness = Staleness(config.max_off_policy_steps)
         self._max_returns = max_returns
         self._openings = itertools.count()
-        self._journal = Journal(services.recorder, services.step_log, status)
+        self._journal = StepRecorder(services.recorder, services.step_log, status)
         self._streak = DiscardStreak(DISCARD_LIMIT_BATCHES * config.prompts_batch_size_for_trainer)
         self._stop_requested = False
         self._supervisor: Supervisor | None = None
@@ -104,7 +107,7 @@ class Orchestrator:
         self._stop_requested = True
         self._changes.notify()
 
-    def position(self) -> DrawPosition:
+    def position(self) -> SamplerPosition:
         """Where the run stands in its draws: what is neither trained nor dropped is unfinished, wherever it is."""
         return self._prompts.position(self.ledger.open)
 
@@ -158,7 +161,7 @@ class Orchestrator:
         may_go_on = not self._stop_requested and not self._has_ended
         return is_wanted and may_go_on and self.window.may_open()
 
-    def _open_group(self, draw: Draw, prompt: PreparedPrompt) -> Group:
+    def _open_group(self, draw: SampledPrompt, prompt: PreparedPrompt) -> Group:
         self.window.opened()
         self.ledger.opened(draw.n)
         group = Group(
@@ -321,7 +324,7 @@ class Orchestrator:
     async def _in_flight_loop(self) -> None:
         """Keep the record's list of samples under way up to date: one small file, replaced."""
         while True:
-            self.services.recorder.set_in_flight(rows.in_flight_rows(self._open.values()))
+            self.services.recorder.set_in_flight(record_rows.in_flight_rows(self._open.values()))
             await asyncio.sleep(IN_FLIGHT_SECONDS)
 
     # Batches and steps

@@ -12,27 +12,27 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Protocol
 
-from telescope.cluster.host_group import HostGroup
+from telescope.cluster.actors import HostGroup
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig
 from telescope.config.model_files import vocabulary_size
 from telescope.errors import RunError
-from telescope.orchestrator import rows
+from telescope.orchestrator import record_rows
 from telescope.orchestrator.collectors import Collectors, sources_of
-from telescope.orchestrator.draws import DrawSequence
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.interrupt import Interrupt
 from telescope.orchestrator.orchestrator import Orchestrator
-from telescope.orchestrator.parts import Parts, start_parts
+from telescope.orchestrator.prompt_sampler import PromptSampler
+from telescope.orchestrator.run_components import RunComponents, start_components
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.services import Services
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.summary import Interrupted, RunSummary, headline_of, summarise
-from telescope.orchestrator.supervise import Supervisor, watchdog
+from telescope.orchestrator.supervision import Supervisor, watchdog
 from telescope.record.files import RunFiles
-from telescope.record.machine import MachineSampler
 from telescope.record.recorder import Recorder
+from telescope.record.system_metrics import MachineSampler
 
 GAUGE_SECONDS = 0.5
 """How often the numbers of the live view and the gauges of the record are taken."""
@@ -99,7 +99,7 @@ class _TrainingRun:
         loop = asyncio.get_running_loop()
         async with AsyncExitStack() as stack:
             stack.callback(self._say_shutting_down)
-            starting = start_parts(
+            starting = start_components(
                 config, self._directory, status, stack, on_ray_started=lambda: self._interrupt.install(loop)
             )  # fmt: skip
             parts = await self._interrupt.run_until_first(starting)
@@ -110,7 +110,7 @@ class _TrainingRun:
             supervisor.spawn(watchdog(status, config.watchdog_seconds, parts.dump_stacks), "watchdog")
             await supervisor.run_until(self._evaluate_and_train(parts, supervisor))
 
-    async def _evaluate_and_train(self, parts: Parts, supervisor: Supervisor) -> None:
+    async def _evaluate_and_train(self, parts: RunComponents, supervisor: Supervisor) -> None:
         """Evals at version 0, training, evals at the last version."""
         config, status = self._config, self._status
         evaluation = self._evaluation = Evaluation(
@@ -132,7 +132,7 @@ class _TrainingRun:
         if evaluation.plans and config.eval_after_training and not self._interrupt.requested:
             await self._interrupt.run_until_first(evaluation.run_all(status.version, parts.settings, parts.servers))
 
-    async def _save_model(self, parts: Parts) -> Path:
+    async def _save_model(self, parts: RunComponents) -> Path:
         """Write the trained model; returns its folder."""
         folder = RunFiles(self._directory.path).model
         try:
@@ -142,7 +142,7 @@ class _TrainingRun:
             raise RunError(f"The trained model cannot be written to {folder}: {error}") from error
         return folder
 
-    async def _take_gauges(self, parts: Parts) -> None:
+    async def _take_gauges(self, parts: RunComponents) -> None:
         """Keep the numbers of the live view, and the record's gauges, up to date."""
         status, write = self._status, self._directory.recorder.write
         status.num_lanes = sum(server.capacity for server in parts.lanes.servers)
@@ -187,7 +187,9 @@ class _TrainingRun:
             self._view.stop()
 
 
-def start_collectors(config: TelescopeConfig, parts: Parts, recorder: Recorder, stack: AsyncExitStack) -> Collectors:
+def start_collectors(
+    config: TelescopeConfig, parts: RunComponents, recorder: Recorder, stack: AsyncExitStack
+) -> Collectors:
     """The collectors of all gauges, sampling from now on; what they start ends with `stack`."""
     machine = MachineSampler(config.system_metrics_collection_interval_seconds)
     stack.callback(machine.stop)
@@ -197,17 +199,17 @@ def start_collectors(config: TelescopeConfig, parts: Parts, recorder: Recorder, 
 
 
 async def make_orchestrator(
-    config: TelescopeConfig, parts: Parts, evaluation: Evaluation, directory: RunDirectory, status: RunStatus
+    config: TelescopeConfig, parts: RunComponents, evaluation: Evaluation, directory: RunDirectory, status: RunStatus
 ) -> Orchestrator:
     """The loops over started parts. Items that an eval holds out are never drawn."""
     infos = [await parts.environments.describe(key) for key in parts.keys.training]
     for key, entry, info in zip(parts.keys.training, config.environments, infos, strict=True):
-        directory.recorder.write("environments", rows.environment_row(key, entry.name, entry.weight, info))
+        directory.recorder.write("environments", record_rows.environment_row(key, entry.name, entry.weight, info))
     for key, eval_entry in zip(parts.keys.evals, config.evals, strict=True):
         if key not in parts.keys.training:
-            row = rows.environment_row(key, eval_entry.name, None, await parts.environments.describe(key))
+            row = record_rows.environment_row(key, eval_entry.name, None, await parts.environments.describe(key))
             directory.recorder.write("environments", row)
-    draws = DrawSequence(
+    draws = PromptSampler(
         config.seed,
         sizes=[info.num_samples for info in infos],
         weights=[entry.weight for entry in config.environments],

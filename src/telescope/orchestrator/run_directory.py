@@ -15,14 +15,13 @@ from pathlib import Path
 import yaml
 
 from telescope.config import TelescopeConfig
-from telescope.config.run_dir import choose_run_dir
+from telescope.config.loader import choose_run_dir
 from telescope.errors import UserError
 from telescope.orchestrator.summary import RunSummary
-from telescope.record.attempt import begin_run, end_run
 from telescope.record.files import RunFiles, replace_file, replace_json
 from telescope.record.logging import setup_logging
 from telescope.record.recorder import Recorder
-from telescope.record.run_info import RunInfo, next_attempt, write_run_json
+from telescope.record.run_info import RunInfo, begin_run, end_run, next_attempt, write_run_json
 from telescope.record.wandb_sink import WandbSink
 
 FLUSH_SECONDS = 5.0

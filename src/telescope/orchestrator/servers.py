@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 from telescope.errors import DeadlineExceeded, InfrastructureError
 from telescope.inference.client import EngineClient
-from telescope.one_line import one_line
-from telescope.orchestrator.lanes import LanePool
+from telescope.orchestrator.request_slots import RequestSlotPool
 from telescope.orchestrator.status import RunStatus
+from telescope.utils.text import single_line
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class ServerPool:
         self,
         handles: Sequence[ServerHandle],
         clients: list[EngineClient],
-        lanes: LanePool,
+        lanes: RequestSlotPool,
         status: RunStatus,
         *,
         start_timeout: float,
@@ -103,7 +103,7 @@ class ServerPool:
         self._servers[index].up = False
         self._lanes.set_up(index, False)
         self._status.set_part(f"server {index}", f"down: {reason[:80]}")
-        self._status.messages.append(f"server {index} is down: {one_line(reason)}")
+        self._status.messages.append(f"server {index} is down: {single_line(reason)}")
         self._wake.set()
 
     def report_failure(self, index: int, error: InfrastructureError) -> None:
@@ -161,7 +161,7 @@ class ServerPool:
         self.close(index, reason)
         self._servers[index].failed = reason
         self._status.set_part(f"server {index}", "failed for good")
-        self._status.messages.append(f"server {index} failed for good: {one_line(reason)}")
+        self._status.messages.append(f"server {index} failed for good: {single_line(reason)}")
         logger.error("inference server %d failed for good: %s", index, reason)
         self._wake.set()
 
@@ -210,5 +210,5 @@ class ServerPool:
             "inference server %d is back (restarts: %d, its start took %.1f s)",
             index, status.restarts, status.start_seconds or 0.0,
         )  # fmt: skip
-        why = f" (restarted: {one_line(status.error)})" if fresh and status.error else ""
+        why = f" (restarted: {single_line(status.error)})" if fresh and status.error else ""
         self._status.messages.append(f"server {index} is back with the current weights{why}")

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from telescope.environments.pool import EnvironmentPool
-from telescope.environments.records import EnvironmentInfo
+from telescope.environments.worker_pool.messages import EnvironmentInfo
+from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.errors import InfrastructureError
 from telescope.orchestrator.filters import SampleFilters
-from telescope.orchestrator.journal import StepLogPort
-from telescope.orchestrator.lanes import LanePool
+from telescope.orchestrator.request_slots import RequestSlotPool
+from telescope.orchestrator.step_recorder import StepLogPort
 from telescope.record.recorder import Recorder
 from telescope.rollout.types import Engine
 from telescope.trainer.batch import StepInput, StepResult
@@ -39,7 +39,7 @@ class Services:
     environments: EnvironmentPool
     environment_keys: list[str]
     """What the pool calls the environment of each entry of the config."""
-    lanes: LanePool
+    lanes: RequestSlotPool
     engines: Sequence[Engine]
     trainer: TrainerPort
     weights: WeightSyncPort

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from telescope.config import TelescopeConfig
-from telescope.counted import counted
 from telescope.evals.runner import EvalResult
-from telescope.one_line import one_line
 from telescope.orchestrator.status import RunStatus
+from telescope.utils.text import pluralize, single_line
 
 
 class Interrupted(Exception):
@@ -52,7 +51,7 @@ class RunSummary:
     @property
     def sentence(self) -> str:
         """One line for people. Of a failure it is the fact alone: the error is raised, and told by who catches it."""
-        steps = counted(self.steps, "step")
+        steps = pluralize(self.steps, "step")
         if self.status == "finished":
             return f"finished {steps} in {self.seconds:.0f} s"
         if self.status == "stopped":
@@ -88,7 +87,7 @@ def summarise(
 ) -> RunSummary:
     """Sum up a run that has ended, however it ended."""
     if error is not None and not isinstance(error, asyncio.CancelledError | Interrupted):
-        outcome, message = "failed", one_line(f"{type(error).__name__}: {error}")
+        outcome, message = "failed", single_line(f"{type(error).__name__}: {error}")
     elif error is not None or interrupted:
         outcome, message = "stopped", None
     else:

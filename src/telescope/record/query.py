@@ -21,8 +21,8 @@ import duckdb
 import pyarrow as pa
 
 from telescope.errors import UserError
-from telescope.record.lineage import superseded_sql
 from telescope.record.reader import READ_ATTEMPTS, Run, is_whole
+from telescope.record.segments import superseded_sql
 from telescope.record.tables import IN_FLIGHT, SAMPLES, TABLES
 
 VIEWS = (*sorted(TABLES), IN_FLIGHT)

@@ -22,13 +22,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from telescope.errors import UserError
-from telescope.one_line import one_line
 from telescope.record.convert import conform, rows_to_table
 from telescope.record.files import RunFiles, read_json
-from telescope.record.lineage import cutoffs, superseded
 from telescope.record.run_info import RunInfo, read_heartbeat, read_run_json, status_now
-from telescope.record.segments import SEGMENT_NAME, Segment, snapshot
+from telescope.record.segments import SEGMENT_NAME, Segment, cutoffs, snapshot, superseded
 from telescope.record.tables import SAMPLES, TABLES, Table
+from telescope.utils.text import single_line
 
 if TYPE_CHECKING:
     from telescope.record.query import Result
@@ -190,7 +189,7 @@ class Run:
             reward_last=rewards[-1] if rewards else None,
             heldout_before=_number(result.get("heldout_before", info.heldout_before if info else None)),
             heldout_after=_number(result.get("heldout_after")),
-            error=one_line(info.error) if info and info.error else None,  # old records hold whole tracebacks
+            error=single_line(info.error) if info and info.error else None,  # old records hold whole tracebacks
             project=info.project if info else "",
             tags=tuple(info.tags) if info else (),
         )

@@ -29,11 +29,10 @@ from typing import Any
 from telescope.errors import UserError
 from telescope.record.files import RunFiles, replace_json
 from telescope.record.pending import PendingRows
-from telescope.record.process import ProcessIdentity
 from telescope.record.run_info import HEARTBEAT_SECONDS
 from telescope.record.table_writer import TableWriter
 from telescope.record.tables import COLUMN_NAMES, TABLES, Keep
-from telescope.record.writer_lock import WriterLock
+from telescope.record.writer_lock import ProcessIdentity, WriterLock
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """One sample from prompt to scored trajectory: generate, let the environment answer, and so on until it is done.
 
 Owns the turn loop and the retries after infrastructure failures. Does not own lanes, servers or environments: they come
-in through `Lanes`, `Engine` and `Environments`. A single-turn sample is a loop that ends after one turn.
+in through `RequestSlots`, `Engine` and `Environments`. A single-turn sample is a loop that ends after one turn.
 
 Three kinds of failure, never mixed: a bad answer is a reward; an environment that fails masks the sample; an engine
 that fails is asked again, elsewhere if need be, and masks the sample only when the retries are used up. A conversation
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from telescope.config import TelescopeConfig
-from telescope.environments.records import Advance
+from telescope.environments.worker_pool.messages import Advance
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.trajectory import Trajectory, Turn
-from telescope.rollout.types import Engine, Environments, GenerateRequest, Generation, Lanes, Lease, RequestId
+from telescope.rollout.types import Engine, Environments, GenerateRequest, Generation, Lease, RequestId, RequestSlots
 
 MAX_INFRASTRUCTURE_RETRIES = 3
 """Times that a sample is asked again after its engine failed, before it is masked."""
@@ -91,7 +91,7 @@ class RolloutTask:
     is_multi_turn: bool = False
     """The environment holds the state of a conversation (`Environments.begin`), not of a single answer."""
     lane_key: int | None = None
-    """What `Lanes` knows the group by, if not its id: a draw that is asked again is another group to them."""
+    """What `RequestSlots` knows the group by, if not its id: a draw that is asked again is another group to them."""
 
     @property
     def lane_group(self) -> int:
@@ -116,7 +116,7 @@ class Rollout:
         self,
         task: RolloutTask,
         *,
-        lanes: Lanes,
+        lanes: RequestSlots,
         engine_of: Callable[[int], Engine],
         environments: Environments,
         settings: RolloutSettings,
@@ -365,7 +365,7 @@ def _why_not_usable(generation: Generation, held_version: int) -> str | None:
 async def run_rollout(
     task: RolloutTask,
     *,
-    lanes: Lanes,
+    lanes: RequestSlots,
     engine_of: Callable[[int], Engine],
     environments: Environments,
     settings: RolloutSettings,

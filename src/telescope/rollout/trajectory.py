@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from telescope.environments.records import CONTEXT_EXHAUSTED, RewardRecord
+from telescope.environments.worker_pool.messages import CONTEXT_EXHAUSTED, RewardRecord
 from telescope.rollout.types import Generation
 from telescope.trainer.batch import TrainSample
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from telescope.environments.records import Advance, FirstPrompt
+from telescope.environments.worker_pool.messages import Advance, FirstPrompt
 
 
 @dataclass(slots=True, frozen=True)
@@ -150,7 +150,7 @@ class Lease:
     released: bool = False
 
 
-class Lanes(Protocol):
+class RequestSlots(Protocol):
     """Where a rollout takes its lanes from."""
 
     async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:

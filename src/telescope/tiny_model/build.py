@@ -2,20 +2,35 @@
 
 Owns the order of the parts and the files that come out; where the directory lies and whether it is kept is the
 cache's business.
+
+The tiny model's network: a Qwen2 in the `transformers` sense, small enough for a CPU.
+
+Owns the translation of settings into a `Qwen2Config` and the random start of the weights.
+
+The tiny model's tokenizer: byte-level BPE with a ChatML template, made without a network.
+
+Owns the vocabulary, the special tokens and the chat template. Invariants: any text survives encode and decode up to
+Unicode normalisation (NFC), since every byte has a token of its own; every digit is a token of its own, so that numbers
+look alike wherever they stand; the end of a turn is the end-of-sequence token.
+
+Normalisation and the splitting into words are Qwen2's, to the letter: current versions of `transformers` load the
+tokenizer of any model of type `qwen2` with that class, which puts its own in place of what the files say.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from telescope.tiny_model.architecture import build_model
-from telescope.tiny_model.examples import examples_of, markup_of
+from telescope.tiny_model.countdown_examples import examples_of, markup_of
 from telescope.tiny_model.settings import TinyModelSettings
-from telescope.tiny_model.tokenizer import build_tokenizer
 from telescope.tiny_model.warm_start import WarmStartProgress, warm_start
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 _NUM_CORPUS_PROMPTS = 64
 
@@ -62,3 +77,95 @@ def _name_tokenizer_class_for_all_versions(folder: Path) -> None:
     tokenizer_config = json.loads(path.read_text())
     tokenizer_config["tokenizer_class"] = "Qwen2Tokenizer"
     path.write_text(json.dumps(tokenizer_config, indent=2) + "\n")
+
+
+_INITIALIZER_RANGE = 0.05
+"""Standard deviation of the first weights. Wider than the usual 0.02, which is meant for widths of thousands and
+costs a tiny model its first hundred steps."""
+
+
+def build_model(settings: TinyModelSettings, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """An untrained float32 model in training mode whose weights follow from `settings.seed` alone."""
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=settings.hidden_size,
+        intermediate_size=settings.intermediate_size,
+        num_hidden_layers=settings.num_layers,
+        num_attention_heads=settings.num_heads,
+        num_key_value_heads=settings.num_kv_heads,
+        max_position_embeddings=settings.max_position_embeddings,
+        initializer_range=_INITIALIZER_RANGE,
+        tie_word_embeddings=settings.tied,
+        attention_dropout=0.0,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return model
+
+
+TURN_START, TURN_END, PADDING = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+MARKUP_TOKENS = ("<think>", "</think>", "<answer>", "</answer>")
+"""Tokens that are ordinary text: they survive decoding without special tokens, because parsers look for them."""
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+_ROLES = ("system\n", "user\n", "assistant\n", "tool\n")
+
+
+def build_tokenizer(
+    corpus: Iterable[str], vocab_size: int, more_markup: tuple[str, ...] = ()
+) -> PreTrainedTokenizerFast:
+    """Train the merges on `corpus` (few, short, typical prompts) and wrap them as a fast Hugging Face tokenizer.
+
+    `more_markup` are tokens of the same kind as `MARKUP_TOKENS`.
+
+    The vocabulary holds at most `vocab_size` tokens: special and markup tokens, 256 bytes, then merges. The same corpus
+    in the same order gives the same ids.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=1,
+        special_tokens=[PADDING, TURN_START, TURN_END, *MARKUP_TOKENS, *more_markup],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([*_ROLES, *corpus], trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (PADDING, TURN_START, TURN_END)])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*MARKUP_TOKENS, *more_markup)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=PADDING,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )

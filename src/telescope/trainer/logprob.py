@@ -180,7 +180,7 @@ class _LogprobEntropy(torch.autograd.Function):
         all_rows, blocks = _cut(num_tokens, weight_VD.shape[0], chunk_size, device)
         tiled = _is_tiled(hidden_ND, weight_VD)
         if tiled:
-            from telescope.trainer.logprob_products import softmax_sums
+            from telescope.trainer.logprob_kernels import softmax_sums
         for rows in _rows_of_sums(num_tokens, weight_VD.shape[0]) if tiled else all_rows:
             hidden_CD, target_C = hidden_ND[rows], targets_N[rows]
             if tiled:
@@ -210,7 +210,7 @@ class _LogprobEntropy(torch.autograd.Function):
         all_rows, blocks = _cut(hidden_ND.shape[0], weight_VD.shape[0], ctx.chunk_size, device)
         tiled = _is_tiled(hidden_ND, weight_VD)
         if tiled:
-            from telescope.trainer.logprob_products import gradient
+            from telescope.trainer.logprob_kernels import gradient
         for columns in blocks:
             grad_weight_BD = grad_weight_VD[columns]
             sum_BD = grad_weight_BD if weight_VD.dtype == dtype else grad_weight_BD.to(dtype)
@@ -265,7 +265,7 @@ def _can_be_tiled(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> bool:
 
 def _rows_of_sums(num_tokens: int, vocab_size: int) -> list[slice]:
     """Tokens whose sums over tiles of the vocabulary fit `SUMS_BYTES`."""
-    from telescope.trainer.logprob_products import SUMS, num_spans
+    from telescope.trainer.logprob_kernels import SUMS, num_spans
 
     fit = SUMS_BYTES // (3 * 4 * num_spans(vocab_size)) // SUMS.rows * SUMS.rows
     step = max(SUMS.rows, fit)

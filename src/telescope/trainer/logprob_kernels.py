@@ -2,13 +2,34 @@
 
 The recurrences and the gradient are those of `logprob._Softmax.add` and `logprob._block_gradient`, which are also what
 the tests compare with.
+
+Triton matrix products of `logprob` with the softmax in their epilogue. Needs a Hopper GPU and triton.
+
+Owns products of hidden states and output weight whose float32 logits stay in registers: `softmax_sums` leaves three
+sums per token and span of the vocabulary, `gradient` the gradient in the logits, in the dtype of the hidden states.
+Invariants: tensors are on the current device; operands are bfloat16 or float16, products are summed in float32; rows
+and columns beyond the operands count for nothing; the hidden size is a multiple of `DEPTH`. The mathematics is that of
+`logprob._Softmax.add` and `logprob._block_gradient`, which are also what the tests compare with, but for the base of
+the exponent: inside it is 2, because that is what the hardware computes.
+
+A program goes through a span of tiles of the vocabulary for one tile of tokens. Programs that run at the same time
+share a few spans of the vocabulary and, in turn, all tokens: of the operands the weight, which is larger than the L2
+cache, is then read from memory once.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from telescope.trainer import logprob
+from telescope.trainer.logprob import DEPTH
 
 STATS_COLUMNS = 4096
 GRADIENT_COLUMNS = 2048
@@ -96,3 +117,211 @@ def block_gradient(
         logits_CB.stride(0), num_columns, 1.0 / temperature, BLOCK=GRADIENT_COLUMNS, num_warps=NUM_WARPS,
     )  # fmt: skip
     return gradient_CB
+
+
+LOG2_E = math.log2(math.e)
+LN_2 = tl.constexpr(math.log(2.0))
+LOWEST = tl.constexpr(logprob.LOWEST)
+STRIDE_MULTIPLE = 64
+"""Rows of a gradient are this many numbers apart, or a multiple, so that each is aligned for every way of writing. What
+is written to the gap after a row means nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a product is cut: a tile is `rows` tokens x `columns` vocabulary entries, summed over `depth` at a time."""
+
+    rows: int = 128
+    columns: int = 256
+    depth: int = DEPTH
+    span: int = 4
+    """Tiles of the vocabulary that one program goes through."""
+    group: int = 8
+    """Spans of the vocabulary that are worked on at a time."""
+    warps: int = 8
+    stages: int = 3
+    """Parts of both operands that are being loaded."""
+    max_registers: int | None = None
+    """Per thread, so that two programs fit a multiprocessor: one computes its product during the other's epilogue."""
+
+
+SUMS = Tiles()
+GRADIENT = Tiles(columns=128, group=1, max_registers=128)
+"""Of the ways measured on an H200 the fastest at a hidden size of 2,560, and within 1.5 % of it at 1,024 (docs/log.md;
+`benchmarks/logprob_tiles.py`)."""
+
+
+@triton.jit
+def _place(num_row_tiles, num_spans, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(tile of rows, span of the vocabulary) of this program."""
+    program = tl.program_id(0)
+    per_group = num_row_tiles * GROUP
+    first = program // per_group * GROUP
+    size = tl.minimum(num_spans - first, GROUP)
+    within = program % per_group
+    return within // size, first + within % size
+
+
+@triton.jit
+def _logits(  # type: ignore[no-untyped-def]
+    hidden, weight, bias_ptr, row, columns, column, num_columns, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Logits of a tile, before the temperature. What lies beyond the operands is zero and means nothing."""
+    logits = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for k in range(0, width, DEPTH):
+        logits = tl.dot(hidden.load([row, k]), weight.load([column, k]).T, logits)
+    if bias_ptr is not None:
+        logits += tl.load(bias_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[None, :]
+    return logits
+
+
+# Neither sizes nor the alignment of vectors compile a kernel anew: rows of a step are never twice the same number.
+@triton.jit(
+    do_not_specialize=["num_rows", "num_columns"],
+    do_not_specialize_on_alignment=["bias_ptr", "target_ptr", "target_logit_ptr"],
+)
+def _softmax_sums_kernel(  # type: ignore[no-untyped-def]
+    hidden, weight, bias_ptr, target_ptr, sums_ptr, target_logit_ptr, num_rows, num_columns, width, scale,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    num_tiles = tl.cdiv(num_columns, COLUMNS)
+    num_spans = tl.cdiv(num_tiles, SPAN)
+    row_tile, span = _place(tl.cdiv(num_rows, ROWS), num_spans, GROUP)
+    row = row_tile * ROWS
+    rows = row + tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    target = tl.load(target_ptr + rows, mask=is_row, other=-1).to(tl.int32)
+    top = tl.full((ROWS,), LOWEST, dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    moment = tl.zeros((ROWS,), dtype=tl.float32)
+    for tile in range(span * SPAN, tl.minimum(span * SPAN + SPAN, num_tiles)):
+        column = tile * COLUMNS
+        columns = column + tl.arange(0, COLUMNS)
+        logits = _logits(hidden, weight, bias_ptr, row, columns, column, num_columns, width, ROWS, COLUMNS, DEPTH)
+        # What only few tiles need stands under conditions: beside a product of a small hidden size the epilogue counts.
+        if column + COLUMNS > num_columns:
+            logits = tl.where(columns[None, :] < num_columns, logits, LOWEST)
+        inside = (target >= column) & (target < tl.minimum(column + COLUMNS, num_columns))
+        if tl.max(inside.to(tl.int32), axis=0) > 0:
+            target_logit = tl.sum(tl.where(columns[None, :] == target[:, None], logits, 0.0), axis=1)
+            tl.store(target_logit_ptr + rows, target_logit * scale * LN_2, mask=inside)
+        new_top = tl.maximum(top, tl.max(logits, axis=1) * scale)
+        z = logits * scale - new_top[:, None]
+        p = tl.exp2(z)
+        shift = top - new_top
+        kept = tl.exp2(shift)
+        moment = kept * (moment + shift * total) + tl.sum(p * z, axis=1)
+        total = kept * total + tl.sum(p, axis=1)
+        top = new_top
+    sums_ptr += span * num_rows + rows
+    tl.store(sums_ptr, top * LN_2, mask=is_row)
+    tl.store(sums_ptr + num_spans * num_rows, total, mask=is_row)
+    tl.store(sums_ptr + 2 * num_spans * num_rows, moment * LN_2, mask=is_row)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_columns"],
+    do_not_specialize_on_alignment=[
+        "bias_ptr", "target_ptr", "log_total_ptr", "entropy_ptr", "grad_logprob_ptr", "grad_entropy_ptr"
+    ],
+)  # fmt: skip
+def _gradient_kernel(  # type: ignore[no-untyped-def]
+    hidden, weight, bias_ptr, target_ptr, log_total_ptr, entropy_ptr, grad_logprob_ptr, grad_entropy_ptr, gradient_ptr,
+    num_rows, num_columns, width, gradient_stride, scale, inverse_temperature,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    num_tiles = tl.cdiv(num_columns, COLUMNS)
+    row_tile, span = _place(tl.cdiv(num_rows, ROWS), tl.cdiv(num_tiles, SPAN), GROUP)
+    row = row_tile * ROWS
+    rows = row + tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    target = tl.load(target_ptr + rows, mask=is_row, other=-1).to(tl.int32)
+    log_total = tl.load(log_total_ptr + rows, mask=is_row, other=0.0) / LN_2
+    entropy = tl.load(entropy_ptr + rows, mask=is_row, other=0.0)
+    grad_logprob = tl.load(grad_logprob_ptr + rows, mask=is_row, other=0.0) * inverse_temperature
+    grad_entropy = tl.load(grad_entropy_ptr + rows, mask=is_row, other=0.0) * inverse_temperature
+    constant = grad_logprob + grad_entropy * entropy
+    slope = grad_entropy * LN_2
+    for tile in range(span * SPAN, tl.minimum(span * SPAN + SPAN, num_tiles)):
+        column = tile * COLUMNS
+        columns = column + tl.arange(0, COLUMNS)
+        logits = _logits(hidden, weight, bias_ptr, row, columns, column, num_columns, width, ROWS, COLUMNS, DEPTH)
+        logp = logits * scale - log_total[:, None]
+        result = -tl.exp2(logp) * (logp * slope[:, None] + constant[:, None])
+        inside = (target >= column) & (target < column + COLUMNS)
+        if tl.max(inside.to(tl.int32), axis=0) > 0:
+            result += tl.where(columns[None, :] == target[:, None], grad_logprob[:, None], 0.0)
+        # Up to the next row, not to the last column: of a bound that is a multiple of 16 the compiler knows that whole
+        # vectors lie on one side.
+        written = is_row[:, None] & (columns < gradient_stride)[None, :]
+        gradient_ptrs = gradient_ptr + rows.to(tl.int64)[:, None] * gradient_stride + columns[None, :]
+        tl.store(gradient_ptrs, result.to(gradient_ptr.dtype.element_ty), mask=written)
+
+
+def num_spans(num_columns: int, tiles: Tiles | None = None) -> int:
+    """How many sums of each kind a token has after `softmax_sums` over so many columns."""
+    tiles = tiles or SUMS
+    return triton.cdiv(triton.cdiv(num_columns, tiles.columns), tiles.span)
+
+
+def softmax_sums(
+    hidden_CD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    target_C: torch.Tensor,
+    temperature: float,
+    tiles: Tiles | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the largest logit z, the sum of exp(z - top) and that of exp(z - top) (z - top), by span of the vocabulary:
+    [3, S, C]; the target's logit [C], 0 where the target is no column)."""
+    tiles = tiles or SUMS
+    num_rows, width = hidden_CD.shape
+    num_columns = weight_VD.shape[0]
+    spans = num_spans(num_columns, tiles)
+    sums_3SC = torch.empty((3, spans, num_rows), dtype=torch.float32, device=hidden_CD.device)
+    target_logit_C = torch.zeros(num_rows, dtype=torch.float32, device=hidden_CD.device)
+    _softmax_sums_kernel[(triton.cdiv(num_rows, tiles.rows) * spans,)](
+        _operand(hidden_CD, tiles, tiles.rows), _operand(weight_VD, tiles, tiles.columns), bias_V, target_C,
+        sums_3SC, target_logit_C, num_rows, num_columns, width, LOG2_E / temperature, **_options(tiles),
+    )  # fmt: skip
+    return sums_3SC, target_logit_C
+
+
+def gradient(
+    hidden_CD: torch.Tensor,
+    weight_BD: torch.Tensor,
+    bias_B: torch.Tensor | None,
+    target_C: torch.Tensor,
+    log_total_C: torch.Tensor,
+    entropy_C: torch.Tensor,
+    grad_logprob_C: torch.Tensor,
+    grad_entropy_C: torch.Tensor,
+    temperature: float,
+    tiles: Tiles | None = None,
+) -> torch.Tensor:
+    """The gradient in the logits of a block of B vocabulary entries, from whose first `target_C` counts: [C, B], its
+    rows one after the other, with a gap between them where B is no multiple of `STRIDE_MULTIPLE`."""
+    tiles = tiles or GRADIENT
+    num_rows, width = hidden_CD.shape
+    num_columns = weight_BD.shape[0]
+    stride = triton.cdiv(num_columns, STRIDE_MULTIPLE) * STRIDE_MULTIPLE
+    gradient_CB = torch.empty((num_rows, stride), dtype=hidden_CD.dtype, device=hidden_CD.device)[:, :num_columns]
+    _gradient_kernel[(triton.cdiv(num_rows, tiles.rows) * num_spans(num_columns, tiles),)](
+        _operand(hidden_CD, tiles, tiles.rows), _operand(weight_BD, tiles, tiles.columns), bias_B, target_C,
+        log_total_C, entropy_C, grad_logprob_C, grad_entropy_C, gradient_CB,
+        num_rows, num_columns, width, stride, LOG2_E / temperature, 1.0 / temperature, **_options(tiles),
+    )  # fmt: skip
+    return gradient_CB
+
+
+def _operand(tensor: torch.Tensor, tiles: Tiles, length: int) -> TensorDescriptor:
+    """A matrix as Hopper's memory accelerator loads it, so many rows at a time."""
+    return TensorDescriptor.from_tensor(tensor, [length, tiles.depth])
+
+
+def _options(tiles: Tiles) -> dict[str, Any]:
+    return {
+        "ROWS": tiles.rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth, "SPAN": tiles.span, "GROUP": tiles.group,
+        "num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.max_registers,
+    }  # fmt: skip

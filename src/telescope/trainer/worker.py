@@ -4,6 +4,11 @@ Owns the process: threads, device, the process group, what Python's cycle collec
 The work itself is the backend's.
 Invariants: every method but `setup` needs `setup` first, and is called on all ranks in the same order; a wait for other
 ranks ends after `COLLECTIVE_TIMEOUT` with an error in every rank that is still alive.
+
+The row that the trainer compiles with before there is any data.
+
+Owns its shape: as long as the longest rows of a run, so that the kernels and the memory of a step are met, and of
+several segments. What it holds has no meaning.
 """
 
 from __future__ import annotations
@@ -17,16 +22,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from telescope.config.memory import trainer_share
 from telescope.errors import ConfigError
-from telescope.garbage import leave_out_nothing, leave_out_what_exists
 from telescope.trainer.backends import TensorMeta, TrainingBackend, find_backend
-from telescope.trainer.batch import Span, StepInput, StepResult
+from telescope.trainer.batch import MicroBatch, Span, StepInput, StepResult, TrainSample
 from telescope.trainer.metrics import reduce_max
+from telescope.trainer.packing import lay_out
+from telescope.utils.process import leave_out_nothing, leave_out_what_exists
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 """How long a rank waits for the others inside one collective: longer than any load from a slow disk."""
@@ -234,3 +241,32 @@ def choose_device(wanted: str, rank: int) -> torch.device:
         raise ConfigError("device: 'cuda' is set, but torch sees no GPU here: set device to 'auto' or 'cpu'")
     # A Ray actor sees its own GPU only; without Ray, ranks of a host share the list.
     return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+NUM_SHORT = 3
+"""Segments of a sixth of the row; one more has the rest."""
+MIN_TOKENS = 12
+"""Two tokens for each short segment and more for the long one, for the shortest `seq_len`."""
+
+
+def warm_up_row(seq_len: int, pad_to_multiple_of: int, vocab_size: int) -> MicroBatch:
+    """A row as long as those that are packed can be, of which all tokens are predicted that can be."""
+    total = max(seq_len // pad_to_multiple_of * pad_to_multiple_of, MIN_TOKENS)
+    short = total // 6
+    return lay_out([_sample(size, vocab_size) for size in (total - NUM_SHORT * short, *[short] * NUM_SHORT)])
+
+
+def _sample(length: int, vocab_size: int) -> TrainSample:
+    trained_L = np.ones(length, dtype=bool)
+    trained_L[0] = False
+    return TrainSample(
+        sample_id="warm-up",
+        group_id=0,
+        environment="warm-up",
+        # Many tokens, so that a mixture of experts uses many of them.
+        token_ids_L=np.arange(length) % vocab_size,
+        trained_L=trained_L,
+        engine_logprob_L=np.zeros(length),
+        version_L=np.zeros(length, dtype=np.int32),
+        reward=0.0,
+    )

@@ -19,17 +19,23 @@ from pathlib import Path
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig
 from telescope.orchestrator.interrupt import Interrupt
-from telescope.orchestrator.parts import Parts, start_parts
 from telescope.orchestrator.run import View
+from telescope.orchestrator.run_components import RunComponents, start_components
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.supervise import Supervisor
-from telescope.verify.first_step import check_first_step
-from telescope.verify.packing import check_gradient, check_packed_attention, packed
-from telescope.verify.parity import check_parity, check_top_p
+from telescope.orchestrator.supervision import Supervisor
+from telescope.verify.checks import (
+    check_corrupted_tensor,
+    check_first_step,
+    check_gradient,
+    check_packed_attention,
+    check_parity,
+    check_top_p,
+    check_weights,
+    packed,
+)
 from telescope.verify.report import Check, Report
 from telescope.verify.samples import sample_groups
-from telescope.verify.weights import check_spoiled_tensor, check_weights
 
 
 def run_verification(
@@ -63,7 +69,7 @@ async def _verify(
             loop = asyncio.get_running_loop()
             interrupt.install(loop)
             async with AsyncExitStack() as parts_stack:
-                starting = start_parts(
+                starting = start_components(
                     config, directory, status, parts_stack, on_ray_started=lambda: interrupt.install(loop)
                 )  # fmt: skip
                 parts = await interrupt.run_until_first(starting)
@@ -74,7 +80,7 @@ async def _verify(
                     report.checks.append(check)
                     on_check(check)
 
-                proofs = run_proofs(parts, status, keep_check)
+                proofs = run_checks(parts, status, keep_check)
                 await interrupt.run_until_first(supervisor.run_until(proofs))
                 status.phase = "shutting down"
         keep = not report.ok
@@ -87,7 +93,7 @@ async def _verify(
     return report, folder if keep else None
 
 
-async def run_proofs(parts: Parts, status: RunStatus, on_check: Callable[[Check], None]) -> None:
+async def run_checks(parts: RunComponents, status: RunStatus, on_check: Callable[[Check], None]) -> None:
     """All proofs on started parts whose trainer is at its first weights. `on_check` gets each as soon as it is known.
 
     Afterwards the trainer is one step further and the engines hold its weights.
@@ -113,4 +119,4 @@ async def run_proofs(parts: Parts, status: RunStatus, on_check: Callable[[Check]
     await prove("computing one gradient in two packings", check_gradient(parts, samples))
     await prove("training one step", check_first_step(parts, inputs))
     await prove("sending the new weights", check_weights(parts, "after a training step"))
-    await prove("spoiling a tensor on purpose", check_spoiled_tensor(parts))
+    await prove("spoiling a tensor on purpose", check_corrupted_tensor(parts))

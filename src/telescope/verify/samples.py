@@ -16,8 +16,8 @@ from collections.abc import Callable
 import numpy as np
 
 from telescope.errors import RunError
-from telescope.orchestrator.draws import request_seed
-from telescope.orchestrator.parts import Parts
+from telescope.orchestrator.prompt_sampler import request_seed
+from telescope.orchestrator.run_components import RunComponents
 from telescope.rollout.sample import RolloutTask, run_rollout
 from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import TrainSample
@@ -31,7 +31,7 @@ FIRST_GROUP = -1_000_000_000
 
 
 async def sample_groups(
-    parts: Parts, *, top_p: float | None, on_sample: Callable[[], None] = lambda: None
+    parts: RunComponents, *, top_p: float | None, on_sample: Callable[[], None] = lambda: None
 ) -> list[TrainSample]:
     """Sample whole groups at the run's temperature, at least one for every server; `top_p` replaces the run's.
 

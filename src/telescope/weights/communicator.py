@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from telescope.errors import DeadlineExceeded
-from telescope.weights.lifeline import Lifeline, Rendezvous, TransferError, join, listen
+from telescope.weights.control_channel import ControlChannel, Rendezvous, TransferError, join, listen
 
 Backend = Literal["gloo", "nccl"]
 
@@ -65,7 +65,7 @@ class Communicator:
     """Use `connect`. Broadcasts are issued in one order on all ranks by one thread; `abort` may come from any other."""
 
     def __init__(
-        self, *, rank: int, world_size: int, backend: Backend, lifeline: Lifeline, group: Any, store: Any
+        self, *, rank: int, world_size: int, backend: Backend, lifeline: ControlChannel, group: Any, store: Any
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -301,7 +301,7 @@ def _nccl_group(store: Any, rank: int, world_size: int, options: Any) -> Any:
 
 
 def _within(
-    build: Callable[[], Any], deadline: float, lifeline: Lifeline, what: str, rendezvous: Rendezvous | None
+    build: Callable[[], Any], deadline: float, lifeline: ControlChannel, what: str, rendezvous: Rendezvous | None
 ) -> Any:
     """Run a blocking call in a thread that can be given up on; raises `DeadlineExceeded` or `TransferError`."""
     outcome: dict[str, Any] = {}

@@ -21,8 +21,8 @@ from telescope.errors import DeadlineExceeded
 from telescope.trainer.batch import Span
 from telescope.trainer.timeline import Timeline
 from telescope.weights.communicator import Backend, Broadcast, Communicator
+from telescope.weights.control_channel import Rendezvous, TransferError
 from telescope.weights.fingerprint import fingerprint, to_hex
-from telescope.weights.lifeline import Rendezvous, TransferError
 from telescope.weights.plan import Bucket, InitInfo, UpdateInfo, plan_buckets
 
 _NUM_BUFFERS = 2

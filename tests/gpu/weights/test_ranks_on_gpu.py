@@ -14,7 +14,7 @@ from tests.integration.weights.test_experts_and_ranks_on_vllm import (
     test_before_any_sync_it_samples_with_the_logprobs_of_the_model_that_it_loaded,
     test_every_worker_takes_its_weights_in_place_and_says_why,
 )
-from tests.integration.weights.test_proof_on_vllm import (
+from tests.integration.weights.test_probe_on_vllm import (
     test_the_probe_names_what_a_spoiled_sync_left_wrong_and_the_next_sync_mends_it,
 )
 from tests.integration.weights.vllm_server import (

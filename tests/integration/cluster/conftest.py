@@ -15,8 +15,7 @@ import ray
 from ray._raylet import Config
 from ray.cluster_utils import Cluster as Raylets
 
-from telescope.cluster.ray_auth import forget_authentication
-from telescope.cluster.ray_cluster import Cluster, connect
+from telescope.cluster.ray_cluster import Cluster, connect, forget_authentication
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig
 

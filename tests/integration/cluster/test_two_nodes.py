@@ -22,12 +22,10 @@ from ray import cloudpickle
 from ray._raylet import AuthenticationTokenLoader
 from tests.integration.cluster.conftest import HEAD, OTHER, TwoNodes, config_of
 
-from telescope.cluster.actors import make_actor
-from telescope.cluster.host_group import HostGroup
+from telescope.cluster.actors import HostGroup, make_actor
 from telescope.cluster.network import network_of
 from telescope.cluster.placement import Placement, reserve
-from telescope.cluster.ray_auth import admits, settle_authentication
-from telescope.cluster.ray_cluster import disconnect
+from telescope.cluster.ray_cluster import admits, disconnect, settle_authentication
 from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
 from telescope.config.plan import PlacementError, plan_placement
@@ -35,8 +33,8 @@ from telescope.errors import DeadlineExceeded, UserError
 from telescope.orchestrator.collectors import Collectors, sources_of
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.record.gauges import Taken
-from telescope.record.machine import MachineSampler
 from telescope.record.reader import Run
+from telescope.record.system_metrics import MachineSampler
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not have the tests on their path
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from telescope.environments.launcher import Launcher
-from telescope.environments.pool import EnvironmentPool
-from telescope.environments.records import EnvironmentSpec, RendererSpec
+from telescope.environments.worker_pool.launcher import Launcher
+from telescope.environments.worker_pool.messages import EnvironmentSpec, RendererSpec
+from telescope.environments.worker_pool.pool import EnvironmentPool
 
 ENVIRONMENTS = Path(__file__).parent / "environments_for_tests"
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from telescope.config import load_config
-from telescope.environments.records import EnvironmentSpec
-from telescope.environments.trial import try_environments
+from telescope.config.environments import environment_keys
+from telescope.environments.worker_pool.messages import EnvironmentSpec
+from telescope.environments.worker_pool.trial import try_environments
 from telescope.evals.registry import eval_spec
-from telescope.orchestrator.environment_keys import environment_keys
-from telescope.orchestrator.parts import start_environments
+from telescope.orchestrator.run_components import start_environments
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
 from telescope.record.reader import Run

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from telescope.environments.records import EnvironmentSpec
+from telescope.environments.worker_pool.messages import EnvironmentSpec
 from telescope.errors import UserError
 from telescope.evals import eval_spec
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from telescope.environments.pool import EnvironmentPool
-from telescope.environments.records import EnvironmentSpec, RendererSpec
+from telescope.environments.worker_pool.messages import EnvironmentSpec, RendererSpec
+from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.errors import EnvironmentFailure, InfrastructureError
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -210,8 +210,8 @@ async def test_close_ends_processes_that_are_busy_and_fails_their_calls(make_poo
 
 PARENT = """
 import asyncio, sys
-from telescope.environments.pool import EnvironmentPool
-from telescope.environments.records import EnvironmentSpec, RendererSpec
+from telescope.environments.worker_pool.pool import EnvironmentPool
+from telescope.environments.worker_pool.messages import EnvironmentSpec, RendererSpec
 
 async def main():
     spec = EnvironmentSpec("echo", {"hold_at": 900})
@@ -309,7 +309,7 @@ async def test_a_call_that_kills_the_fork_server_is_given_up(make_own_pool):
 
 async def test_calls_fail_with_the_reason_when_the_fork_server_dies_again_and_again(make_own_pool, monkeypatch):
     pool = await make_own_pool(EnvironmentSpec("echo"), renderer=None)
-    monkeypatch.setattr("telescope.environments.launcher.MAX_RESTARTS", 1)
+    monkeypatch.setattr("telescope.environments.worker_pool.launcher.MAX_RESTARTS", 1)
     os.kill(fork_server_of(pool), 9)
     await eventually(lambda: pool.status().restarts == 2 and pool.status().workers_ready == 2, seconds=60)
     pids = pool.status().pids

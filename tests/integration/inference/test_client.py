@@ -13,11 +13,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from telescope.errors import InfrastructureError
-from telescope.inference import vllm_adapter as wire
 from telescope.inference.client import EngineClient, EngineRequestError
-from telescope.inference.fake_engine import FakeEngineSettings
-from telescope.inference.fake_server import FakeEngineServer
+from telescope.inference.vllm import adapter as wire
 from telescope.rollout.types import GenerateRequest
+from telescope.testing.fake_engine import FakeEngineSettings
+from telescope.testing.fake_server import FakeEngineServer
 from telescope.weights.probe import compare_logprobs
 
 SLOW = {"mean_tokens": 400, "tokens_per_second": 400.0}
@@ -190,7 +190,7 @@ async def test_weights_that_give_no_numbers_are_an_answer_to_the_probe_and_no_bu
 
 
 async def test_a_failure_in_one_of_several_workers_is_one_of_the_server() -> None:
-    """vLLM answers 200, because no worker may raise (see `vllm_weights`)."""
+    """vLLM answers 200, because no worker may raise (see `vllm/weights`)."""
     failures: list[str | None] = [None, "the sender is gone"]
 
     async def answer(_: web.Request) -> web.Response:

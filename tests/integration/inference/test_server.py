@@ -18,19 +18,19 @@ import msgspec
 import pytest
 
 from telescope.config import TelescopeConfig, load_config
-from telescope.config.ports import listen_problem
+from telescope.config.machine import listen_problem
 from telescope.errors import ConfigError
 from telescope.inference import server as server_module
 from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.client import EngineClient
 from telescope.inference.engine_metrics import metrics_reader
-from telescope.inference.fake_engine import FakeEngineSettings
-from telescope.inference.gpu_share import ROUNDING_BYTES
-from telescope.inference.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.inference.process import EngineProcess, group_members
 from telescope.inference.server import EngineStartError, InferenceServer, SupervisionLimits
-from telescope.inference.vllm_launch import LaunchCommand
+from telescope.inference.vllm.gpu_share import ROUNDING_BYTES
+from telescope.inference.vllm.launch import LaunchCommand
+from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.rollout.types import GenerateRequest
+from telescope.testing.fake_engine import FakeEngineSettings
 
 SECRET = "a-secret"
 QUICK = SupervisionLimits(
@@ -54,7 +54,7 @@ def make_server(config: TelescopeConfig, tmp_path: Path) -> Iterator[Callable[..
         encoded = msgspec.json.encode(settings or FakeEngineSettings(spawn_child=True)).decode()
 
         def launch(restarted: bool) -> LaunchCommand:
-            arguments = [sys.executable, "-m", "telescope.inference.fake_server", "--port", str(port)]
+            arguments = [sys.executable, "-m", "telescope.testing.fake_server", "--port", str(port)]
             environment = {SECRET_VARIABLE: SECRET}
             if restarted:
                 environment[REQUIRE_UPDATE_VARIABLE] = "1"
@@ -131,7 +131,7 @@ def test_a_killed_server_that_shares_its_gpu_is_started_again_with_the_cache_tha
     config = load_config(None, [*shared, "--inference_num_workers=1", "--trainer_num_workers=1"]).config
     port = free_port()
     words = "print('Available KV cache memory: 7.50 GiB', flush=True)"
-    script = f"{words}; import runpy; runpy.run_module('telescope.inference.fake_server', run_name='__main__')"
+    script = f"{words}; import runpy; runpy.run_module('telescope.testing.fake_server', run_name='__main__')"
     given: list[int | None] = []
 
     def launch(_: TelescopeConfig, **fields: object) -> LaunchCommand:
@@ -336,7 +336,7 @@ PARENT = """
 import json, sys, time
 from telescope.config import load_config
 from telescope.inference.server import InferenceServer
-from telescope.inference.vllm_launch import LaunchCommand
+from telescope.inference.vllm.launch import LaunchCommand
 port, run_dir, command, environment = json.loads(sys.argv[1])
 config = load_config(None, ["--environments", '[{"name": "countdown"}]']).config
 launch = lambda restarted: LaunchCommand(command, environment)
@@ -349,7 +349,7 @@ time.sleep(600)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_engine_dies_with_its_parent(tmp_path: Path, how: signal.Signals) -> None:
     port = free_port()
-    command = [sys.executable, "-m", "telescope.inference.fake_server", "--port", str(port)]
+    command = [sys.executable, "-m", "telescope.testing.fake_server", "--port", str(port)]
     command += ["--settings", '{"spawn_child": true}']
     arguments = json.dumps([port, str(tmp_path), command, {SECRET_VARIABLE: SECRET}])
     parent = subprocess.Popen([sys.executable, "-c", PARENT, arguments], stdout=subprocess.PIPE, text=True)

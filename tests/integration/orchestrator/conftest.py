@@ -6,9 +6,9 @@ import pytest
 import pytest_asyncio
 from tests.integration.orchestrator.harness import Ground
 
-from telescope.environments.launcher import Launcher
-from telescope.environments.records import RendererSpec
-from telescope.tiny_model.tokenizer import build_tokenizer
+from telescope.environments.worker_pool.launcher import Launcher
+from telescope.environments.worker_pool.messages import RendererSpec
+from telescope.tiny_model.build import build_tokenizer
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from tests.integration.orchestrator.harness import Ground, Harness, harness
 
-from telescope.inference.fake_engine import FakeEngineSettings
 from telescope.record.reader import Run
+from telescope.testing.fake_engine import FakeEngineSettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")  # the fork server of the environments belongs to one loop
 

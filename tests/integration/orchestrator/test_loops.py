@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tests.integration.orchestrator.harness import Ground, Harness, harness
 
-from telescope.inference.fake_engine import FakeEngineSettings
-from telescope.orchestrator.fake_run import FakeTrainer
 from telescope.record.reader import Run
+from telescope.testing.fake_engine import FakeEngineSettings
+from telescope.testing.fake_run import FakeTrainer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")  # the fork server of the environments belongs to one loop
 

@@ -14,11 +14,11 @@ import pytest
 from tests.integration.orchestrator.harness import FakeHandle, Ground, config_for
 from tests.repository_modules import benchmarks_importable
 
-from telescope.environments.launcher import Launcher
+from telescope.environments.worker_pool.launcher import Launcher
 from telescope.inference.client import EngineClient
-from telescope.inference.fake_engine import FakeEngineSettings
-from telescope.inference.fake_server import FakeEngineServer
-from telescope.inference.step_meter import StepReading
+from telescope.inference.vllm.step_meter import StepReading
+from telescope.testing.fake_engine import FakeEngineSettings
+from telescope.testing.fake_server import FakeEngineServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")  # the fork server of the environments belongs to one loop
 

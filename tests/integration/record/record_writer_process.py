@@ -10,8 +10,7 @@ import sys
 import time
 
 from telescope.record import Recorder
-from telescope.record.attempt import begin_run, end_run
-from telescope.record.run_info import next_attempt
+from telescope.record.run_info import begin_run, end_run, next_attempt
 
 
 def write(run_dir: str, flush_seconds: float) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from telescope.cli.main import main
 from telescope.record import Recorder
-from telescope.record.attempt import begin_run, end_run
 from telescope.record.reader import Run
+from telescope.record.run_info import begin_run, end_run
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,9 @@ import pytest
 
 from telescope.errors import UserError
 from telescope.record import Recorder
-from telescope.record.attempt import begin_run, end_run
 from telescope.record.query import Database
 from telescope.record.reader import Run, find_runs, list_runs
-from telescope.record.run_info import next_attempt
+from telescope.record.run_info import begin_run, end_run, next_attempt
 from telescope.record.segments import segment_name
 
 
@@ -87,7 +86,7 @@ def test_runs_are_listed_newest_first_with_their_results(tmp_path):
 
 def test_a_run_that_was_cut_off_is_dead_and_a_folder_without_one_is_an_error(tmp_path):
     script = (
-        "import sys, os; from telescope.record import Recorder; from telescope.record.attempt import begin_run\n"
+        "import sys, os; from telescope.record import Recorder; from telescope.record.run_info import begin_run\n"
         "begin_run(Recorder(sys.argv[1]), name='x', config_hash='', config_json='{}'); os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "run")], timeout=60)

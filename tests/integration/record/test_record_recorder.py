@@ -181,7 +181,7 @@ def test_a_second_writer_of_a_run_is_refused_and_told_who_is_there(tmp_path):
 
 
 def test_what_is_in_flight_is_shown_while_the_run_lives(tmp_path):
-    from telescope.record.attempt import begin_run
+    from telescope.record.run_info import begin_run
 
     recorder = Recorder(tmp_path, flush_seconds=0.01)
     begin_run(recorder, name="r", config_hash="", config_json="{}")

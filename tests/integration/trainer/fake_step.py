@@ -21,12 +21,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen3Config
 
 from telescope.config import TelescopeConfig
+from telescope.config.memory import VOCABULARY_BLOCKS, num_recomputed, trainer_memory
 from telescope.config.model_shape import ModelShape
-from telescope.config.trainer_memory import VOCABULARY_BLOCKS, num_recomputed, trainer_memory
 from telescope.trainer import logprob
 from telescope.trainer.backends.fsdp import backend as fsdp_backend
 from telescope.trainer.backends.fsdp import sharding
-from telescope.trainer.backends.fsdp.gathering import set_prefetch
+from telescope.trainer.backends.fsdp.communication import set_prefetch
 from telescope.trainer.batch import TrainSample
 from telescope.trainer.blocks import wrap_blocks
 from telescope.trainer.metrics import StepMetrics

@@ -10,7 +10,7 @@ from tests.integration.trainer.fake_step import as_on_a_gpu, bytes_of_a_step
 from tests.integration.trainer.live_bytes import LiveBytes
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from telescope.config.trainer_memory import VOCABULARY_BLOCKS
+from telescope.config.memory import VOCABULARY_BLOCKS
 from telescope.trainer import logprob
 from telescope.trainer.logprob import LogprobHead
 

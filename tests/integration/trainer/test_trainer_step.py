@@ -17,7 +17,7 @@ from telescope.algorithms import compute_advantages
 from telescope.config import TelescopeConfig
 from telescope.errors import ConfigError, UserError
 from telescope.trainer.backends import find_backend
-from telescope.trainer.backends.fsdp import whole_tensors
+from telescope.trainer.backends.fsdp import sharding
 from telescope.trainer.batch import StepInput, TrainSample
 from telescope.trainer.packing import pack_step
 from telescope.trainer.worker import Trainer, choose_device
@@ -222,8 +222,8 @@ def test_cuda_without_a_gpu_names_the_field(monkeypatch):
 
 def test_what_is_sent_to_engines_is_cast_before_it_is_gathered(one_rank, monkeypatch):
     gathered = []
-    whole = whole_tensors.full_tensor
-    monkeypatch.setattr(whole_tensors, "full_tensor", lambda tensor: gathered.append(tensor.dtype) or whole(tensor))
+    whole = sharding.full_tensor
+    monkeypatch.setattr(sharding, "full_tensor", lambda tensor: gathered.append(tensor.dtype) or whole(tensor))
     trainer = one_rank("tied", model_dtype="float32")
     sent = {tensor.dtype for _, tensor in trainer.named_weights(torch.bfloat16)}
     assert set(gathered) == sent == {torch.bfloat16}

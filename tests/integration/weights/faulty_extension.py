@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from telescope.inference import vllm_weights
-from telescope.inference.vllm_weights import WeightsWorkerExtension
+from telescope.inference.vllm import weights
+from telescope.inference.vllm.weights import WeightsWorkerExtension
 
 UNPACKED_VARIABLE = "TELESCOPE_TEST_UNPACKED"
 
@@ -51,10 +51,10 @@ class FaultyWorkerExtension(WeightsWorkerExtension):
         engine: Any = self.weight_transfer_engine  # type: ignore[attr-defined]
         if rank is not None and rank != self.rank:  # type: ignore[attr-defined]
             return
-        original = vllm_weights.reprocess_tied_layers
-        take_kernels = vllm_weights.take_expert_kernels
+        original = weights.reprocess_tied_layers
+        take_kernels = weights.take_expert_kernels
         if fault == "unpacked":
-            vllm_weights.take_expert_kernels = lambda model: []
+            weights.take_expert_kernels = lambda model: []
         other = name.replace("q_proj", "k_proj").replace("gate_proj", "up_proj").replace(".0.down_proj", ".1.down_proj")
 
         def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -86,12 +86,12 @@ class FaultyWorkerExtension(WeightsWorkerExtension):
 
         def finish() -> None:
             if fault == "tie":
-                vllm_weights.reprocess_tied_layers = lambda model: None
+                weights.reprocess_tied_layers = lambda model: None
             try:
                 type(engine).finish_weight_update(engine)
             finally:
-                vllm_weights.reprocess_tied_layers = original
-                vllm_weights.take_expert_kernels = take_kernels
+                weights.reprocess_tied_layers = original
+                weights.take_expert_kernels = take_kernels
                 del engine._load, engine.finish_weight_update
                 if engine.shadows is not None:
                     vars(engine.shadows).pop("load")

@@ -19,7 +19,7 @@ from tests.integration.weights.vllm_server import (
 )
 
 from telescope.errors import InfrastructureError
-from telescope.inference.supported_vllm import parse_version
+from telescope.inference.vllm.support import parse_version
 from telescope.rollout.types import GenerateRequest
 
 pytestmark = pytest.mark.e2e

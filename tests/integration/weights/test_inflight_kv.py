@@ -18,7 +18,7 @@ from tests.integration.weights.vllm_server import (
 )
 from transformers import Qwen2ForCausalLM
 
-from telescope.inference.gathered_outputs import HELD_TOKENS
+from telescope.inference.vllm.output_batching import HELD_TOKENS
 from telescope.rollout.types import GenerateRequest, Generation
 
 pytestmark = pytest.mark.e2e

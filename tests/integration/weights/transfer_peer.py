@@ -12,8 +12,8 @@ import time
 import torch
 
 from telescope.weights.communicator import Communicator
+from telescope.weights.control_channel import TransferError
 from telescope.weights.fingerprint import fingerprint, to_hex
-from telescope.weights.lifeline import TransferError
 from telescope.weights.plan import InitInfo, UpdateInfo
 from telescope.weights.receiver import NamedTensors, receive
 

@@ -33,9 +33,9 @@ from telescope.config import load_config
 from telescope.config.machine import visible_gpu_memory
 from telescope.inference.client import EngineClient
 from telescope.inference.process import EngineProcess
-from telescope.inference.vllm_launch import WORKER_EXTENSION, launch_command
-from telescope.tiny_model.tokenizer import build_tokenizer
-from telescope.trainer.experts import checkpoint_tensors
+from telescope.inference.vllm.launch import WORKER_EXTENSION, launch_command
+from telescope.tiny_model.build import build_tokenizer
+from telescope.trainer.model import checkpoint_tensors
 from telescope.weights.communicator import backend_for
 from telescope.weights.plan import TensorMeta, UpdateInfo, make_update
 from telescope.weights.probe import ProbeReport, compare
@@ -128,7 +128,7 @@ def visible_gpus() -> list[str]:
 
 def version_of(interpreter: str) -> str:
     """The vLLM version that an interpreter would run."""
-    code = "from telescope.inference.supported_vllm import installed_version; print(installed_version())"
+    code = "from telescope.inference.vllm.support import installed_version; print(installed_version())"
     environment = os.environ | {"PYTHONPATH": python_path(Path(telescope.__file__).parents[1])}
     return subprocess.check_output([interpreter, "-c", code], text=True, env=environment).strip()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from telescope.inference.step_meter import StepMeter, StepReading, read_meter
+from telescope.inference.vllm.step_meter import StepMeter, StepReading, read_meter
 
 
 def sample(clock: float, steps: int, tokens: int, *, running: int = 4, beginning: int = 0, cores: float = 1.0) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from telescope.inference.step_meter import StepReading
+from telescope.inference.vllm.step_meter import StepReading
 from telescope.rollout.types import GenerateRequest
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from telescope.cli import doctor, doctor_checks
-from telescope.cli.doctor_checks import Check
-from telescope.config.machine import LOOPBACK
-from telescope.config.ports import PortHold
+from telescope.cli import doctor
+from telescope.cli.doctor import Check
+from telescope.config.machine import LOOPBACK, PortHold
 
 CPU_TORCH: dict[str, object] = {"version": "2.13.0+cpu", "cuda": None, "gpus": 0, "gloo": True, "nccl": False}
 CUDA_TORCH: dict[str, object] = {"version": "2.11.0", "cuda": "13.0", "gpus": 1, "gloo": True, "nccl": True}
@@ -18,8 +17,8 @@ GPUS = ["NVIDIA H100 (80 GiB, driver 580)"]
 
 
 def test_every_check_answers_here_and_gives_a_fix_unless_fine(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor_checks, "ask_torch", lambda: CPU_TORCH)
-    checks = doctor_checks.run_checks(hub=False)
+    monkeypatch.setattr(doctor, "ask_torch", lambda: CPU_TORCH)
+    checks = doctor.run_checks(hub=False)
     assert len({check.name for check in checks}) == len(checks) > 15
     for check in checks:
         assert check.found
@@ -28,7 +27,7 @@ def test_every_check_answers_here_and_gives_a_fix_unless_fine(monkeypatch: pytes
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("note", 0), ("bad", 1)])
 def test_the_exit_code_says_whether_training_can_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: doctor_checks.Status, code: int
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: doctor.Status, code: int
 ):
     fix = None if status == "ok" else "do this"
     monkeypatch.setattr(doctor, "run_checks", lambda hub: [Check("thing", status, "as found", fix)])
@@ -43,7 +42,7 @@ def test_the_exit_code_says_whether_training_can_run(
 
 
 def test_a_torch_that_cannot_be_imported_is_missing_with_its_reason():
-    check = doctor_checks.check_torch({"error": "import torch fails: ImportError: libcudart"}, [])
+    check = doctor.check_torch({"error": "import torch fails: ImportError: libcudart"}, [])
     assert check.status == "bad"
     assert "libcudart" in check.found
 
@@ -59,7 +58,7 @@ def test_a_torch_that_cannot_be_imported_is_missing_with_its_reason():
     ],
 )
 def test_torch_has_to_fit_the_devices(answer: dict[str, object], gpus: list[str], status: str):
-    assert doctor_checks.check_torch(answer, gpus).status == status
+    assert doctor.check_torch(answer, gpus).status == status
 
 
 @pytest.mark.parametrize(
@@ -76,27 +75,27 @@ def test_torch_has_to_fit_the_devices(answer: dict[str, object], gpus: list[str]
 def test_vllm_has_to_be_a_supported_version_for_the_device(
     monkeypatch: pytest.MonkeyPatch, version: str | None, cpu: bool, gpus: list[str], status: str
 ):
-    monkeypatch.setattr(doctor_checks.supported_vllm, "installed_version", lambda: version)
-    monkeypatch.setattr(doctor_checks.supported_vllm, "is_cpu_build", lambda: cpu)
-    check = doctor_checks.check_vllm(gpus)
+    monkeypatch.setattr(doctor.supported_vllm, "installed_version", lambda: version)
+    monkeypatch.setattr(doctor.supported_vllm, "is_cpu_build", lambda: cpu)
+    check = doctor.check_vllm(gpus)
     assert check.status == status
     assert "0.26 to 0.32" in check.found
 
 
 def test_a_torchvision_for_cuda_beside_a_cpu_torch_is_found(monkeypatch: pytest.MonkeyPatch):
     versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
-    monkeypatch.setattr(doctor_checks, "installed", versions.get)
-    assert doctor_checks.check_torchvision().status == "bad"
+    monkeypatch.setattr(doctor, "installed", versions.get)
+    assert doctor.check_torchvision().status == "bad"
     versions["torchvision"] = "0.28.0+cpu"
-    assert doctor_checks.check_torchvision().status == "ok"
+    assert doctor.check_torchvision().status == "ok"
 
 
 def test_a_port_in_use_is_named_with_the_option_that_changes_it(monkeypatch: pytest.MonkeyPatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        monkeypatch.setattr(doctor_checks, "default_of", lambda field: taken.getsockname()[1])
-        check = doctor_checks.check_port()
+        monkeypatch.setattr(doctor, "default_of", lambda field: taken.getsockname()[1])
+        check = doctor.check_port()
         port = taken.getsockname()[1]
     assert check.status == "note"
     assert check.found == f"{port}: in use"
@@ -108,22 +107,22 @@ def test_a_port_that_a_run_holds_before_its_server_listens_is_in_use(monkeypatch
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port = probe.getsockname()[1]
-    monkeypatch.setattr(doctor_checks, "default_of", lambda field: port)
+    monkeypatch.setattr(doctor, "default_of", lambda field: port)
     held = PortHold(port)
-    check = doctor_checks.check_port()
+    check = doctor.check_port()
     held.release()
     assert (check.status, check.found) == ("note", f"{port}: in use")
     assert f"end what uses {port}, perhaps another run, or choose another port: --inference_base_port" in str(check.fix)
-    assert doctor_checks.check_port() == Check("inference port", "ok", f"{port} is free")
+    assert doctor.check_port() == Check("inference port", "ok", f"{port} is free")
 
 
 def test_a_folder_that_cannot_be_written_keeps_training_from_running(tmp_path: Path):
-    assert doctor_checks.check_writable("run directory", tmp_path / "nowhere").status == "bad"
-    assert doctor_checks.check_writable("run directory", tmp_path).status in ("ok", "note")
+    assert doctor.check_writable("run directory", tmp_path / "nowhere").status == "bad"
+    assert doctor.check_writable("run directory", tmp_path).status in ("ok", "note")
 
 
 def test_shared_memory_that_is_missing_keeps_training_from_running(tmp_path: Path):
-    assert doctor_checks.check_shared_memory(tmp_path / "shm").status == "bad"
+    assert doctor.check_shared_memory(tmp_path / "shm").status == "bad"
 
 
 def test_an_unreachable_hub_is_a_note_and_says_what_still_works(monkeypatch: pytest.MonkeyPatch):
@@ -132,17 +131,17 @@ def test_an_unreachable_hub_is_a_note_and_says_what_still_works(monkeypatch: pyt
 
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.example")
-    check = doctor_checks.check_hub(refuse)
+    check = doctor.check_hub(refuse)
     assert (check.status, "hub.example" in check.found, "no route" in check.found) == ("note", True, True)
-    assert doctor_checks.check_hub(lambda url, timeout: None).status == "ok"
+    assert doctor.check_hub(lambda url, timeout: None).status == "ok"
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "HF_HUB_OFFLINE" in doctor_checks.check_hub(lambda url, timeout: None).found
+    assert "HF_HUB_OFFLINE" in doctor.check_hub(lambda url, timeout: None).found
 
 
 def test_wandb_without_credentials_is_a_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("NETRC", raising=False)
-    assert doctor_checks.check_wandb().status == "note"
+    assert doctor.check_wandb().status == "note"
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    assert doctor_checks.check_wandb().status == "ok"
+    assert doctor.check_wandb().status == "ok"

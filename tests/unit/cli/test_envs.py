@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from telescope.cli.main import main
-from telescope.environments.play import Answer, play_item
+from telescope.environments.local_rollout import Answer, roll_out_item
 from telescope.environments.registry import get_environment
 
 
@@ -235,8 +235,8 @@ def test_async_environments_are_played_and_cleaned_up(tmp_path):
     (tmp_path / "later").mkdir()
     (tmp_path / "later" / "environment.py").write_text(async_environment)
     environment = get_environment("later", environments_path=[tmp_path], max_turns=3)
-    played = play_item(environment, 0, lambda messages: Answer("go"))
+    played = roll_out_item(environment, 0, lambda messages: Answer("go"))
     assert (played.score["total_reward"], played.num_turns, played.end_reason) == (3.0, 3, "max_turns")
     with pytest.raises(ValueError, match="no luck"):
-        play_item(environment, 0, lambda messages: Answer("fail"))
+        roll_out_item(environment, 0, lambda messages: Answer("fail"))
     assert environment.ended == [3, 1]

@@ -15,7 +15,7 @@ def run(command: str, *, before: str = NATIVE_CRASH, with_ray: bool = True) -> s
     ray = "import types\nsys.modules['ray'] = types.ModuleType('ray')\n" if with_ray else ""
     script = f"""
 import atexit, sys, threading, time
-from telescope.cli.process_exit import exit_with
+from telescope.cli.main import exit_with
 {ray}
 {before}
 def command():

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from telescope.cluster import ray_auth
-from telescope.cluster.ray_auth import MODE_VARIABLE, admits, forget_authentication, settle_authentication
+from telescope.cluster import ray_cluster
+from telescope.cluster.ray_cluster import MODE_VARIABLE, admits, forget_authentication, settle_authentication
 from telescope.errors import UserError
 
 
@@ -25,12 +25,13 @@ class FakeCluster:
             has_token=lambda ignore_auth_mode: self.held is not None,
             get_raw_token=lambda ignore_auth_mode: self.held,
         )
-        monkeypatch.setattr(ray_auth, "AuthenticationTokenLoader", SimpleNamespace(instance=lambda: loader))
-        monkeypatch.setattr(ray_auth, "Config", SimpleNamespace(initialize=self.refresh))
+        monkeypatch.setattr(ray_cluster, "AuthenticationTokenLoader", SimpleNamespace(instance=lambda: loader))
+        monkeypatch.setattr(ray_cluster, "Config", SimpleNamespace(initialize=self.refresh))
         addresses = {"auto": None, "10.0.0.1:6379": "10.0.0.1:6379"}
-        monkeypatch.setattr(ray_auth, "services", SimpleNamespace(canonicalize_bootstrap_address=addresses.__getitem__))
-        monkeypatch.setattr(ray_auth, "check_that_somebody_listens", lambda address: None)
-        monkeypatch.setattr(ray_auth, "admits", self.admits)
+        services = SimpleNamespace(canonicalize_bootstrap_address=addresses.__getitem__)
+        monkeypatch.setattr(ray_cluster, "services", services)
+        monkeypatch.setattr(ray_cluster, "check_that_somebody_listens", lambda address: None)
+        monkeypatch.setattr(ray_cluster, "admits", self.admits)
         monkeypatch.setenv(MODE_VARIABLE, "")  # so that it is put back
         monkeypatch.delenv(MODE_VARIABLE)
 

@@ -14,9 +14,9 @@ from telescope.config import EnvironmentEntry, EvalEntry, TelescopeConfig
 from telescope.config.describe import FieldDescription, describe_all, describe_section, yaml_text
 from telescope.config.generate import default_yaml, generated_files, resolved_yaml
 from telescope.config.loader import load_config
+from telescope.config.remarks import FIELD_STATUS
 from telescope.config.rules import RULES
 from telescope.config.sections import SECTIONS
-from telescope.config.status import FIELD_STATUS
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = Path(telescope.__file__).parent

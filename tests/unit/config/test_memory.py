@@ -7,7 +7,7 @@ import re
 import pytest
 
 from telescope.config import TelescopeConfig
-from telescope.config.memory import GIB, estimate_memory, plan_shadows
+from telescope.config.memory import GIB, estimate_memory, plan_staging
 from telescope.config.model_shape import ModelShape, known_shape
 
 # Parameters as the models' own pages and files state them.
@@ -231,7 +231,7 @@ H200 = 140 * GIB
 
 def test_a_second_copy_of_the_weights_is_taken_from_the_kv_cache():
     shape = shape_of("Qwen/Qwen3-4B")
-    plan = plan_shadows(config(), shape, H200)
+    plan = plan_staging(config(), shape, H200)
     weights, embedding, bucket = 2 * shape.num_parameters, 2 * shape.embedding_parameters, 256 << 20
     assert plan.in_place_because is None
     assert plan.num_bytes == weights + embedding + bucket
@@ -256,7 +256,7 @@ def test_a_second_copy_of_the_weights_is_taken_from_the_kv_cache():
     ],
 )
 def test_weights_come_in_place_where_a_second_copy_is_impossible_or_too_dear(values, shape, memory, reason):
-    plan = plan_shadows(config(**values), shape, memory)
+    plan = plan_staging(config(**values), shape, memory)
     assert plan.num_bytes == 0
     assert re.search(reason, plan.in_place_because)
 
@@ -264,9 +264,9 @@ def test_weights_come_in_place_where_a_second_copy_is_impossible_or_too_dear(val
 def test_who_insists_on_the_background_gets_it_while_one_sequence_fits_and_is_told_the_price():
     insists = config(weight_transfer="background")
     shape = shape_of("qwen3-14b")
-    assert plan_shadows(insists, shape, 80 * GIB).num_bytes > 30 * GIB
-    assert plan_shadows(insists, None, 80 * GIB).in_place_because is None
-    assert plan_shadows(insists, shape, None) == plan_shadows(insists, shape, 80 * GIB)
+    assert plan_staging(insists, shape, 80 * GIB).num_bytes > 30 * GIB
+    assert plan_staging(insists, None, 80 * GIB).in_place_because is None
+    assert plan_staging(insists, shape, None) == plan_staging(insists, shape, 80 * GIB)
     problems = estimate_memory(insists, shape, device_memory_bytes=66 * GIB).problems
     assert any("set weight_transfer to in_place, which saves 30.4 GiB" in problem for problem in problems)
 

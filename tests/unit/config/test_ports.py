@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from telescope.config import ports
-from telescope.config.ports import PortHold, hold_port, listen_problem, require_port
+from telescope.config import machine
+from telescope.config.machine import PortHold, hold_port, listen_problem, require_port
 from telescope.errors import ConfigError
 
 HOST = "127.0.0.1"
@@ -48,7 +48,7 @@ def test_a_port_that_is_held_is_in_use_for_every_other_run_until_it_is_released(
 
 
 def test_a_hold_ends_with_its_process_however_that_ends(port: int) -> None:
-    script = f"from telescope.config.ports import PortHold; h = PortHold({port}); print(1, flush=True); input()"
+    script = f"from telescope.config.machine import PortHold; h = PortHold({port}); print(1, flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
@@ -86,7 +86,7 @@ def test_connections_that_linger_from_a_server_that_has_ended_leave_its_port_fre
         as_vllm_binds.close()
         accepted.close()  # first, so that this side keeps the connection in TIME_WAIT
         client.recv(1)
-    assert ports._has_connections(port)
+    assert machine._has_connections(port)
     hold(port).release()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from telescope.config import TelescopeConfig, preflight
-from telescope.config.run_dir import choose_run_dir
+from telescope.config.loader import choose_run_dir
 from telescope.errors import ConfigError
 
 

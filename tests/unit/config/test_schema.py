@@ -10,8 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from telescope.config import EnvironmentEntry, EvalEntry, TelescopeConfig
-from telescope.config.base import Section, accepts
-from telescope.config.frozen import freeze, thaw
+from telescope.config.base import Section, accepts, freeze, thaw
 from telescope.config.sections import SECTIONS
 
 COUNTDOWN = [{"name": "countdown"}]

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from telescope.environments.blame import describe, innermost_line
+from telescope.environments.user_code import describe, innermost_line
 
 HERE = Path(__file__)
 

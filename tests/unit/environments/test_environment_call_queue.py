@@ -4,13 +4,12 @@ import asyncio
 
 import pytest
 
-from telescope.environments.call_queue import CallQueue
-from telescope.environments.schedule import Call, Rollout, Seat
+from telescope.environments.worker_pool.scheduling import Call, CallQueue, Rollout, WorkerState
 
 
 class Place:
     def __init__(self, name):
-        self.name, self.seat = name, Seat()
+        self.name, self.seat = name, WorkerState()
 
 
 @pytest.fixture

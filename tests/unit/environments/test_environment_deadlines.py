@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from telescope.environments.deadlines import DeadlinePassed, deadline, within
+from telescope.environments.user_code import DeadlinePassed, deadline, within
 
 
 def spin():

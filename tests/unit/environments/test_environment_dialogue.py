@@ -11,9 +11,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from telescope.environments.dialogue import Dialogue, Divergence, why_not_extendable
-from telescope.environments.records import RendererSpec
-from telescope.environments.rendering import Renderer
+from telescope.environments.rendering import Dialogue, Divergence, Renderer, why_not_extendable
+from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
 
 CHATML = (

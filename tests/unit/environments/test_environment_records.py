@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telescope.environments.base import EvalMetricsResult, RewardResult, Sample, sample_uid
-from telescope.environments.plain import (
+from telescope.environments.serialization import (
     LARGEST_NUMBER,
     MalformedResultError,
     plain_messages,
     plain_score,
     plain_verdict,
 )
-from telescope.environments.wire import BrokenFrameError, FrameReader, pack_frame, pack_ids, unpack_ids
+from telescope.environments.worker_pool.messages import BrokenFrameError, FrameReader, pack_frame, pack_ids, unpack_ids
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
-from telescope.environments.records import RendererSpec
 from telescope.environments.rendering import Renderer
+from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
 
 BOS, EOS = 1000, 1001

@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.environments.pool_worker import PoolWorker
-from telescope.environments.schedule import AHEAD_SECONDS, MAX_QUEUED, Call, Costs, Death, Rollout, Seat
+from telescope.environments.worker_pool.scheduling import (
+    AHEAD_SECONDS,
+    MAX_QUEUED,
+    Call,
+    Costs,
+    Death,
+    Rollout,
+    WorkerState,
+)
+from telescope.environments.worker_pool.worker_handle import PoolWorker
 
 
 @pytest.fixture
@@ -19,14 +27,14 @@ def make_call():
 
 
 def seat_with(calls):
-    seat = Seat()
+    seat = WorkerState()
     for call_id, call in enumerate(calls, start=1):
         seat.sent(call_id, call)
     return seat
 
 
 def test_cheap_calls_are_sent_ahead_and_expensive_ones_one_at_a_time(make_call):
-    seat = Seat()
+    seat = WorkerState()
     assert seat.admits(100.0)
     seat.sent(1, make_call(AHEAD_SECONDS))
     assert not seat.admits(0.001)
@@ -192,7 +200,7 @@ def test_expected_costs_rise_at_once_and_fall_slowly():
 @given(st.lists(st.sampled_from(["send", "park", "answer", "withdraw", "charge"]), max_size=60), st.randoms())
 def test_no_call_is_lost_or_held_twice_whatever_happens(steps, rng):
     loop = asyncio.new_event_loop()
-    seat, held, last_id = Seat(), {}, 0
+    seat, held, last_id = WorkerState(), {}, 0
     for step in steps:
         if step == "send":
             last_id += 1

@@ -11,8 +11,8 @@ import pydantic
 import pytest
 
 from telescope.environments.base import RewardResult, RolloutState, Sample, TrajectoryStep, conversation
+from telescope.environments.tool_calls import as_text
 from telescope.environments.tool_env import ToolCall, ToolEnvironment, ToolResult
-from telescope.environments.tool_results import as_text
 from telescope.errors import InfrastructureError, UserError
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from telescope.environments.base import Sample, TrajectoryStep, conversation
 from telescope.environments.registry import get_environment
-from telescope.environments.wordle.environment import colour
-from telescope.environments.wordle.words import secret_words
+from telescope.environments.wordle.environment import colour, secret_words
 from telescope.errors import UserError
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from telescope.config import TelescopeConfig
 from telescope.errors import ConfigError
-from telescope.inference.chat_parsers import check_chat_parsers
+from telescope.inference.vllm.support import check_chat_parsers
 
 
 def config(**fields: Any) -> TelescopeConfig:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from telescope.inference.engine_hang import CALL_LIMIT_VARIABLE, STEP_LIMIT_VARIABLE, EngineHangMiddleware
+from telescope.inference.vllm.engine_health import CALL_LIMIT_VARIABLE, STEP_LIMIT_VARIABLE, EngineHangMiddleware
 
 STEP, CALL = 20.0, 60.0
 

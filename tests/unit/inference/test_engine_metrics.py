@@ -8,7 +8,7 @@ import pytest
 
 from telescope.inference import engine_metrics
 from telescope.inference.engine_metrics import metrics_reader, parse
-from telescope.inference.step_meter import StepReading, metrics_text
+from telescope.inference.vllm.step_meter import StepReading, metrics_text
 
 ANSWER = (Path(__file__).parent / "metrics" / "0.32.txt").read_text()
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telescope.inference import vllm_adapter as wire
-from telescope.inference.fake_answers import AnswerWriter
-from telescope.inference.fake_engine import FakeEngine, FakeEngineSettings, FakeRequest
+from telescope.inference.vllm import adapter as wire
+from telescope.testing.fake_answers import AnswerWriter
+from telescope.testing.fake_engine import FakeEngine, FakeEngineSettings, FakeRequest
 
 
 async def sample(engine: FakeEngine, name: str, *, seed: int | None = 1, max_tokens: int = 10_000) -> FakeRequest:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from telescope.inference import vllm_adapter as wire
-from telescope.inference.policy_version import REQUIRE_UPDATE_VARIABLE, SALTED_ROUTES, PolicyVersionMiddleware
+from telescope.inference.vllm import adapter as wire
+from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE, SALTED_ROUTES, PolicyVersionMiddleware
 
 
 class Engine:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from telescope.inference import vllm_adapter as wire
-from telescope.inference.step_meter import (
+from telescope.inference.vllm import adapter as wire
+from telescope.inference.vllm.step_meter import (
     StepMeter,
     StepMetricsMiddleware,
     StepReading,
@@ -95,7 +95,7 @@ def test_a_new_engine_begins_with_zeros_and_a_missing_one_has_no_reading(tmp_pat
 
 def test_an_engine_that_was_killed_in_mid_step_is_not_busy_for_ever(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from telescope.inference.step_meter import StepMeter\n"
+        "import sys, time; from pathlib import Path; from telescope.inference.vllm.step_meter import StepMeter\n"
         "meter = StepMeter(Path(sys.argv[1])); meter.scheduled(); print('scheduled', flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "steps")]

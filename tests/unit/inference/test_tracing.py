@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from telescope.inference.tracing import TraceReceiver, read_traces, request_rows, why_not_available
+from telescope.inference.vllm.request_tracing import TraceReceiver, read_traces, request_rows, why_not_available
 from telescope.rollout.types import RequestId, parse_request_id
 
 MESSAGE = (Path(__file__).parent / "traces" / "0.32.pb").read_bytes()

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telescope.errors import InfrastructureError, UserError
-from telescope.inference import supported_vllm
-from telescope.inference import vllm_adapter as wire
+from telescope.inference.vllm import adapter as wire
+from telescope.inference.vllm import support
 from telescope.rollout.types import GenerateRequest
 
 ANSWERS = Path(__file__).parent / "answers"
@@ -149,13 +149,13 @@ def test_label_of_the_first_weights_is_the_initial_version() -> None:
 
 @pytest.mark.parametrize(("version", "parsed"), [("0.26.0", (0, 26)), ("0.32.0+cpu", (0, 32)), ("0.29.1rc2", (0, 29))])
 def test_supported_versions(version: str, parsed: tuple[int, int]) -> None:
-    assert supported_vllm.check_supported(version) == parsed
+    assert support.check_supported(version) == parsed
 
 
 @pytest.mark.parametrize("version", ["0.25.3", "0.33.0", "1.0.0", None, "dev"])
 def test_other_versions_are_refused_with_the_fix(version: str | None) -> None:
     with pytest.raises(UserError, match="install"):
-        supported_vllm.check_supported(version)
+        support.check_supported(version)
 
 
 def test_metrics_are_summed_over_labels() -> None:

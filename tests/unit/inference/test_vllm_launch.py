@@ -14,11 +14,11 @@ from tests.model_folder import write_model_folder
 from telescope.config import TelescopeConfig, load_config
 from telescope.errors import ConfigError, UserError
 from telescope.inference.auth import SECRET_VARIABLE
-from telescope.inference.engine_hang import CALL_LIMIT_VARIABLE, STEP_LIMIT_VARIABLE
-from telescope.inference.policy_version import REQUIRE_UPDATE_VARIABLE
-from telescope.inference.step_meter import STEP_METER_VARIABLE
-from telescope.inference.vllm_launch import LaunchCommand, hint_for, kv_cache_gib, launch_command, read_model_shape
-from telescope.inference.vllm_plugin import TRANSFER_VARIABLE
+from telescope.inference.vllm.engine_health import CALL_LIMIT_VARIABLE, STEP_LIMIT_VARIABLE
+from telescope.inference.vllm.launch import LaunchCommand, hint_for, kv_cache_gib, launch_command, read_model_shape
+from telescope.inference.vllm.plugin import TRANSFER_VARIABLE
+from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE
+from telescope.inference.vllm.step_meter import STEP_METER_VARIABLE
 
 
 def config(**fields: Any) -> TelescopeConfig:

@@ -8,9 +8,9 @@ from typing import Any
 from tests.unit.rollout.fakes import generation
 
 from telescope.config import TelescopeConfig
-from telescope.environments.records import PreparedPrompt, RewardRecord
-from telescope.orchestrator.draws import Draw
+from telescope.environments.worker_pool.messages import PreparedPrompt, RewardRecord
 from telescope.orchestrator.groups import Group
+from telescope.orchestrator.prompt_sampler import SampledPrompt
 from telescope.record.tables import COLUMN_NAMES
 from telescope.rollout.trajectory import Trajectory, Turn
 
@@ -65,7 +65,7 @@ def sample(
 
 def group(rewards: Sequence[float | None], *, n: int = 5, environment: str = "arithmetic", **of_samples: Any) -> Group:
     """A finished group with one sample per reward."""
-    made = Group(Draw(n, 0, 17, 0), environment, prompt(), len(rewards), 0, opened_at=9.0, finished_at=13.0)
+    made = Group(SampledPrompt(n, 0, 17, 0), environment, prompt(), len(rewards), 0, opened_at=9.0, finished_at=13.0)
     made.samples = [
         sample(index, reward, group=n, environment=environment, **of_samples) for index, reward in enumerate(rewards)
     ]

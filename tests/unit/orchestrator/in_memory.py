@@ -10,18 +10,18 @@ from tests.unit.orchestrator.fakes import StepLog, StrictRecorder
 from tests.unit.rollout.fakes import generation, tick
 
 from telescope.config import TelescopeConfig
-from telescope.environments.records import Advance, EnvironmentInfo, PreparedPrompt, RewardRecord
+from telescope.environments.worker_pool.messages import Advance, EnvironmentInfo, PreparedPrompt, RewardRecord
 from telescope.errors import InfrastructureError
-from telescope.orchestrator.draws import FIRST_DRAW, DrawPosition, DrawSequence
-from telescope.orchestrator.fake_run import VOCAB_SIZE
 from telescope.orchestrator.filters import SampleFilters
-from telescope.orchestrator.lanes import make_lanes
 from telescope.orchestrator.orchestrator import Orchestrator
+from telescope.orchestrator.prompt_sampler import FIRST_DRAW, PromptSampler, SamplerPosition
+from telescope.orchestrator.request_slots import make_request_slots
 from telescope.orchestrator.services import Services
 from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.supervise import Supervisor
+from telescope.orchestrator.supervision import Supervisor
 from telescope.rollout.sample import RolloutSettings
 from telescope.rollout.types import GenerateRequest, Generation
+from telescope.testing.fake_run import VOCAB_SIZE
 from telescope.trainer.batch import StepInput, StepResult
 
 
@@ -103,7 +103,7 @@ class InMemoryRun:
         *,
         held_out: frozenset[str] = frozenset(),
         first_index: int = 0,
-        start: DrawPosition = FIRST_DRAW,
+        start: SamplerPosition = FIRST_DRAW,
     ) -> None:
         self.config = config
         self.environments = cast(Any, NumberedItems())
@@ -112,7 +112,7 @@ class InMemoryRun:
         self.recorder = cast(Any, StrictRecorder())
         self.step_log = StepLog()
         self.status = RunStatus("test", config.number_of_steps)
-        self.lanes = make_lanes(
+        self.lanes = make_request_slots(
             individual=config.enable_individual_sample_lanes,
             num_servers=1,
             groups_per_server=config.max_concurrent_prompts_per_server,
@@ -139,7 +139,7 @@ class InMemoryRun:
                 ],
                 report_engine_failure=lambda server, error: self.failures.append((server, error)),
             ),
-            DrawSequence(
+            PromptSampler(
                 config.seed,
                 [size] * len(config.environments),
                 [entry.weight for entry in config.environments],

@@ -18,21 +18,27 @@ import numpy as np
 from tests.unit.orchestrator.fakes import StepLog, StrictRecorder
 
 from telescope.config import TelescopeConfig
-from telescope.environments.records import Advance, EnvironmentInfo, FirstPrompt, PreparedPrompt, RewardRecord
+from telescope.environments.worker_pool.messages import (
+    Advance,
+    EnvironmentInfo,
+    FirstPrompt,
+    PreparedPrompt,
+    RewardRecord,
+)
 from telescope.errors import EnvironmentFailure, InfrastructureError, RolloutLost
-from telescope.inference.fake_engine import AnswerFunction, FakeEngine, FakeEngineSettings, FakeRequest
-from telescope.orchestrator.draws import DrawSequence
+from telescope.orchestrator.async_window import MAX_RETURNS
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.groups import Group
-from telescope.orchestrator.lanes import make_lanes
 from telescope.orchestrator.orchestrator import Orchestrator
+from telescope.orchestrator.prompt_sampler import PromptSampler
+from telescope.orchestrator.request_slots import make_request_slots
 from telescope.orchestrator.services import Services
-from telescope.orchestrator.staleness import MAX_RETURNS
 from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.supervise import Supervisor
+from telescope.orchestrator.supervision import Supervisor
 from telescope.rollout.sample import Rollout, RolloutSettings
 from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.types import GenerateRequest, Generation
+from telescope.testing.fake_engine import AnswerFunction, FakeEngine, FakeEngineSettings, FakeRequest
 from telescope.trainer.batch import StepInput, StepResult
 
 FATES = {
@@ -250,7 +256,7 @@ class Simulation:
         self.recorder = recorder or StrictRecorder()
         self.step_log = StepLog()
         self.status = RunStatus("simulation", config.number_of_steps)
-        self.lanes = make_lanes(
+        self.lanes = make_request_slots(
             individual=config.enable_individual_sample_lanes,
             num_servers=num_servers,
             groups_per_server=config.max_concurrent_prompts_per_server,
@@ -275,7 +281,7 @@ class Simulation:
                 infos=[EnvironmentInfo("simulated", 64, is_multi_turn=pace.turns[1] > 1)],
                 report_engine_failure=self._report,
             ),
-            DrawSequence(config.seed, [self.environment.num_items], [1.0], [0]),
+            PromptSampler(config.seed, [self.environment.num_items], [1.0], [0]),
             frozenset(),
             RolloutSettings.from_config(config),
             self.status,

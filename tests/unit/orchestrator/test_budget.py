@@ -11,8 +11,8 @@ from tests.unit.orchestrator.fakes import config_of
 from tests.unit.orchestrator.in_memory import InMemoryRun
 
 from telescope.errors import EnvironmentFailure, RunError
-from telescope.one_line import LONGEST
 from telescope.orchestrator.budget import MIN_FAILURES, WINDOW, ErrorBudget
+from telescope.utils.text import LONGEST
 
 EVENTS = {
     "sample": lambda budget: budget.sample_succeeded("bad"),

@@ -10,12 +10,12 @@ from tests.unit.orchestrator.fakes import StrictRecorder, config_of
 from tests.unit.orchestrator.in_memory import CountingEngine, CountingTrainer, InMemoryRun, NumberedItems
 
 from telescope.config import TelescopeConfig
-from telescope.environments.records import Advance, EnvironmentInfo, FirstPrompt, RewardRecord
+from telescope.config.environments import environment_keys
+from telescope.environments.worker_pool.messages import Advance, EnvironmentInfo, FirstPrompt, RewardRecord
 from telescope.errors import ConfigError, EnvironmentFailure, InfrastructureError
-from telescope.orchestrator.draws import request_seed
-from telescope.orchestrator.environment_keys import environment_keys
 from telescope.orchestrator.evaluation import Evaluation, plan_evals
-from telescope.orchestrator.lanes import LanePool
+from telescope.orchestrator.prompt_sampler import request_seed
+from telescope.orchestrator.request_slots import RequestSlotPool
 from telescope.orchestrator.status import RunStatus
 from telescope.rollout.sample import RolloutSettings
 
@@ -23,7 +23,7 @@ from telescope.rollout.sample import RolloutSettings
 async def evaluation_of(config: TelescopeConfig, environments: Any = None) -> Evaluation:
     environments = environments or NumberedItems()
     plans = await plan_evals(config, environment_keys(config), environments, RolloutSettings.from_config(config))
-    lanes = LanePool([8])
+    lanes = RequestSlotPool([8])
     lanes.set_up(0, True)
     recorder: Any = StrictRecorder()
     return Evaluation(plans, config, environments, lanes, recorder, RunStatus("test", config.number_of_steps))

@@ -11,12 +11,11 @@ from tests.reference.rewards import overlong_penalty
 from tests.unit.orchestrator.fakes import config_of, group, sample
 from tests.unit.orchestrator.in_memory import InMemoryRun
 
-from telescope.environments.records import Advance, EnvironmentInfo, RewardRecord
+from telescope.environments.worker_pool.messages import Advance, EnvironmentInfo, RewardRecord
 from telescope.errors import ConfigError, RunError
-from telescope.orchestrator.batches import form_batch
 from telescope.orchestrator.filters import SampleFilters, check_reward_ranges, compression_ratio
-from telescope.orchestrator.groups import Signal
-from telescope.orchestrator.rows import sample_row
+from telescope.orchestrator.groups import Signal, form_batch
+from telescope.orchestrator.record_rows import sample_row
 from telescope.rollout.trajectory import Trajectory
 
 NO_SCALE = (None, None)

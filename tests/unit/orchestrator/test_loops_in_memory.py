@@ -135,7 +135,7 @@ async def test_rewards_are_scaled_to_their_range_for_training_alone_when_asked_f
         seen.update(sample.reward for sample in samples)
         return [0.0] * len(samples)
 
-    monkeypatch.setattr("telescope.orchestrator.batches.compute_advantages", advantages)
+    monkeypatch.setattr("telescope.orchestrator.groups.compute_advantages", advantages)
     entry = {"name": "arithmetic", "reward_min": -1.0, "reward_max": 3.0}
     run = InMemoryRun(config_of(environments=[entry], normalize_rewards=scaled))
     await run.run()
@@ -145,7 +145,7 @@ async def test_rewards_are_scaled_to_their_range_for_training_alone_when_asked_f
 
 
 async def test_a_run_whose_every_item_is_held_out_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("telescope.orchestrator.prompts.MAX_FRUITLESS_DRAWS", 200)
+    monkeypatch.setattr("telescope.orchestrator.prompt_buffer.MAX_FRUITLESS_DRAWS", 200)
     run = InMemoryRun(config_of(), held_out=frozenset(f"uid {index}" for index in range(64)))
     with pytest.raises(RuntimeError, match=r"200 draws in a row .*separate_eval_samples"):
         await run.run()

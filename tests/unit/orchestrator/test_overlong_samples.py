@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.orchestrator.fakes import config_of, group
 
-from telescope.orchestrator.batches import form_batch
+from telescope.orchestrator.groups import form_batch
 from telescope.rollout.sample import RolloutSettings
 
 # A prompt of 2 tokens and an answer of 30: 32, of which the first 16 are 14 of the answer.

@@ -12,7 +12,7 @@ import pytest
 
 from telescope.errors import InfrastructureError
 from telescope.orchestrator import servers as servers_module
-from telescope.orchestrator.lanes import LanePool
+from telescope.orchestrator.request_slots import RequestSlotPool
 from telescope.orchestrator.servers import MAX_FAILED_BRING_UPS, ServerPool
 from telescope.orchestrator.status import RunStatus
 
@@ -47,7 +47,7 @@ class Bench:
 
     def __init__(self, num_servers: int = 2, *, start_timeout: float = 5.0, hang_timeout: float = 0.0) -> None:
         self.handles = [FakeHandle() for _ in range(num_servers)]
-        self.lanes = LanePool([1] * num_servers)
+        self.lanes = RequestSlotPool([1] * num_servers)
         self.status = RunStatus("test", 10)
         self.brought: list[tuple[int, bool, bool]] = []
         self.weights_fail = False

@@ -11,8 +11,8 @@ from tests.unit.orchestrator.simulated_clock import run_simulated
 from tests.unit.orchestrator.simulation import FATES, Pace, Simulation
 
 from telescope.errors import RunError
-from telescope.orchestrator.staleness import Staleness
-from telescope.orchestrator.supervise import Supervisor
+from telescope.orchestrator.async_window import Staleness
+from telescope.orchestrator.supervision import Supervisor
 
 # Answers of 1 to 40 seconds beside training steps of one: a good part of them is too old after three.
 SLOW_ANSWERS = Pace(tokens=(1, 400), score=(0.0, 0.2))

@@ -12,7 +12,7 @@ from tests.unit.orchestrator.fakes import config_of
 from telescope.cluster.inference_group import InferenceGroup
 from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
-from telescope.orchestrator.parts import start_workers
+from telescope.orchestrator.run_components import start_workers
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
 from telescope.trainer.batch import Span

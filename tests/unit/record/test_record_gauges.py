@@ -11,8 +11,7 @@ import pytest
 
 from telescope.record import gauges
 from telescope.record.gauges import REPEAT_SECONDS, Reading, Sampler, Thinned
-from telescope.record.machine import MachineSampler
-from telescope.record.nvidia import GpuReader, NoGpusError
+from telescope.record.system_metrics import GpuReader, MachineSampler, NoGpusError
 
 
 def kept(values: list[float]) -> list[tuple[float, float]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from telescope.environments.records import Advance, FirstPrompt, RewardRecord
+from telescope.environments.worker_pool.messages import Advance, FirstPrompt, RewardRecord
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.sample import RolloutSettings, RolloutTask, SamplingSettings, run_rollout
 from telescope.rollout.trajectory import Trajectory

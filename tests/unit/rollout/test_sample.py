@@ -21,9 +21,9 @@ from tests.unit.rollout.fakes import (
 from tests.unit.rollout.fakes import settings as sample_settings
 
 from telescope.config import TelescopeConfig
-from telescope.environments.records import Advance
+from telescope.environments.worker_pool.messages import Advance
 from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError, RolloutLost
-from telescope.orchestrator.lanes import LanePool
+from telescope.orchestrator.request_slots import RequestSlotPool
 from telescope.rollout.sample import MAX_INFRASTRUCTURE_RETRIES, Rollout, RolloutSettings
 from telescope.rollout.types import parse_request_id
 
@@ -399,8 +399,8 @@ def test_many_rollouts_over_real_lanes_leave_every_lane_free(
     async def pause() -> None:
         await tick(next(asked))
 
-    async def scenario() -> LanePool:
-        lanes = LanePool([2])
+    async def scenario() -> RequestSlotPool:
+        lanes = RequestSlotPool([2])
         lanes.set_up(0, True)
         engine = FakeEngine([DEAD if outcome == "dead" else None for outcome in outcomes], wait=pause)
         running = []

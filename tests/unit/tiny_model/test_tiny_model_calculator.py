@@ -9,11 +9,11 @@ from telescope.environments.calculator_agent.environment import CalculatorAgentE
 from telescope.environments.calculator_agent.questions import Question, is_held_out
 from telescope.environments.registry import get_environment
 from telescope.errors import UserError
+from telescope.tiny_model.build import build_tokenizer
 from telescope.tiny_model.calculator_examples import CalculatorExamples, calculator_arguments
+from telescope.tiny_model.countdown_examples import examples_of, markup_of
 from telescope.tiny_model.example import Turn
-from telescope.tiny_model.examples import examples_of, markup_of
 from telescope.tiny_model.settings import TinyModelSettings
-from telescope.tiny_model.tokenizer import build_tokenizer
 from telescope.tiny_model.warm_start import encode_examples
 
 SETTINGS = TinyModelSettings(task="calculator_agent")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.tiny_model.tokenizer import MARKUP_TOKENS, PADDING, TURN_END, TURN_START, build_tokenizer
+from telescope.tiny_model.build import MARKUP_TOKENS, PADDING, TURN_END, TURN_START, build_tokenizer
 
 CORPUS = ["3 7 12 -> 22", "10 9 8 -> 7", "Make 24 from the numbers 3, 8."]
 TOKENIZER = build_tokenizer(CORPUS, 384)

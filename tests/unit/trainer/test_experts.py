@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from transformers.utils import logging
 
 from telescope.config.model_shape import ModelShape
-from telescope.trainer.experts import checkpoint_tensors
+from telescope.trainer.model import checkpoint_tensors
 
 CONFIG = Qwen3MoeConfig(
     vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,

@@ -14,8 +14,8 @@ import pytest
 from tests.model_folder import write_model_folder
 
 from telescope.errors import ConfigError, InfrastructureError, RunError, UserError
+from telescope.verify.checks import check_corrupted_tensor, check_weights, tensor_to_corrupt
 from telescope.verify.report import Check, Report, compare_logprobs
-from telescope.verify.weights import check_spoiled_tensor, check_weights, tensor_to_spoil
 from telescope.weights.plan import TensorMeta
 from telescope.weights.probe import ProbeReport
 
@@ -94,20 +94,20 @@ def parts_with(weights: FakeWeights, num_servers: int = 1) -> Any:
 
 async def test_a_probe_that_names_the_spoiled_tensor_holds_and_the_weights_are_sent_again() -> None:
     weights = FakeWeights(["layer.q"])
-    assert tensor_to_spoil(METAS) == "layer.q"
-    assert (await check_spoiled_tensor(parts_with(weights))).ok
+    assert tensor_to_corrupt(METAS) == "layer.q"
+    assert (await check_corrupted_tensor(parts_with(weights))).ok
     assert weights.syncs == ["layer.q", None]
 
 
 @pytest.mark.parametrize("notices", [[], ["head"], ["layer.q", "head"]])
 async def test_a_probe_that_names_nothing_or_something_else_fails(notices: list[str]) -> None:
-    check = await check_spoiled_tensor(parts_with(FakeWeights(notices)))
+    check = await check_corrupted_tensor(parts_with(FakeWeights(notices)))
     assert not check.ok
     assert "named" in check.measured
 
 
 async def test_weights_that_the_next_sync_does_not_mend_are_a_failure() -> None:
-    check = await check_spoiled_tensor(parts_with(FakeWeights(["layer.q"], mends=False)))
+    check = await check_corrupted_tensor(parts_with(FakeWeights(["layer.q"], mends=False)))
     assert not check.ok
     assert "not mended" in check.measured
 
@@ -116,7 +116,7 @@ async def test_a_server_that_could_not_be_probed_fails_the_check() -> None:
     assert (await check_weights(parts_with(FakeWeights([], num_servers=2), 2), "at the start")).ok
     check = await check_weights(parts_with(FakeWeights([], num_servers=1), 2), "at the start")
     assert not check.ok
-    check = await check_spoiled_tensor(parts_with(FakeWeights(["layer.q"], num_servers=1), 2))
+    check = await check_corrupted_tensor(parts_with(FakeWeights(["layer.q"], num_servers=1), 2))
     assert not check.ok
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from telescope.errors import DeadlineExceeded
-from telescope.weights import lifeline
-from telescope.weights.lifeline import Rendezvous, TransferError, join
+from telescope.weights import control_channel
+from telescope.weights.control_channel import Rendezvous, TransferError, join
 from telescope.weights.plan import InitInfo
 from telescope.weights.sender import WeightSender
 
@@ -86,9 +86,9 @@ def test_connecting_anew_ends_the_wait_of_before() -> None:
 
 
 def test_a_stranger_who_says_nothing_does_not_hold_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifeline, "_HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(control_channel, "_HELLO_SECONDS", 0.2)
     door = Rendezvous("127.0.0.1")
-    accepted: list[lifeline.Lifeline] = []
+    accepted: list[control_channel.Lifeline] = []
     waiting = threading.Thread(target=lambda: accepted.append(door.accept(2, {}, 60.0)))
     waiting.start()
     with socket.create_connection((door.host, door.port)):

@@ -3,18 +3,22 @@
 The words are our own list, or TextArena's. The rules and the wording of the feedback (G, Y, X) are those of TextArena's
 Wordle, without its state, which is a module's and not a rollout's. A guess is the one word in square brackets of an
 answer; an answer with none, with several, or with another number of letters costs a turn and reveals nothing.
+
+Secret words: common English words of five letters (`words.json`), or TextArena's list, where it is installed.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 from telescope.environments.base import ChatMessage, MultiTurnEnvironment, RewardResult, RolloutState, Sample
 from telescope.environments.parsers import strip_think_tags
-from telescope.environments.wordle.words import secret_words
 from telescope.errors import UserError
 
 REQUIRED_PACKAGES: list[str] = []
@@ -164,3 +168,26 @@ def colour(guess: str, secret: str) -> str:
         else:
             colours.append("X")
     return "".join(colours)
+
+
+_OWN_WORDS = Path(__file__).parent / "words.json"
+
+
+@cache
+def secret_words(source: str) -> tuple[str, ...]:
+    """The words to guess, sorted. `source` is `own` or `textarena`.
+
+    Raises `UserError` when TextArena, or the word list that it downloads at its first use, cannot be had.
+    """
+    if source == "own":
+        return tuple(json.loads(_OWN_WORDS.read_text(encoding="utf-8")))
+    try:
+        from textarena.envs.Wordle.env import WordleEnv
+
+        words = WordleEnv(word_length=5).word_list
+    except Exception as error:
+        raise UserError(
+            f"wordle: the words of textarena cannot be had ({type(error).__name__}: {error}). Install it with: "
+            "pip install textarena, and let it download its lists once; or use word_source: own."
+        ) from error
+    return tuple(sorted({word.lower() for word in words if len(word) == 5 and word.isascii() and word.isalpha()}))

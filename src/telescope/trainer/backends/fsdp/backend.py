@@ -25,26 +25,24 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from telescope.algorithms import get_algorithm
 from telescope.algorithms.loss import needs_batch_reference
-from telescope.config.trainer_memory import reshards_after_forward
+from telescope.config.memory import reshards_after_forward
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends.base import TensorMeta, TrainingBackend
-from telescope.trainer.backends.fsdp.gathering import reshard_all, stay_gathered
-from telescope.trainer.backends.fsdp.reduction import TimedReduceScatter
+from telescope.trainer.backends.fsdp.communication import TimedReduceScatter, reshard_all, stay_gathered
 from telescope.trainer.backends.fsdp.sharding import (
     build_sharded_policy,
     compiles_blocks,
     compute_dtype,
+    gather_full_tensors,
     local_tensor,
 )
-from telescope.trainer.backends.fsdp.whole_tensors import whole_tensors
 from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, Span
-from telescope.trainer.experts import checkpoint_tensors
 from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device
 from telescope.trainer.metrics import StepMetrics, environment_names, reduce_max
-from telescope.trainer.model import DTYPES, PREFIX
+from telescope.trainer.model import DTYPES, PREFIX, checkpoint_tensors
 from telescope.trainer.schedule import learning_rate
 from telescope.trainer.timeline import Timeline, timing_metrics
-from telescope.trainer.warm_up import warm_up_row
+from telescope.trainer.worker import warm_up_row
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing by it, as torch's own clipping does."""
@@ -246,7 +244,7 @@ class FSDPBackend(TrainingBackend):
     @torch.no_grad()
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         # Shards are cast and not what is gathered: half the bytes travel, and half the memory is taken.
-        for name, tensor in whole_tensors(self._named_tensors(), dtype):
+        for name, tensor in gather_full_tensors(self._named_tensors(), dtype):
             yield from checkpoint_tensors(name, tensor.detach())
 
     def weight_metadata(self) -> list[TensorMeta]:

@@ -1,0 +1,213 @@
+"""Playing one item of an environment without an engine: messages in, answers out, and the score at the end.
+
+For people who write an environment: what is said is text, in the order in which a run would say it (`conversations`),
+and the answers come from a function, which may ask a model server or read a script. Runs user code in this process and
+without deadlines; a training run does neither.
+
+Answers from a model server with OpenAI's chat API, for trying an environment by hand.
+
+One blocking request an answer, with the standard library alone: this is for people at a terminal. Training talks to its
+engines in token ids (`inference.client`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from telescope.environments.base import (
+    ChatMessage,
+    Environment,
+    MultiTurnEnvironment,
+    RewardResult,
+    SingleTurnEnvironment,
+    TrajectoryStep,
+)
+from telescope.environments.serialization import plain_messages, plain_score
+from telescope.environments.user_code import settled
+from telescope.environments.worker_pool.conversations import take_turn
+from telescope.errors import RunError, UserError
+
+
+@dataclass(slots=True, frozen=True)
+class Answer:
+    """What the player said. `is_truncated`: it was cut off."""
+
+    text: str
+    is_truncated: bool = False
+
+
+Answerer = Callable[[list[ChatMessage]], Answer | None]
+"""Says what comes next in a conversation; None when it says nothing any more, which ends the game."""
+
+NO_MORE_ANSWERS = "no_more_answers"
+"""End reason of a game that the player left; the environment scores what there is."""
+
+
+class NoAnswerError(UserError):
+    """The player had nothing to say to the first prompt of an item, so that there is nothing to score."""
+
+
+@dataclass(slots=True, frozen=True)
+class LocalRollout:
+    """A rollout that is over: all that was said, the score as plain values (`RewardRecord`), and why it ended."""
+
+    messages: list[ChatMessage]
+    score: dict[str, Any]
+    num_turns: int
+    end_reason: str | None
+
+
+def roll_out_item(
+    environment: Environment, index: int, answer: Answerer, said: Callable[[ChatMessage], None] = lambda _: None
+) -> LocalRollout:
+    """Play the item at `index`. `said` is called with every message as it is said.
+
+    Raises what the environment's code or `answer` raises, `UserError` when there is no such item, and `NoAnswerError`.
+    """
+    if not 0 <= index < len(environment):
+        raise UserError(f"There is no item {index}: the dataset has {len(environment)}, counted from 0.")
+    if isinstance(environment, MultiTurnEnvironment):
+        return _finish(_several_turns(environment, index, answer, said))
+    assert isinstance(environment, SingleTurnEnvironment)
+    return _finish(_single_turn(environment, index, answer, said))
+
+
+def _single_turn(
+    environment: SingleTurnEnvironment, index: int, answer: Answerer, said: Callable[[ChatMessage], None]
+) -> Generator[Awaitable[Any], Any, LocalRollout]:
+    sample = environment.get_sample(index)
+    messages = environment.build_messages(sample.prompt)
+    for message in messages:
+        said(message)
+    given = answer(messages)
+    if given is None:
+        raise NoAnswerError("There is no answer to the prompt.")
+    messages = [*messages, {"role": "assistant", "content": given.text}]
+    said(messages[-1])
+    result: RewardResult = yield from settled(environment.compute_reward(given.text, sample, eos_token=""))
+    return LocalRollout(messages, plain_score(result, for_eval=False), 1, "truncated" if given.is_truncated else None)
+
+
+def _several_turns(
+    environment: MultiTurnEnvironment, index: int, answer: Answerer, said: Callable[[ChatMessage], None]
+) -> Generator[Awaitable[Any], Any, LocalRollout]:
+    sample = environment.get_sample(index)
+    state = yield from settled(environment.create_initial_state(sample))
+    prompt = plain_messages(environment.get_initial_prompt(sample), "get_initial_prompt")
+    for message in prompt:
+        said(message)
+    everything = list(prompt)
+    try:
+        while True:
+            given = answer(prompt)
+            if given is None and not state.trajectory:
+                raise NoAnswerError("There is no answer to the first prompt.")
+            if given is None:
+                reason: str | None = NO_MORE_ANSWERS
+                break
+            state.trajectory.append(TrajectoryStep(prompt, given.text, is_truncated=given.is_truncated))
+            everything.append({"role": "assistant", "content": given.text})
+            said(everything[-1])
+            reply = yield from take_turn(environment, state)
+            if reply.done:
+                reason = reply.reason
+                break
+            for message in reply.added:
+                said(message)
+            everything += reply.added
+            prompt = reply.conversation
+        state.is_completed, state.stop_reason = True, reason or state.stop_reason
+        result = yield from settled(environment.compute_reward(state, eos_token=""))
+        return LocalRollout(everything, plain_score(result, for_eval=False), state.num_turns, state.stop_reason)
+    finally:
+        yield from settled(environment.end_rollout(state))
+
+
+def _finish(steps: Generator[Awaitable[Any], Any, LocalRollout]) -> LocalRollout:
+    """Take all steps: awaitables in an event loop of their own, plain code outside of it, as a worker does."""
+    loop = asyncio.new_event_loop()
+    try:
+        asyncio.set_event_loop(loop)
+        resume: Callable[[], Awaitable[Any]] = lambda: next(steps)  # noqa: E731
+        while True:
+            try:
+                waits_for = resume()
+            except StopIteration as end:
+                played: LocalRollout = end.value
+                return played
+            resume = _resumed(steps, loop, waits_for)
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def _resumed(
+    steps: Generator[Awaitable[Any], Any, LocalRollout], loop: asyncio.AbstractEventLoop, waits_for: Awaitable[Any]
+) -> Callable[[], Awaitable[Any]]:
+    try:
+        result = loop.run_until_complete(asyncio.ensure_future(waits_for, loop=loop))
+    except Exception as error:
+        raised = error
+        return lambda: steps.throw(raised)
+    return lambda: steps.send(result)
+
+
+API_KEY_VARIABLE = "OPENAI_API_KEY"
+
+
+class ChatServer:
+    """A server at `url` (with or without `/v1`). `model` None: the first that it serves."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        max_tokens: int = 1024,
+        temperature: float = 1.0,
+        timeout_seconds: float = 300.0,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"--url is {url!r}; write it with http:// or https://.")
+        self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._options = {"max_tokens": max_tokens, "temperature": temperature}
+        self._timeout_seconds = timeout_seconds
+        self.model = model or self._first_model()
+
+    def __call__(self, messages: list[ChatMessage]) -> Answer:
+        """The next message of the conversation. Raises `RunError` when the server does not give one."""
+        answer = self._ask("/chat/completions", {"model": self.model, "messages": messages, **self._options})
+        try:
+            choice = answer["choices"][0]
+            return Answer(choice["message"].get("content") or "", choice.get("finish_reason") == "length")
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise RunError(f"{self._base} answered out of form: {json.dumps(answer)[:300]}") from None
+
+    def _first_model(self) -> str:
+        listed = self._ask("/models", None)
+        try:
+            return str(listed["data"][0]["id"])
+        except (KeyError, IndexError, TypeError):
+            raise RunError(f"{self._base} lists no model; name one with --model") from None
+
+    def _ask(self, path: str, body: Mapping[str, Any] | None) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(API_KEY_VARIABLE):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._base + path, data=data, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_seconds) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            said = error.read().decode("utf-8", "replace")[:300]
+            raise RunError(f"{self._base}{path} answered {error.code}: {said}") from error
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self._base}{path} cannot be asked: {error}") from error

@@ -1,0 +1,1 @@
+"""Worker processes that run user code, and the driver's side of them."""

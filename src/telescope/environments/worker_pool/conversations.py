@@ -1,0 +1,183 @@
+"""Rollouts of several turns, as the worker process that owns them plays them.
+
+Owns every `RolloutState` of the process, from `create_initial_state` to the reward, and the order in which a
+conversation's methods are called. A state is dropped, after the environment's `end_rollout`, when its rollout is
+scored, when the environment's code fails on it, or when the driver ends it. Does not know which process it is in.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Awaitable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+from telescope.environments.base import (
+    ChatMessage,
+    MultiTurnEnvironment,
+    RolloutState,
+    Sample,
+    TrajectoryStep,
+    conversation,
+)
+from telescope.environments.rendering import Dialogue, Renderer
+from telescope.environments.serialization import MalformedResultError, plain_messages, plain_score, plain_verdict
+from telescope.environments.user_code import Steps, in_words, settled
+from telescope.environments.worker_pool.messages import CONTEXT_EXHAUSTED, pack_ids, unpack_floats, unpack_ids
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """`prompt` is the conversation that the model answers next, and `prompt_ids` its tokens."""
+
+    environment: Any
+    state: RolloutState
+    dialogue: Dialogue
+    prompt: list[ChatMessage]
+    prompt_ids: list[int]
+    playing: bool = False
+    ended: bool = False
+    """The driver has ended it while a step was waiting, which cleans up when it is over."""
+
+
+@dataclass(slots=True, frozen=True)
+class Reply:
+    """What an environment made of the last answer: `done`, with a `reason`, or the messages that it `added` and the
+    `conversation` that the model answers next."""
+
+    done: bool
+    reason: str | None = None
+    added: list[ChatMessage] = field(default_factory=list)
+    conversation: list[ChatMessage] = field(default_factory=list)
+
+
+def take_turn(environment: MultiTurnEnvironment, state: RolloutState) -> Generator[Awaitable[Any], Any, Reply]:
+    """Have the environment answer the last step of the trajectory: the one order in which its methods are called."""
+    if state.trajectory[-1].is_truncated and not environment.continues_after_truncation:
+        return Reply(True, "truncated")
+    done, reason = plain_verdict((yield from settled(environment.is_done(state))))
+    if done:
+        return Reply(True, reason)
+    response = yield from settled(environment.env_response(conversation(state), state))
+    added = plain_messages(response, "env_response")
+    done, reason = plain_verdict((yield from settled(environment.is_done(state))))
+    if done:
+        return Reply(True, reason)
+    following = yield from settled(environment.get_next_prompt_messages(state, added))
+    return Reply(False, added=added, conversation=plain_messages(following, "get_next_prompt_messages"))
+
+
+class Conversations:
+    """The rollouts of one process, by the keys that the pool gave them."""
+
+    def __init__(self, renderer: Renderer | None) -> None:
+        self._renderer = renderer
+        self._open: dict[int, _Conversation] = {}
+
+    def game(self, environment: Any) -> MultiTurnEnvironment:
+        """The environment itself, or the one that an eval stands on."""
+        found = environment if isinstance(environment, MultiTurnEnvironment) else environment.environment
+        assert isinstance(found, MultiTurnEnvironment)
+        return found
+
+    def begin(
+        self, rollout: int, environment: Any, sample: Sample, prompt: list[ChatMessage], *, interleaved: bool
+    ) -> Generator[Awaitable[Any], Any, list[int]]:
+        """Make the state of a new rollout, in steps that end with the token ids of its first prompt."""
+        assert self._renderer is not None, "a pool without a renderer prepares no prompts"
+        state = yield from settled(self.game(environment).create_initial_state(sample))
+        if not isinstance(state, RolloutState):
+            raise MalformedResultError(f"create_initial_state returned {type(state).__name__}, not a RolloutState")
+        dialogue = Dialogue(self._renderer, interleaved=interleaved)
+        ids = dialogue.begin(prompt)
+        self._open[rollout] = _Conversation(environment, state, dialogue, prompt, ids)
+        return ids
+
+    def respond(self, header: dict[str, Any], blob: bytes) -> Steps:
+        """Hand a completion over: the next conversation, or the reward."""
+        rollout = header["rollout"]
+        played = self._open[rollout]
+        played.playing = True
+        over = True
+        try:
+            fields, ids = yield from self._turn(played, header, blob)
+            over = fields["done"] or played.ended
+            return fields, pack_ids(ids)
+        except Exception as error:
+            played.state.error = in_words(error)
+            raise
+        finally:
+            played.playing = False
+            if over:
+                yield from self._close(rollout)
+
+    def end(self, rollout: int) -> Generator[Awaitable[Any], Any, None]:
+        """The driver wants no more of a rollout. One that is not there is over already."""
+        played = self._open.get(rollout)
+        if played is None:
+            return
+        if played.playing:
+            played.ended = True
+        else:
+            yield from self._close(rollout)
+
+    def end_all(self) -> Generator[Awaitable[Any], Any, None]:
+        """The process is about to end, and so is every rollout that is still open here."""
+        for rollout in list(self._open):
+            yield from self._close(rollout)
+
+    def _close(self, rollout: int) -> Generator[Awaitable[Any], Any, None]:
+        played = self._open.pop(rollout, None)
+        if played is None:
+            return
+        try:
+            yield from settled(self.game(played.environment).end_rollout(played.state))
+        except BaseException:  # `sys.exit` too: what the rollout was worth is known by now, and stays so
+            traceback.print_exc()
+
+    def _turn(
+        self, played: _Conversation, header: dict[str, Any], blob: bytes
+    ) -> Generator[Awaitable[Any], Any, tuple[dict[str, Any], list[int]]]:
+        """Fields of the answer, and the token ids that lead to the next turn."""
+        environment, state = self.game(played.environment), played.state
+        cut = header["stop_reason"] == "stop" and not environment.keeps_eos_token
+        num_ids = header["num_ids"]
+        ids = unpack_ids(blob[: 4 * num_ids])
+        assert self._renderer is not None, "a pool without a renderer decodes no completions"
+        text = self._renderer.decode(ids, cut_end_token=cut)
+        truncated = header["stop_reason"] != "stop"
+        state.trajectory.append(
+            TrajectoryStep(played.prompt, text, played.prompt_ids, ids, unpack_floats(blob[4 * num_ids :]), truncated)
+        )
+        reply = yield from take_turn(environment, state)
+        if reply.done:
+            return (yield from self._score(played, header["for_eval"], text, reply.reason)), []
+        messages = reply.conversation
+        extension = played.dialogue.extend(text, ids, messages, ended=not truncated)
+        if extension.restarts:
+            played.prompt_ids = extension.token_ids
+        else:
+            played.prompt_ids = [*played.prompt_ids, *ids, *extension.token_ids]
+        if header["max_context"] is not None and len(played.prompt_ids) >= header["max_context"]:
+            return (yield from self._score(played, header["for_eval"], text, CONTEXT_EXHAUSTED)), []
+        played.prompt = messages
+        fields = {
+            "done": False,
+            "text": text,
+            "messages": reply.added,
+            "restarts": extension.restarts,
+            "divergence": extension.divergence,
+        }
+        return fields, extension.token_ids
+
+    def _score(
+        self, played: _Conversation, for_eval: bool, text: str, reason: str | None
+    ) -> Generator[Awaitable[Any], Any, dict[str, Any]]:
+        environment, state = played.environment, played.state
+        state.is_completed, state.stop_reason = True, reason or state.stop_reason
+        if for_eval:
+            method = getattr(environment, "compute_rollout_metrics", None) or environment.compute_eval_metrics
+        else:
+            method = environment.compute_reward
+        score = plain_score((yield from settled(method(state, eos_token=environment.eos_token))), for_eval)
+        return {"done": True, "text": text, "score": score, "stop_reason": state.stop_reason}

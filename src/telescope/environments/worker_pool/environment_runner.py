@@ -1,0 +1,270 @@
+"""Playing an environment inside a worker process: dataset item to prompt, completion to score.
+
+Owns the loaded environments and what each request of the driver means. Rollouts of several turns are played by
+`conversations`, resources are prepared by `resources`, users' objects become plain values in `plain`. Does not own
+processes, deadlines or messages (`worker`, `pool`).
+
+What an environment prepares before it is played: pools of sandboxes, connections.
+
+Owns when `prepare_resources` and `close_resources` run in this process: at most once each at a time, and again after a
+failure. Which process of a host prepares is the pool's matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import importlib
+import traceback
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from typing import Any
+
+from telescope.environments.base import ChatMessage, Environment, MultiTurnEnvironment, Sample, notices_of, sample_uid
+from telescope.environments.rendering import Renderer, why_not_extendable
+from telescope.environments.serialization import as_json, plain_messages, plain_score
+from telescope.environments.user_code import Steps, describe, settled
+from telescope.environments.worker_pool.conversations import Conversations
+from telescope.environments.worker_pool.messages import EnvironmentInfo, EnvironmentSpec, pack_ids, unpack_ids
+from telescope.errors import UserError
+
+DIGEST_ITEMS = 64
+"""Dataset items that are compared between processes: enough to notice another order, cheap for a long dataset."""
+
+
+class EnvironmentRunner:
+    """The environments of one process, by position."""
+
+    def __init__(
+        self,
+        specs: Sequence[EnvironmentSpec],
+        renderer: Renderer | None,
+        path: Sequence[str],
+        *,
+        on_stage: Callable[[str, str], None] = lambda stage, doing: None,
+    ) -> None:
+        """Imports and makes the environments. `on_stage` is told before user code is entered to load something: the
+        stage (`making`, `dataset` or `resources`) and the same in words.
+
+        Raises `UserError` that names the environment and the place when its code raises or exits.
+        """
+        self.renderer = renderer
+        self.specs = list(specs)
+        self.on_stage = on_stage
+        self.environments = [self._make(spec, path) for spec in specs]
+        self.resources = [Resources(environment) for environment in self.environments]
+        self.conversations = Conversations(renderer)
+        self.not_extendable: dict[int, str | None] = {}
+
+    @contextlib.contextmanager
+    def _loading(self, spec: EnvironmentSpec, stage: str, doing: str) -> Iterator[None]:
+        """Around user code that loads something: whatever it raises is for its author to mend."""
+        kind = "eval" if spec.factory.startswith("telescope.evals.") else "environment"
+        self.on_stage(stage, f"{doing} the {kind} {spec.name!r}")
+        try:
+            yield
+        except UserError:
+            raise
+        except BaseException as error:
+            traceback.print_exc()
+            raise UserError(f"{doing.capitalize()} the {kind} {spec.name!r} failed: {describe(error)}") from error
+
+    def _make(self, spec: EnvironmentSpec, path: Sequence[str]) -> Any:
+        module, _, function = spec.factory.partition(":")
+        with self._loading(spec, "making", "importing and making"):
+            environment = getattr(importlib.import_module(module), function)(
+                spec.name, environments_path=path, **spec.kwargs
+            )
+        environment.eos_token = self.renderer.eos_token if self.renderer else ""
+        return environment
+
+    def prepare_own_resources(self) -> None:
+        """Prepare, in this process, what every process has for itself. Blocks until it is there."""
+        for position, spec in enumerate(self.specs):
+            if self.resources[position].overridden and not self.resources[position].per_host:
+                with self._loading(spec, "resources", "preparing the resources of"):
+                    asyncio.get_event_loop().run_until_complete(_exhausted(self.resources[position].ready()))
+
+    async def close(self) -> None:
+        """End the rollouts that are open, then close what was prepared here, each with whatever the others do."""
+        await _exhausted(self.conversations.end_all())
+        for resources in self.resources:
+            await resources.close()
+
+    def describe(self, position: int) -> EnvironmentInfo:
+        """Load the dataset, try the first prompt, and say what is there.
+
+        Raises `UserError` when the dataset is empty or its first prompt cannot be rendered.
+        """
+        spec, environment = self.specs[position], self.environments[position]
+        with self._loading(spec, "dataset", "loading the dataset of"):
+            count = len(environment)
+            shown = sorted({round(i * (count - 1) / max(DIGEST_ITEMS - 1, 1)) for i in range(DIGEST_ITEMS)})
+            identities = ",".join(sample_uid(environment.get_sample(i)) for i in shown) if count else ""
+        if count == 0:
+            raise UserError(
+                f"The dataset of environment {spec.name!r} is empty (kwargs: {spec.kwargs or 'none'}). Check its "
+                "dataset, split and num_samples."
+            )
+        if self.renderer is not None:
+            try:
+                self.prepare(position, 0)
+            except UserError:
+                raise
+            except BaseException as error:
+                raise UserError(
+                    f"The first prompt of environment {spec.name!r} cannot be rendered: {describe(error)}"
+                ) from error
+        self.not_extendable[position] = self._why_not_extendable(spec, environment)
+        return EnvironmentInfo(
+            name=str(environment.name),
+            num_samples=count,
+            is_multi_turn=bool(environment.is_multi_turn),
+            reward_min=spec.reward_min if spec.reward_min is not None else environment.reward_min,
+            reward_max=spec.reward_max if spec.reward_max is not None else environment.reward_max,
+            metrics_ranges={key: dict(value) for key, value in environment.metrics_ranges.items()},
+            tags_options={key: list(value) for key, value in environment.tags_options.items()},
+            not_extendable=self.not_extendable[position],
+            dataset_digest=hashlib.sha256(identities.encode()).hexdigest()[:16],
+            shares_resources=self.resources[position].overridden and self.resources[position].per_host,
+            ends_rollouts=_ends_rollouts(environment),
+            notices=notices_of(environment),
+        )
+
+    def _why_not_extendable(self, spec: EnvironmentSpec, environment: Any) -> str | None:
+        """See `dialogue.why_not_extendable`. Raises `UserError` when the template does not take the replies at all."""
+        if self.renderer is None or not environment.is_multi_turn:
+            return None
+        role = getattr(self.conversations.game(environment), "tool_role", "user")
+        try:
+            return why_not_extendable(self.renderer, reply_role=role)
+        except Exception as error:
+            raise UserError(
+                f"The environment {spec.name!r} replies as {role!r}, which the chat template of "
+                f"{self.renderer.spec.tokenizer_path!r} does not take: {error}. Set chat_template, or "
+                "the environment's tool_role."
+            ) from error
+
+    def identities(self, position: int, start: int, stop: int) -> list[str]:
+        """`sample_uid` of the items from `start` up to `stop`."""
+        environment = self.environments[position]
+        return [sample_uid(environment.get_sample(i)) for i in range(start, stop)]
+
+    def play(self, header: dict[str, Any], blob: bytes) -> Steps:
+        """Answer one request of the driver, in steps."""
+        op, position = header["op"], header["env"]
+        if op == "identities":
+            return {"uids": self.identities(position, header["start"], header["stop"])}, b""
+        if op == "prepare":
+            fields, ids = self.prepare(position, header["index"])
+            return fields, pack_ids(ids)
+        if op == "resources":
+            yield from self.resources[position].ready()
+            return {}, b""
+        if op == "end":
+            yield from self.conversations.end(header["rollout"])
+            return {}, b""
+        yield from self.resources[position].ready()
+        if op == "advance":
+            return (yield from self._score(header, unpack_ids(blob)))
+        if op == "begin":
+            environment = self.environments[position]
+            sample = environment.get_sample(header["index"])
+            messages = self._first_messages(environment, sample)
+            ids = yield from self.conversations.begin(
+                header["rollout"],
+                environment,
+                sample,
+                messages,
+                interleaved=header["interleaved"] and not self.not_extendable.get(position),
+            )
+            return {"messages": messages}, pack_ids(ids)
+        assert op == "respond", f"unknown operation {op!r}"
+        return (yield from self.conversations.respond(header, blob))
+
+    def prepare(self, position: int, index: int) -> tuple[dict[str, Any], list[int]]:
+        """Fields of `PreparedPrompt`, and the token ids."""
+        assert self.renderer is not None, "a pool without a renderer prepares no prompts"
+        environment = self.environments[position]
+        sample: Sample = environment.get_sample(index)
+        if environment.is_multi_turn:
+            messages = self._first_messages(environment, sample)
+            text = self.renderer.chat_text(messages)
+            ids = self.renderer.encode(text, from_template=True)
+        else:
+            text = self.renderer.prompt_text(environment, sample.prompt)
+            ids = self.renderer.encode(text, from_template=environment.uses_chat_template)
+            messages = as_json(environment.build_messages(sample.prompt), "messages")
+        return {"text": text, "messages": messages, "sample_uid": sample_uid(sample)}, ids
+
+    def _first_messages(self, environment: Any, sample: Sample) -> list[ChatMessage]:
+        assert self.renderer is not None
+        prompt = self.conversations.game(environment).get_initial_prompt(sample, self.renderer.tokenizer)
+        return plain_messages(prompt, "get_initial_prompt")
+
+    def _score(self, header: dict[str, Any], token_ids: list[int]) -> Steps:
+        """Decode a completion and have the environment score it.
+
+        Of an answer that the model ended itself (`stop_reason` is `stop`) the end token is cut off.
+        """
+        environment, for_eval = self.environments[header["env"]], header["for_eval"]
+        assert self.renderer is not None, "a pool without a renderer decodes no completions"
+        cut = header["stop_reason"] == "stop" and not environment.keeps_eos_token
+        text = self.renderer.decode(token_ids, cut_end_token=cut)
+        method = environment.compute_eval_metrics if for_eval else environment.compute_reward
+        result = method(text, environment.get_sample(header["index"]), eos_token=environment.eos_token)
+        score = plain_score((yield from settled(result)), for_eval)
+        return {"text": text, "score": score}, b""
+
+
+def _ends_rollouts(environment: Any) -> bool:
+    """Whether it has something to do when a rollout is over."""
+    game = getattr(environment, "environment", None) or environment
+    return isinstance(game, MultiTurnEnvironment) and type(game).end_rollout is not MultiTurnEnvironment.end_rollout
+
+
+async def _exhausted(steps: Generator[Awaitable[Any], Any, Any]) -> None:
+    """Take all steps at once, in the event loop."""
+    result: Any = None
+    with contextlib.suppress(StopIteration):
+        while True:
+            result = await steps.send(result)
+
+
+class Resources:
+    """The resources of one environment, or of the environment below an eval."""
+
+    def __init__(self, environment: Any) -> None:
+        self._owner = getattr(environment, "environment", None) or environment
+        mine = getattr(type(self._owner), "prepare_resources", None)
+        self.overridden = mine is not None and mine is not Environment.prepare_resources
+        """Whether there is anything to prepare."""
+        self.per_host = getattr(self._owner, "resources_per", "host") == "host"
+        self._prepared = not self.overridden
+        self._preparing: asyncio.Future[Any] | None = None
+
+    def ready(self) -> Generator[Awaitable[Any], Any, None]:
+        """Steps that end when the resources are there. Raises what `prepare_resources` raises."""
+        if self._prepared:
+            return
+        if self._preparing is None:
+            self._preparing = asyncio.get_event_loop().create_task(self._prepare())
+        # Shielded: a caller whose deadline passes does not take the resources from the others.
+        yield from settled(asyncio.shield(self._preparing))
+
+    async def _prepare(self) -> None:
+        try:
+            await self._owner.prepare_resources()
+            self._prepared = True
+        finally:
+            self._preparing = None
+
+    async def close(self) -> None:
+        """Close what was prepared. An error is printed: the process is about to end."""
+        if not (self.overridden and self._prepared):
+            return
+        self._prepared = False
+        try:
+            await self._owner.close_resources()
+        except Exception:
+            traceback.print_exc()

@@ -1,0 +1,251 @@
+"""The driver's handle on the fork server: starts it, asks it for workers, passes on what it reports.
+
+A server that ends although nobody closed it is started again, up to `MAX_RESTARTS` times within
+`RESTART_WINDOW_SECONDS`. The kernel ends its workers with it; they are told that they are lost, and whoever wants them
+back asks for new ones, which the new server forks once it has loaded the tokenizer. After the last restart `fork`
+raises the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from telescope.environments.worker_pool.fork_server import PACKET_BYTES
+from telescope.environments.worker_pool.messages import RendererSpec
+from telescope.errors import DeadlineExceeded, InfrastructureError, UserError
+from telescope.utils.log_file import log_tail, open_log
+
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from telescope.environments.worker_pool.fork_server import main; main(sys.argv[3:])"
+)
+"""The workers see the modules that the driver sees, however the driver came to see them."""
+
+_DEFAULT_VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+"""Workers are many, so each takes one core; and what user code prints is in the log at once."""
+_VARIABLES = {"TOKENIZERS_PARALLELISM": "false"}
+"""Threads of the tokenizer would not survive the fork."""
+
+MAX_RESTARTS = 5
+RESTART_WINDOW_SECONDS = 1800.0
+"""As patient as with an inference server: a process that only forks has no reason to die this often."""
+
+_CLOSE_SECONDS = 5.0
+_LINGER_SECONDS = 0.5
+"""How long a server may live on after it has closed its socket."""
+_BUFFER_BYTES = 2**20
+"""Asked for as the socket's buffer (the kernel may give less): a server that is loading has yet to read the requests
+for all workers."""
+_LOG_TAIL_BYTES = 4000
+
+logger = logging.getLogger(__name__)
+
+
+class Forked(Protocol):
+    """What the launcher tells about one worker."""
+
+    def forked(self, pid: int) -> None: ...
+
+    def ended(self, code: int) -> None: ...
+
+    def lost(self) -> None: ...
+
+
+class Launcher:
+    """A fork server that is kept running.
+
+    The kernel ends the server with the *thread* that started it, so `start` belongs in a thread that lives as long as
+    the pool: the main one.
+    """
+
+    def __init__(self, renderer: RendererSpec | None, log_dir: Path) -> None:
+        self._renderer = renderer
+        self.log_path = log_dir / "environment-server.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closing = False
+        self._broken: Exception | None = None
+        """Why there will be no server any more."""
+        self._replacing: asyncio.Task[None] | None = None
+        self._restart_times: list[float] = []
+        self._tickets: dict[int, Forked] = {}
+        """Workers that were asked for and are not forked yet."""
+        self._last_ticket = 0
+        self._children: dict[int, Forked] = {}
+
+    async def start(self, timeout_seconds: float) -> None:
+        """Start the process and load the tokenizer.
+
+        Raises `UserError` when the tokenizer cannot be loaded, `DeadlineExceeded`, `InfrastructureError`.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._spawn()
+        try:
+            await asyncio.wait_for(asyncio.shield(self._ready), timeout_seconds)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"Loading the tokenizer for the environments took longer than {timeout_seconds:g} seconds; the log "
+                f"({self.log_path}) ends:\n{self.log_tail()}"
+            ) from None
+
+    def _spawn(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        renderer = asdict(self._renderer) if self._renderer is not None else None
+        arguments = [json.dumps(sys.path), "telescope-environment-server", str(theirs.fileno()), str(os.getpid())]
+        with theirs, open_log(self.log_path) as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, *arguments, json.dumps(renderer)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env=_DEFAULT_VARIABLES | os.environ | _VARIABLES,
+            )
+        self._loop.add_reader(self._socket.fileno(), self._readable)
+
+    def fork(self, worker: Forked, descriptors: tuple[int, int, int]) -> None:
+        """Ask for a worker that owns the descriptors (socket, slot, log); they may be closed here afterwards.
+
+        Raises `InfrastructureError` or `UserError` when there is no server any more.
+        """
+        if self._broken is not None:
+            raise self._broken
+        self._last_ticket += 1
+        self._tickets[self._last_ticket] = worker
+        self._send({"fork": self._last_ticket}, descriptors)
+
+    def bury(self, pid: int) -> None:
+        """The worker has ended and will not be signalled again."""
+        self._children.pop(pid, None)
+        self._send({"bury": pid})
+
+    async def close(self) -> None:
+        """End the server. Workers that still live end with it."""
+        self._closing = True
+        if self._replacing is not None:
+            self._replacing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._replacing
+        if self._process is None:
+            return
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        await self._end(self._process, _CLOSE_SECONDS)
+        self._process = None
+
+    @staticmethod
+    async def _end(process: subprocess.Popen[bytes], patience: float) -> int:
+        """Wait for the end of a server whose socket is closed; kill it when it takes longer. Returns its exit code."""
+        try:
+            return await asyncio.to_thread(process.wait, patience)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return await asyncio.to_thread(process.wait)
+
+    def log_tail(self) -> str:
+        """The last lines of the server's log."""
+        return log_tail(self.log_path, _LOG_TAIL_BYTES)
+
+    def _send(self, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
+        if self._replacing is not None or self._broken is not None:
+            return  # whom this concerns is told that it is lost
+        try:
+            socket.send_fds(self._socket, [json.dumps(message).encode()], list(descriptors))
+        except OSError as error:  # a full buffer of these rare small packets means that nobody reads them
+            self._lost(f"does not take messages ({error})")
+
+    def _readable(self) -> None:
+        try:
+            packet = self._socket.recv(PACKET_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            packet = b""
+        if not packet:
+            self._loop.remove_reader(self._socket.fileno())
+            self._lost(None)
+            return
+        message = json.loads(packet)
+        if "forked" in message:
+            worker = self._tickets.pop(message["forked"])
+            self._children[message["pid"]] = worker
+            worker.forked(message["pid"])
+        elif "ended" in message:
+            self._children[message["ended"]].ended(message["code"])
+        elif "ready" in message:
+            if not self._ready.done():  # a replacement is waited for by its workers alone
+                self._ready.set_result(None)
+        elif message["user_error"]:
+            self._give_up(UserError(message["failed"]))
+        else:
+            self._give_up(
+                InfrastructureError(f"The tokenizer cannot be loaded: {message['failed']}\n{self.log_tail()}")
+            )
+
+    def _lost(self, fault: str | None) -> None:
+        """The server is of no more use: it has closed its socket, or has the fault."""
+        if self._closing or self._replacing is not None or self._broken is not None:
+            return
+        self._loop.remove_reader(self._socket.fileno())
+        self._replacing = self._loop.create_task(self._replace(fault))
+
+    async def _replace(self, fault: str | None) -> None:
+        """Bury the server, start another in its place, and tell the workers that they went with the first."""
+        process = self._process
+        assert process is not None
+        if fault is not None:
+            process.kill()
+        code = await self._end(process, _LINGER_SECONDS)
+        self._socket.close()
+        self._process = None
+        ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        what = f"The process that environment workers are forked from {fault or ended}"
+        try:
+            error = self._why_not_again(what)
+            if error is None:
+                logger.warning("%s; it is started again, and its workers with it", what)
+                self._spawn()
+        except OSError as problem:
+            error = InfrastructureError(f"{what}, and cannot be started again: {problem}")
+        self._replacing = None
+        if error is None:
+            self._tell_lost()
+        else:
+            self._give_up(error)
+
+    def _why_not_again(self, what: str) -> Exception | None:
+        now = time.monotonic()
+        self._restart_times = [at for at in self._restart_times if now - at < RESTART_WINDOW_SECONDS]
+        if self._ready.done() and len(self._restart_times) < MAX_RESTARTS:
+            self._restart_times.append(now)
+            return None
+        often = f" after {len(self._restart_times)} restarts" if self._restart_times else " while it started"
+        return InfrastructureError(f"{what}{often}; its log ({self.log_path}) ends:\n{self.log_tail()}")
+
+    def _give_up(self, error: Exception) -> None:
+        self._broken = error
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        lost = (*self._children.values(), *self._tickets.values())
+        self._children.clear()
+        self._tickets.clear()
+        for worker in lost:
+            worker.lost()

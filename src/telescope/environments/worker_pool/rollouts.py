@@ -1,0 +1,198 @@
+"""Rollouts of several turns, as the driver asks for them.
+
+    prompt = await pool.begin("r1", "wordle", item)
+    while True:
+        advance = await pool.respond("r1", token_ids, logprobs, stop_reason)
+        if advance.done: break
+    ...
+    pool.cancel("r1")    # instead of going on, at any time
+
+One process holds the state of a rollout from `begin` to its end; which one is this module's bookkeeping and nobody
+else's. A rollout is over, and its id free, after an `Advance` with `done`, after any exception, and after `cancel`.
+
+Invariant: a rollout that its caller has not given up is either in the table with its place, or was lost with a process,
+which its next call is told (`RolloutLost`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from telescope.environments.worker_pool.messages import (
+    Advance,
+    FirstPrompt,
+    RewardRecord,
+    pack_floats,
+    pack_ids,
+    unpack_ids,
+)
+from telescope.environments.worker_pool.scheduling import Call, CallQueue, Rollout, leave
+from telescope.environments.worker_pool.worker_handle import PoolWorker
+from telescope.errors import EnvironmentFailure, InfrastructureError, RolloutLost
+
+logger = logging.getLogger(__name__)
+
+Answer = tuple[dict[str, Any], bytes]
+
+
+class _Caller(Protocol):
+    """How the pool makes a call."""
+
+    def __call__(
+        self, header: dict[str, Any], blob: bytes, label: str, *, place: Any = None, rollout: Rollout | None = None
+    ) -> Call: ...
+
+
+class PoolRollouts:
+    """The open rollouts of a pool. `call` makes a call whose future is its answer."""
+
+    def __init__(self, call: _Caller, queue: CallQueue) -> None:
+        self._call = call
+        self._queue = queue
+        self._open: dict[str, tuple[Rollout, int]] = {}
+        self._calls: dict[str, Call] = {}
+        """The call that each rollout waits for, if it waits."""
+        self._last_key = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def begin(
+        self, rollout: str, position: int, index: int, label: str, home: PoolWorker | None, *, interleaved: bool
+    ) -> FirstPrompt:
+        """See `EnvironmentPool.begin`. `home` is where the environment's resources are, if it has any."""
+        if rollout in self._open:
+            raise ValueError(f"the rollout {rollout!r} has begun before and is not over")
+        self._last_key += 1
+        record = Rollout(self._last_key, label)
+        self._open[rollout] = record, position
+        header = {"op": "begin", "env": position, "rollout": record.key, "index": index, "interleaved": interleaved}
+        call = self._call(header, b"", f"{label}: beginning", place=home, rollout=record)
+        result, blob = await self._answer(rollout, record, call)
+        return FirstPrompt(unpack_ids(blob), result["messages"])
+
+    async def respond(
+        self,
+        rollout: str,
+        token_ids: Sequence[int] | np.ndarray,
+        logprobs: Sequence[float] | np.ndarray,
+        stop_reason: str,
+        *,
+        for_eval: bool,
+        max_context: int | None,
+    ) -> Advance:
+        """See `EnvironmentPool.respond`."""
+        record, position = self._known(rollout)
+        header = {
+            "op": "respond",
+            "env": position,
+            "rollout": record.key,
+            "stop_reason": stop_reason,
+            "num_ids": len(token_ids),
+            "for_eval": for_eval,
+            "max_context": max_context,
+        }
+        blob = pack_ids(token_ids) + pack_floats(logprobs)
+        call = self._call(header, blob, f"{record.label}: its turn", place=record.place, rollout=record)
+        result, ids = await self._answer(rollout, record, call)
+        if result["done"]:
+            self._drop(rollout)
+            reward = RewardRecord(**result["score"])
+            return Advance(True, [], result["text"], reward, result["seconds"], end_reason=result["stop_reason"])
+        return Advance(
+            False,
+            unpack_ids(ids),
+            result["text"],
+            None,
+            result["seconds"],
+            messages=result["messages"],
+            restarts=result["restarts"],
+            divergence=result["divergence"],
+        )
+
+    def cancel(self, rollout: str) -> None:
+        """See `EnvironmentPool.cancel`."""
+        if rollout not in self._open:
+            return
+        record, position = self._open[rollout]
+        place = record.place
+        pending = self._calls.pop(rollout, None)
+        self._drop(rollout)
+        if pending is not None:
+            pending.future.cancel()
+            if place is not None:
+                place.give_up(pending)
+        self._end(record, position, place)
+
+    def _end(self, record: Rollout, position: int, place: PoolWorker | None) -> None:
+        """Tell the worker, if it ever held the rollout, that nobody wants it any more."""
+        if place is None or record.lost is not None:
+            return
+        header = {"op": "end", "env": position, "rollout": record.key}
+        end = self._call(header, b"", f"{record.label}: ending it", place=place)
+        end.future.add_done_callback(_mention)
+
+    def lose(self, place: PoolWorker, calls: list[Call], how: str) -> list[Call]:
+        """A place has ended and taken its rollouts along. Returns the calls, of those that it held, to run again."""
+        for record, _ in self._open.values():
+            if record.place is place:
+                record.lost = how
+        again = []
+        for call in [*calls, *self._queue.withdraw_at(place)]:
+            begins = call.header["op"] == "begin"
+            if begins and call.rollout is not None:
+                call.rollout.lost = None  # its caller has seen nothing of it yet
+                leave(call.rollout)
+                again.append(call)
+            elif call.rollout is not None:
+                if not call.future.done():
+                    call.future.set_exception(_lost(call.rollout, how))
+            elif call.header["op"] != "end":
+                again.append(call)
+            elif not call.future.done():
+                call.future.cancel()  # it has ended indeed
+        place.seat.num_rollouts = 0
+        return again
+
+    def _known(self, rollout: str) -> tuple[Rollout, int]:
+        if rollout not in self._open:
+            raise ValueError(f"the rollout {rollout!r} has not begun, or is over")
+        record, position = self._open[rollout]
+        if record.lost is not None:
+            self._drop(rollout)
+            raise _lost(record, record.lost)
+        return record, position
+
+    async def _answer(self, rollout: str, record: Rollout, call: Call) -> Answer:
+        self._calls[rollout] = call
+        try:
+            return await call.future
+        except (EnvironmentFailure, InfrastructureError):
+            if rollout in self._open and self._open[rollout][0] is record:
+                position, place = self._open[rollout][1], record.place
+                self._drop(rollout)
+                self._end(record, position, place)  # it may still be winding up
+            raise
+        finally:
+            if self._calls.get(rollout) is call:
+                del self._calls[rollout]
+
+    def _drop(self, rollout: str) -> None:
+        record, _ = self._open.pop(rollout)
+        if record.lost is None:
+            leave(record)
+
+
+def _lost(record: Rollout, how: str) -> RolloutLost:
+    return RolloutLost(f"{record.label}: the process that held it {how}")
+
+
+def _mention(future: asyncio.Future[Answer]) -> None:
+    """The end of a rollout that nobody waits for."""
+    if not future.cancelled() and (error := future.exception()) is not None:
+        logger.warning("%s", error)

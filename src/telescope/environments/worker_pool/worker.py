@@ -1,0 +1,353 @@
+"""The process that runs users' environment code.
+
+The driver has it forked, talks to it over one socket, and may kill it at any moment. Plain functions of the user run in
+the main thread, one at a time, outside of any event loop, so that they may call `asyncio.run` themselves; awaitables
+that they return run together in this process's event loop between such calls. A request may take turns of both
+(`steps`).
+
+Invariants:
+- Whatever user code prints goes to the log; nothing but frames goes to the socket.
+- Before any step into user code the slot names its request (see `slot`), whichever task takes the step.
+- The answer to a request is on the socket before the next request is begun.
+- The process ends with the stream of its socket, or, when user code holds it, by the kernel's signal (`fork_server`).
+- A copy of the process that user code forked and let go on ends where user code ends, and never answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextvars import ContextVar
+from dataclasses import asdict
+from typing import Any
+
+from telescope.environments.rendering import Renderer
+from telescope.environments.serialization import MalformedResultError
+from telescope.environments.user_code import Steps, cause, in_words, innermost_line, settle
+from telescope.environments.worker_pool.environment_runner import EnvironmentRunner
+from telescope.environments.worker_pool.messages import EnvironmentSpec, FrameReader, Slot, pack_frame
+from telescope.errors import InfrastructureError, UserError
+
+LOOK_AGAIN_SECONDS = 0.002
+"""After a call longer than this, the socket is read again for withdrawn requests before the next one is begun."""
+MAX_ANSWER_BYTES = 32 * 2**20
+"""Largest answer: what a rollout says and notes goes through the driver's memory and into the record."""
+CLOSE_SECONDS = 20.0
+"""Given to the environments to end their rollouts and close their resources when the driver has hung up."""
+
+_request: ContextVar[int] = ContextVar("request", default=0)
+
+
+class _Attributed:
+    """Drives a coroutine and names its request in the slot during each step."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], request_id: int, worker: Worker) -> None:
+        self.coroutine, self.request_id, self.worker = coroutine, request_id, worker
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self  # has the methods of a generator that `await` uses
+
+    def __iter__(self) -> _Attributed:
+        return self
+
+    def __next__(self) -> Any:
+        return self.send(None)
+
+    def send(self, value: Any) -> Any:
+        return self._step(self.coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._step(self.coroutine.throw, *error)
+
+    def _step(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        with self.worker.held_by(self.request_id):
+            try:
+                return step(*arguments)
+            except (SystemExit, KeyboardInterrupt) as error:
+                # asyncio would let these end the process, and with it the rollouts of others.
+                raise RuntimeError(f"user code raised {type(error).__name__}") from error
+
+    def close(self) -> None:
+        self.coroutine.close()
+
+
+async def _attributed(coroutine: Coroutine[Any, Any, Any], request_id: int, worker: Worker) -> Any:
+    return await _Attributed(coroutine, request_id, worker)
+
+
+class _Held:
+    """Context in which a request holds the main thread; adds up the time."""
+
+    def __init__(self, worker: Worker, request_id: int) -> None:
+        self.worker, self.request_id = worker, request_id
+
+    def __enter__(self) -> None:
+        self.worker.slot.enter(self.request_id)
+        self.started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if os.getpid() != self.worker.pid:
+            os._exit(1)  # user code forked, and this is the copy: it would read the requests of the process itself
+        self.worker.slot.leave()
+        busy = self.worker.busy
+        if self.request_id in busy:
+            busy[self.request_id] += time.perf_counter() - self.started
+
+
+class Worker:
+    """Reads requests, plays them, writes answers."""
+
+    def __init__(self, connection: socket.socket, slot: Slot, renderer: Renderer | None) -> None:
+        self.connection = connection
+        self.pid = os.getpid()
+        self.slot = slot
+        self.reader = FrameReader()
+        self.inbox: deque[tuple[dict[str, Any], bytes]] = deque()
+        self.withdrawn: set[int] = set()
+        self.ended = False
+        self.begun: dict[int, float] = {}
+        self.busy: dict[int, float] = {}
+        """Seconds on the main thread of each request that is being played."""
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_task_factory(self._make_task)
+        self.tasks: dict[int, asyncio.Task[Any]] = {}
+        self.resumable: deque[tuple[int, Steps, asyncio.Task[Any]]] = deque()
+        """Requests whose wait in the event loop is over and whose next step is due."""
+        self.parked: set[int] = set()
+        """Requests of which the driver knows that they wait in the event loop now and then."""
+        self.renderer = renderer
+        self.player: EnvironmentRunner
+
+    def held_by(self, request_id: int) -> _Held:
+        return _Held(self, request_id)
+
+    def serve(self) -> None:
+        """Until the stream ends. The first frame says what to load."""
+        asyncio.set_event_loop(self.loop)
+        while not self.inbox and not self.ended:
+            self.receive(wait=True)
+        if self.ended:
+            return
+        header, _ = self.inbox.popleft()
+        if not self._load(header):
+            return
+        self.loop.add_reader(self.connection.fileno(), self._readable)
+        while not self.ended:
+            if self.resumable:
+                self._resume(*self.resumable.popleft())
+            elif self.inbox:
+                header, blob = self.inbox.popleft()
+                self._handle(header, blob)
+                if self.tasks:
+                    self._turn_loop()
+            else:
+                self.loop.run_forever()  # until _readable or _settled stops it
+        self._close()
+
+    def receive(self, *, wait: bool) -> None:
+        """Move what has arrived to the inbox."""
+        try:
+            data = self.connection.recv(2**20) if wait else self.connection.recv(2**20, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self.ended = True
+        for header, blob in self.reader.feed(data):
+            if header["op"] == "withdraw":
+                self.withdrawn.update(header["ids"])
+            elif header["op"] == "cancel":
+                if header["id"] in self.tasks:
+                    self.tasks[header["id"]].cancel()
+            else:
+                self.inbox.append((header, blob))
+
+    def send(self, header: dict[str, Any], blob: bytes = b"") -> None:
+        self._send_frame(pack_frame(header, blob))
+
+    def _send_frame(self, frame: bytes) -> None:
+        try:
+            self.connection.sendall(frame)
+        except (BrokenPipeError, ConnectionResetError):
+            self.ended = True  # the driver is gone, and so are we in a moment
+            self.loop.stop()
+
+    def _readable(self) -> None:
+        try:
+            self.receive(wait=False)
+        except Exception:  # the loop would log it and go on with a broken stream
+            traceback.print_exc()
+            self.ended = True
+        if self.inbox or self.ended:
+            self.loop.stop()
+
+    def _turn_loop(self) -> None:
+        """One turn of the event loop, for the tasks that wait in it."""
+        self.loop.call_soon(self.loop.stop)
+        self.loop.run_forever()
+
+    def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        """Tasks that user code starts count as the request that started them."""
+        request_id = _request.get()
+        if request_id and asyncio.iscoroutine(coroutine):
+            coroutine = _attributed(coroutine, request_id, self)
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    def _load(self, header: dict[str, Any]) -> bool:
+        started = time.perf_counter()
+        try:
+            specs = [EnvironmentSpec(**fields) for fields in header["specs"]]
+            self.player = EnvironmentRunner(specs, self.renderer, header["environments_path"], on_stage=self._say_stage)
+            infos = [asdict(self.player.describe(position)) for position in range(len(specs))]
+            if not header["trial"]:
+                self.player.prepare_own_resources()
+        except UserError as error:
+            self.send({"failed": str(error), "user_error": True})
+            return False
+        except BaseException as error:
+            _print(error)
+            self.send({"failed": _blame(error), "user_error": False})
+            return False
+        limit_memory(header["memory_limit_bytes"])
+        self.send({"ready": infos, "seconds": time.perf_counter() - started})
+        return True
+
+    def _say_stage(self, stage: str, doing: str) -> None:
+        """Before each step into user code: a process that ends or hangs can no longer say where."""
+        self.send({"loading": doing, "stage": stage})
+
+    def _handle(self, header: dict[str, Any], blob: bytes) -> None:
+        request_id = header["id"]
+        if self.withdrawn:
+            withdrawn = request_id in self.withdrawn
+            self.withdrawn = {other for other in self.withdrawn if other > request_id}  # ids come in rising order
+            if withdrawn:
+                return
+        self.busy[request_id] = 0.0
+        started = self.begun[request_id] = time.perf_counter()
+        steps = self.player.play(header, blob)
+        self._step(request_id, steps, lambda: next(steps))
+        if time.perf_counter() - started > LOOK_AGAIN_SECONDS:
+            self.receive(wait=False)
+
+    def _resume(self, request_id: int, steps: Steps, task: asyncio.Task[Any]) -> None:
+        """What the request waited for is there, or has failed."""
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        self._step(request_id, steps, lambda: steps.send(task.result()) if error is None else steps.throw(error))
+
+    def _step(self, request_id: int, steps: Steps, resume: Callable[[], Awaitable[Any]]) -> None:
+        """Play a request up to its next wait, or to its end."""
+        token = _request.set(request_id)
+        asyncio.set_event_loop(self.loop)  # asyncio.run in user code leaves none behind
+        try:
+            with self.held_by(request_id):
+                waits_for = resume()
+            self._park(request_id, steps, waits_for)
+        except StopIteration as end:
+            self._answer(request_id, *end.value)
+        except BaseException as error:
+            self._fail(request_id, error)
+        finally:
+            _request.reset(token)
+
+    def _park(self, request_id: int, steps: Steps, waits_for: Awaitable[Any]) -> None:
+        """Go on with other requests while this one waits in the event loop."""
+        task = self.loop.create_task(settle(waits_for))
+        self.tasks[request_id] = task
+        task.add_done_callback(lambda done: self._settled(request_id, steps, done))
+        if request_id not in self.parked:
+            self.parked.add(request_id)
+            self.send({"parked": request_id, "busy": self.busy[request_id]})
+
+    def _settled(self, request_id: int, steps: Steps, task: asyncio.Task[Any]) -> None:
+        """The next step is taken outside of the event loop."""
+        del self.tasks[request_id]
+        self.resumable.append((request_id, steps, task))
+        if not self.ended:
+            self.loop.stop()
+
+    def _close(self) -> None:
+        self.loop.remove_reader(self.connection.fileno())  # which is at its end, and would stop the loop
+        try:
+            self.loop.run_until_complete(asyncio.wait_for(self.player.close(), CLOSE_SECONDS))
+        except TimeoutError:
+            logging.getLogger(__name__).warning("Ending rollouts and resources took over %g seconds", CLOSE_SECONDS)
+
+    def _answer(self, request_id: int, fields: dict[str, Any], blob: bytes = b"") -> None:
+        times = self._times(request_id)
+        frame = pack_frame({"id": request_id, "result": fields, **times}, blob)
+        if len(frame) > MAX_ANSWER_BYTES:
+            problem = (
+                f"what the environment returned takes {len(frame)} bytes; at most {MAX_ANSWER_BYTES} are passed on"
+            )
+            self.send({"id": request_id, "failed": problem, "infrastructure": False, **times})
+            return
+        self._send_frame(frame)
+
+    def _fail(self, request_id: int, error: BaseException) -> None:
+        _print(error)
+        infrastructure = isinstance(error, InfrastructureError)
+        failed = {"failed": _blame(error), "infrastructure": infrastructure}
+        self.send({"id": request_id, **failed, **self._times(request_id)})
+
+    def _times(self, request_id: int) -> dict[str, float]:
+        """`busy` seconds on the main thread and `seconds` since the request was begun, which is over with this."""
+        self.parked.discard(request_id)
+        seconds = time.perf_counter() - self.begun.pop(request_id)
+        return {"busy": self.busy.pop(request_id), "seconds": seconds}
+
+
+def _blame(error: BaseException) -> str:
+    """The error in words, with the name of the file and the line that it comes from.
+
+    What user code returned has no line; the one that found it malformed is ours and helps nobody.
+    """
+    error = cause(error)
+    where = None if isinstance(error, MalformedResultError) else innermost_line(error)
+    return in_words(error) + (f" ({os.path.basename(where)})" if where else "")
+
+
+def _print(error: BaseException) -> None:
+    """The traceback, into the log."""
+    try:
+        traceback.print_exception(error)
+    except Exception as worse:  # the exception is the user's, and so may be what printing it runs
+        print(f"{in_words(error)}, whose traceback cannot be printed: {in_words(worse)}", file=sys.stderr)
+
+
+def limit_memory(extra_bytes: int | None) -> None:
+    """Let the process's own data grow by so much, after which allocations fail."""
+    if extra_bytes is None:
+        return
+    with open("/proc/self/status", encoding="ascii") as status:
+        used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + extra_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def _volunteer_for_the_oom_killer() -> None:
+    """When memory runs out, this process goes first and not the driver or the engine."""
+    try:
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
+            score.write("1000")
+    except OSError as error:
+        logging.getLogger(__name__).info("The OOM killer's preference could not be set: %s", error)
+
+
+def run_worker(descriptor: int, slot_descriptor: int, renderer: Renderer | None) -> None:
+    """Serve on the socket until it ends; called in a process that was forked for this (`fork_server`)."""
+    _volunteer_for_the_oom_killer()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    slot = Slot(slot_descriptor)
+    os.close(slot_descriptor)
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    Worker(connection, slot, renderer).serve()

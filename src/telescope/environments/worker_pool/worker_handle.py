@@ -1,0 +1,335 @@
+"""One worker process as the driver sees it: asked for, written to, read from, killed, buried.
+
+Owns the socket, the slot, the log file and the process group. Does not know what the frames mean (`pool`), nor how
+processes are made (`launcher`, `fork_server`).
+
+One worker of the pool: a seat, the process that sits in it, and the deadlines of its calls.
+
+Looks at deadlines when the pool tells it to, and ends its process when one has passed. Does not choose what runs where
+(`call_queue`, `schedule`), does not replace the process (`pool`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from telescope.environments.worker_pool.launcher import Launcher
+from telescope.environments.worker_pool.messages import BrokenFrameError, FrameReader, Slot, pack_frame
+from telescope.environments.worker_pool.scheduling import Call, Death, WorkerState
+from telescope.errors import EnvironmentFailure
+from telescope.utils.log_file import log_size, log_tail, open_log
+
+_LINGER_SECONDS = 0.5
+"""How long a process may live on after it has closed its socket."""
+STACK_SECONDS = 0.1
+"""Given to a process to write its stacks before it is killed."""
+_LOG_TAIL_BYTES = 4000
+
+
+class WorkerProcess:
+    """A worker. `on_frame(header, blob)` and, once, `on_gone()` are called from the event loop."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        log_path: Path,
+        *,
+        on_frame: Callable[[dict[str, Any], bytes], None],
+        on_gone: Callable[[], None],
+    ) -> None:
+        self.log_path = log_path
+        self.started = time.monotonic()
+        self._launcher = launcher
+        self._on_frame = on_frame
+        self._on_gone = on_gone
+        self._loop = asyncio.get_running_loop()
+        self._reader = FrameReader()
+        self._unsent = bytearray()
+        self._pid: int | None = None
+        self._code: int | None = None
+        self._killed = False
+        self._buried = False
+        self.is_lost = False
+        """It went with the server that it was forked from."""
+        self._hung_up = False
+        self._log_start = log_size(log_path)
+
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        slot_descriptor = Slot.create()
+        self.slot = Slot(slot_descriptor)
+        try:
+            with theirs, open_log(log_path) as log:
+                launcher.fork(self, (theirs.fileno(), slot_descriptor, log.fileno()))
+        except BaseException:
+            self._socket.close()
+            self.slot.close()
+            raise
+        finally:
+            os.close(slot_descriptor)
+        self._loop.add_reader(self._socket.fileno(), self._readable)
+
+    def forked(self, pid: int) -> None:
+        """The launcher's word: the process is there."""
+        self._pid = pid
+        if self._killed:
+            self.kill()
+
+    def ended(self, code: int) -> None:
+        """The launcher's word: the process has ended, and is a zombie until it is buried here."""
+        assert self._pid is not None
+        self._code = code
+        self._signal_group(signal.SIGKILL)  # what it started and left behind
+        self._stop_listening()
+        self._read_last_words()
+        self._launcher.bury(self._pid)
+        self._gone()
+
+    def lost(self) -> None:
+        """The launcher's word: its server has ended, and the kernel ends this process with it, if it was forked."""
+        self.is_lost = True
+        self._code = -signal.SIGKILL
+        self._signal_group(signal.SIGKILL)  # what it started; no other group has had time to get this number
+        self._read_last_words()
+        self._stop_listening()
+        self._gone()
+
+    def _gone(self) -> None:
+        self._buried = True
+        self._socket.close()
+        self._on_gone()
+        self.slot.close()
+
+    @property
+    def pid(self) -> int | None:
+        """None until it is forked."""
+        return self._pid
+
+    def write(self, frame: bytes) -> None:
+        """Queue bytes for the worker and send what fits."""
+        if not self._hung_up:  # otherwise it is dying, and its calls are taken over when it is gone
+            self._unsent += frame
+
+    def flush(self) -> None:
+        """Send what is queued, as far as the socket takes it."""
+        if not self._unsent or self._hung_up:
+            return
+        try:
+            sent = self._socket.send(self._unsent)
+        except BlockingIOError:
+            sent = 0
+        except (BrokenPipeError, ConnectionResetError):
+            self._stop_listening()
+            return
+        del self._unsent[:sent]
+        if self._unsent:
+            self._loop.add_writer(self._socket.fileno(), self._writable)
+
+    def send(self, header: dict[str, Any], blob: bytes = b"") -> None:
+        """Queue a frame."""
+        self.write(pack_frame(header, blob))
+
+    def kill(self) -> None:
+        """End the process and all that it started, now."""
+        self._killed = True
+        self._signal_group(signal.SIGKILL)
+
+    def kill_with_stacks(self) -> None:
+        """Let the process write its stacks to the log, then kill it."""
+        self.dump_stacks()
+        self._loop.call_later(STACK_SECONDS, self.kill)
+
+    def dump_stacks(self) -> None:
+        """Write the stacks of all threads to the log."""
+        if self._pid is not None and self._code is None:
+            with contextlib.suppress(ProcessLookupError):  # the server has just ended, and this with it
+                os.kill(self._pid, signal.SIGUSR1)
+
+    def hang_up(self) -> None:
+        """Close our end of the stream, which an idle worker takes for the end."""
+        if not self._hung_up:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        """Until the burial only: so long the process id is not given to another."""
+        if self._pid is None or self._buried:
+            return
+        for send in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError):  # it has no group yet, or the server has just ended
+                send(self._pid, number)
+
+    def epitaph(self) -> str:
+        """How the process ended, and the last lines of its log."""
+        ended, tail = self.how_it_ended(), self.log_tail()
+        return f"{ended}; its log ({self.log_path}) ends:\n{tail}" if tail else f"{ended}; its log is empty"
+
+    def how_it_ended(self) -> str:
+        """The end in a few words that follow a subject."""
+        if self._code is None:
+            return "is still running"
+        if self._code < 0:
+            return f"was killed by {signal.Signals(-self._code).name}"
+        return f"ended with exit code {self._code}"
+
+    @property
+    def ended_from_outside(self) -> bool:
+        """A signal ended it that user code does not cause in itself, and that this side did not send."""
+        return not self._killed and self._code in (-signal.SIGKILL, -signal.SIGTERM)
+
+    def log_tail(self) -> str:
+        """The last lines that this process wrote."""
+        return log_tail(self.log_path, _LOG_TAIL_BYTES, start=self._log_start)
+
+    def _readable(self) -> None:
+        try:
+            data = self._socket.recv(2**20)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._stop_listening()
+            self._loop.call_later(_LINGER_SECONDS, self.kill)
+            return
+        try:
+            frames = self._reader.feed(data)
+        except (BrokenFrameError, ValueError):
+            self._stop_listening()
+            self.kill()  # something else wrote to the socket: nothing after this can be trusted
+            return
+        for header, blob in frames:
+            self._on_frame(header, blob)
+
+    def _writable(self) -> None:
+        self._loop.remove_writer(self._socket.fileno())
+        self.flush()
+
+    def _stop_listening(self) -> None:
+        if not self._hung_up:
+            self._hung_up = True
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_writer(self._socket.fileno())
+
+    def _read_last_words(self) -> None:
+        """Answers that were written before the death count."""
+        with contextlib.suppress(BlockingIOError, ConnectionResetError, BrokenFrameError, ValueError):
+            while data := self._socket.recv(2**20):
+                for header, blob in self._reader.feed(data):
+                    self._on_frame(header, blob)
+
+
+TICK_SECONDS = 0.05
+"""How often deadlines are looked at, and the age at which a call counts as slow: those behind it go elsewhere."""
+
+CANCEL_SECONDS = 2.0
+"""Given to a waiting call to end after its cancellation, before its process is killed."""
+
+logger = logging.getLogger(__name__)
+
+
+class PoolWorker:
+    """`ready` once its environments are loaded; `killed` when it was decided to end the process."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.seat = WorkerState()
+        self.process: WorkerProcess | None = None
+        self.ready = False
+        self.killed = False
+        self.loading = "starting"
+        """What its process was last doing before it was ready."""
+        self.failed_starts = 0
+        self.deadlines_passed = 0
+
+    @property
+    def takes_calls(self) -> bool:
+        return self.ready and not self.killed
+
+    def sits_down(self, process: WorkerProcess) -> None:
+        """A new process takes the seat."""
+        self.process = process
+        self.ready = self.killed = False
+        self.loading = "starting"
+
+    def gone(self) -> list[Call]:
+        """The process has ended, and the call to blame for it, if any, fails. Returns the calls to run again."""
+        process = self.process
+        assert process is not None
+        culprit, others = self.seat.died(process.slot.read(), self._death(process))
+        if not (self.ready or process.is_lost):
+            self.failed_starts += 1
+        self.process, self.ready = None, False
+        if culprit is not None and not culprit.future.done():
+            culprit.future.set_exception(
+                EnvironmentFailure(f"{culprit.label} ended its process, which {process.epitaph()}")
+            )
+        return others
+
+    def _death(self, process: WorkerProcess) -> Death:
+        if self.killed:
+            return Death.BY_POOL
+        if process.is_lost:
+            return Death.WITH_SERVER
+        return Death.BY_SIGNAL if process.ended_from_outside else Death.ALONE
+
+    def watch(self, elapsed: float, timeout_seconds: float) -> list[Call]:
+        """Charge the calls for `elapsed` seconds and act on deadlines. Returns calls that go elsewhere."""
+        process, seat = self.process, self.seat
+        assert process is not None
+        if not seat.num_held and not process.slot.read()[0]:
+            return []
+        seat.charge(process.slot.read(), elapsed)
+        for call_id, call in seat.overdue(timeout_seconds):
+            if not call.future.done():
+                self.deadlines_passed += 1
+                call.future.set_exception(
+                    EnvironmentFailure(
+                        f"{call.label} did not end within {call.limit(timeout_seconds):g} seconds"
+                        f"{' (environment_timeout_seconds)' if call.timeout_seconds is None else ''}; where it was is "
+                        f"in {process.log_path}"
+                    )
+                )
+                if seat.only_waits(call_id):
+                    process.send({"op": "cancel", "id": call_id})
+                    process.flush()
+            if seat.only_waits(call_id) and call.used_seconds < call.limit(timeout_seconds) + CANCEL_SECONDS:
+                continue
+            self._kill()
+            return []
+        if seat.stray_seconds >= timeout_seconds:
+            self._kill()
+        elif seat.held_seconds >= TICK_SECONDS and len(seat.queued) > 1:
+            return self._take_back()
+        return []
+
+    def give_up(self, call: Call) -> None:
+        """Nobody wants the answer of a call any more: end its wait, if it waits."""
+        for call_id, held in self.seat.parked.items():
+            if held is call and self.process is not None:
+                self.process.send({"op": "cancel", "id": call_id})
+                self.process.flush()
+
+    def _take_back(self) -> list[Call]:
+        """A slow call holds the worker: those behind it go elsewhere."""
+        assert self.process is not None
+        taken = self.seat.withdraw_unbegun()
+        if taken:
+            self.process.send({"op": "withdraw", "ids": list(taken)})
+            self.process.flush()
+        return list(taken.values())
+
+    def _kill(self) -> None:
+        assert self.process is not None
+        logger.warning("Environment worker %d exceeded a deadline and is replaced", self.index)
+        self.killed = True
+        self.process.kill_with_stacks()

@@ -1,0 +1,329 @@
+"""The processes of the pool: started, given calls, watched, replaced.
+
+A call is a future in a queue, without a task, and frames are written once per turn of the driver's event loop. Which
+call goes where is the matter of `call_queue` and `schedule`, what a process is of `process`, what its deadlines are of
+`pool_worker`, what a call says of `pool`.
+
+Invariant: every call ends, with an answer or an exception, whatever the processes do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from telescope.environments.worker_pool.launcher import Launcher
+from telescope.environments.worker_pool.messages import EnvironmentInfo, EnvironmentSpec, PoolStatus
+from telescope.environments.worker_pool.scheduling import Call, CallQueue, Rollout
+from telescope.environments.worker_pool.worker import CLOSE_SECONDS
+from telescope.environments.worker_pool.worker_handle import STACK_SECONDS, TICK_SECONDS, PoolWorker, WorkerProcess
+from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError, UserError
+
+POLITE_SECONDS = 1.0
+"""Given to the processes to end by themselves when the pool is closed."""
+RELEASE_SECONDS = CLOSE_SECONDS + POLITE_SECONDS
+"""The same when an environment has resources to close or rollouts to end."""
+BURIAL_SECONDS = 5.0
+"""Given to the kernel to end those that were killed."""
+
+MAX_FAILED_STARTS = 3
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerPool:
+    """`num_workers` processes that have loaded `specs`.
+
+    `launcher` None: one of its own, made by `make_launcher` with the folder of the logs. When a process ends, `on_gone`
+    is told which and how, and which calls it held, and returns those that are to run again.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[EnvironmentSpec],
+        load_header: dict[str, Any],
+        *,
+        num_workers: int,
+        timeout_seconds: float,
+        start_timeout_seconds: float,
+        log_dir: Path | None,
+        launcher: Launcher | None,
+        make_launcher: Callable[[Path], Launcher],
+        on_gone: Callable[[PoolWorker, list[Call], str], list[Call]],
+    ) -> None:
+        self.workers = [PoolWorker(index) for index in range(num_workers)]
+        self.queue = CallQueue()
+        self.infos: list[EnvironmentInfo] | None = None
+        """What the environments say of themselves, once the first process has loaded them."""
+        self._specs = list(specs)
+        self._load_header = load_header
+        self._timeout_seconds = timeout_seconds
+        self._start_timeout_seconds = start_timeout_seconds
+        self._log_dir = log_dir
+        self._launcher = launcher
+        self._owns_launcher = launcher is None
+        self._make_launcher = make_launcher
+        self._on_worker_gone = on_gone
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._started: asyncio.Future[None] | None = None
+        self._broken: Exception | None = None
+        self._closing = False
+        self._gone: asyncio.Event | None = None
+        self._pump_scheduled = False
+        self._tick_handle: asyncio.TimerHandle | None = None
+        self._last_tick = 0.0
+        self._restarts = 0
+
+    async def start(self) -> None:
+        """Start all processes and load all environments; see `EnvironmentPool.start`."""
+        assert self._started is None, "the pool was started before"
+        if self._log_dir is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="telescope-environments-")
+            self._log_dir = Path(self._temporary.name)
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.create_future()
+        if self._launcher is None:
+            self._launcher = self._make_launcher(self._log_dir)
+            await self._launcher.start(self._start_timeout_seconds)
+        for worker in self.workers:
+            self._launch(worker)
+        self._last_tick = time.monotonic()
+        self._tick_handle = self._loop.call_later(TICK_SECONDS, self._tick)
+        await self._started
+
+    async def close(self) -> None:
+        """End all processes; within seconds, whatever they are doing."""
+        self._closing = True
+        if self._tick_handle is not None:
+            self._tick_handle.cancel()
+        closed = InfrastructureError("the environment pool was closed")
+        self._fail_all(closed)
+        processes = [worker.process for worker in self.workers if worker.process is not None]
+        for process in processes:
+            process.hang_up()
+        owes = any(info.shares_resources or info.ends_rollouts for info in self.infos or ())
+        polite = RELEASE_SECONDS if owes else POLITE_SECONDS
+        for patience in (polite, BURIAL_SECONDS):
+            try:
+                await asyncio.wait_for(self._all_gone(), patience)
+            except TimeoutError:
+                for process in processes:
+                    process.kill()
+        if self._owns_launcher and self._launcher is not None:
+            await self._launcher.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    async def _all_gone(self) -> None:
+        """Until no worker has a process. Only while closing: otherwise the dead are replaced."""
+        self._gone = asyncio.Event()
+        while any(worker.process is not None for worker in self.workers):
+            self._gone.clear()
+            await self._gone.wait()
+
+    def status(self, rollouts_open: int) -> PoolStatus:
+        """State and counts."""
+        return PoolStatus(
+            workers_ready=sum(worker.ready for worker in self.workers),
+            calls_waiting=len(self.queue),
+            calls_in_workers=sum(worker.seat.num_held for worker in self.workers),
+            rollouts_open=rollouts_open,
+            restarts=self._restarts,
+            deadlines_passed=sum(worker.deadlines_passed for worker in self.workers),
+            pids=tuple(worker.process.pid for worker in self.workers if worker.process and worker.process.pid),
+        )
+
+    def dump_stacks(self) -> None:
+        """Have every worker write its stacks to its log."""
+        for worker in self.workers:
+            if worker.process is not None:
+                worker.process.dump_stacks()
+
+    def call(
+        self,
+        header: dict[str, Any],
+        blob: bytes,
+        label: str,
+        *,
+        place: PoolWorker | None = None,
+        rollout: Rollout | None = None,
+        timeout_seconds: float | None = None,
+    ) -> Call:
+        """Ask for something. `place` is the only worker that may be asked, `rollout` the rollout that it is for."""
+        assert self.infos is not None, "the pool is not started"
+        future: asyncio.Future[tuple[dict[str, Any], bytes]] = self._loop.create_future()
+        call = Call(header, blob, future, label, place=place, rollout=rollout, timeout_seconds=timeout_seconds)
+        if self._broken is not None or self._closing:
+            future.set_exception(self._broken or InfrastructureError("the environment pool was closed"))
+            return call
+        self.queue.add(call)
+        self._schedule_pump()
+        return call
+
+    def _schedule_pump(self) -> None:
+        if not self._pump_scheduled:
+            self._pump_scheduled = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Send waiting calls to workers that admit them, the least loaded first, and write it all at once."""
+        self._pump_scheduled = False
+        touched: set[WorkerProcess] = set()
+        for worker, call_id, call in self.queue.dispatch(w for w in self.workers if w.takes_calls):
+            assert worker.process is not None
+            worker.process.send({"id": call_id, **call.header}, call.blob)
+            touched.add(worker.process)
+        for process in touched:
+            process.flush()
+
+    # Processes
+
+    def _launch(self, worker: PoolWorker) -> None:
+        assert self._log_dir is not None
+        assert self._launcher is not None
+        try:
+            process = WorkerProcess(
+                self._launcher,
+                self._log_dir / f"environment-{worker.index}.log",
+                on_frame=lambda header, blob: self._on_frame(worker, header, blob),
+                on_gone=lambda: self._on_gone(worker),
+            )
+        except (UserError, InfrastructureError) as error:
+            self._break(error)  # there is nothing any more that it could be forked from
+            return
+        worker.sits_down(process)
+        process.send(self._load_header)
+        process.flush()
+
+    def _on_frame(self, worker: PoolWorker, header: dict[str, Any], blob: bytes) -> None:
+        if "id" not in header:
+            self._on_notice(worker, header)
+            return
+        call = worker.seat.answered(header["id"])
+        if call is not None:
+            self.queue.costs.measured(call.kind, header["busy"])
+            if call.future.done():
+                pass  # its caller went away, or its deadline has passed
+            elif "failed" in header:
+                kind = InfrastructureError if header["infrastructure"] else EnvironmentFailure
+                call.future.set_exception(kind(f"{call.label} failed: {header['failed']}"))
+            else:
+                header["result"]["seconds"] = header["seconds"]
+                call.future.set_result((header["result"], blob))
+        if self.queue:
+            self._schedule_pump()
+
+    def _on_notice(self, worker: PoolWorker, header: dict[str, Any]) -> None:
+        if "parked" in header:
+            call = worker.seat.begun_waiting(header["parked"])
+            if call is not None:
+                self.queue.costs.measured(call.kind, header["busy"])
+            if self.queue:
+                self._schedule_pump()
+        elif "loading" in header:
+            worker.loading = header["loading"]
+        elif "ready" in header:
+            self._on_ready(worker, [EnvironmentInfo(**fields) for fields in header["ready"]])
+        elif header["user_error"]:
+            self._break(UserError(header["failed"]))
+        else:
+            assert worker.process is not None
+            self._break(
+                InfrastructureError(
+                    f"The environments cannot be loaded: {header['failed']}\n{worker.process.log_tail()}"
+                )
+            )
+
+    def _on_ready(self, worker: PoolWorker, infos: list[EnvironmentInfo]) -> None:
+        if self.infos is None:
+            self.infos = infos
+        for spec, mine, theirs in zip(self._specs, self.infos, infos, strict=True):
+            if (mine.num_samples, mine.dataset_digest) != (theirs.num_samples, theirs.dataset_digest):
+                self._break(
+                    UserError(
+                        f"The environment {spec.name!r} loads another dataset in each process: {mine.num_samples} and "
+                        f"{theirs.num_samples} items, or other items. Draw from a random generator with a fixed seed, "
+                        "and sort what comes in no order."
+                    )
+                )
+                return
+        worker.ready = True
+        worker.failed_starts = 0
+        if self._started is not None and not self._started.done() and all(w.ready for w in self.workers):
+            self._started.set_result(None)
+        self._schedule_pump()
+
+    def _on_gone(self, worker: PoolWorker) -> None:
+        process = worker.process
+        assert process is not None
+        others = worker.gone()
+        if self._closing or self._broken is not None:
+            if self._gone is not None:
+                self._gone.set()
+            return
+        if not (worker.killed or process.is_lost):
+            logger.warning("Environment worker %d %s", worker.index, process.epitaph())
+        if worker.failed_starts >= MAX_FAILED_STARTS:
+            self._break(
+                InfrastructureError(
+                    f"An environment worker died {worker.failed_starts} times while it was {worker.loading}; the last "
+                    f"one {process.epitaph()}"
+                )
+            )
+            return
+        self._restarts += 1
+        self.queue.run_again(self._on_worker_gone(worker, others, process.how_it_ended()))
+        self._launch(worker)
+        self._schedule_pump()
+
+    def _break(self, error: Exception) -> None:
+        """Nothing more can be done: every call, present and future, gets the error."""
+        if self._broken is None:
+            self._broken = error
+            self._fail_all(error)
+
+    def _fail_all(self, error: Exception) -> None:
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(error)
+        held = [call for w in self.workers for call in (*w.seat.queued.values(), *w.seat.parked.values())]
+        for call in held:
+            if not call.future.done():
+                call.future.set_exception(error)
+        self.queue.fail(error)
+
+    # Deadlines
+
+    def _tick(self) -> None:
+        self._tick_handle = self._loop.call_later(TICK_SECONDS, self._tick)
+        now = time.monotonic()
+        # Time in which the driver itself was held up is not counted against anyone.
+        elapsed = min(now - self._last_tick, 2 * TICK_SECONDS)
+        self._last_tick = now
+        for worker in self.workers:
+            if worker.process is None or worker.killed:
+                continue
+            if worker.ready:
+                taken = worker.watch(elapsed, self._timeout_seconds)
+                if taken:
+                    self.queue.run_again(taken)
+                    self._schedule_pump()
+            elif now - worker.process.started > self._start_timeout_seconds:
+                self._give_up_loading(worker, worker.process)
+
+    def _give_up_loading(self, worker: PoolWorker, process: WorkerProcess) -> None:
+        process.dump_stacks()
+        self._loop.call_later(STACK_SECONDS, self._break_loading, worker, process)
+
+    def _break_loading(self, worker: PoolWorker, process: WorkerProcess) -> None:
+        self._break(
+            DeadlineExceeded(
+                f"An environment worker was still {worker.loading} after {self._start_timeout_seconds:g} seconds; its "
+                f"log ({process.log_path}) ends:\n{process.log_tail()}"
+            )
+        )

@@ -1,0 +1,353 @@
+"""What Telescope knows of vLLM's wire format: routes, request bodies, answers, and the versions it was read from.
+
+Owns the translation between `GenerateRequest`/`Generation` and vLLM's HTTP bodies, for every supported version, and the
+names of the control routes. How the process is launched is `vllm/launch`; who sends the bytes is `client`. Imports
+neither vllm nor torch, so the driver can use it without them.
+
+Invariants: token ids go in and come out, text never; logprobs are those of the sampled distribution (the server runs
+with `--logprobs-mode processed_logprobs`: after temperature and, where set, after top-p, whose kept mass is then
+renormalised); every sampled token has exactly one policy version.
+
+Answers differ between versions. 0.26 writes a logprob entry in OpenAI's chat format with `token: "token_id:<n>"` and
+does not know which weights sampled a token; 0.32 writes `token_id: <n>` and reports spans of weight versions. One
+parser reads both: it takes ids from `token_ids`, values from `logprob`, and spans from the body, else from the header
+that `policy_version.PolicyVersionMiddleware` adds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import struct
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from telescope.errors import InfrastructureError
+from telescope.rollout.types import GenerateRequest
+
+GENERATE_ROUTE = "/inference/v1/generate"
+NOT_FINITE = "Out of range float values are not JSON compliant"
+"""What a 400 of vLLM says when its answer holds NaN or an infinity: the words of the JSON writer that it uses."""
+PAUSE_ROUTE = "/pause"
+RESUME_ROUTE = "/resume"
+ABORT_ROUTE = "/abort_requests"
+IS_PAUSED_ROUTE = "/is_paused"
+HEALTH_ROUTE = "/health"
+METRICS_ROUTE = "/metrics"
+VERSION_ROUTE = "/version"
+INIT_TRANSFER_ROUTE = "/init_weight_transfer_engine"
+START_UPDATE_ROUTE = "/start_weight_update"
+UPDATE_WEIGHTS_ROUTE = "/update_weights"
+FINISH_UPDATE_ROUTE = "/finish_weight_update"
+COLLECTIVE_RPC_ROUTE = "/collective_rpc"
+
+REQUEST_ID_PREFIX = "generate-tokens-"
+"""What vLLM puts before the caller's request id; aborts must name the prefixed form."""
+
+VERSION_SPANS_HEADER = "x-telescope-version-spans"
+"""Header with `label:first_token` pairs, for engines that do not report spans themselves."""
+
+FINAL_ONLY = 2
+"""vLLM's `RequestOutputKind`: the answer is wanted whole. 0.32 knows that of this route; 0.26 would make an answer of
+all tokens so far for every token, and throw all but the last away."""
+
+INITIAL_LABEL = "default"
+"""vLLM's label of the weights that a server started with."""
+
+
+def engine_request_id(request_id: str) -> str:
+    """The id under which vLLM's engine knows a request sent with `request_id`."""
+    return REQUEST_ID_PREFIX + request_id
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+def encode_generate(request: GenerateRequest, *, with_priority: bool = True) -> bytes:
+    """Body of one generate request. `cache_salt` is never here: the server stamps it itself.
+
+    `with_priority` is False for a server with the `fcfs` policy, which refuses any priority but 0.
+    """
+    sampling: dict[str, object] = {
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "logprobs": 0,  # the sampled token's own logprob, no alternatives
+        "detokenize": False,
+        "output_kind": FINAL_ONLY,
+    }
+    if request.top_p is not None:
+        sampling["top_p"] = request.top_p
+    if request.seed is not None:
+        sampling["seed"] = request.seed
+    if request.ignore_eos:
+        sampling["ignore_eos"] = True
+    body: dict[str, object] = {
+        "request_id": request.request_id,
+        "token_ids": request.prompt_token_ids,
+        "sampling_params": sampling,
+    }
+    if with_priority and request.priority:
+        body["priority"] = request.priority
+    return msgspec.json.encode(body)
+
+
+def encode_prompt_logprobs(token_ids: list[int], request_id: str) -> bytes:
+    """Body that asks for the logprobs of a fixed text. They ignore temperature, and bypass the prefix cache."""
+    return msgspec.json.encode(
+        {
+            "request_id": request_id,
+            "token_ids": token_ids,
+            "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False},
+        }
+    )
+
+
+def encode_abort(request_ids: list[str]) -> bytes:
+    """Body that aborts these requests. The list must not be empty: an empty one aborts everything."""
+    assert request_ids, "an empty abort list means everything to vLLM"
+    return msgspec.json.encode({"request_ids": [engine_request_id(r) for r in request_ids]})
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+class _LogprobEntry(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_LogprobEntry] | None = None
+
+
+class _WeightSpan(msgspec.Struct, gc=False):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[_WeightSpan] | None = None
+
+
+class _PromptLogprob(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _GenerateAnswer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class _PromptAnswer(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _PromptLogprob] | None] | None = None
+
+
+_generate_decoder = msgspec.json.Decoder(_GenerateAnswer)
+_prompt_decoder = msgspec.json.Decoder(_PromptAnswer)
+
+_logprob_of = operator.attrgetter("logprob")
+
+FINISH_REASONS = ("stop", "length", "abort")
+
+
+@dataclass(slots=True)
+class ParsedAnswer:
+    """One choice of a generate answer: N sampled tokens, their logprobs, and the versions that sampled them."""
+
+    token_ids_N: np.ndarray
+    logprobs_N: np.ndarray
+    finish_reason: str
+    version_spans: list[tuple[int, int, int]]
+
+
+@dataclass(slots=True)
+class LabelledAnswer:
+    """The same with the server's own names of its weights: (label, first token) pairs, None where it does not say."""
+
+    token_ids_N: np.ndarray
+    logprobs_N: np.ndarray
+    finish_reason: str
+    label_starts: list[tuple[str, int]] | None
+
+
+def read_generate(body: bytes | memoryview, *, spans_header: str | None = None) -> LabelledAnswer:
+    """Read a generate answer of any supported version.
+
+    int32 ids and float32 logprobs, both [N]; N may be 0 for an aborted request. Raises `InfrastructureError` for an
+    answer that is not of vLLM's form.
+    """
+    try:
+        answer = _generate_decoder.decode(body)
+        choice = answer.choices[0]
+    except (msgspec.DecodeError, IndexError) as error:
+        raise InfrastructureError(f"the engine's answer is not a generate answer: {error}") from error
+    token_ids_N = np.array(choice.token_ids or (), dtype=np.int32)
+    num_tokens = len(token_ids_N)
+    entries = (choice.logprobs.content if choice.logprobs is not None else None) or []
+    if len(entries) != num_tokens:
+        raise InfrastructureError(f"the engine sent {len(entries)} logprobs for {num_tokens} tokens")
+    logprobs_N = np.fromiter(map(_logprob_of, entries), dtype=np.float32, count=num_tokens)
+    if choice.finish_reason not in FINISH_REASONS:
+        raise InfrastructureError(f"the engine ended a request with {choice.finish_reason!r}")
+    starts = None
+    if choice.weight_versions is not None:
+        starts = [(span.version, span.start) for span in choice.weight_versions]
+    elif spans_header is not None:
+        starts = parse_spans_header(spans_header)
+    return LabelledAnswer(token_ids_N, logprobs_N, choice.finish_reason, starts)
+
+
+def resolve_versions(answer: LabelledAnswer, *, initial_version: int = 0) -> ParsedAnswer:
+    """Labels to policy versions; `initial_version` is what the weights are called that the server started with.
+
+    Raises `InfrastructureError` where a token's weights are not known.
+    """
+    num_tokens = len(answer.token_ids_N)
+    if answer.label_starts is None and num_tokens:
+        raise InfrastructureError("the engine does not say which weights sampled the tokens")
+    spans = _close_spans(answer.label_starts or [], num_tokens, initial_version=initial_version)
+    return ParsedAnswer(answer.token_ids_N, answer.logprobs_N, answer.finish_reason, spans)
+
+
+def parse_generate(
+    body: bytes | memoryview, *, spans_header: str | None = None, initial_version: int = 0
+) -> ParsedAnswer:
+    """`read_generate` and `resolve_versions` in one."""
+    return resolve_versions(read_generate(body, spans_header=spans_header), initial_version=initial_version)
+
+
+# --- answers as arrays ----------------------------------------------------------------------------------------------
+
+PACKED_TYPE = "application/x-telescope-generation"
+"""Media type of an answer that `pack_answer` wrote; a caller that can read it says so in its `Accept` header."""
+
+_PACKED_LENGTHS = struct.Struct("<II")
+
+
+class _PackedRest(msgspec.Struct):
+    finish_reason: str
+    label_starts: list[tuple[str, int]] | None
+
+
+_packed_decoder = msgspec.json.Decoder(_PackedRest)
+
+
+def pack_answer(answer: LabelledAnswer) -> bytes:
+    """Number of tokens N and length of the rest as little-endian uint32, N int32 ids, N float32 logprobs, the rest
+    (JSON)."""
+    rest = msgspec.json.encode(_PackedRest(answer.finish_reason, answer.label_starts))
+    ids_N, logprobs_N = answer.token_ids_N.astype("<i4", copy=False), answer.logprobs_N.astype("<f4", copy=False)
+    return b"".join((_PACKED_LENGTHS.pack(len(ids_N), len(rest)), ids_N.tobytes(), logprobs_N.tobytes(), rest))
+
+
+def unpack_answer(data: bytes | memoryview) -> LabelledAnswer:
+    """The inverse of `pack_answer`. Raises `InfrastructureError` for other bytes."""
+    try:
+        num_tokens, num_rest = _PACKED_LENGTHS.unpack_from(data)
+        at = _PACKED_LENGTHS.size + 8 * num_tokens
+        if len(data) != at + num_rest:
+            raise ValueError(f"{len(data)} bytes for {num_tokens} tokens")
+        ids_N = np.frombuffer(data, "<i4", num_tokens, _PACKED_LENGTHS.size).astype(np.int32)
+        logprobs_N = np.frombuffer(data, "<f4", num_tokens, at - 4 * num_tokens).astype(np.float32)
+        rest = _packed_decoder.decode(memoryview(data)[at:])
+    except (struct.error, ValueError, msgspec.DecodeError) as error:
+        raise InfrastructureError(f"the server's answer is no packed generation: {error}") from error
+    if np.isnan(logprobs_N).any():
+        raise InfrastructureError(
+            "the server's answer has logprobs that are not numbers: its weights or its cache are bad"
+        )
+    return LabelledAnswer(ids_N, logprobs_N, rest.finish_reason, rest.label_starts)
+
+
+def format_spans_header(starts: list[tuple[str, int]]) -> str:
+    """(label, first token) pairs as a header value; labels are version numbers or `default`."""
+    return ",".join(f"{label}:{start}" for label, start in starts)
+
+
+def parse_spans_header(value: str) -> list[tuple[str, int]]:
+    """Inverse of `format_spans_header`. Raises `InfrastructureError` for another form."""
+    try:
+        pairs = [part.rsplit(":", 1) for part in value.split(",") if part]
+        return [(label, int(start)) for label, start in pairs]
+    except ValueError as error:
+        raise InfrastructureError(f"unreadable {VERSION_SPANS_HEADER} header {value!r}") from error
+
+
+def version_of_label(label: str, *, initial_version: int = 0) -> int:
+    """Policy version of a weight label. Raises `InfrastructureError` for a label that is no version."""
+    if label == INITIAL_LABEL:
+        return initial_version
+    try:
+        return int(label)
+    except ValueError as error:
+        raise InfrastructureError(f"the engine names its weights {label!r}, which is no policy version") from error
+
+
+def _close_spans(starts: list[tuple[str, int]], num_tokens: int, *, initial_version: int) -> list[tuple[int, int, int]]:
+    """(version, start, end) spans, contiguous from 0 to `num_tokens`, empty ones dropped, equal neighbours joined."""
+    spans: list[tuple[int, int, int]] = []
+    for position, (label, start) in enumerate(starts):
+        following = starts[position + 1][1] if position + 1 < len(starts) else num_tokens
+        end = min(following, num_tokens)
+        if end <= start:
+            continue
+        version = version_of_label(label, initial_version=initial_version)
+        if spans and spans[-1][0] == version:
+            spans[-1] = (version, spans[-1][1], end)
+        else:
+            spans.append((version, start, end))
+    covered = spans[0][1] == 0 and spans[-1][2] == num_tokens if spans else num_tokens == 0
+    contiguous = all(left[2] == right[1] for left, right in itertools.pairwise(spans))
+    if not covered or not contiguous:
+        raise InfrastructureError(f"version spans {spans} do not cover the {num_tokens} sampled tokens")
+    return spans
+
+
+def parse_prompt_logprobs(body: bytes, token_ids: list[int]) -> list[float]:
+    """Logprobs of tokens 1..L-1 given what precedes them (L - 1 values). Raises `InfrastructureError`."""
+    try:
+        entries = _prompt_decoder.decode(body).prompt_logprobs
+    except msgspec.DecodeError as error:
+        raise InfrastructureError(f"the engine's answer holds no prompt logprobs: {error}") from error
+    if entries is None or len(entries) != len(token_ids):
+        found = "none" if entries is None else len(entries)
+        raise InfrastructureError(f"asked for prompt logprobs of {len(token_ids)} tokens, the answer has {found}")
+    values: list[float] = []
+    for position in range(1, len(token_ids)):
+        entry = (entries[position] or {}).get(str(token_ids[position]))
+        if entry is None:
+            raise InfrastructureError(f"no logprob of prompt token {position} in the engine's answer")
+        values.append(entry.logprob)
+    return values
+
+
+def error_message(body: bytes) -> str:
+    """The human part of an error answer, whichever of vLLM's and Starlette's forms it has."""
+    try:
+        decoded = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return body[:500].decode("utf-8", "replace")
+    if isinstance(decoded, dict):
+        error = decoded.get("error", decoded.get("detail", decoded))
+        if isinstance(error, dict):
+            error = error.get("message", error)
+        return str(error)
+    return str(decoded)
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Prometheus text as name -> value, summed over labels; histogram buckets and comments left out."""
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        name, _, value = line.rpartition(" ")
+        name = name.partition("{")[0]
+        if not name or name.endswith(("_bucket", "_created")):
+            continue
+        values[name] = values.get(name, 0.0) + float(value)
+    return values

@@ -1,0 +1,136 @@
+"""Answers as arrays in place of JSON: what a server sends to a driver that says it can read them.
+
+vLLM writes 140 bytes of JSON per sampled token, most of it the names of fields. Reading that is the largest single cost
+of an answer, and in the driver it is paid for all servers by one event loop; writing it is as dear, and the server's
+process has one loop too. So ids and logprobs of such an answer are taken from what the engine gave, before vLLM makes
+JSON of them, and are sent as 8 bytes per token. The rest of the answer (why it ended, which weights sampled it, or an
+error) is read from vLLM's own, which is written as if it had no tokens.
+
+Owns the middleware and the arrays' way past the JSON, not the format (`vllm/adapter`). Callers that do not ask for
+arrays, errors, and answers that cannot be read pass through untouched; where the engine is not found in the application
+(a fake of vLLM), the arrays are read from its JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from telescope.errors import InfrastructureError
+from telescope.inference.auth import Application, Message, Receive, Scope, Send
+from telescope.inference.vllm import adapter as wire
+
+SPANS_HEADER = wire.VERSION_SPANS_HEADER.encode()
+
+
+class Arrays:
+    """Ids and logprobs of one answer, once the engine has given them. Both [N]."""
+
+    __slots__ = ("logprobs_N", "token_ids_N")
+
+    def __init__(self) -> None:
+        self.token_ids_N: np.ndarray | None = None
+        self.logprobs_N: np.ndarray | None = None
+
+    def take_from(self, output: Any) -> None:
+        """Take them out of the engine's `RequestOutput`, if it is a whole answer with one logprob for each token."""
+        if not output.finished or len(output.outputs) != 1:
+            return
+        answer = output.outputs[0]
+        if answer.logprobs is None or len(answer.logprobs) != len(answer.token_ids):
+            return
+        pairs = zip(answer.logprobs, answer.token_ids, strict=True)
+        num_tokens = len(answer.token_ids)
+        self.logprobs_N = np.fromiter((at[token].logprob for at, token in pairs), dtype=np.float32, count=num_tokens)
+        self.token_ids_N = np.fromiter(answer.token_ids, dtype=np.int32, count=num_tokens)
+        answer.token_ids, answer.logprobs = [], []
+
+
+_wanted: ContextVar[Arrays | None] = ContextVar("arrays of the answer to this request", default=None)
+
+
+class EngineWithArrays:
+    """vLLM's engine client, as the generate route has it; answers that are wanted as arrays leave theirs here."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, prompt: Any, sampling_params: Any, *args: Any, **options: Any) -> AsyncIterator[Any]:
+        arrays = _wanted.get()
+        whole = int(sampling_params.output_kind.value) == wire.FINAL_ONLY
+        async with aclosing(self._engine.generate(prompt, sampling_params, *args, **options)) as outputs:
+            async for output in outputs:
+                if arrays is not None and whole:
+                    arrays.take_from(output)
+                yield output
+
+
+class BinaryResponseMiddleware:
+    """ASGI middleware outside of the policy version's, whose spans it packs too."""
+
+    def __init__(self, app: Application) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != wire.GENERATE_ROUTE or not _asks_for_arrays(scope):
+            await self._app(scope, receive, send)
+            return
+        serving = getattr(getattr(scope.get("app"), "state", None), "serving_tokens", None)
+        if serving is not None and not isinstance(serving.engine_client, EngineWithArrays):
+            serving.engine_client = EngineWithArrays(serving.engine_client)
+        arrays = Arrays()
+        token = _wanted.set(arrays)
+        try:
+            await self._app(scope, receive, _Packer(send, arrays).send)
+        finally:
+            _wanted.reset(token)
+
+
+class _Packer:
+    """Holds an answer back until it is whole, and sends it on as arrays."""
+
+    def __init__(self, send: Send, arrays: Arrays) -> None:
+        self._send = send
+        self._arrays = arrays
+        self._start: Message | None = None
+        self._parts: list[bytes] = []
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] == 200:
+            self._start = message
+            return
+        if message["type"] != "http.response.body" or self._start is None:
+            await self._send(message)
+            return
+        self._parts.append(message.get("body", b""))
+        if message.get("more_body", False):
+            return
+        start, self._start = self._start, None
+        body = b"".join(self._parts)
+        headers = {bytes(name).lower(): bytes(value) for name, value in start.get("headers", ())}
+        spans = headers.get(SPANS_HEADER)
+        try:
+            answer = wire.read_generate(body, spans_header=spans.decode() if spans else None)
+        except InfrastructureError:
+            pass  # the driver reads it for itself, and says what is wrong with it
+        else:
+            ids_N, logprobs_N = self._arrays.token_ids_N, self._arrays.logprobs_N
+            if ids_N is not None and logprobs_N is not None:
+                answer = replace(answer, token_ids_N=ids_N, logprobs_N=logprobs_N)
+            body = wire.pack_answer(answer)
+            headers[b"content-type"] = wire.PACKED_TYPE.encode()
+            headers[b"content-length"] = str(len(body)).encode()
+        await self._send({**start, "headers": list(headers.items())})
+        await self._send({"type": "http.response.body", "body": body})
+
+
+def _asks_for_arrays(scope: Scope) -> bool:
+    return any(name == b"accept" and wire.PACKED_TYPE.encode() in value for name, value in scope["headers"])

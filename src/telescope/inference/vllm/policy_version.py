@@ -1,0 +1,288 @@
+"""Which weights an engine holds, kept where it cannot be wrong: inside the server, between HTTP and vLLM.
+
+Owns the server's own version counter, and what hangs on it:
+- **Salt.** Every request that samples gets `cache_salt` from the counter as it is admitted, replacing what the caller
+  sent. A salt that the driver stamps would race the swap: the request could be stamped before and admitted after.
+- **Holding.** Between pause and resume nothing is admitted: such requests wait here and are stamped when they go on, so
+  a request admitted after a swap never reads KV blocks from before it. Requests admitted earlier keep salt and cache.
+- **Spans.** For a vLLM that does not say which weights sampled a token, the number of tokens of every running request
+  is noted at each finished update, inside the pause, and the answer gets the spans as a header.
+- **Staleness.** A server that was restarted holds the weights of the run's start; it samples nothing (503) until an
+  update has finished.
+
+Does not own the pause itself, nor the secret (`auth`). The counter moves with every `finish_weight_update`, the failed
+ones included, because they may have changed weights too; so a salt never comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from telescope.inference.auth import Application, Message, Receive, Scope, Send, answer_json
+from telescope.inference.vllm import adapter as wire
+from telescope.inference.vllm.support import installed_version, parse_version, reports_version_spans
+
+SALTED_ROUTES = frozenset(
+    (
+        wire.GENERATE_ROUTE,
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/systemone",
+        "/generative_scoring",
+        "/invocations",
+    )
+)
+"""Routes that sample or score. All of them take `cache_salt` at the top level of their body."""
+
+ABORT_ROUTES = (wire.ABORT_ROUTE, "/inference/v1/abort_requests")
+
+NOTE_SPANS_VARIABLE = "TELESCOPE_NOTE_VERSION_SPANS"
+"""`1` in the server's environment: note token counts even where vLLM reports spans (a test compares the two)."""
+
+
+REQUIRE_UPDATE_VARIABLE = "TELESCOPE_REQUIRE_WEIGHT_UPDATE"
+"""`1` in the environment of a restarted server: it holds old weights and must not sample before an update."""
+
+STALE = b'{"error":{"message":"this server was restarted and has not been given the current weights yet","code":503}}'
+
+
+class FrozenRequest:
+    """A request that waits for the end of a pause."""
+
+    __slots__ = ("aborted", "wake")
+
+    def __init__(self) -> None:
+        self.wake = asyncio.Event()
+        self.aborted = False
+
+
+class PolicyVersionMiddleware:
+    """ASGI middleware inside the secret check and outside vLLM; one per server process."""
+
+    def __init__(self, app: Application, note_spans: bool | None = None) -> None:
+        self._app = app
+        if note_spans is None:
+            version = installed_version()
+            note_spans = os.environ.get(NOTE_SPANS_VARIABLE) == "1" or (
+                version is not None and not reports_version_spans(parse_version(version))
+            )
+        self._note_spans = note_spans
+        self._stale = os.environ.get(REQUIRE_UPDATE_VARIABLE) == "1"
+        self._updates = 0
+        self._label = wire.INITIAL_LABEL
+        self._paused = False
+        self._held: dict[str, FrozenRequest] = {}
+        self._spans: dict[str, list[tuple[str, int]]] = {}
+
+    @property
+    def salt(self) -> str:
+        """Salt of a request that is admitted now: how many updates there were, and the version they left."""
+        return f"telescope-{self._updates}-{self._label}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path")
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+        elif path in SALTED_ROUTES and self._stale:
+            await answer_json(503, STALE, send)
+        elif path in SALTED_ROUTES:
+            await self._sample(scope, receive, send)
+        elif path == wire.PAUSE_ROUTE:
+            await self._pause(scope, receive, send)
+        elif path == wire.RESUME_ROUTE:
+            await self._resume(scope, receive, send)
+        elif path == wire.FINISH_UPDATE_ROUTE:
+            await self._finish_update(scope, receive, send)
+        elif path in ABORT_ROUTES:
+            body = await read_body(receive)
+            self._abort_held(body)
+            await self._app(scope, replay(body, receive), send)
+        else:
+            await self._app(scope, receive, send)
+
+    # --- requests that sample ---------------------------------------------------------------------------------------
+
+    async def _sample(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raw = await read_body(receive)
+        try:
+            body = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        except msgspec.DecodeError:
+            await self._app(scope, replay(raw, receive), send)  # vLLM words the complaint
+            return
+        request_id = _text(body.get("request_id"))
+        if self._paused and not await self._hold(request_id, receive, send):
+            return
+        body["cache_salt"] = msgspec.Raw(msgspec.json.encode(self.salt))
+        stamped = msgspec.json.encode(body)
+        if not self._note_spans or request_id is None or scope["path"] != wire.GENERATE_ROUTE:
+            await self._app(with_length(scope, len(stamped)), replay(stamped, receive), send)
+            return
+        engine_id = wire.engine_request_id(request_id)
+        self._spans[engine_id] = [(self._label, 0)]
+
+        async def send_with_spans(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                value = wire.format_spans_header(self._spans[engine_id]).encode()
+                message["headers"] = [*message.get("headers", ()), (wire.VERSION_SPANS_HEADER.encode(), value)]
+            await send(message)
+
+        try:
+            await self._app(with_length(scope, len(stamped)), replay(stamped, receive), send_with_spans)
+        finally:
+            del self._spans[engine_id]
+
+    async def _hold(self, request_id: str | None, receive: Receive, send: Send) -> bool:
+        """Wait for the end of the pause. False: the caller left, or the request was aborted and has its answer."""
+        held = FrozenRequest()
+        key = request_id if request_id is not None else f"anonymous-{id(held)}"
+        self._held[key] = held
+        left = asyncio.ensure_future(_disconnected(receive))
+        woken = asyncio.ensure_future(held.wake.wait())
+        try:
+            # A second pause may begin before this task runs again.
+            while self._paused and not held.aborted and not left.done():
+                held.wake.clear()
+                if woken.done():
+                    woken = asyncio.ensure_future(held.wake.wait())
+                await asyncio.wait((left, woken), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self._held[key]
+            woken.cancel()
+            left.cancel()
+        if held.aborted:
+            await _answer_aborted(request_id or "", send)
+            return False
+        return not (left.done() and not left.cancelled())
+
+    def _abort_held(self, body: bytes) -> None:
+        try:
+            ids = msgspec.json.decode(body).get("request_ids") or []
+        except (msgspec.DecodeError, AttributeError):
+            return  # vLLM answers 400
+        named = {str(i).removeprefix(wire.REQUEST_ID_PREFIX) for i in ids}
+        for key, held in self._held.items():
+            if not ids or key in named:  # an empty list means everything
+                held.aborted = True
+                held.wake.set()
+
+    # --- pauses and updates -----------------------------------------------------------------------------------------
+
+    async def _pause(self, scope: Scope, receive: Receive, send: Send) -> None:
+        was_paused, self._paused = self._paused, True  # before vLLM hears of it, so nothing slips in between
+        status = await self._forward(scope, receive, send)
+        if status >= 400 and not was_paused:
+            self._release()
+
+    async def _resume(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._forward(scope, receive, send, before_answer=lambda status: self._release())
+
+    def _release(self) -> None:
+        self._paused = False
+        for held in self._held.values():
+            held.wake.set()
+
+    async def _finish_update(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raw = await read_body(receive)
+        label = self._label
+        with contextlib.suppress(msgspec.DecodeError):  # vLLM answers 400, and the counter moves all the same
+            label = _text(msgspec.json.decode(raw or b"{}", type=dict[str, msgspec.Raw]).get("weight_version")) or label
+
+        def moved(status: int) -> None:
+            self._updates += 1
+            if status >= 400:
+                return
+            self._label = label
+            self._stale = False
+            if self._note_spans:
+                counts = token_counts(scope["app"])
+                for request_id, spans in self._spans.items():
+                    spans.append((label, counts.get(request_id, 0)))
+
+        await self._forward(scope, replay(raw, receive), send, before_answer=moved)
+
+    async def _forward(
+        self, scope: Scope, receive: Receive, send: Send, *, before_answer: Callable[[int], None] | None = None
+    ) -> int:
+        """Pass a request on; `before_answer(status)` runs once vLLM has done it and before the caller can know."""
+        status = 500
+
+        async def watching_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if before_answer is not None:
+                    before_answer(status)
+            await send(message)
+
+        await self._app(scope, receive, watching_send)
+        return status
+
+
+def token_counts(app: Any) -> dict[str, int]:
+    """Tokens sampled so far for every request that the engine runs, by the id it was sent with.
+
+    Read inside a pause, when the engine's outputs have all arrived: the pause completes after the last of them.
+    """
+    states = app.state.engine_client.output_processor.request_states.values()
+    return {s.external_req_id: s.detokenizer.num_output_tokens() for s in states if s.detokenizer is not None}
+
+
+async def read_body(receive: Receive) -> bytes:
+    """The whole body of a request; empty when the caller left before it ended."""
+    chunks: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return b""
+        chunks.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """A receive channel that gives `body` first, and then what the original gives (the disconnect)."""
+    sent = False
+
+    async def channel() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return channel
+
+
+def with_length(scope: Scope, length: int) -> Scope:
+    """The scope with the content length of a rewritten body."""
+    headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+    return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}
+
+
+def _text(raw: msgspec.Raw | None) -> str | None:
+    """A JSON value as text; None when it is absent or null."""
+    if raw is None:
+        return None
+    value = msgspec.json.decode(raw)
+    return None if value is None else str(value)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+async def _answer_aborted(request_id: str, send: Send) -> None:
+    """The answer vLLM gives to a request that was aborted before its first token."""
+    choice = {"index": 0, "token_ids": [], "logprobs": {"content": []}, "finish_reason": "abort", "weight_versions": []}
+    body = msgspec.json.encode({"request_id": wire.engine_request_id(request_id), "choices": [choice]})
+    await answer_json(200, body, send)

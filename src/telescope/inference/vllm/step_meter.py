@@ -1,0 +1,184 @@
+"""How busy an engine is, to the step: seconds in which a step was scheduled and not finished, steps, and tokens.
+
+Owns the counters, the small file in shared memory that carries them out of the engine's process, and the middleware
+that adds them to the server's `/metrics`. Who counts is `vllm/scheduler`. vLLM's own metrics say how many requests run,
+which is no measure of work: in a pause they are all still "running".
+
+Invariants: one process writes a file, any number read it at any time; a reader never sees a half-written state; a new
+engine begins with zeros. `busy_seconds` of a reading holds the part of the step under way that has passed, so that the
+difference of two readings, over the difference of their `clock`, is exactly the share of time with a scheduled step.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from telescope.inference.auth import Application, Message, Receive, Scope, Send
+from telescope.inference.vllm import adapter as wire
+
+STEP_METER_VARIABLE = "TELESCOPE_STEP_METER"
+"""Path of the file, in the environment of every process of a server."""
+
+_LAYOUT = struct.Struct("<QQddQQQQ")
+"""Number of writes begun and ended (odd while one is under way), the writer's pid, busy seconds so far, since when
+a step is scheduled (0: none is), steps, tokens, running requests, steps that began requests."""
+_WRITES = struct.Struct("<Q")
+
+READ_ATTEMPTS = 1000
+"""A write takes microseconds; this many in a row that are under way mean that the writer died in one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReading:
+    """An engine's counters at the monotonic time `clock`, which processes of one machine share."""
+
+    clock: float
+    busy_seconds: float
+    steps: int
+    tokens: int
+    """Tokens that finished steps computed: sampled ones and those of prompts."""
+    running: int
+    """Requests that the last finished step left in the batch."""
+    beginning_steps: int = 0
+    """Of `steps`, those that began requests. They compute prompts, and a GPU cannot replay them whole as a graph."""
+
+
+class StepMeter:
+    """Counts steps into `path`. `now` is the clock (tests)."""
+
+    def __init__(self, path: Path, now: Callable[[], float] = time.monotonic) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A new file, so that a reader which still holds that of a dead engine does not see counters jump about.
+        path.unlink(missing_ok=True)
+        with open(path, "xb+") as file:
+            file.truncate(_LAYOUT.size)
+            self._memory = mmap.mmap(file.fileno(), _LAYOUT.size)
+        self._now = now
+        self._pid = os.getpid()
+        self._writes = 0
+        self._in_flight = 0
+        self._busy_seconds = 0.0
+        self._busy_since = 0.0
+        self._steps = 0
+        self._tokens = 0
+        self._running = 0
+        self._beginning_steps = 0
+        self._write()
+
+    def scheduled(self) -> None:
+        """A step that computes something was scheduled."""
+        self._in_flight += 1
+        if self._in_flight == 1:
+            self._busy_since = self._now()
+            self._write()
+
+    def finished(self, tokens: int, running: int, *, began: bool = False) -> None:
+        """The oldest of them has finished: it computed `tokens`, began requests or not, and left `running` of them."""
+        assert self._in_flight > 0, "a step finished that was not scheduled"
+        self._in_flight -= 1
+        self._steps += 1
+        self._tokens += tokens
+        self._running = running
+        self._beginning_steps += began
+        if self._in_flight == 0:
+            self._busy_seconds += self._now() - self._busy_since
+            self._busy_since = 0.0
+        self._write()
+
+    def _write(self) -> None:
+        self._writes += 1
+        _WRITES.pack_into(self._memory, 0, self._writes)
+        state = (self._pid, self._busy_seconds, self._busy_since, self._steps, self._tokens, self._running)
+        _LAYOUT.pack_into(self._memory, 0, self._writes, *state, self._beginning_steps)
+        self._writes += 1
+        _WRITES.pack_into(self._memory, 0, self._writes)
+
+
+def read_meter(path: Path) -> StepReading | None:
+    """The counters now; None while no engine has made the file, and when the one that made it is gone."""
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), _LAYOUT.size, access=mmap.ACCESS_READ) as memory:
+            for _ in range(READ_ATTEMPTS):
+                writes, pid, busy_seconds, busy_since, *counters = _LAYOUT.unpack_from(memory)
+                clock = time.monotonic()
+                if not _runs(pid):
+                    return None  # killed in mid-step, it would be busy for ever
+                if writes % 2 == 0 and _WRITES.unpack_from(memory)[0] == writes:
+                    busy = busy_seconds + (max(clock - busy_since, 0.0) if busy_since else 0.0)
+                    return StepReading(clock, busy, *counters)
+    except (FileNotFoundError, ValueError):  # not there yet, or still empty
+        return None
+    return None
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return True
+
+
+def meter_path(directory: Path, port: int) -> Path:
+    """Where the server on `port` keeps its meter; `directory` is the servers' own in the run directory."""
+    return directory / f"steps-{port}"
+
+
+# --- in the server ------------------------------------------------------------------------------------------------
+
+METRICS = (
+    ("telescope:engine_clock_seconds", "gauge", "Monotonic time of these readings.", "clock"),
+    ("telescope:engine_busy_seconds", "counter", "Seconds with a step scheduled and not finished.", "busy_seconds"),
+    ("telescope:engine_steps", "counter", "Steps that computed tokens.", "steps"),
+    ("telescope:engine_step_tokens", "counter", "Tokens computed, of prompts and answers.", "tokens"),
+)
+"""Name, kind, meaning, and field of `StepReading`."""
+
+
+def metrics_text(reading: StepReading) -> bytes:
+    """The reading in Prometheus' text form."""
+    lines = []
+    for name, kind, meaning, field in METRICS:
+        name += "_total" if kind == "counter" else ""
+        lines += [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}", f"{name} {float(getattr(reading, field))!r}"]
+    return ("\n".join(lines) + "\n").encode()
+
+
+class StepMetricsMiddleware:
+    """ASGI middleware that adds the meter to what the server says at `/metrics`."""
+
+    def __init__(self, app: Application, path: Path | None = None) -> None:
+        self._app = app
+        named = os.environ.get(STEP_METER_VARIABLE)
+        self._path = path or (Path(named) if named else None)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reading = None
+        if scope["type"] == "http" and scope["path"].rstrip("/") == wire.METRICS_ROUTE and self._path is not None:
+            reading = read_meter(self._path)
+        if reading is None:
+            await self._app(scope, receive, send)
+            return
+        more = metrics_text(reading)
+
+        async def send_with_meter(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                message["headers"] = [
+                    (name, str(int(value) + len(more)).encode() if name.lower() == b"content-length" else value)
+                    for name, value in message.get("headers", ())
+                ]
+            elif message["type"] == "http.response.body" and not message.get("more_body", False):
+                message["body"] = message.get("body", b"") + more
+            await send(message)
+
+        # Compressed text could not be added to.
+        headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"accept-encoding"]
+        await self._app({**scope, "headers": headers}, receive, send_with_meter)

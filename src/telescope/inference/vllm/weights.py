@@ -1,0 +1,384 @@
+"""The vLLM side of a weight sync: an engine for vLLM's weight transfer interface, and the worker's part of the probe.
+
+Owns what happens to a vLLM model between `start_weight_update` and `finish_weight_update`, and knows vLLM's
+layer-wise reload. Weights come in place, layer by layer inside the pause, or in the background: `begin_background`
+fills shadow tensors while the engine samples, and `finish_weight_update` copies them over. The bytes come through
+`telescope.weights.receiver`; which slice is which tensor is `telescope.weights.engine_weights`. Imported in
+vLLM's processes only, by name: `plugin` registers the engine, `launch` names the worker extension.
+
+Invariants:
+- Parameters keep their storage across a sync (captured CUDA graphs hold addresses); the probe checks the addresses.
+- An update that broke off leaves nothing behind that the next `start_weight_update` does not undo; the engine must not
+  sample before that next update ends, because some layers are new by then and others are not.
+- A parameter that two layers share is processed for both of them. vLLM's layer-wise reload processes it for the layer
+  that loaded it and puts the other one's old state back; on the CPU that state is a packed copy of old weights, and a
+  tied output layer would go on computing with it, without an error.
+- Experts that a kernel packs are packed anew. vLLM packs them when it makes the kernel, once: after a reload the plain
+  weights would lie where the kernel expects packed ones, without an error.
+- In a server of several workers no method that vLLM calls on all of them raises: `failure` keeps what went wrong, and
+  the driver asks for it. vLLM stops reading the workers' answers at the first error, and hands the ones that it left
+  out as answers to the next call, so that one failure would make every later answer that of the call before.
+- A background update opens vLLM's update session only when all of it has arrived, and changes no weight before the
+  session ends; one that broke off has changed nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+
+from telescope.inference.vllm.plugin import TRANSFER_VARIABLE
+from telescope.weights.communicator import Communicator
+from telescope.weights.control_channel import TransferError
+from telescope.weights.engine_weights import engine_weights, tied_names
+from telescope.weights.overlapped_update import OverlappedReceive, StagingBuffers, why_in_place
+from telescope.weights.plan import InitInfo, UpdateInfo
+from telescope.weights.receiver import NamedTensors, ReceiveBuffers, ReceiveReport, receive
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+GIB = 1 << 30
+logger = logging.getLogger("vllm.telescope.weights")
+
+
+def kept_for_the_driver(method: Callable[..., None]) -> Callable[..., None]:
+    """Keep in `failure` what `method` raises in a worker that is not alone (see the invariants)."""
+
+    @functools.wraps(method)
+    def call(self: TelescopeWeightTransferEngine, *args: Any) -> None:
+        if self.parallel_config.world_size == 1:
+            method(self, *args)
+            return
+        try:
+            method(self, *args)
+        except Exception as error:  # handed to the driver by `telescope_failure`
+            logger.exception("%s failed", method.__name__)
+            self.failure = str(error)
+
+    return call
+
+
+class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
+    """Receives weights over one communicator per engine (gloo or NCCL), in place or in the background."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.communicator: Communicator | None = None
+        self.failure: str | None = None
+        """What went wrong in this worker, of several, since the driver last asked."""
+        self.pin_memory = True
+        self.update: UpdateInfo | None = None
+        """The last update whose tensors all arrived."""
+        self.received: ReceiveReport | None = None
+        # Before anything is reloaded: a reload takes the parameters apart, and the tie with them.
+        self.tied = tied_names(model)
+        self.addresses = storage_addresses(model)
+        self._expert_kernels: list[tuple[Any, Any]] = []
+        """Taken away for the time of an update in place: what computes with experts, and its kernel."""
+        self.shadows: StagingBuffers | None = None
+        self.receiving: OverlappedReceive | None = None
+        self.swap_seconds = 0.0
+        self._buffers = ReceiveBuffers()
+        self._wish = os.environ.get(TRANSFER_VARIABLE, "auto")
+        self.in_place_because = self._why_in_place()
+        """None where weights may come in the background."""
+        if self._wish == "background" and self.in_place_because is not None:
+            raise ValueError(f"weight_transfer is background, but {self.in_place_because}")
+
+    @kept_for_the_driver
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Join the sender's communicator; a former one is dropped. All workers of the engine do this at once."""
+        self.shutdown()
+        self.pin_memory = init_info.pin_memory
+        self.communicator = Communicator.connect(
+            init_info.host,
+            init_info.port,
+            init_info.rank_offset + self.parallel_config.rank,
+            init_info.world_size,
+            backend=init_info.backend,
+            timeout=init_info.timeout_seconds,
+            token=init_info.token,
+            device=self.device if init_info.backend == "nccl" else None,
+        )
+
+    def make_shadows(self) -> str | None:
+        """Allocate the shadow weights if they may exist and do not yet; why weights come in place, else None.
+
+        Raises `RuntimeError` when the memory for them is missing and the config insists.
+        """
+        if self.shadows is None and self.in_place_because is None:
+            try:
+                self.shadows = StagingBuffers(self.model)
+            except torch.OutOfMemoryError:
+                torch.accelerator.empty_cache()
+                needed = sum(p.numel() * p.element_size() for p in self.model.parameters()) / GIB
+                free = torch.accelerator.get_memory_info(self.device)[0] / GIB
+                self.in_place_because = f"shadow weights need {needed:.1f} GiB, and {free:.1f} GiB of the GPU are free"
+                if self._wish == "background":
+                    raise RuntimeError(
+                        f"weight_transfer is background, but {self.in_place_because}: lower gpu_memory_utilization, or "
+                        "set weight_transfer to in_place"
+                    ) from None
+        return self.in_place_because
+
+    def begin_background(self, update: UpdateInfo) -> None:
+        """Start to receive `update` into the shadows, and return at once. A former one that nobody ended is dropped."""
+        if self.communicator is None or self.shadows is None:
+            raise TransferError("weight transfer: no sender has been connected yet, or there are no shadow weights")
+        self._drop_background("another update begins")
+        self.update = None
+        self.receiving = OverlappedReceive(
+            self.communicator,
+            update,
+            self.shadows,
+            self._buffers,
+            device=self.device,
+            skip=frozenset(self.tied),
+            pin_memory=self.pin_memory,
+        )
+
+    @kept_for_the_driver
+    def start_weight_update(self) -> None:
+        """Make the layers ready to be loaded, from the state that a broken-off update may have left.
+
+        Does nothing for weights that came in the background.
+        """
+        if self.receiving is not None:
+            return
+        # vLLM 0.26 leaves setting the current config to the engine, 0.32 does it around these calls; layers ask for it.
+        with set_current_vllm_config(self.vllm_config):
+            undo_unfinished_reload(self.model)
+            give_back_kernels(self._expert_kernels)
+            initialize_layerwise_reload(self.model)
+            if self.device.type == "cpu":
+                self._expert_kernels = take_expert_kernels(self.model)
+
+    @kept_for_the_driver
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive and load what `UpdateInfo` describes. On an accelerator, returns when the device is done with it."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        if update_info.background:
+            self._finish_background(update_info)
+            return
+        if self.communicator is None:
+            raise TransferError("weight transfer: no sender has been connected yet")
+        self.update = None
+        with set_current_vllm_config(self.vllm_config):
+            self.received = receive(
+                self.communicator, update_info, self._load, device=self.device, pin_memory=self.pin_memory
+            )
+        self.update = update_info
+
+    @kept_for_the_driver
+    def finish_weight_update(self) -> None:
+        if self.receiving is not None:
+            self._swap()
+            return
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.model, self.model_config)
+            give_back_kernels(self._expert_kernels)
+            reprocess_tied_layers(self.model)
+
+    def shutdown(self) -> None:
+        self._drop_background("the sender is being connected anew")
+        if self.communicator is not None:
+            self.communicator.close()
+            self.communicator = None
+
+    @staticmethod
+    def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
+        """vLLM 0.26 wants its engines to hold the trainer's half too; ours is `telescope.weights.sender`."""
+        raise NotImplementedError("send weights with telescope.weights.sender.WeightSender")
+
+    def _why_in_place(self) -> str | None:
+        if self._wish.startswith("in_place"):
+            return self._wish.partition(": ")[2] or "weight_transfer is in_place"
+        if self.parallel_config.world_size > 1:
+            return "collectives of a tensor-parallel engine must not run beside a transfer"
+        changed = changed_layers(self.model)
+        return (
+            f"{changed[0]} does not compute with its weights as they are loaded"
+            if changed
+            else why_in_place(self.model)
+        )
+
+    def _finish_background(self, update_info: UpdateInfo) -> None:
+        """Make sure that the shadows hold this update. Raises what its transfer failed with."""
+        receiving = self.receiving
+        if receiving is None or receiving.update.version != update_info.version:
+            raise TransferError(f"weight transfer: version {update_info.version} has not been begun")
+        try:
+            self.received = receiving.finish()
+        except Exception:
+            self._drop_background("its transfer failed")
+            raise
+
+    def _swap(self) -> None:
+        """Make the received shadows the model's weights."""
+        assert self.shadows is not None
+        assert self.receiving is not None
+        started = time.monotonic()
+        self.shadows.swap()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        self.swap_seconds = time.monotonic() - started
+        self.update, self.receiving = self.receiving.update, None
+
+    def _drop_background(self, reason: str) -> None:
+        if self.receiving is not None:
+            self.receiving.abandon(reason)
+            self.receiving = None
+            self._buffers = ReceiveBuffers()
+
+    def _load(self, tensors: NamedTensors) -> None:
+        """Give a bucket to the model's own loader. A second name of a tied parameter needs no loading."""
+        model: Any = self.model
+        model.load_weights((name, tensor) for name, tensor in tensors if name not in self.tied)
+
+
+class WeightsWorkerExtension:
+    """Methods that vLLM adds to its worker class, called over `/collective_rpc`."""
+
+    def telescope_transfer_mode(self) -> dict[str, Any]:
+        """Whether this worker receives in the `background` (it makes its shadow weights now), else the `reason`.
+
+        Asked when a sender has been connected, so no update is in progress: a session of vLLM's that one before left
+        open is over. A worker closes it when its own part fails, and its neighbour, which had all of it, does not.
+        """
+        self._weight_update_active = False
+        engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        reason = engine.make_shadows()
+        size = engine.shadows.num_bytes if engine.shadows is not None else 0
+        return {"background": reason is None, "reason": reason, "shadow_bytes": size}
+
+    def telescope_failure(self) -> dict[str, Any]:
+        """What went wrong in this worker since this was last asked, under `failure`; None if nothing did."""
+        engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        failure, engine.failure = engine.failure, None
+        return {"failure": failure}
+
+    def telescope_begin_background(self, update: str) -> dict[str, Any]:
+        """Start to receive an `UpdateInfo` (JSON) beside the engine's work, and return at once."""
+        engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        engine.begin_background(UpdateInfo(**json.loads(update)))
+        # A session of vLLM's that an update before this one opened and never ended would refuse the next.
+        self._weight_update_active = False
+        return {"started": True}
+
+    def telescope_fingerprints(self) -> dict[str, Any]:
+        """What this worker holds of the tensors of its last update; input of `weights.probe.compare`.
+
+        Keys: `version`, `tensors`, `shapes`, `unaccounted`, `moved`, and `seconds` that the reading took.
+        """
+        start = time.monotonic()
+        engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        update = engine.update
+        if update is None:
+            return {"version": None, "tensors": {}, "shapes": {}, "unaccounted": [], "moved": []}
+        with torch.inference_mode():
+            answer = engine_weights(engine.model, update.metas, getattr(torch, update.dtype))
+        now = storage_addresses(engine.model)
+        answer["version"] = update.version
+        answer["shapes"] = dict(zip(update.names, update.shapes, strict=True))
+        answer["moved"] = sorted(name for name, address in engine.addresses.items() if now.get(name) != address)
+        answer["seconds"] = time.monotonic() - start
+        return answer
+
+    def telescope_sync_timings(self) -> dict[str, float]:
+        """Seconds of this worker's last transfer: `seconds`, `wait_seconds`, `load_seconds`, `swap_seconds`."""
+        engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        report = engine.received
+        if report is None:
+            return {}
+        return {
+            "seconds": report.seconds,
+            "wait_seconds": report.wait_seconds,
+            "load_seconds": report.load_seconds,
+            "swap_seconds": engine.swap_seconds,
+        }
+
+
+def storage_addresses(model: nn.Module) -> dict[str, int]:
+    """Where each parameter that is not empty lies. Packed layers on the CPU keep an empty one."""
+    return {name: p.data_ptr() for name, p in model.named_parameters() if p.numel() > 0}
+
+
+def changed_layers(model: nn.Module) -> list[str]:
+    """Layers whose parameters do not have the form any more in which vLLM loaded their weights."""
+    changed = []
+    for place, layer in model.named_modules():
+        loaded, _ = get_layerwise_info(layer).restore_metadata
+        held = dict(layer.named_parameters(recurse=False))
+        if any(name not in held or _form(held[name]) != _form(tensor) for name, tensor in loaded.items()):
+            changed.append(place)
+    return changed
+
+
+def _form(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def undo_unfinished_reload(model: nn.Module) -> None:
+    """Put back the tensors of layers whose reload began and did not end; does nothing after a whole update."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if not info.can_load():
+            continue
+        if info.kernel_tensors is not None:
+            _place_kernel_tensors(layer, info)
+        info.reset()
+
+
+def take_expert_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Take the kernels of all experts away, so that new weights are processed as those of the first load are: packed,
+    with a new kernel. Only where no CUDA graph holds a kernel. Returns the methods with the kernels that they had.
+    """
+    methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    taken = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+    for method, _ in taken:
+        method.moe_kernel = None
+    return taken
+
+
+def give_back_kernels(taken: list[tuple[Any, Any]]) -> None:
+    """Give back the kernels of those experts that no new weights came for, and forget the others."""
+    for method, kernel in taken:
+        if method.moe_kernel is None:
+            method.moe_kernel = kernel
+    taken.clear()
+
+
+def reprocess_tied_layers(model: nn.Module) -> None:
+    """Process the weights of every layer that shares its parameter with another, now that the parameter is new.
+
+    For unquantised layers this packs the weight for the CPU's kernels and does nothing on a GPU.
+    """
+    tied = tied_names(model)
+    for name in tied:
+        layer = model.get_submodule(name.rpartition(".")[0])
+        method = getattr(layer, "quant_method", None)
+        if method is not None:
+            method.process_weights_after_loading(layer)

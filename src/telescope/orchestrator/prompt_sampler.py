@@ -1,0 +1,107 @@
+"""Which prompt is asked next: a pure function of the seed and a counter.
+
+`PromptSampler.draw(n)` is the whole interface. n is the identity of a prompt in the ledger, in a checkpoint and in the
+record. The environment of draw n is sampled by weight; its items are visited without replacement, reshuffled each
+epoch. The answer never depends on the order or the number of earlier calls, so resuming a run needs n alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+CHUNK = 1024
+"""Draws are laid out this many at a time; a detail that the results do depend on, so never change it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledPrompt:
+    """SampledPrompt number n: item `index` of environment number `environment` (its position in the config)."""
+
+    n: int
+    environment: int
+    index: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerPosition:
+    """Where a run stands in its draws: what a checkpoint keeps so that no prompt is skipped and none asked twice.
+
+    Every draw below `next_draw` was trained, dropped or held out, but for `unfinished`, which are asked first.
+    """
+
+    next_draw: int = 0
+    unfinished: tuple[int, ...] = ()
+
+
+FIRST_DRAW = SamplerPosition()
+"""Where a new run starts."""
+
+
+def _generator(*key: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+
+
+class PromptSampler:
+    """An endless sequence of draws over environments of given sizes and weights."""
+
+    def __init__(self, seed: int, sizes: Sequence[int], weights: Sequence[float], first_index: Sequence[int]) -> None:
+        """`first_index[e]` items at the head of environment e are held out for evals and never drawn.
+
+        Raises ValueError when an environment has nothing left to draw.
+        """
+        for environment, (size, first) in enumerate(zip(sizes, first_index, strict=True)):
+            if size - first <= 0:
+                raise ValueError(
+                    f"environment {environment} has {size} items, all of them held out for evals ({first})"
+                )
+        self._seed = seed
+        self._sizes = [size - first for size, first in zip(sizes, first_index, strict=True)]
+        self._first = list(first_index)
+        total = float(sum(weights))
+        self._probabilities = np.array([weight / total for weight in weights])
+        self._chunk_environments: list[np.ndarray] = []
+        # counts[c][e]: draws of environment e before chunk c
+        self._counts: list[np.ndarray] = [np.zeros(len(sizes), dtype=np.int64)]
+        self._orders: dict[tuple[int, int], np.ndarray] = {}
+
+    def draw(self, n: int) -> SampledPrompt:
+        """SampledPrompt number n >= 0."""
+        chunk, offset = divmod(n, CHUNK)
+        while len(self._chunk_environments) <= chunk:
+            self._lay_out_next_chunk()
+        in_chunk = self._chunk_environments[chunk]
+        environment = int(in_chunk[offset])
+        earlier = int(self._counts[chunk][environment] + np.count_nonzero(in_chunk[:offset] == environment))
+        epoch, position = divmod(earlier, self._sizes[environment])
+        index = self._first[environment] + int(self._order(environment, epoch)[position])
+        return SampledPrompt(n, environment, index, epoch)
+
+    def _lay_out_next_chunk(self) -> None:
+        chunk = len(self._chunk_environments)
+        rng = _generator(self._seed, 0, chunk)
+        environments = rng.choice(len(self._sizes), size=CHUNK, p=self._probabilities)
+        self._chunk_environments.append(environments)
+        self._counts.append(self._counts[chunk] + np.bincount(environments, minlength=len(self._sizes)))
+
+    def _order(self, environment: int, epoch: int) -> np.ndarray:
+        key = (environment, epoch)
+        if key not in self._orders:
+            # Two epochs of each environment are enough: draws move forward, and prefetch looks a little ahead.
+            for stale in [k for k in self._orders if k[0] == environment and k[1] < epoch - 1]:
+                del self._orders[stale]
+            self._orders[key] = _generator(self._seed, 1, environment, epoch).permutation(self._sizes[environment])
+        return self._orders[key]
+
+
+def request_seed(run_seed: int, *identity: int | str) -> int:
+    """Seed of one request, a hash of (run seed, draw, sample, turn): the same whatever the order of arrival.
+
+    31 bits, which every engine accepts.
+    """
+    text = "/".join(str(part) for part in (run_seed, *identity))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") & 0x7FFFFFFF

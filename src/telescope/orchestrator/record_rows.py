@@ -1,0 +1,205 @@
+"""What of a run is written to the record: orchestrator objects turned into rows of the tables.
+
+Pure functions; `telescope.record.tables` says what each column means. A sample is written once, when its fate is final.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from telescope.environments.worker_pool.messages import EnvironmentInfo
+from telescope.orchestrator.groups import Group
+from telescope.rollout.trajectory import Trajectory
+from telescope.trainer.batch import Span
+
+MAX_FAILURE_MESSAGE = 4000
+"""Characters kept of why a sample failed: user code may raise with a message of any length."""
+
+
+def environment_row(key: str, name: str, weight: float | None, info: EnvironmentInfo) -> dict[str, Any]:
+    """One row of `environments`; a `weight` of None is an eval."""
+    return {
+        "key": key,
+        "name": name,
+        "purpose": "eval" if weight is None else "training",
+        "weight": weight,
+        "num_samples": info.num_samples,
+        "is_multi_turn": info.is_multi_turn,
+        "reward_min": info.reward_min,
+        "reward_max": info.reward_max,
+        "metrics_ranges": json.dumps(info.metrics_ranges),
+        "tags_options": json.dumps(info.tags_options),
+        "not_extendable": info.not_extendable,
+    }
+
+
+def group_row(group: Group, *, status: str, reason: str | None, step: int | None) -> dict[str, Any]:
+    """One row of `groups`."""
+    rewards_n = group.rewards_n
+    return {
+        "group_id": group.group_id,
+        "environment": group.environment,
+        "index": group.draw.index,
+        "status": status,
+        "reason": reason,
+        "step": step,
+        "start_version": group.start_version,
+        "num_samples": len(rewards_n),
+        "reward_mean": float(rewards_n.mean()) if len(rewards_n) else None,
+        "reward_std": float(rewards_n.std(ddof=1)) if len(rewards_n) > 1 else None,
+        "opened_at": group.opened_at,
+        "finished_at": group.finished_at,
+        "num_returns": group.num_returns,
+    }
+
+
+def sample_row(
+    sample: Trajectory,
+    prompt_text: str,
+    *,
+    status: str,
+    reason: str | None,
+    step: int | None,
+    advantage: float | None = None,
+    age: int | None = None,
+    eval_name: str | None = None,
+) -> dict[str, Any]:
+    """One row of `samples`. A masked or cancelled sample keeps its own status whatever became of its group."""
+    start_version, end_version = sample.version_range
+    reward = sample.reward
+    own_status = "cancelled" if sample.cancelled else None if sample.is_usable else "masked"
+    return {
+        "sample_id": sample.sample_id,
+        "group_id": sample.group_id,
+        "sample_index": sample.sample_index,
+        "environment": sample.environment,
+        "status": own_status or status,
+        "reason": sample.mask_reason if own_status == "masked" else reason,
+        "step": step,
+        "reward": reward.total_reward if reward is not None else None,
+        "advantage": advantage,
+        "prompt_text": prompt_text,
+        "completion_text": sample.completion_text,
+        "golden": {k: v or "" for k, v in reward.golden_answers.items()} if reward is not None else {},
+        "metrics": dict(reward.sample_metrics) if reward is not None else {},
+        "tags": dict(reward.sample_tags) if reward is not None else {},
+        "stop_reason": sample.stop_reason,
+        "num_turns": len(sample.turns),
+        "prompt_tokens": sample.num_prompt_tokens,
+        "completion_tokens": sample.num_completion_tokens,
+        "start_version": start_version,
+        "end_version": end_version,
+        "age": age,
+        "server": sample.server_index,
+        "lane": sample.lane,
+        "started_at": sample.started_at,
+        "generated_at": sample.generated_at or None,
+        "finished_at": sample.finished_at,
+        "failure_kind": sample.failure_kind,
+        "failure_message": sample.failure_message and sample.failure_message[:MAX_FAILURE_MESSAGE],
+        "eval_name": eval_name,
+        "penalty": sample.penalty if reward is not None else None,
+        "environment_tokens": sample.num_environment_tokens,
+        "info_turns": json.dumps(reward.info_turns) if reward is not None and reward.info_turns else None,
+        "divergences": {name: float(count) for name, count in sample.divergences.items()},
+        "num_retries": sample.num_infrastructure_retries,
+        "wasted_tokens": sample.num_sampled_tokens - sample.num_completion_tokens,
+    }
+
+
+def in_flight_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
+    """The samples that are under way, with columns of `samples`; prompts are left out to keep the file small."""
+    rows = []
+    for group in groups:
+        done = {sample.sample_index for sample in group.samples}
+        common = {
+            "group_id": group.group_id,
+            "environment": group.environment,
+            "start_version": group.start_version,
+            "prompt_tokens": len(group.prompt.token_ids),
+            "started_at": group.opened_at,
+        }
+        for index in range(group.size):
+            if index not in done:
+                rows.append({**common, "sample_id": group.sample_id(index), "sample_index": index})
+    return rows
+
+
+def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
+    """The rows of `turns`: what the model and the environment said, in order, with what each token was sampled at."""
+    rows: list[dict[str, Any]] = []
+    for index, turn in enumerate(sample.turns):
+        asked_at = sample.turns[index - 1].ended_at if index else turn.started_at
+        for number, (role, text) in enumerate(turn.replies):
+            # Messages of one reply are tokenised together.
+            added = turn.added_token_ids if number == 0 else []
+            rows.append(
+                {
+                    "sample_id": sample.sample_id,
+                    "turn": len(rows),
+                    "role": role,
+                    "text": text,
+                    "num_tokens": len(added),
+                    "token_ids": added,
+                    "logprobs": None,
+                    "versions": None,
+                    "started_at": asked_at,
+                    "ended_at": turn.started_at,
+                    "restarts": turn.restarts,
+                    "divergence": turn.divergence,
+                }
+            )
+        rows.append(
+            {
+                "sample_id": sample.sample_id,
+                "turn": len(rows),
+                "role": "assistant",
+                "text": turn.text,
+                "num_tokens": len(turn.generation.token_ids_N),
+                "token_ids": turn.generation.token_ids_N,
+                "logprobs": turn.generation.logprobs_N,
+                "versions": turn.generation.version_N,
+                "started_at": turn.started_at,
+                "ended_at": turn.ended_at,
+                "restarts": None,
+                "divergence": None,
+            }
+        )
+    return rows
+
+
+def request_span_rows(sample: Trajectory) -> list[dict[str, Any]]:
+    """Spans of a sample: each turn's generation, and the reward that followed the last one."""
+    rows = []
+    for index, turn in enumerate(sample.turns):
+        rows.append(_span("generate", sample, turn.started_at, turn.ended_at, {"turn": str(index)}))
+    if sample.turns and sample.finished_at > sample.generated_at:
+        rows.append(_span("reward", sample, sample.generated_at, sample.finished_at, {}))
+    return rows
+
+
+def trainer_span_row(span: Span, step: int | None) -> dict[str, Any]:
+    """A span of a trainer rank."""
+    return {
+        "name": span.name,
+        "component": "trainer",
+        "rank": span.rank,
+        "step": step,
+        "micro_batch": span.micro_batch,
+        "start": span.start,
+        "end": span.end,
+    }
+
+
+def _span(name: str, sample: Trajectory, start: float, end: float, attributes: dict[str, str]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "component": "rollout",
+        "server": sample.server_index,
+        "sample_id": sample.sample_id,
+        "start": start,
+        "end": end,
+        "attributes": {**attributes, "lane": str(sample.lane)},
+    }

@@ -1,0 +1,312 @@
+"""The parts of a run, started and wired: environments, Ray, trainer, engines, lanes, weight sync, evals.
+
+Order of starting: environments (their data must be sound before anything expensive starts), Ray, then trainer and
+engines side by side. Each part registers its own end on the stack it is given, so that they end in reverse order
+whatever happened. What is done with the parts is `run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from telescope.cluster.inference_group import InferenceGroup
+from telescope.cluster.network import Network, network_of, own_host
+from telescope.cluster.placement import reserve
+from telescope.cluster.ray_cluster import Cluster, connect, disconnect
+from telescope.cluster.trainer_group import TrainerGroup
+from telescope.config import TelescopeConfig
+from telescope.config.environments import EnvironmentKeys, environment_keys
+from telescope.config.machine import local_resources
+from telescope.config.plan import plan_placement
+from telescope.environments.worker_pool.messages import RendererSpec
+from telescope.environments.worker_pool.pool import EnvironmentPool
+from telescope.evals.runner import PlannedEval
+from telescope.inference.start_report import FIRST_STAGE, start_stage
+from telescope.inference.vllm.launch import hang_timeout, runs_on_cpu
+from telescope.inference.vllm.request_tracing import TraceReceiver, TraceTarget, why_not_available
+from telescope.orchestrator.evaluation import plan_evals
+from telescope.orchestrator.filters import check_reward_ranges
+from telescope.orchestrator.record_rows import trainer_span_row
+from telescope.orchestrator.request_slots import RequestSlotPool, make_request_slots
+from telescope.orchestrator.run_directory import RunDirectory
+from telescope.orchestrator.servers import ServerPool
+from telescope.orchestrator.status import RunStatus
+from telescope.orchestrator.weight_sync import SyncReport, WeightSync
+from telescope.rollout.sample import RolloutSettings
+from telescope.trainer.batch import Span
+
+logger = logging.getLogger(__name__)
+
+PROBE_TEXT_TOKENS = 64
+"""Length of the fixed text whose logprobs are compared on both sides of a weight sync."""
+
+
+@dataclass
+class RunComponents:
+    """The started parts of a run."""
+
+    config: TelescopeConfig
+    environments: EnvironmentPool
+    keys: EnvironmentKeys
+    cluster: Cluster
+    trainer: TrainerGroup
+    inference: InferenceGroup
+    lanes: RequestSlotPool
+    servers: ServerPool
+    weights: WeightSync
+    evals: list[PlannedEval]
+    settings: RolloutSettings
+
+    async def dump_stacks(self) -> dict[str, str]:
+        """Stacks of every other process of the run; environment workers write theirs to their logs."""
+        self.environments.dump_stacks()
+        return {**await self.trainer.dump_stacks(), **await self.inference.dump_stacks()}
+
+
+async def start_components(
+    config: TelescopeConfig,
+    directory: RunDirectory,
+    status: RunStatus,
+    stack: AsyncExitStack,
+    *,
+    on_ray_started: Callable[[], None] = lambda: None,
+) -> RunComponents:
+    """Start everything that `config` asks for. `on_ray_started` is called once Ray has installed its signal handlers.
+
+    Raises UserError for what a person can mend, the first error of any part otherwise.
+    """
+    status.phase = "loading environments"
+    keys = environment_keys(config)
+    environments = await start_environments(config, keys, directory, status, stack)
+    settings = RolloutSettings.from_config(config)
+    evals = await plan_evals(config, keys, environments, settings)
+
+    status.phase = "starting Ray"
+    cluster = await asyncio.to_thread(_connect, config, directory)
+    stack.callback(disconnect, cluster, config)
+    on_ray_started()
+    plan = plan_placement(config, cluster.resources)
+    placement = await reserve(config, plan)
+    stack.callback(placement.remove)
+    network = network_of(config, placement, cluster.driver_node)
+
+    status.phase = "starting the trainer and the inference servers"
+    loopback = network.broadcast_on_loopback
+    trainer = TrainerGroup(config, placement, directory.path, cluster)
+    stack.push_async_callback(trainer.stop)
+    traces = _receive_traces(config, network, directory, stack) if config.enable_vllm_tracing else None
+    inference = InferenceGroup(
+        config, placement, directory.path, cluster, network, secrets.token_urlsafe(32), traces=traces
+    )  # fmt: skip
+    stack.push_async_callback(inference.stop)
+    await start_workers(config, directory, trainer, inference, status, loopback=loopback)
+    stack.push_async_callback(inference.close_clients)
+
+    lanes = make_request_slots(
+        individual=config.enable_individual_sample_lanes,
+        num_servers=config.num_inference_servers,
+        groups_per_server=config.max_concurrent_prompts_per_server,
+        group_size=config.group_size,
+    )
+    probe_prompt = await environments.prepare(keys.training[0], 0)
+    weights = WeightSync(
+        config,
+        trainer,
+        inference.clients,
+        loopback=loopback,
+        engines_up=lambda: servers.up,
+        on_failure=lambda server, error: servers.report_failure(server, error),
+        on_report=lambda report: record_sync(directory, report),
+        probe_token_ids=probe_prompt.token_ids[:PROBE_TEXT_TOKENS],
+    )
+    servers = ServerPool(
+        inference.handles,
+        inference.clients,
+        lanes,
+        status,
+        start_timeout=config.inference_start_timeout_seconds,
+        hang_timeout=max(hang_timeout(config, on_cpu=runs_on_cpu(config)), config.weight_sync_timeout_seconds),
+        bring_weights=weights.sync_one,
+    )
+    for index in range(config.num_inference_servers):
+        servers.open(index)
+    return RunComponents(
+        config, environments, keys, cluster, trainer, inference, lanes, servers, weights, evals, settings
+    )  # fmt: skip
+
+
+async def start_environments(
+    config: TelescopeConfig,
+    keys: EnvironmentKeys,
+    directory: RunDirectory,
+    status: RunStatus,
+    stack: AsyncExitStack,
+) -> EnvironmentPool:
+    """The environments, loaded. What they have to tell goes to the log, and to `status` if it is not said there yet."""
+    environments = EnvironmentPool(
+        keys.specs,
+        renderer=RendererSpec(
+            tokenizer_path=config.model,
+            chat_template=config.chat_template,
+            enable_thinking=config.enable_thinking,
+            trust_remote_code=config.trust_remote_code,
+        ),
+        num_workers=config.environment_workers or default_environment_workers(),
+        timeout_seconds=config.environment_timeout_seconds,
+        environments_path=list(config.environments_path),
+        log_dir=directory.path / "logs",
+        eager_prepare_resources=config.eager_prepare_resources,
+    )
+    stack.push_async_callback(environments.close)
+    await environments.start()
+    check_reward_ranges(config, [await environments.describe(key) for key in keys.training])
+    infos = [await environments.describe(key) for key in (*keys.training, *keys.evals)]
+    for notice in dict.fromkeys(text for info in infos for text in info.notices):
+        logger.warning("%s", notice)
+        if notice not in status.messages:  # said before the start, unless things have changed since
+            status.messages.append(notice)
+    for key in keys.training if config.interleaved_rollouts else ():
+        why = (await environments.describe(key)).not_extendable
+        if why is not None:
+            logger.warning(
+                "The chat template cannot be extended from turn to turn for environment %r: %s. Each turn is rendered "
+                "anew and is a training sample of its own, as with interleaved_rollouts: false.", key, why
+            )  # fmt: skip
+            status.messages.append(f"{key}: each turn is a sample of its own (the chat template rewrites history)")
+    return environments
+
+
+def default_environment_workers() -> int:
+    """Processes for user code when `environment_workers` is null: up to four, one per core."""
+    return min(4, len(os.sched_getaffinity(0)))
+
+
+def _connect(config: TelescopeConfig, directory: RunDirectory) -> Cluster:
+    machine = local_resources()
+    return connect(config, directory.path, local_cpus=machine.cpus, local_gpus=machine.gpus)
+
+
+def _receive_traces(
+    config: TelescopeConfig, network: Network, directory: RunDirectory, stack: AsyncExitStack
+) -> TraceTarget | None:
+    """Receive the traces of requests into the record, until `stack` ends. None when they cannot be had here."""
+    missing = why_not_available()
+    if missing is not None:
+        logger.warning("Requests are not traced: %s. enable_vllm_tracing: false turns this off.", missing)
+        return None
+    host = own_host(loopback=network.servers_on_loopback)
+    write = partial(directory.recorder.write, "spans")
+    receiver = TraceReceiver(host, config.otlp_receiver_port, secrets.token_urlsafe(32), write)
+    receiver.start()
+    stack.callback(receiver.stop)
+    return receiver.target
+
+
+async def start_workers(
+    config: TelescopeConfig,
+    directory: RunDirectory,
+    trainer: TrainerGroup,
+    inference: InferenceGroup,
+    status: RunStatus,
+    *,
+    loopback: bool,
+) -> None:
+    """Load and compile the trainer and start the servers, side by side unless they share GPUs; the first failure is
+    raised at once."""
+
+    async def start_trainer() -> None:
+        status.set_part("trainer", "loading the model")
+        infos = await trainer.setup(loopback=loopback)
+        for info in infos:
+            _check_hash(config, "a trainer rank", info.config_hash)
+        if infos[0].compiles:
+            status.set_part("trainer", "compiling the model's blocks")
+            record_warm_up(directory, await trainer.warm_up())
+        status.set_part("trainer", "ready")
+
+    async def start_server(index: int) -> None:
+        status.set_part(f"server {index}", "starting vLLM")
+        progress = asyncio.create_task(_show_start(inference, index, status))
+        try:
+            info = await inference.start(index)
+        finally:
+            progress.cancel()
+        _check_hash(config, f"inference server {index}", info.config_hash)
+        status.set_part(f"server {index}", "ready")
+
+    servers = [start_server(index) for index in range(config.num_inference_servers)]
+    if config.share_gpus:
+        # A server takes its share by what it finds free; a trainer that loads meanwhile would be counted as its own.
+        await _all_or_first_failure(*servers)
+        await start_trainer()
+    else:
+        await _all_or_first_failure(start_trainer(), *servers)
+
+
+async def _all_or_first_failure(*starts: Coroutine[Any, Any, None]) -> None:
+    tasks = [asyncio.create_task(start) for start in starts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _show_start(inference: InferenceGroup, index: int, status: RunStatus) -> None:
+    """The stage of a starting server, for the live view: loading takes minutes for a large model."""
+    started_at = time.monotonic()
+    stage = FIRST_STAGE
+    while True:
+        await asyncio.sleep(1.0)
+        stage = start_stage((await inference.handles[index].status()).last_log_lines) or stage
+        status.set_part(f"server {index}", f"starting vLLM: {stage} ({time.monotonic() - started_at:.0f} s)")
+
+
+def _check_hash(config: TelescopeConfig, process: str, config_hash: str) -> None:
+    if config_hash != config.hash:
+        raise RuntimeError(
+            f"{process} runs with config {config_hash}, the driver with {config.hash}: "
+            "the processes do not run the same version of Telescope"
+        )
+
+
+def record_warm_up(directory: RunDirectory, spans: list[Span]) -> None:
+    """Write to the log and the record when the trainer's ranks compiled."""
+    seconds = max(span.end for span in spans) - min(span.start for span in spans)
+    logger.info("The trainer has compiled the model's blocks, which took %.1f s", seconds)
+    for span in spans:
+        directory.recorder.write("spans", trainer_span_row(span, None))
+
+
+def record_sync(directory: RunDirectory, report: SyncReport) -> None:
+    """Write a weight sync to the record: a span per server of its pause and one of its transfer, and what the trainer's
+    ranks did meanwhile."""
+    step = report.version - 1
+    for part in report.servers:
+        shared = {"component": "weights", "server": part.server, "step": step}
+        attributes = {
+            "version": str(report.version),
+            "pause_seconds": f"{part.pause_seconds:.6f}",
+            "transfer_seconds": f"{part.transfer_seconds:.6f}",
+            "bytes": str(report.num_bytes),
+            "background": str(part.background).lower(),
+            "failure": part.failure or "",
+        }
+        start, end = part.paused_at or part.started_at, part.resumed_at or report.ended_at
+        directory.recorder.write(
+            "spans", {**shared, "name": "weight_sync", "start": start, "end": end, "attributes": attributes}
+        )
+        if part.transfer_seconds:
+            start, end = part.transfer_started_at, part.transfer_started_at + part.transfer_seconds
+            directory.recorder.write("spans", {**shared, "name": "weight_transfer", "start": start, "end": end})
+    for span in report.trainer_spans:
+        directory.recorder.write("spans", trainer_span_row(span, step))

@@ -1,0 +1,238 @@
+"""What a run says of itself when something has become final: a step, or a group that is given up.
+
+Owns the rows that the loops write, the metrics of a step, and the counts of what was thrown away since the step before.
+Does not decide anything. Invariant: a group, its samples and its turns are written once, when their fate is final.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from telescope.orchestrator import record_rows
+from telescope.orchestrator.groups import Group
+from telescope.orchestrator.prompt_sampler import SamplerPosition
+from telescope.orchestrator.status import RunStatus, StepSummary
+from telescope.orchestrator.step_metrics import DiscardCounts, batch_metrics
+from telescope.record.recorder import Recorder
+from telescope.rollout.trajectory import Trajectory
+from telescope.trainer.batch import StepResult
+
+RUN_ENDED = "run_ended"
+"""Why a group is on record as cancelled: the run ended before it was trained or given up."""
+
+
+class StepLogPort(Protocol):
+    """Where step metrics go besides the record (W&B)."""
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None: ...
+
+
+@dataclass
+class TrainedStep:
+    """A training step whose weights the engines hold. Times in seconds; `step` is also the version it started from.
+
+    `advantages` are of the usable samples of `groups`, in their order. `waited` is how long the trainer had no batch.
+    `position` is where the run stands in its draws once these groups are trained.
+    """
+
+    step: int
+    groups: list[Group]
+    advantages: np.ndarray
+    packing: dict[str, float]
+    result: StepResult
+    sync_metrics: dict[str, float]
+    started_at: float
+    waited: float
+    position: SamplerPosition
+
+
+class StepRecorder:
+    """Writes to the record, to the step log and to the status of the live view."""
+
+    def __init__(self, recorder: Recorder, step_log: StepLogPort, status: RunStatus) -> None:
+        self._recorder = recorder
+        self._step_log = step_log
+        self._status = status
+        self._discards = DiscardCounts()
+        self._num_tokens_at_last_step = 0
+        self._discarded_rewards: list[np.ndarray] = []
+
+    def asked_again(self, sample: Trajectory) -> None:
+        """Count what was sampled for a sample that ended and is no part of it: failed requests, lost conversations."""
+        self._discards.asked_again(sample)
+
+    def masked(self, sample: Trajectory) -> None:
+        """Count a sample that failed. Its row is written with its group."""
+        self._discards.masked(sample)
+        self._status.num_masked_samples += 1
+
+    def discarded(self, group: Group, reason: str, kind: str | None, version: int) -> None:
+        """Count and write a group that will not be trained; `kind` refines the reason."""
+        self._discards.discarded(reason, kind, group.samples)
+        self._discarded_rewards.append(group.rewards_n)
+        self._status.num_discarded_groups += 1
+        self._write_group(group, status="discarded", reason=reason, step=version, version=version, advantages=[])
+
+    def withdrawn(self, group: Group, reason: str, version: int) -> None:
+        """Count and write the samples that a group had which became too old, and whose draw is asked again.
+
+        The group itself is written when its fate is final. Samples still under way follow as `cancelled`.
+        """
+        self._discards.returned(group.samples)
+        self._discards.discarded(reason, None, group.samples)
+        self._discarded_rewards.append(group.rewards_n)
+        self._status.num_returned_groups += 1
+        self._write_samples(group, status="discarded", reason=reason, step=version, version=version, advantages=[])
+
+    def cancelled(self, group: Group, sample: Trajectory, reason: str, version: int) -> None:
+        """Count and write a sample of a withdrawn group that was aborted on its way."""
+        self._discards.cancelled(sample, returned=group.returned)
+        self._status.num_cancelled_samples += 1
+        self._write_sample(group, sample, status="cancelled", reason=reason, step=version, version=version)
+
+    def never_settled(self, group: Group, version: int) -> None:
+        """Write a group that the end of the run leaves open or unused, with samples that have not ended.
+
+        Of a withdrawn one, whose draw still waits to be asked again, the samples that ended are written already.
+        """
+        fate: dict[str, Any] = {"status": "cancelled", "reason": RUN_ENDED, "step": version}
+        self._recorder.write("groups", record_rows.group_row(group, **fate))
+        if not group.withdrawn:
+            self._write_samples(group, **fate, version=version, advantages=[])
+        for row in record_rows.in_flight_rows([group]):
+            self._recorder.write("samples", {**row, "prompt_text": group.prompt.text, **fate})
+
+    async def trained(self, trained: TrainedStep) -> None:
+        """Count, write and show a finished step with its groups, a group at a time so that nobody else waits long."""
+        ended_at = time.time()
+        # A clock that was set back between the two must not divide by zero or less.
+        seconds = max(ended_at - trained.started_at, 1e-6)
+        metrics = {
+            **batch_metrics(trained.groups, trained.advantages.tolist(), version=trained.step),
+            **self._discards.take(len(trained.groups)),
+            "reward/all_groups/mean": self._take_reward_mean(trained.groups),
+            **trained.packing,
+            **trained.result.metrics,
+            **trained.sync_metrics,
+            "timing_waiting_for_data": trained.waited,
+            "timing_step_total": seconds,
+            "timing_step_active": seconds - trained.waited,
+        }
+        generated, self._num_tokens_at_last_step = (
+            self._status.num_tokens_generated - self._num_tokens_at_last_step,
+            self._status.num_tokens_generated,
+        )
+        await self._write_trained_groups(trained)
+        samples = [sample for group in trained.groups for sample in group.usable_samples]
+        num_tokens = sum(sample.num_completion_tokens for sample in samples)
+        self._recorder.write(
+            "steps",
+            {
+                "step": trained.step,
+                "version": trained.step + 1,
+                "started_at": trained.started_at,
+                "ended_at": ended_at,
+                "reward_mean": metrics["reward/total/mean"],
+                "learning_rate": metrics.get("learning_rate"),
+                "num_samples": len(samples),
+                "num_groups": len(trained.groups),
+                "num_tokens_trained": num_tokens,
+                "num_tokens_generated": generated,
+                "next_draw": trained.position.next_draw,
+                "unfinished_draws": list(trained.position.unfinished),
+                "metrics": metrics,
+            },
+        )
+        self._step_log.log_step(trained.step, metrics)
+        self._status.history.append(
+            StepSummary(
+                step=trained.step,
+                reward_mean=metrics["reward/total/mean"],
+                seconds=seconds,
+                staleness_mean=metrics.get("staleness/steps/mean", 0.0),
+                tokens_per_second=num_tokens / seconds,
+                kl_inference=metrics.get("kl_divergence_inference", 0.0),
+                grad_norm=metrics.get("grad_norm", 0.0),
+                entropy=metrics.get("entropy", 0.0),
+                waited_share=trained.waited / seconds,
+            )
+        )
+        self._status.step = trained.step + 1
+        self._status.version = trained.step + 1
+        self._status.progressed()
+
+    def _take_reward_mean(self, trained: list[Group]) -> float:
+        """Mean reward of all samples since the last step, those of discarded groups too.
+
+        The mean of the trained groups alone leaves out every prompt that is always solved or never.
+        """
+        rewards = np.concatenate([*(group.rewards_n for group in trained), *self._discarded_rewards])
+        self._discarded_rewards = []
+        return float(rewards.mean())
+
+    async def _write_trained_groups(self, trained: TrainedStep) -> None:
+        position = 0
+        for group in trained.groups:
+            count = len(group.usable_samples)
+            advantages = trained.advantages[position : position + count].tolist()
+            self._write_group(
+                group, status="kept", reason=None, step=trained.step, version=trained.step, advantages=advantages
+            )
+            position += count
+            await asyncio.sleep(0)
+        for span in trained.result.spans:
+            self._recorder.write("spans", record_rows.trainer_span_row(span, trained.step))
+
+    def _write_group(
+        self, group: Group, *, status: str, reason: str | None, step: int, version: int, advantages: list[float]
+    ) -> None:
+        """A group with its samples, turns and spans; ages are counted from `version`."""
+        self._recorder.write("groups", record_rows.group_row(group, status=status, reason=reason, step=step))
+        self._write_samples(group, status=status, reason=reason, step=step, version=version, advantages=advantages)
+
+    def _write_samples(
+        self, group: Group, *, status: str, reason: str | None, step: int, version: int, advantages: list[float]
+    ) -> None:
+        advantage_of: dict[str, float] = {}
+        if advantages:
+            advantage_of = {s.sample_id: a for s, a in zip(group.usable_samples, advantages, strict=True)}
+        for sample in group.samples:
+            advantage = advantage_of.get(sample.sample_id)
+            self._write_sample(
+                group, sample, status=status, reason=reason, step=step, version=version, advantage=advantage
+            )
+
+    def _write_sample(
+        self,
+        group: Group,
+        sample: Trajectory,
+        *,
+        status: str,
+        reason: str | None,
+        step: int,
+        version: int,
+        advantage: float | None = None,
+    ) -> None:
+        write = self._recorder.write
+        oldest = sample.version_range[0]
+        write(
+            "samples",
+            record_rows.sample_row(
+                sample,
+                group.prompt.text,
+                status=status,
+                reason=reason,
+                step=step,
+                advantage=advantage,
+                age=version - oldest if oldest >= 0 else None,
+            ),
+        )
+        for row in record_rows.turn_rows(sample):
+            write("turns", row)
+        for row in record_rows.request_span_rows(sample):
+            write("spans", row)

@@ -1,0 +1,148 @@
+"""Running the loops so that none can fail or hang unnoticed.
+
+A failure in any task ends the run with that error, at once and with its own traceback. A run in which nothing finishes
+for `watchdog_seconds` ends with a report of what every part was waiting for.
+
+A condition that loops wait on, with the name of the wait kept where people can see it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from telescope.errors import DeadlineExceeded
+from telescope.orchestrator.status import RunStatus
+from telescope.utils.process import thread_stacks
+
+logger = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """A set of tasks that live and die together.
+
+    `run_until` returns the value of its main coroutine. If any task fails first, every other task is cancelled and
+    awaited, and that first error is raised as it is, not wrapped in a group.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._failure: asyncio.Future[None] | None = None
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Start a task whose failure ends the run."""
+        loop = asyncio.get_running_loop()
+        if self._failure is None:
+            self._failure = loop.create_future()
+        task = loop.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    async def run_until(self, main: Coroutine[Any, Any, Any]) -> Any:
+        """Run `main` to its end beside the spawned tasks, then cancel what is left of them."""
+        if self._failure is None:
+            self._failure = asyncio.get_running_loop().create_future()
+        main_task = asyncio.get_running_loop().create_task(main, name="main")
+        try:
+            await asyncio.wait({main_task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                self._failure.result()
+            return main_task.result()
+        finally:
+            await self._cancel_all(main_task)
+            if self._failure.done() and not self._failure.cancelled():
+                self._failure.exception()  # seen, so that asyncio does not report it a second time
+            self._failure.cancel()
+
+    async def _cancel_all(self, main_task: asyncio.Task[Any]) -> None:
+        tasks = [task for task in (*self._tasks, main_task) if not task.done()]
+        for task in tasks:
+            task.cancel()
+        for task, result in zip(tasks, await asyncio.gather(*tasks, return_exceptions=True), strict=True):
+            if isinstance(result, Exception):
+                logger.debug("task %s failed while it was being cancelled: %r", task.get_name(), result)
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            return
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
+        else:
+            # The first failure ends the run; what fails because of it, or beside it, is not another reason.
+            logger.info("task %s failed too: %r", task.get_name(), error)
+
+
+async def watchdog(
+    status: RunStatus,
+    timeout_seconds: float,
+    dump_remote_stacks: Callable[[], Awaitable[dict[str, str]]],
+    *,
+    poll_seconds: float = 5.0,
+) -> None:
+    """Raise DeadlineExceeded when nothing finished for `timeout_seconds`; the stacks of all processes go to the log."""
+    while True:
+        await asyncio.sleep(min(poll_seconds, timeout_seconds / 4))
+        idle = time.monotonic() - status.last_progress_at
+        if idle < timeout_seconds:
+            continue
+        parts = "; ".join(f"{part}: {doing}" for part, doing in sorted(status.parts.items()))
+        stacks = {"driver": driver_stacks(), **await dump_remote_stacks()}
+        for process, text in stacks.items():
+            logger.error("stacks of %s:\n%s", process, text)
+        raise DeadlineExceeded(
+            f"watchdog: no sample finished and no step ended for {idle:.0f} s "
+            f"(watchdog_seconds = {timeout_seconds:g}). Last known state: {parts}. "
+            "The stacks of all processes are in the run's logs."
+        )
+
+
+def driver_stacks() -> str:
+    """Stacks of every asyncio task and every thread of this process."""
+    text = io.StringIO()
+    for task in asyncio.all_tasks():
+        text.write(f"task {task.get_name()}\n")
+        for frame in task.get_stack(limit=8):
+            text.write("".join(traceback.format_stack(frame, limit=1)))
+    text.write(thread_stacks())
+    return text.getvalue()
+
+
+class ChangeNotifier:
+    """Wakes every waiter when the orchestrator's state has changed. One event loop, no locks."""
+
+    def __init__(self, status: RunStatus) -> None:
+        self._status = status
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def notify(self) -> None:
+        """Something changed: let every waiter look at its predicate again."""
+        waiters, self._waiters = self._waiters, set()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait_until(self, predicate: Callable[[], bool], part: str, waits_for: str) -> None:
+        """Return when `predicate()` holds. Meanwhile the status says that `part` waits for `waits_for`.
+
+        There is no timeout of its own: the watchdog ends a run in which nothing moves, and names this wait.
+        """
+        if predicate():
+            return
+        self._status.set_part(part, f"waiting for {waits_for}")
+        while not predicate():
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)

@@ -1,0 +1,173 @@
+"""The gauges of one machine, sampled: the host's, and its GPUs' where there are any.
+
+What a machine is doing: processor, memory, network, through psutil.
+
+Owns the names of these gauges. Percentages are over all cores, since the reading before; counters grow from the start
+of the machine.
+
+What the NVIDIA GPUs of a machine are doing, through NVML (`nvidia-ml-py`).
+
+Owns the names of these gauges and the calls behind them. All GPUs of the machine are read, whoever uses them, under the
+index that `nvidia-smi` shows. Reading does not touch the GPU's work: NVML asks the driver.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from telescope.record.gauges import Reading, Sampler, Taken
+
+logger = logging.getLogger(__name__)
+
+
+class MachineSampler:
+    """Samples this machine every `interval` seconds from its making to `stop`.
+
+    Host and GPUs have a thread each, so that a driver that hangs in NVML leaves the rest. What cannot be read here is
+    said in one line of the log.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._samplers = []
+        try:
+            self._samplers.append(Sampler("machine", interval, host_reader()))
+        except ImportError as error:
+            logger.warning("The gauges of this machine are not recorded: %s", error)
+        try:
+            self._samplers.append(Sampler("gpus", interval, GpuReader()))
+        except NoGpusError as error:
+            logger.info("There are no gauges of GPUs: %s", error)
+        for sampler in self._samplers:
+            sampler.start()
+
+    def take(self) -> Taken:
+        """What was read since the last call."""
+        taken = [sampler.take() for sampler in self._samplers]
+        return Taken(
+            readings=[reading for part in taken for reading in part.readings],
+            problems=[problem for part in taken for problem in part.problems],
+            node=socket.gethostname(),
+        )
+
+    def stop(self) -> None:
+        """End the threads."""
+        for sampler in self._samplers:
+            sampler.stop()
+
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Where Ray's object store lies, and what torch's processes share."""
+
+
+def host_reader() -> Callable[[], list[Reading]]:
+    """A function that reads this machine's gauges. Raises `ImportError` where psutil is not installed."""
+    import psutil
+
+    psutil.cpu_percent()  # the first call has nothing to compare with
+    shared = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+
+    def read() -> list[Reading]:
+        now = time.time()
+        memory = psutil.virtual_memory()
+        network = psutil.net_io_counters()
+        values = {
+            "cpu_utilization_percent": psutil.cpu_percent(),
+            "load_average_1m": os.getloadavg()[0],
+            "memory_used_bytes": memory.total - memory.available,
+            "memory_total_bytes": memory.total,
+            "swap_used_bytes": psutil.swap_memory().used,
+        }
+        if network is not None:
+            values |= {"network_sent_bytes": network.bytes_sent, "network_received_bytes": network.bytes_recv}
+        if shared is not None:
+            values["shared_memory_used_bytes"] = psutil.disk_usage(str(shared)).used
+        return [Reading(now, name, float(value)) for name, value in values.items()]
+
+    return read
+
+
+WATTS_PER_MILLIWATT = 1e-3
+
+
+class NoGpusError(Exception):
+    """There is no NVIDIA GPU to read here; the message says why."""
+
+
+class GpuReader:
+    """Reads every GPU of this machine. Raises `NoGpusError` when made where there is none, or no library to ask."""
+
+    def __init__(self) -> None:
+        try:
+            import pynvml
+        except ImportError as error:
+            raise NoGpusError("nvidia-ml-py is not installed") from error
+        self._nvml: Any = pynvml
+        try:
+            pynvml.nvmlInit()
+            self._devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        except pynvml.NVMLError as error:
+            raise NoGpusError(f"NVML says: {error}") from error
+        if not self._devices:
+            raise NoGpusError("NVML sees no GPU")
+        self._absent: set[tuple[int, str]] = set()
+
+    @property
+    def names(self) -> list[str]:
+        """The models, by index."""
+        return [_text(self._nvml.nvmlDeviceGetName(device)) for device in self._devices]
+
+    def __call__(self) -> list[Reading]:
+        readings = []
+        for index, device in enumerate(self._devices):
+            now = time.time()
+            for call in (self._utilization, self._memory, self._temperature, self._power, self._clocks):
+                for name, value in self._ask(index, device, call).items():
+                    readings.append(Reading(now, name, value, gpu=index))
+        return readings
+
+    def _ask(self, index: int, device: Any, call: Callable[[Any], dict[str, float]]) -> dict[str, float]:
+        """What this GPU answers; nothing, from then on, where it does not know the question."""
+        question = (index, call.__name__)
+        if question in self._absent:
+            return {}
+        try:
+            return call(device)
+        except (self._nvml.NVMLError_NotSupported, self._nvml.NVMLError_NoPermission):
+            self._absent.add(question)
+            return {}
+
+    def _utilization(self, device: Any) -> dict[str, float]:
+        """Shares of the last moments in which a kernel ran, and in which memory was read or written."""
+        rates = self._nvml.nvmlDeviceGetUtilizationRates(device)
+        return {"gpu_utilization_percent": float(rates.gpu), "gpu_memory_utilization_percent": float(rates.memory)}
+
+    def _memory(self, device: Any) -> dict[str, float]:
+        memory = self._nvml.nvmlDeviceGetMemoryInfo(device)
+        return {"gpu_memory_used_bytes": float(memory.used), "gpu_memory_total_bytes": float(memory.total)}
+
+    def _temperature(self, device: Any) -> dict[str, float]:
+        sensor = self._nvml.NVML_TEMPERATURE_GPU
+        return {"gpu_temperature_celsius": float(self._nvml.nvmlDeviceGetTemperature(device, sensor))}
+
+    def _power(self, device: Any) -> dict[str, float]:
+        return {
+            "gpu_power_watts": self._nvml.nvmlDeviceGetPowerUsage(device) * WATTS_PER_MILLIWATT,
+            "gpu_power_limit_watts": self._nvml.nvmlDeviceGetEnforcedPowerLimit(device) * WATTS_PER_MILLIWATT,
+        }
+
+    def _clocks(self, device: Any) -> dict[str, float]:
+        nvml = self._nvml
+        return {
+            "gpu_sm_clock_mhz": float(nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM)),
+            "gpu_memory_clock_mhz": float(nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_MEM)),
+        }
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,280 @@
+"""vLLM's routes over a pretend engine, as an ASGI application, with faults on demand.
+
+Owns what a route answers; the engine behind it is `fake_engine`, a server around it is `fake_server`. Routes and JSON
+follow vLLM 0.32 or 0.26 (`FakeEngineSettings.vllm_version`); `/fake/state` and `/fake/fault` are its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from telescope.inference.auth import Message, Receive, Scope, Send
+from telescope.inference.vllm import adapter as wire
+from telescope.inference.vllm.policy_version import read_body
+from telescope.testing.fake_answers import AnswerWriter
+from telescope.testing.fake_engine import AnswerFunction, FakeEngine, FakeEngineSettings
+
+WorkerFunction = Callable[[str, list[Any]], list[Any]]
+
+
+class FakeEngineApp:
+    """The ASGI application: vLLM's routes over a `FakeEngine`, with faults on demand."""
+
+    def __init__(
+        self, settings: FakeEngineSettings, answer: AnswerFunction | None = None, worker: WorkerFunction | None = None
+    ) -> None:
+        self.settings = settings
+        self.engine = FakeEngine(settings, answer)
+        self.num_requests = 0
+        self.fail_next = 0
+        self.hang_next = 0
+        self.child_pid: int | None = None
+        self.on_death: Callable[[], None] = lambda: os._exit(1)
+        self._writer = AnswerWriter(settings)
+        self._worker = worker
+        self._routes: dict[tuple[str, str], Callable[..., Any]] = {
+            ("POST", wire.PAUSE_ROUTE): self._pause,
+            ("POST", wire.RESUME_ROUTE): self._resume,
+            ("GET", wire.IS_PAUSED_ROUTE): self._is_paused,
+            ("POST", wire.ABORT_ROUTE): self._abort,
+            ("GET", wire.HEALTH_ROUTE): self._health,
+            ("GET", wire.METRICS_ROUTE): self._metrics,
+            ("GET", wire.VERSION_ROUTE): self._version,
+            ("POST", wire.INIT_TRANSFER_ROUTE): self._init_transfer,
+            ("POST", wire.START_UPDATE_ROUTE): self._start_update,
+            ("POST", wire.UPDATE_WEIGHTS_ROUTE): self._update_weights,
+            ("POST", wire.FINISH_UPDATE_ROUTE): self._finish_update,
+            ("POST", wire.COLLECTIVE_RPC_ROUTE): self._collective_rpc,
+            ("GET", "/fake/state"): self._state,
+            ("POST", "/fake/fault"): self._fault,
+        }
+
+    @property
+    def state(self) -> SimpleNamespace:
+        """Where vLLM keeps its engine, as the policy version middleware looks for it."""
+        states = {
+            r.request_id: SimpleNamespace(
+                external_req_id=wire.engine_request_id(r.request_id),
+                detokenizer=SimpleNamespace(num_output_tokens=lambda r=r: r.num_tokens),
+            )
+            for r in self.engine.requests.values()
+        }
+        processor = SimpleNamespace(request_states=states)
+        return SimpleNamespace(engine_client=SimpleNamespace(output_processor=processor))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        assert scope["type"] == "http", scope["type"]
+        method, path = scope["method"], scope["path"]
+        if path == wire.GENERATE_ROUTE and method == "POST":
+            await self._generate(receive, send)
+            return
+        handler = self._routes.get((method, path))
+        if handler is None:
+            await _send_json(send, 404, {"detail": "Not Found"})
+            return
+        raw = await read_body(receive)
+        try:
+            body = msgspec.json.decode(raw) if raw else {}
+        except msgspec.DecodeError as error:
+            await _send_json(send, 400, {"detail": f"JSON decode error: {error}"})
+            return
+        query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode()).items()}
+        status, answer = await handler(body, query)
+        await _send_json(send, status, answer)
+
+    # --- generate ---------------------------------------------------------------------------------------------------
+
+    async def _generate(self, receive: Receive, send: Send) -> None:
+        raw = await read_body(receive)
+        self.num_requests += 1
+        settings = self.settings
+        if settings.die_after is not None and self.num_requests >= settings.die_after:
+            self.on_death()
+            return
+        if self._due(settings.error_every) or self.fail_next > 0:
+            self.fail_next = max(0, self.fail_next - 1)
+            await _send_error(send, 500, "EngineCore encountered an issue.", "InternalServerError")
+            return
+        left = asyncio.ensure_future(_until_disconnect(receive))
+        try:
+            if self._due(settings.hang_every) or self.hang_next > 0:
+                self.hang_next = max(0, self.hang_next - 1)
+                await left
+                return
+            try:
+                body = msgspec.json.decode(raw)
+                complaint = self._complaint(body)
+            except (msgspec.DecodeError, KeyError, TypeError) as error:
+                body, complaint = {}, f"malformed request: {error!r}"
+            if complaint is not None:
+                await _send_error(send, 400, complaint, "BadRequestError")
+                return
+            sampling, prompt = body["sampling_params"], body["token_ids"]
+            if sampling.get("prompt_logprobs") is not None:
+                await _send_json(send, 200, self._prompt_answer(prompt))
+                return
+            request = self.engine.submit(
+                body["request_id"],
+                prompt,
+                sampling.get("max_tokens", settings.max_model_len),
+                sampling.get("seed"),
+                body.get("priority", 0),
+                body.get("cache_salt"),
+            )
+            left.add_done_callback(lambda _: self.engine.abort([request.request_id]))
+            reason = await request.done
+            await _send_bytes(send, 200, self._writer.write(request, reason))
+        finally:
+            left.cancel()
+
+    def _due(self, every: int | None) -> bool:
+        return every is not None and self.num_requests % every == 0
+
+    def _complaint(self, body: dict[str, Any]) -> str | None:
+        prompt = body["token_ids"]
+        if not prompt or any(token < 0 for token in prompt):
+            return "token_ids must be a non-empty list of non-negative integers"
+        if len(prompt) >= self.settings.max_model_len:
+            return f"This model's maximum context length is {self.settings.max_model_len} tokens."
+        if body["sampling_params"].get("temperature", 1.0) < 0:
+            return "temperature must be non-negative"
+        if body.get("priority", 0) and self.settings.scheduling_policy != "priority":
+            return "Got priority but Priority scheduling is not enabled."
+        if body["request_id"] in self.engine.requests:
+            return f"request id {body['request_id']} is in use"
+        return None
+
+    def _prompt_answer(self, prompt: list[int]) -> dict[str, Any]:
+        shift = self.engine.num_updates * 0.001  # so that a probe sees whether weights changed
+        entries: list[dict[str, Any] | None] = [None]
+        for token in prompt[1:]:
+            entries.append({str(token): {"logprob": -(token % 50) / 10 - shift, "rank": 1, "decoded_token": None}})
+        choice = {"index": 0, "finish_reason": "length", "token_ids": [prompt[-1]], "logprobs": None}
+        return {"request_id": "probe", "choices": [choice], "prompt_logprobs": entries}
+
+    # --- control ----------------------------------------------------------------------------------------------------
+
+    async def _pause(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+        mode = query.get("mode", "abort")
+        if mode not in ("abort", "wait", "keep"):
+            return 400, {"error": f"Invalid pause mode: {mode}"}
+        self.engine.pause(mode)
+        return 200, {"status": "paused"}
+
+    async def _resume(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+        self.engine.resume()
+        return 200, {"status": "resumed"}
+
+    async def _is_paused(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+        return 200, {"is_paused": self.engine.paused}
+
+    async def _abort(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+        ids = body.get("request_ids")
+        named = [str(i).removeprefix(wire.REQUEST_ID_PREFIX) for i in ids] if ids else None
+        return 200, {"status": "aborted", "aborted": self.engine.abort(named)}
+
+    async def _health(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+        return 200, {}
+
+    async def _version(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+        return 200, {"version": self.settings.vllm_version}
+
+    async def _metrics(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+        engine = self.engine
+        lines = (
+            "# TYPE vllm:num_requests_running gauge",
+            f'vllm:num_requests_running{{engine="0"}} {float(engine.num_running)}',
+            f'vllm:num_requests_waiting{{engine="0"}} {float(engine.num_waiting)}',
+            f'vllm:request_success_total{{engine="0",finished_reason="stop"}} {float(engine.num_finished)}',
+            f'vllm:request_success_total{{engine="0",finished_reason="abort"}} {float(engine.num_aborted)}',
+        )
+        return 200, "\n".join(lines).encode() + b"\n"
+
+    async def _init_transfer(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+        self.engine.transfer_info.append(body["init_info"])
+        return 200, {"message": "Weight transfer initialized"}
+
+    async def _start_update(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+        if self.engine.update_active:
+            return 500, _error("start_weight_update called while a weight update is already active.")
+        self.engine.update_active = True
+        return 200, {"message": "Weight update started"}
+
+    async def _update_weights(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+        if not self.engine.update_active:
+            return 500, _error("start_weight_update must be called before update_weights.")
+        await asyncio.sleep(self.settings.update_seconds)
+        return 200, {"message": "Weights updated"}
+
+    async def _finish_update(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+        if not self.engine.update_active:
+            return 500, _error("finish_weight_update called without a matching start_weight_update.")
+        self.engine.finish_update(body.get("weight_version"))
+        return 200, {"message": "Weight update finished"}
+
+    async def _collective_rpc(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+        if self._worker is None:
+            return 200, {"results": [{}]}
+        return 200, {"results": self._worker(body["method"], body.get("args", []))}
+
+    async def _state(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+        engine = self.engine
+        return 200, {
+            "running": engine.num_running,
+            "waiting": engine.num_waiting,
+            "finished": engine.num_finished,
+            "aborted": engine.num_aborted,
+            "requests": self.num_requests,
+            "updates": engine.num_updates,
+            "label": engine.label,
+            "paused": engine.paused,
+            "salts": engine.salts,
+            "pid": os.getpid(),
+            "child_pid": self.child_pid,
+        }
+
+    async def _fault(self, body: Any, query: dict[str, str]) -> tuple[int, Any]:
+        kind = body["kind"]
+        if kind == "die":
+            self.on_death()
+        elif kind == "fail_next":
+            self.fail_next = int(body["count"])
+        elif kind == "hang_next":
+            self.hang_next = int(body["count"])
+        else:
+            return 400, {"detail": f"no fault {kind!r}: die, fail_next, hang_next"}
+        return 200, {}
+
+
+def _error(message: str, kind: str = "InternalServerError", code: int = 500) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+async def _send_error(send: Send, status: int, message: str, kind: str) -> None:
+    await _send_json(send, status, _error(message, kind, status))
+
+
+async def _send_json(send: Send, status: int, content: Any) -> None:
+    await _send_bytes(send, status, content if isinstance(content, bytes) else msgspec.json.encode(content))
+
+
+async def _send_bytes(send: Send, status: int, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    start: Message = {"type": "http.response.start", "status": status, "headers": headers}
+    await send(start)
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue

@@ -1,0 +1,213 @@
+"""A whole run without Ray, torch or vLLM, for tests and benchmarks of everything else.
+
+Real here: the loops, lanes, the server pool, environment processes, the record, and the HTTP clients. Stand-ins: the
+trainer, which counts, and the weight sync, which takes every server through an update without a byte of weights. The
+servers come from the caller: `telescope.testing.fake_server` in this process or in others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from telescope.config import TelescopeConfig
+from telescope.config.environments import environment_keys
+from telescope.environments.worker_pool.launcher import Launcher
+from telescope.environments.worker_pool.messages import RendererSpec
+from telescope.environments.worker_pool.pool import EnvironmentPool
+from telescope.errors import InfrastructureError
+from telescope.inference.client import EngineClient
+from telescope.orchestrator.filters import SampleFilters
+from telescope.orchestrator.orchestrator import Orchestrator
+from telescope.orchestrator.prompt_sampler import PromptSampler
+from telescope.orchestrator.request_slots import RequestSlotPool, make_request_slots
+from telescope.orchestrator.servers import ServerHandle, ServerPool
+from telescope.orchestrator.services import Services
+from telescope.orchestrator.status import RunStatus
+from telescope.orchestrator.supervision import Supervisor
+from telescope.record.recorder import Recorder
+from telescope.rollout.sample import RolloutSettings
+from telescope.trainer.batch import StepInput, StepResult
+
+VOCAB_SIZE = 1000
+"""What `filter_gibberish` takes for the size of the vocabulary."""
+
+SERVER_START_SECONDS = 10.0
+"""How long a fake server may take to come back; a real one has `inference_start_timeout_seconds`."""
+
+
+@dataclass
+class FakeTrainer:
+    """Counts steps. `fail_at` raises in that step, `seconds` is how long one takes, `keep` holds on to its inputs."""
+
+    seconds: float = 0.0
+    fail_at: int | None = None
+    keep: bool = True
+    steps: list[list[StepInput]] = field(default_factory=list)
+    queue: asyncio.Lock = field(default_factory=asyncio.Lock)
+    version: int = 0
+
+    async def train_step(self, inputs: list[StepInput]) -> StepResult:
+        async with self.queue:
+            await asyncio.sleep(self.seconds)
+            if self.fail_at == self.version:
+                raise ArithmeticError("the loss is not a number")
+            if self.keep:
+                self.steps.append(inputs)
+            self.version += 1
+        return StepResult({"grad_norm": 1.0, "learning_rate": 1e-6}, [])
+
+    def sample_ids(self, step: int) -> list[str]:
+        """Every sample that a step trained, in order of its id."""
+        batches = [b for rank in self.steps[step] for m in rank.minibatches for b in m.micro_batches]
+        return sorted(sample for batch in batches for sample in batch.sample_ids)
+
+    def oldest_version(self, step: int) -> int:
+        """The oldest policy version among the tokens that a step trained."""
+        batches = [b for rank in self.steps[step] for m in rank.minibatches for b in m.micro_batches]
+        return int(min(batch.version_T[batch.trained_T].min() for batch in batches if batch.trained_T.any()))
+
+
+@dataclass
+class FakeWeightSync:
+    """Runs vLLM's update sequence on every server that is up, without a byte of weights."""
+
+    trainer: FakeTrainer
+    servers: ServerPool | None = None
+    fail_at: int | None = None
+
+    async def sync(self) -> dict[str, float]:
+        assert self.servers is not None
+        if self.fail_at == self.trainer.version:
+            raise RuntimeError("the sync broke")
+        for index in self.servers.up:
+            try:
+                await self._update(self.servers.clients[index])
+            except InfrastructureError as error:
+                self.servers.report_failure(index, error)
+        return {"weight_sync/servers": float(len(self.servers.up))}
+
+    async def sync_one(self, server: int, on_held: Callable[[], None], *, fresh: bool) -> None:
+        assert self.servers is not None
+        async with self.trainer.queue:
+            if fresh and self.trainer.version:
+                await self._update(self.servers.clients[server])
+            on_held()
+
+    async def _update(self, client: EngineClient) -> None:
+        await client.pause()
+        await client.start_update()
+        await client.update_weights({})
+        await client.finish_update(self.trainer.version)
+        await client.resume()
+
+
+class StepLog:
+    """Keeps what W&B would get."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+
+    def log_step(self, step: int, metrics: dict[str, float]) -> None:
+        assert step == len(self.metrics)
+        self.metrics.append(metrics)
+
+
+@dataclass
+class FakeRun:
+    """The wired parts of a run."""
+
+    config: TelescopeConfig
+    orchestrator: Orchestrator
+    trainer: FakeTrainer
+    weights: FakeWeightSync
+    servers: ServerPool
+    lanes: RequestSlotPool
+    status: RunStatus
+    step_log: StepLog
+    recorder: Recorder
+    environments: EnvironmentPool
+
+    async def run(self, timeout: float = 30.0) -> None:
+        """Train to the end, or raise what ended it. AssertionError with the run's state after `timeout` seconds."""
+        supervisor = Supervisor()
+        supervisor.spawn(self.servers.watch(), "server watch")
+        try:
+            async with asyncio.timeout(timeout):
+                await supervisor.run_until(self.orchestrator.run(supervisor))
+        except TimeoutError:
+            state = (self.status.parts, self.lanes.describe(), self.orchestrator.window, self.orchestrator.ledger)
+            raise AssertionError(f"the run did not end within {timeout:g} s: {state}") from None
+
+
+@asynccontextmanager
+async def fake_run(
+    config: TelescopeConfig,
+    run_dir: Path,
+    handles: Sequence[ServerHandle],
+    clients: list[EngineClient],
+    *,
+    trainer: FakeTrainer | None = None,
+    flush_seconds: float = 2.0,
+    launcher: Launcher | None = None,
+) -> AsyncIterator[FakeRun]:
+    """Wire a run over servers that answer already, hand it over, and end its parts.
+
+    The clients stay the caller's, and so does `launcher`, a started fork server for the environments.
+    """
+    trainer = trainer or FakeTrainer()
+    async with AsyncExitStack() as stack:
+        keys = environment_keys(config)
+        environments = EnvironmentPool(
+            keys.specs,
+            renderer=RendererSpec(tokenizer_path=config.model),
+            num_workers=config.environment_workers or 1,
+            timeout_seconds=config.environment_timeout_seconds,
+            environments_path=list(config.environments_path),
+            launcher=launcher,
+        )
+        stack.push_async_callback(environments.close)
+        await environments.start()
+        weights = FakeWeightSync(trainer)
+        status = RunStatus("fake", config.number_of_steps)
+        lanes = make_request_slots(
+            individual=config.enable_individual_sample_lanes,
+            num_servers=len(clients),
+            groups_per_server=config.max_concurrent_prompts_per_server,
+            group_size=config.group_size,
+        )
+        servers = ServerPool(
+            handles, clients, lanes, status,
+            start_timeout=SERVER_START_SECONDS, hang_timeout=0.0, bring_weights=weights.sync_one,
+        )  # fmt: skip
+        weights.servers = servers
+        for index in range(len(clients)):
+            servers.open(index)
+        recorder = stack.enter_context(Recorder(run_dir, flush_seconds=flush_seconds))
+        step_log = StepLog()
+        infos = [await environments.describe(key) for key in keys.training]
+        sizes = [info.num_samples for info in infos]
+        orchestrator = Orchestrator(
+            config,
+            Services(
+                environments=environments,
+                environment_keys=keys.training,
+                lanes=lanes,
+                engines=clients,
+                trainer=trainer,
+                weights=weights,
+                recorder=recorder,
+                step_log=step_log,
+                filters=SampleFilters.from_config(config, vocab_size=VOCAB_SIZE),
+                infos=infos,
+                report_engine_failure=servers.report_failure,
+            ),
+            PromptSampler(config.seed, sizes, [entry.weight for entry in config.environments], [0] * len(sizes)),
+            frozenset(),
+            RolloutSettings.from_config(config),
+            status,
+        )
+        yield FakeRun(config, orchestrator, trainer, weights, servers, lanes, status, step_log, recorder, environments)

@@ -1,0 +1,84 @@
+"""What can be asked of a rank to prove that it computes what it should: logprobs as packed, and one gradient twice.
+
+Owns measurements on a set-up FSDP rank that leave weights and optimiser as they were. Does not own the verdicts
+(`telescope.verify`) nor the packing. Every function here is collective: all ranks call it with their own step inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from telescope.errors import UserError
+from telescope.trainer.backends import TrainingBackend
+from telescope.trainer.backends.fsdp.backend import FSDPBackend
+from telescope.trainer.backends.fsdp.communication import reshard_all
+from telescope.trainer.batch import StepInput
+from telescope.trainer.loss import denominator
+from telescope.trainer.metrics import StepMetrics
+from telescope.trainer.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class GradientComparison:
+    """Two gradients of what should be the same loss. Norms are of the whole gradient, over all ranks."""
+
+    relative_error: float
+    """L2 norm of their difference over the norm of the second; NaN when the second is zero."""
+    norms: tuple[float, float]
+    losses: tuple[float, float]
+    num_micro_batches: tuple[int, int]
+    """This rank's."""
+
+
+@torch.no_grad()
+def packed_logprobs(backend: TrainingBackend, step_input: StepInput) -> dict[str, np.ndarray]:
+    """Logprobs of the trained tokens of this rank's samples, in the rows as packed, by sample id. Collective."""
+    backend = _fsdp(backend)
+    found: dict[str, np.ndarray] = {}
+    for batch in step_input.minibatches:
+        for micro_batch in batch.micro_batches:
+            values_N = backend.forward_logprobs(micro_batch, step_input.version).double().cpu().numpy()
+            sample_N = micro_batch.sample_index_T[np.flatnonzero(micro_batch.trained_T)]
+            found |= {name: values_N[sample_N == index] for index, name in enumerate(micro_batch.sample_ids)}
+    reshard_all(backend.policy)
+    return found
+
+
+def compare_gradients(backend: TrainingBackend, first: StepInput, second: StepInput) -> GradientComparison:
+    """Gradient and loss of the same samples, packed in two ways. Weights and optimiser stay as they are. Collective."""
+    backend = _fsdp(backend)
+    losses, shards = [], []
+    for step_input in (first, second):
+        sums = StepMetrics(backend.device)
+        (batch,) = step_input.minibatches  # the whole batch at once: minibatches would cut it by groups
+        backend.accumulate(batch, step_input.version, Timeline(backend.device, backend.rank), sums)
+        divisor = denominator(backend.algorithm, batch, backend.config)
+        shards.append([shard.detach() / divisor for shard in backend.local_gradients()])
+        backend.optimizer.zero_grad(set_to_none=True)
+        losses.append(sums.reduce()["loss/policy"])
+    squares = torch.zeros(3, dtype=torch.float64, device=backend.device)
+    for one, other in zip(*shards, strict=True):
+        one, other = one.double(), other.double()
+        squares += torch.stack([(one - other).square().sum(), one.square().sum(), other.square().sum()])
+    dist.all_reduce(squares)
+    difference, norm_first, norm_second = (math.sqrt(value) for value in squares.tolist())
+    return GradientComparison(
+        relative_error=difference / norm_second if norm_second > 0 else math.nan,
+        norms=(norm_first, norm_second),
+        losses=(losses[0], losses[1]),
+        num_micro_batches=(len(first.minibatches[0].micro_batches), len(second.minibatches[0].micro_batches)),
+    )
+
+
+def _fsdp(backend: TrainingBackend) -> FSDPBackend:
+    if not isinstance(backend, FSDPBackend):
+        raise UserError(
+            f"train_backend: {backend.config.train_backend!r} cannot be measured this way; only 'fsdp' and classes "
+            "derived from it can"
+        )
+    return backend

@@ -1,0 +1,1 @@
+"""Helpers without knowledge of training: text, log files, processes, suggestions."""

@@ -1,0 +1,95 @@
+"""Nothing outlives its supervisor: the two ways a process of an engine ends with the process that started it.
+
+Owns `die_with` (called inside every vLLM process) and `python -m telescope.utils.child_guard` (the shim between
+`InferenceServer` and vLLM). Imports the standard library only, because the shim stays in memory beside every server.
+
+The shim is leader of a new session, hence of one process group for the whole engine. It holds the read end of a pipe
+whose write end only the supervisor has, and watches its parent's pid: whichever way the supervisor goes, kill -9
+included, the group is killed. Linux's parent-death signal would not do there because it fires when the *thread* that
+started the child ends; the shim has one thread, so it does for the command that the shim starts. If the shim itself is
+killed, that signal ends the command, at whatever point of its start it is, and `die_with` the other processes of the
+engine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+SUPERVISOR_PID_VARIABLE = "TELESCOPE_ENGINE_SUPERVISOR_PID"
+"""Pid of the shim, in the environment of every process of the engine."""
+
+POLL_SECONDS = 0.2
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(pid: int) -> None:
+    """End this process at once, without clean-up, when process `pid` is gone.
+
+    A daemon thread waits on a pidfd, so it costs nothing. Kernels without pidfds (before 5.3, some sandboxes) are
+    asked every second instead.
+    """
+
+    def wait_for_end() -> None:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            pass
+        except (AttributeError, OSError):
+            while _exists(pid):
+                time.sleep(1.0)
+        else:
+            select.select([descriptor], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait_for_end, name="telescope-lifeline", daemon=True).start()
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def kill_group(group: int) -> None:
+    """SIGKILL every process of the group; a group that is gone already is fine."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def main(argv: list[str]) -> int:
+    """`lifeline PIPE_FD COMMAND...`: run the command in this process's own session until it, or the parent, ends."""
+    pipe, command = int(argv[0]), argv[1:]
+    parent = os.getppid()
+    environment = {**os.environ, SUPERVISOR_PID_VARIABLE: str(os.getpid())}
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up here: after the fork little is allowed
+    child = subprocess.Popen(
+        command, env=environment, preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    )
+    # SIGTERM goes to the engine, which shuts down by itself; the supervisor decides when patience ends.
+    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while (code := child.poll()) is None:
+        readable, _, _ = select.select([pipe], [], [], POLL_SECONDS)
+        orphaned = os.getppid() != parent
+        if orphaned or (readable and not os.read(pipe, 1)):
+            kill_group(os.getpgid(0))
+            time.sleep(60)  # killed with the group
+    sys.stderr.write(f"telescope: engine process {child.pid} ended with code {code}\n")
+    sys.stderr.flush()
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,295 @@
+"""The control channel beside a communicator: a TCP socket per peer that says at once when the other process is gone.
+
+Collectives cannot: NCCL waits for a dead peer until someone aborts it, and gloo for a peer that lives but does not
+answer. The kernel closes the sockets of a process that dies, so the end of this stream is the news, within
+milliseconds on a host. The same sockets carry the few words that go with a transfer (`begin`, `ready`, `done`,
+`failed`).
+
+Owns the sockets and one reading thread. Does not know tensors, deadlines of transfers, or torch. Frames are a 4-byte
+big-endian length and a JSON object, at most `MAX_FRAME_BYTES`; nothing is unpickled. Who connects must show the token
+of the rendezvous, which travels over the engine's authenticated HTTP route.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import queue
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from telescope.errors import DeadlineExceeded, InfrastructureError
+
+MAX_FRAME_BYTES = 1 << 16
+_HEADER = struct.Struct("!I")
+_SEND_SECONDS = 10.0
+"""How long a control message may take to leave; messages are smaller than any socket buffer, so it never should."""
+_HELLO_SECONDS = 5.0
+"""How long a peer may keep the door busy before it says who it is."""
+_POLL_SECONDS = 0.1
+"""How often a wait looks whether it was aborted."""
+
+Message = dict[str, Any]
+
+
+class TransferError(InfrastructureError):
+    """A weight transfer broke off: the other side died, refused or failed, or this side aborted it."""
+
+
+class Rendezvous:
+    """The listening end of a communicator: made by the sender before it tells an engine where to connect."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.token = secrets.token_hex(16)
+        self.aborted: str | None = None
+        """Why nobody is waited for any more."""
+        self._server = listen(host)
+        self.port: int = self._server.getsockname()[1]
+
+    def accept(self, world_size: int, greeting: Message, timeout: float) -> ControlChannel:
+        """Wait for ranks 1 .. world_size - 1, greet each with `greeting`, and close the door.
+
+        Connections that do not show the token or an expected rank are dropped. Raises `DeadlineExceeded` naming the
+        ranks that did not come, `TransferError` after an `abort`.
+        """
+        deadline = time.monotonic() + timeout
+        peers: dict[int, socket.socket] = {}
+        try:
+            while len(peers) < world_size - 1:
+                missing = sorted(set(range(1, world_size)) - set(peers))
+                if self.aborted is not None:
+                    raise TransferError(f"weight transfer: {self.aborted}")
+                try:
+                    self._server.settimeout(min(_left(deadline), _POLL_SECONDS))
+                    connection, _ = self._server.accept()
+                except TimeoutError as error:
+                    if time.monotonic() < deadline:
+                        continue
+                    raise DeadlineExceeded(
+                        f"weight transfer: engine ranks {missing} did not connect to {self.host}:{self.port} within "
+                        f"{timeout:.0f} s"
+                    ) from error
+                except OSError as error:  # the door was closed
+                    raise TransferError(f"weight transfer: {self.aborted or error}") from error
+                rank = self._admit(connection, missing, greeting, deadline)
+                if rank is None:
+                    connection.close()
+                else:
+                    peers[rank] = connection
+        except BaseException:
+            for connection in peers.values():
+                connection.close()
+            raise
+        finally:
+            self.close()
+        return ControlChannel(peers)
+
+    def _admit(self, connection: socket.socket, missing: list[int], greeting: Message, deadline: float) -> int | None:
+        """The rank of a peer that showed the token; None for anything else."""
+        connection.settimeout(min(_left(deadline), _HELLO_SECONDS))
+        try:
+            hello = _read_frame(connection)
+            rank = hello.get("rank") if hello else None
+            token = str(hello.get("token", "")) if hello else ""
+            if not hmac.compare_digest(token.encode(), self.token.encode()) or rank not in missing:
+                return None
+            connection.sendall(_frame(greeting))
+        except (OSError, ValueError):
+            return None  # a stranger or a peer that died while knocking; the caller goes on waiting for the real one
+        return int(rank)
+
+    def abort(self, reason: str) -> None:
+        """Stop waiting, and whatever follows of the connecting; from any thread."""
+        self.aborted = self.aborted or reason
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def join(host: str, port: int, rank: int, token: str, timeout: float) -> tuple[ControlChannel, Message]:
+    """Connect to a `Rendezvous` as `rank`; returns the lifeline and the sender's greeting.
+
+    Raises `TransferError` when the sender is not there or does not admit us.
+    """
+    connection: socket.socket | None = None
+    greeting: Message | None = None
+    try:
+        connection = socket.create_connection((host, port), timeout=timeout)
+        connection.sendall(_frame({"rank": rank, "token": token}))
+        greeting = _read_frame(connection)
+    except (OSError, ValueError) as error:
+        raise TransferError(f"weight transfer: cannot join the sender at {host}:{port}: {error}") from error
+    finally:
+        if greeting is None and connection is not None:
+            connection.close()
+    if greeting is None:
+        raise TransferError(f"weight transfer: the sender at {host}:{port} does not admit rank {rank}")
+    return ControlChannel({0: connection}), greeting
+
+
+class ControlChannel:
+    """Connected control sockets, by the rank at the other end, and the thread that reads them.
+
+    `loss` is None while all peers are alive, and then the reason why one is not. A peer that says `bye` before it
+    closes is a loss too: nothing can be transferred any more.
+    """
+
+    def __init__(self, peers: dict[int, socket.socket]) -> None:
+        self._peers = peers
+        self._messages: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
+        self._loss: str | None = None
+        self._closed_because: str | None = None
+        self._on_loss: list[Callable[[str], None]] = []
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._wake_read, self._wake_write = socket.socketpair()
+        for connection in peers.values():
+            connection.settimeout(_SEND_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._thread = threading.Thread(target=self._read, name="telescope-lifeline", daemon=True)
+        self._thread.start()
+
+    @property
+    def loss(self) -> str | None:
+        return self._loss
+
+    @property
+    def local_address(self) -> str:
+        """Address of this host on the way to the peer."""
+        connection = next(iter(self._peers.values()))
+        return str(connection.getsockname()[0])
+
+    def on_loss(self, callback: Callable[[str], None]) -> None:
+        """Call `callback(reason)` once, from the reading thread, or at once if the loss already happened."""
+        with self._lock:
+            if self._loss is None:
+                self._on_loss.append(callback)
+                return
+        callback(self._loss)
+
+    def send(self, message: Message) -> None:
+        """Send to every peer. A peer that cannot be reached becomes the loss; nothing is raised here."""
+        frame = _frame(message)
+        for rank, connection in self._peers.items():
+            try:
+                with self._lock:
+                    connection.sendall(frame)
+            except OSError as error:
+                self._lose(f"rank {rank} cannot be reached: {error}")
+
+    def receive(self, deadline: float, what: str) -> tuple[int, Message]:
+        """The next message and its rank, waiting until `deadline` (`time.monotonic()`).
+
+        Raises `TransferError` when a peer is lost or this side closed and no message is left, `DeadlineExceeded`
+        naming `what`.
+        """
+        while True:
+            try:
+                return self._messages.get(timeout=min(0.05, _left(deadline)))
+            except queue.Empty:
+                ended = self._loss or self._closed_because
+                if ended is not None and self._messages.empty():
+                    raise TransferError(f"weight transfer: {what}: {ended}") from None
+                if time.monotonic() >= deadline:
+                    raise DeadlineExceeded(f"weight transfer: {what}: no answer before the deadline") from None
+
+    def close(self, reason: str | None = None) -> None:
+        """Say goodbye (or, with a reason, that this side failed) and close the sockets. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closed_because = reason or "closed by this side"
+        self._closing.set()
+        self.send({"kind": "bye", "reason": reason})
+        self._wake_write.send(b"x")
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=_SEND_SECONDS)
+        for connection in (*self._peers.values(), self._wake_read, self._wake_write):
+            connection.close()
+
+    def _read(self) -> None:
+        selector = selectors.DefaultSelector()
+        selector.register(self._wake_read, selectors.EVENT_READ, None)
+        for rank, connection in self._peers.items():
+            selector.register(connection, selectors.EVENT_READ, rank)
+        with selector:
+            while not self._closing.is_set():
+                for key, _ in selector.select():
+                    if key.data is None or not self._read_one(key.data):
+                        return
+
+    def _read_one(self, rank: int) -> bool:
+        """Take one message of `rank`; False when the peer is gone and reading ends."""
+        try:
+            message = _read_frame(self._peers[rank])
+        except (OSError, ValueError) as error:
+            self._lose(f"the connection to rank {rank} broke: {error}")
+            return False
+        if message is None:
+            self._lose(f"the process of rank {rank} is gone")
+            return False
+        if message.get("kind") == "bye":
+            self._lose(f"rank {rank} left" + (f": {message['reason']}" if message.get("reason") else ""))
+            return False
+        self._messages.put((rank, message))
+        return True
+
+    def _lose(self, reason: str) -> None:
+        with self._lock:
+            if self._loss is not None or self._closing.is_set():
+                return
+            self._loss = reason
+            callbacks, self._on_loss = self._on_loss, []
+        for callback in callbacks:
+            callback(reason)
+
+
+def listen(host: str) -> socket.socket:
+    """A listening socket on a free port of exactly this address (no other interface)."""
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, 0), family=family)
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
+
+
+def _frame(message: Message) -> bytes:
+    body = json.dumps(message).encode()
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"control message of {len(body)} bytes; at most {MAX_FRAME_BYTES}")
+    return _HEADER.pack(len(body)) + body
+
+
+def _read_frame(connection: socket.socket) -> Message | None:
+    """One message, or None at the end of the stream. Raises `ValueError` for anything that is not a message."""
+    header = _read_exactly(connection, _HEADER.size)
+    if header is None:
+        return None
+    (length,) = _HEADER.unpack(header)
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"control message of {length} bytes announced")
+    body = _read_exactly(connection, length)
+    if body is None:
+        return None
+    message = json.loads(body)
+    if not isinstance(message, dict):
+        raise ValueError("control message is not an object")
+    return message
+
+
+def _read_exactly(connection: socket.socket, count: int) -> bytes | None:
+    data = b""
+    while len(data) < count:
+        piece = connection.recv(count - len(data))
+        if not piece:
+            return None
+        data += piece
+    return data

@@ -1,0 +1,189 @@
+"""What an engine holds: every trainer tensor found again inside the engine's own parameters, and fingerprinted there.
+
+An engine fuses projections (`q_proj`, `k_proj`, `v_proj` into `qkv_proj`), cuts them over tensor-parallel ranks, pads
+the vocabulary, and on the CPU packs them for its matrix kernels and throws the plain weight away. Owns the map from
+trainer tensors to those places and the reading of them. Knows vLLM's layers by class name and attributes only, and
+imports nothing of vLLM, so it is tested with stand-ins. Experts, which have layouts of their own, are `held_experts`.
+
+Invariants:
+- The map is written from the meaning of the layers (heads, partitions, ranks), not derived by running the model's
+  weight loader, so that a loader that goes wrong cannot hide itself.
+- What is read is what the forward pass computes with. Where a layer multiplies with a packed copy, the copy is read by
+  multiplying it with the identity through the layer's own operator: a row of the identity picks one column, every
+  other product is zero, so what comes back is the column itself, exactly (1 x w plus zeros has no rounding in any
+  float type). Where the plain parameter is used (GPU, embeddings, norms, biases) it is read as it lies.
+- A tied output layer is a second place of the input embedding; both must hold it.
+- A tensor without a place, and a parameter that no tensor accounts for, are reported, never skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from telescope.weights.engine_experts import expert_slices, experts_as_loaded, is_experts, why_unreadable
+from telescope.weights.fingerprint import Share, Slice, as_matrix_shape, fingerprint_slices
+from telescope.weights.plan import TensorMeta
+
+IDENTITY_ROWS = 256
+"""Rows of the identity multiplied at a time when a packed weight is read back."""
+
+USUAL_PACKING = {"gate_up_proj": ["gate_proj", "up_proj"]}
+"""What a model with experts in some layers only does not always list."""
+
+
+def engine_weights(model: nn.Module, metas: list[TensorMeta], dtype: torch.dtype) -> dict[str, Any]:
+    """Read back every tensor of `metas` (names and full shapes as the trainer has them) from this worker's `model`.
+
+    Returns JSON: `tensors` maps each name to its shares on this worker (empty when it has no place here), `unaccounted`
+    lists parameters of the engine that no tensor explains. `dtype` is the dtype that the tensors travelled in.
+    """
+    shapes = {meta.name: meta.shape for meta in metas}
+    shares: dict[str, list[dict[str, Any]]] = {meta.name: [] for meta in metas}
+    unaccounted: list[str] = []
+    for place, module, attribute, parameter, canonical in _parameters(model):
+        if is_experts(module):
+            slices = expert_slices(module, place, attribute, shapes)
+        else:
+            slices = _slices(module, place, attribute, parameter, shapes, canonical, _packing(model))
+        if not slices:
+            problem = why_unreadable(module) if is_experts(module) else None
+            unaccounted.append(f"{place}.{attribute}" + (f" ({problem})" if problem else ""))
+            continue
+        for name, found in _read(module, place, attribute, parameter, slices, dtype, model):
+            shares[name].append(asdict(found))
+    return {"tensors": shares, "unaccounted": unaccounted}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Parameter names that are second names of one parameter, and the first name of each.
+
+    A module that has two names itself (the router of a layer with experts) counts under its first one alone.
+    """
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for place, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            name = f"{place}.{attribute}" if place else attribute
+            if first.setdefault(id(parameter), name) != name:
+                tied[name] = first[id(parameter)]
+    return tied
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter, str]]:
+    """(module name, module, attribute, parameter, name of the parameter's first place) of every parameter in use."""
+    tied = tied_names(model)
+    for place, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            name = f"{place}.{attribute}" if place else attribute
+            yield place, module, attribute, parameter, tied.get(name, name)
+
+
+def _packing(model: nn.Module) -> Mapping[str, list[str]]:
+    """Fused module name -> names of the trainer's modules that it holds, in order."""
+    return {**USUAL_PACKING, **(getattr(model, "packed_modules_mapping", None) or {})}
+
+
+def _kinds(module: nn.Module) -> set[str]:
+    return {kind.__name__ for kind in type(module).__mro__}
+
+
+def _slices(
+    module: nn.Module,
+    place: str,
+    attribute: str,
+    parameter: nn.Parameter,
+    shapes: Mapping[str, tuple[int, ...]],
+    canonical: str,
+    packing: Mapping[str, list[str]],
+) -> dict[str, Slice]:
+    """The trainer tensors that lie in this parameter, and where. Empty when the parameter cannot be explained."""
+    parent, _, last = place.rpartition(".")
+    components = packing.get(last)
+    if components is not None:
+        prefix = f"{parent}." if parent else ""
+        names = [f"{prefix}{component}.{attribute}" for component in components]
+        if not all(name in shapes for name in names):
+            return {}
+        return _fused_slices(module, names, shapes)
+    own = f"{place}.{attribute}" if place else attribute
+    name = own if own in shapes else canonical
+    if name not in shapes:
+        return {}
+    rows, columns = as_matrix_shape(shapes[name])
+    rank, size = _tensor_parallel(module)
+    kinds = _kinds(module)
+    whole = Slice(0, (0, rows), (0, columns))
+    if "VocabParallelEmbedding" in kinds:
+        indices: Any = module.shard_indices
+        return {name: Slice(0, (indices.org_vocab_start_index, indices.org_vocab_end_index), (0, columns))}
+    if "ColumnParallelLinear" in kinds and size > 1:
+        local = rows // size
+        return {name: Slice(0, (rank * local, (rank + 1) * local), (0, columns))}
+    if "RowParallelLinear" in kinds and attribute == "weight" and size > 1:
+        local = columns // size
+        return {name: Slice(0, (0, rows), (rank * local, (rank + 1) * local))}
+    return {name: whole}
+
+
+def _fused_slices(module: nn.Module, names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Slice]:
+    """Components of a fused layer follow each other in the rows; each is cut over the ranks by itself."""
+    rank, size = _tensor_parallel(module)
+    replicas = [1] * len(names)
+    if "QKVParallelLinear" in _kinds(module):
+        # Key and value heads that are fewer than ranks are repeated: `replicas` neighbours hold the same head.
+        repeated = int(getattr(module, "num_kv_head_replicas", 1))
+        replicas = [1, repeated, repeated]
+    slices: dict[str, Slice] = {}
+    held_row = 0
+    for name, repeats in zip(names, replicas, strict=True):
+        rows, columns = as_matrix_shape(shapes[name])
+        local = rows * repeats // size
+        start = (rank // repeats) * local
+        slices[name] = Slice(held_row, (start, start + local), (0, columns))
+        held_row += local
+    return slices
+
+
+def _tensor_parallel(module: nn.Module) -> tuple[int, int]:
+    """(rank, size) over which this layer is cut; (0, 1) for a layer that every rank holds whole."""
+    return int(getattr(module, "tp_rank", 0)), int(getattr(module, "tp_size", 1))
+
+
+def _read(
+    module: nn.Module,
+    place: str,
+    attribute: str,
+    parameter: nn.Parameter,
+    slices: Mapping[str, Slice],
+    dtype: torch.dtype,
+    model: nn.Module,
+) -> Iterator[tuple[str, Share]]:
+    """Fingerprint each tensor's slice, in every form in which the forward pass uses the parameter."""
+    if is_experts(module):
+        yield from fingerprint_slices(
+            [(0, experts_as_loaded(module, attribute))], f"{place}.{attribute}", slices, dtype
+        )
+        return
+    packed = attribute == "weight" and hasattr(module, "cpu_linear")
+    is_lookup = "VocabParallelEmbedding" in _kinds(module) and "ParallelLMHead" not in _kinds(module)
+    is_output = is_lookup and getattr(model, "lm_head", None) is module  # some models use one module for both
+    if not packed or is_lookup:
+        yield from fingerprint_slices([(0, parameter.detach())], f"{place}.{attribute}", slices, dtype)
+    if packed and (not is_lookup or is_output):
+        columns = next(iter(slices.values())).columns
+        blocks = _packed_columns(module, parameter, columns[1] - columns[0])
+        yield from fingerprint_slices(blocks, f"{place}.{attribute} as packed", slices, dtype)
+
+
+def _packed_columns(module: Any, parameter: nn.Parameter, num_columns: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first column, columns [rows, block]) of a packed weight, read through the layer's own operator."""
+    for start in range(0, num_columns, IDENTITY_ROWS):
+        stop = min(start + IDENTITY_ROWS, num_columns)
+        identity = torch.zeros(stop - start, num_columns, dtype=parameter.dtype, device=parameter.device)
+        identity[torch.arange(stop - start), torch.arange(start, stop)] = 1
+        yield start, module.quant_method.apply(module, identity, None).T

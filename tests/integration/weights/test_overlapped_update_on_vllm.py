@@ -1,0 +1,145 @@
+"""Weights received beside the work of a real vLLM server: what it computes with, and when, and what the probe sees.
+
+`tests/gpu/weights/test_overlapped_update_on_gpu.py` makes the same claims of an engine on a GPU.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from tests.integration.weights.vllm_server import (
+    PROBE_TOKENS,
+    Server,
+    disturb,
+    make_model,
+    model_logprobs,
+    serving,
+)
+
+from telescope.errors import InfrastructureError
+from telescope.rollout.types import GenerateRequest
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One vLLM process per kind of model; every test brings it to a state of its own by a sync."""
+    folder = tmp_path_factory.mktemp(request.param)
+    with serving(Server(make_model(folder, tied=request.param == "tied"), folder, unpacked=True)) as made:
+        yield made
+
+
+def half_way(server: Server, action: Callable[[], object]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The trainer's tensors, with something done after the seventh, when the first buckets have been received."""
+    for index, item in enumerate(server.model.named_parameters()):
+        if index == 7:
+            action()
+        yield item
+
+
+def logprobs(server: Server) -> list[float]:
+    return server.run(server.client.prompt_logprobs(PROBE_TOKENS))
+
+
+def distance(left: list[float], right: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))
+
+
+def equal_within(server: Server) -> float:
+    """Nats by which logprobs of one set of weights may differ. On a GPU the engine's attention multiplies in TF32."""
+    return 1e-4 if server.gpu is None else 2e-2
+
+
+@pytest.mark.parametrize(("mode", "bucket_mb"), [("flattened_bucket", 1), ("flattened_bucket", 256), ("per_tensor", 1)])
+def test_after_a_background_sync_the_engine_computes_with_the_new_weights(
+    server: Server, mode: str, bucket_mb: int
+) -> None:
+    assert server.background
+    before = logprobs(server)
+    disturb(server.model, seed=server.version + 1)
+    done = server.sync(mode=mode, bucket_mb=bucket_mb)
+    assert done.probe.ok, str(done.probe)
+    assert done.probe.num_tensors == len(list(server.model.parameters()))
+    assert distance(logprobs(server), model_logprobs(server.model, PROBE_TOKENS)) < equal_within(server)
+    assert distance(logprobs(server), before) > 0.1
+
+
+def test_the_engine_samples_from_the_old_weights_until_the_swap(server: Server) -> None:
+    server.proven_sync()
+    old = model_logprobs(server.model, PROBE_TOKENS)
+    disturb(server.model, seed=server.version + 1)
+    update = server.next_update(mode="per_tensor")
+    during: list[list[float]] = []
+    request = GenerateRequest("beside", PROBE_TOKENS[:8], max_tokens=40, temperature=1.0, seed=1)
+
+    async def ask() -> None:
+        """Runs on the loop that also waits for the transfer, which goes on only when both answers are here."""
+        generation = await server.client.generate(request)
+        assert generation.version_spans == [(update.version - 1, 0, len(generation.token_ids_N))]
+        during.append(await server.client.prompt_logprobs(PROBE_TOKENS))
+
+    report = server.receive(
+        update, half_way(server, lambda: asyncio.run_coroutine_threadsafe(ask(), server.loop).result(60))
+    )
+    assert report.errors == {}
+    assert distance(during[0], old) < equal_within(server), "half of the new weights had arrived"
+    assert distance(logprobs(server), old) < equal_within(server), "all of them had arrived"
+    server.run(server.swap(update))
+    assert server.probe(report).ok
+    assert distance(logprobs(server), old) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("nothing", ""),
+        ("no swap", ""),
+        ("skipped", "model.layers.0.self_attn.k_proj.weight"),
+        ("skipped", "model.norm.weight"),
+        ("previous", "model.embed_tokens.weight"),
+        ("swapped", "model.layers.0.mlp.gate_proj.weight"),
+        ("bit", "model.layers.1.mlp.up_proj.weight"),
+    ],
+)
+def test_the_probe_names_what_a_spoiled_background_sync_left_wrong_and_the_next_sync_mends_it(
+    server: Server, fault: str, name: str
+) -> None:
+    spoiled = server.spoiled_sync(fault, name)
+    assert not spoiled.ok
+    every = {name for name, _ in server.model.named_parameters()}
+    other = name.replace("gate_proj", "up_proj")
+    wrong = every if fault in ("nothing", "no swap") else {name, other} if fault == "swapped" else {name}
+    assert set(spoiled.mismatched) == wrong
+    server.proven_sync()
+
+
+def test_a_background_transfer_that_broke_off_changes_nothing_and_the_next_one_mends_it(server: Server) -> None:
+    server.proven_sync()
+    old = model_logprobs(server.model, PROBE_TOKENS)
+    disturb(server.model, seed=server.version + 1)
+    update = server.next_update(mode="per_tensor")
+    report = server.receive(update, half_way(server, lambda: server.sender.abort(0, "half way, on purpose")))
+    assert "half way" in report.errors[0]
+    assert distance(logprobs(server), old) < equal_within(server)
+    with pytest.raises(InfrastructureError, match="half way"):
+        server.run(server.swap(update))
+    assert distance(logprobs(server), old) < equal_within(server)
+    server.connect()
+    server.proven_sync()
+
+
+def kill_in_a_background_sync(server: Server) -> None:
+    """Its processes end half way: the sender must learn of it at once."""
+    started = time.monotonic()
+    update = server.next_update(mode="per_tensor")
+    report = server.receive(update, half_way(server, server.process.kill))
+    assert "gone" in report.errors[0] or "broke" in report.errors[0]
+    assert time.monotonic() - started < 30  # the deadline is 60
+
+
+@pytest.mark.last_on_its_server
+def test_killing_the_engine_in_the_middle_of_a_background_sync_is_an_error_at_once(server: Server) -> None:
+    kill_in_a_background_sync(server)

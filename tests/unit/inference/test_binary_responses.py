@@ -1,0 +1,198 @@
+"""Answers as arrays: the same tokens, logprobs and versions as in vLLM's JSON, and JSON wherever that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telescope.errors import InfrastructureError
+from telescope.inference.vllm import adapter as wire
+from telescope.inference.vllm.binary_responses import BinaryResponseMiddleware
+
+ANSWERS = Path(__file__).parent / "answers"
+ACCEPT = [(b"accept", f"{wire.PACKED_TYPE}, application/json".encode())]
+
+
+def recorded(version: str, name: str) -> tuple[bytes, str | None]:
+    answer = json.loads((ANSWERS / version / f"{name}.json").read_text())
+    return json.dumps(answer["body"]).encode(), answer["spans_header"]
+
+
+async def through_middleware(
+    parts: list[bytes], *, status: int = 200, headers: list[Any] = ACCEPT, spans: str | None = None, path: str = ""
+) -> tuple[int, dict[bytes, bytes], bytes]:
+    """What a caller with `headers` gets where vLLM answers with `parts`."""
+    sent: list[Any] = []
+
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        own = [(b"Content-Type", b"application/json"), (b"content-length", str(len(b"".join(parts))).encode())]
+        if spans is not None:
+            own.append((wire.VERSION_SPANS_HEADER.encode(), spans.encode()))
+        await send({"type": "http.response.start", "status": status, "headers": own})
+        for number, part in enumerate(parts, 1):
+            await send({"type": "http.response.body", "body": part, "more_body": number < len(parts)})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path or wire.GENERATE_ROUTE, "headers": headers}
+    await BinaryResponseMiddleware(vllm)(scope, None, send)  # type: ignore[arg-type]
+    start, *bodies = sent
+    got = {name.lower(): value for name, value in start["headers"]}
+    return start["status"], got, b"".join(body.get("body", b"") for body in bodies)
+
+
+@pytest.mark.parametrize("version", ["0.26", "0.32"])
+@pytest.mark.parametrize("name", ["stop", "length", "abort", "two_versions"])
+@pytest.mark.parametrize("cut", [10**9, 17])
+async def test_recorded_answers_arrive_as_they_were(version: str, name: str, cut: int) -> None:
+    body, spans = recorded(version, name)
+    parts = [body[i : i + cut] for i in range(0, len(body), cut)]
+    status, headers, packed = await through_middleware(parts, spans=spans)
+    assert (status, headers[b"content-type"]) == (200, wire.PACKED_TYPE.encode())
+    assert headers[b"content-length"] == str(len(packed)).encode()
+    expected = wire.parse_generate(body, spans_header=spans, initial_version=6)
+    got = wire.resolve_versions(wire.unpack_answer(packed), initial_version=6)
+    assert got.token_ids_N.tolist() == expected.token_ids_N.tolist()
+    assert got.logprobs_N.tobytes() == expected.logprobs_N.tobytes()
+    assert (got.token_ids_N.dtype, got.logprobs_N.dtype) == (np.int32, np.float32)
+    assert (got.finish_reason, got.version_spans) == (expected.finish_reason, expected.version_spans)
+    assert len(packed) < len(body) / 3
+
+
+async def test_callers_who_do_not_ask_get_json() -> None:
+    body, spans = recorded("0.32", "stop")
+    for headers in ([], [(b"accept", b"application/json")]):
+        assert (await through_middleware([body], headers=headers, spans=spans))[2] == body
+    assert (await through_middleware([body], spans=spans, path="/v1/completions"))[2] == body
+
+
+async def test_errors_and_answers_that_cannot_be_read_pass_through() -> None:
+    error, _ = recorded("0.32", "server_error")
+    assert (await through_middleware([error], status=500))[::2] == (500, error)
+    status, headers, body = await through_middleware([b'{"choices"', b": []}"])
+    assert (status, headers[b"content-type"], body) == (200, b"application/json", b'{"choices": []}')
+
+
+@given(st.binary(max_size=60))
+def test_bytes_that_are_no_packed_answer_are_refused(data: bytes) -> None:
+    with pytest.raises(InfrastructureError, match=r"no packed generation|not numbers"):
+        wire.unpack_answer(data)
+
+
+def test_an_unpacked_answer_outlives_the_buffer_that_it_came_in() -> None:
+    labelled = wire.LabelledAnswer(
+        np.array([7, 8], np.int32), np.array([-0.5, -1.5], np.float32), "stop", [("default", 0)]
+    )
+    buffer = bytearray(wire.pack_answer(labelled))
+    answer = wire.unpack_answer(memoryview(buffer))
+    buffer[:] = bytes(len(buffer))
+    assert answer.token_ids_N.tolist() == [7, 8]
+    assert answer.logprobs_N.tolist() == [-0.5, -1.5]
+    assert answer.label_starts == [("default", 0)]
+
+
+def test_logprobs_that_are_no_numbers_are_a_failure_of_the_server() -> None:
+    broken = wire.LabelledAnswer(np.array([7, 8], np.int32), np.array([-0.5, np.nan], np.float32), "stop", [])
+    with pytest.raises(InfrastructureError, match="not numbers"):
+        wire.unpack_answer(wire.pack_answer(broken))
+
+
+# --- past vLLM's JSON -----------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """A vLLM engine that gives one answer, in one piece or with what it had before."""
+
+    def __init__(self, *outputs: Any) -> None:
+        self.outputs = outputs
+        self.closed = False
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
+        try:
+            for output in self.outputs:
+                yield output
+        finally:
+            self.closed = True
+
+
+def engine_output(ids: list[int], logprobs: list[float] | None, *, finished: bool = True) -> Any:
+    entries = (
+        None if logprobs is None else [{i: SimpleNamespace(logprob=p)} for i, p in zip(ids, logprobs, strict=False)]
+    )
+    answer = SimpleNamespace(token_ids=ids, logprobs=entries, finish_reason="stop" if finished else None)
+    return SimpleNamespace(finished=finished, outputs=[answer])
+
+
+async def from_engine(engine: Engine, *, output_kind: int = wire.FINAL_ONLY, headers: list[Any] = ACCEPT) -> bytes:
+    """The body of an answer that a vLLM of this engine writes."""
+    app = SimpleNamespace(state=SimpleNamespace(serving_tokens=SimpleNamespace(engine_client=engine)))
+    sent: list[Any] = []
+
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        params = SimpleNamespace(output_kind=SimpleNamespace(value=output_kind))
+        last = None
+        async for output in app.state.serving_tokens.engine_client.generate([1], params, "r"):
+            last = output.outputs[0]
+        assert last is not None
+        entries = [{"logprob": entry.logprob} for at in last.logprobs or () for entry in at.values()]
+        content = {"content": entries}
+        span = [{"version": "7", "start": 0, "end": 1}]
+        choice = {"token_ids": last.token_ids, "logprobs": content, "finish_reason": "stop", "weight_versions": span}
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps({"choices": [choice]}).encode()})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": wire.GENERATE_ROUTE, "headers": headers, "app": app}
+    await BinaryResponseMiddleware(vllm)(scope, None, send)  # type: ignore[arg-type]
+    return bytes(sent[-1]["body"])
+
+
+@given(st.lists(st.tuples(st.integers(0, 150_000), st.floats(-30, 0, width=32)), max_size=40))
+async def test_ids_and_logprobs_go_past_the_json_bit_for_bit(sampled: list[tuple[int, float]]) -> None:
+    ids, logprobs = [i for i, _ in sampled], [p for _, p in sampled]
+    engine = Engine(engine_output(ids, logprobs))
+    answer = wire.unpack_answer(await from_engine(engine))
+    assert answer.token_ids_N.tolist() == ids
+    assert answer.logprobs_N.tolist() == logprobs
+    assert (answer.finish_reason, answer.label_starts) == ("stop", [("7", 0)])
+    assert engine.closed
+
+
+async def test_vllm_writes_no_tokens_of_an_answer_that_goes_as_arrays() -> None:
+    output = engine_output([4, 5], [-1.0, -2.0])
+    await from_engine(Engine(output))
+    assert (output.outputs[0].token_ids, output.outputs[0].logprobs) == ([], [])
+
+
+async def test_who_wants_json_gets_the_tokens_in_it_whoever_asked_before() -> None:
+    engine = Engine(engine_output([4, 5], [-1.0, -2.0]))
+    body = json.loads(await from_engine(engine, headers=[]))
+    assert body["choices"][0]["token_ids"] == [4, 5]
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+async def test_an_answer_that_comes_in_pieces_is_left_to_vllm(kind: int) -> None:
+    output = engine_output([4, 5], [-1.0, -2.0])
+    await from_engine(Engine(engine_output([4], [-1.0], finished=False), output), output_kind=kind)
+    assert output.outputs[0].token_ids == [4, 5]
+
+
+async def test_an_answer_with_fewer_logprobs_than_tokens_is_not_made_whole() -> None:
+    body = await from_engine(Engine(engine_output([4, 5], [-1.0])))
+    assert json.loads(body)["choices"][0]["token_ids"] == [4, 5], "the driver says what is wrong with it"
+
+
+async def test_a_logprob_that_is_no_number_is_an_error_of_the_server() -> None:
+    body = await from_engine(Engine(engine_output([4], [float("nan")])))
+    with pytest.raises(InfrastructureError, match="not numbers"):
+        wire.unpack_answer(body)

@@ -1,0 +1,164 @@
+"""Requests that wait for an engine that has died are answered; nothing else is touched."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from telescope.inference.vllm import engine_health
+from telescope.inference.vllm.engine_health import EngineDeathMiddleware
+
+
+class Server:
+    """An application whose requests wait until told, behind the middleware."""
+
+    def __init__(self, *, begins: bool = False) -> None:
+        self.engine = SimpleNamespace(errored=False)
+        self.may_answer = asyncio.Event()
+        self.num_cancelled = 0
+        self._begins = begins
+        self._middleware = EngineDeathMiddleware(self._app)
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            if self._begins:
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+            await self.may_answer.wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        if not self._begins:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    async def request(self, method: str = "POST") -> list[Any]:
+        """What a request is sent."""
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        app = SimpleNamespace(state=SimpleNamespace(engine_client=self.engine))
+        scope = {"type": "http", "method": method, "path": "/update_weights", "app": app}
+        await self._middleware(scope, None, send)  # type: ignore[arg-type]
+        return sent
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_health, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(engine_health, "GRACE_SECONDS", 0.05)
+
+
+async def ended(requests: list[asyncio.Task[Any]]) -> None:
+    _, waiting = await asyncio.wait(requests, timeout=30)
+    assert not waiting
+
+
+async def test_requests_that_wait_for_a_dead_engine_are_answered_and_their_handlers_ended() -> None:
+    server = Server()
+    requests = [asyncio.create_task(server.request()) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    assert not any(request.done() for request in requests)
+    server.engine.errored = True
+    await ended(requests)
+    for start, body in (request.result() for request in requests):
+        assert start["status"] == 503
+        assert b"has died" in body["body"]
+        assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
+    assert server.num_cancelled == 3
+
+
+async def test_a_request_that_comes_after_the_death_is_ended_too() -> None:
+    server = Server()
+    server.engine.errored = True
+    for _ in range(2):
+        request = asyncio.create_task(server.request())
+        await ended([request])
+        assert request.result()[0]["status"] == 503
+
+
+async def test_what_the_server_says_itself_of_a_dead_engine_is_what_the_caller_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_health, "GRACE_SECONDS", 30.0)
+    server = Server()
+    server.engine.errored = True
+    request = asyncio.create_task(server.request())
+    await asyncio.sleep(0.1)
+    server.may_answer.set()
+    await ended([request])
+    assert [message.get("body") for message in request.result()] == [None, b"done"]
+
+
+async def test_an_answer_that_has_begun_is_not_begun_again() -> None:
+    server = Server(begins=True)
+    server.engine.errored = True
+    request = asyncio.create_task(server.request())
+    await ended([request])
+    assert [message["type"] for message in request.result()] == ["http.response.start"]
+
+
+async def test_a_request_that_the_caller_gives_up_is_cancelled_and_not_answered() -> None:
+    server = Server()
+    request = asyncio.create_task(server.request())
+    await asyncio.sleep(0.02)
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    assert server.num_cancelled == 1
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_requests_of_a_living_engine_are_left_alone(method: str) -> None:
+    server = Server()
+    request = asyncio.create_task(server.request(method))
+    await asyncio.sleep(0.2)
+    assert not request.done()
+    server.may_answer.set()
+    assert (await request)[0]["status"] == 200
+
+
+async def test_a_request_that_only_reads_is_ended_too_since_some_ask_the_engine() -> None:
+    server = Server()
+    request = asyncio.create_task(server.request("GET"))
+    await asyncio.sleep(0.05)
+    server.engine.errored = True
+    await ended([request])
+    assert request.result()[0]["status"] == 503
+
+
+async def test_a_request_that_comes_in_the_grace_of_others_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_health, "GRACE_SECONDS", 0.5)
+    server = Server()
+    server.engine.errored = True
+    first = asyncio.create_task(server.request())
+    await asyncio.sleep(0.4)
+    second = asyncio.create_task(server.request())
+    await ended([first])
+    assert first.result()[0]["status"] == 503
+    assert not second.done()
+    await ended([second])
+    assert second.result()[0]["status"] == 503
+
+
+async def test_a_server_that_gives_up_a_request_that_is_being_ended_is_obeyed() -> None:
+    server = Server()
+    server.engine.errored = True
+    request = asyncio.create_task(server.request())
+    await asyncio.sleep(0)
+    monitored = next(iter(server._middleware._in_flight))
+    server._middleware._ended.add(monitored)
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+
+
+async def test_an_engine_that_does_not_say_whether_it_is_dead_fails_the_request() -> None:
+    server = Server()
+    del server.engine.errored
+    with pytest.raises(AttributeError, match="errored"):
+        await server.request()

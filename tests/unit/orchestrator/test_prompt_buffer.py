@@ -1,0 +1,161 @@
+"""The buffer of prompts: how far ahead it works, in which order prompts leave, and which never enter."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from tests.unit.orchestrator.fakes import config_of
+
+from telescope.environments.worker_pool.messages import PreparedPrompt
+from telescope.errors import EnvironmentFailure, RunError
+from telescope.orchestrator.budget import ErrorBudget
+from telescope.orchestrator.prompt_buffer import PREPARE_AT_ONCE, PromptBuffer
+from telescope.orchestrator.prompt_sampler import FIRST_DRAW, PromptSampler, SamplerPosition
+from telescope.orchestrator.status import RunStatus
+from telescope.orchestrator.supervision import ChangeNotifier
+
+NUM_ITEMS = 40
+
+
+class Source:
+    """Renders item i as [i] * (i + 1), unless something else is asked of it."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.num_at_once = self.most_at_once = 0
+        self.broken: set[int] = set()
+
+    async def prepare(self, env_key: str, index: int) -> PreparedPrompt:
+        self.num_asked += 1
+        self.num_at_once += 1
+        self.most_at_once = max(self.most_at_once, self.num_at_once)
+        await asyncio.sleep(0)
+        self.num_at_once -= 1
+        if index in self.broken:
+            raise EnvironmentFailure("no such item")
+        return PreparedPrompt([index] * (index + 1), f"item {index}", [], f"uid {index}")
+
+
+class Filling:
+    """A buffer under way, with `fill` as a task of its own."""
+
+    def __init__(
+        self,
+        *,
+        start: SamplerPosition = FIRST_DRAW,
+        held_out: frozenset[str] = frozenset(),
+        context: int = 1000,
+        budget: float = 1.0,
+        **fields: Any,
+    ) -> None:
+        self.source = Source()
+        self.config = config_of(environment_error_budget=budget, **fields)
+        status = RunStatus("test", 1)
+        self.changes = ChangeNotifier(status)
+        self.draws = PromptSampler(self.config.seed, [NUM_ITEMS], [1.0], [0])
+        self.buffer = PromptBuffer(
+            self.config, self.source, ["arithmetic"], self.draws, held_out, start,
+            max_context=context, budget=ErrorBudget(budget), changes=self.changes, status=status,
+        )  # fmt: skip
+        self.task = asyncio.create_task(self.buffer.fill())
+
+    async def settled(self) -> None:
+        """Until it has nothing to do."""
+        before = -1
+        while before != self.source.num_asked or self.source.num_at_once:
+            before = self.source.num_asked
+            for _ in range(20):
+                await asyncio.sleep(0)
+
+    async def taken(self, count: int) -> list[int]:
+        """The numbers of the next `count` draws, taken one by one."""
+        numbers = []
+        for _ in range(count):
+            await self.settled()
+            numbers.append(self.buffer.take()[0].n)
+            self.changes.notify()
+        await self.settled()
+        return numbers
+
+    async def end(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+async def test_as_many_prompts_are_ready_as_were_asked_for_and_no_more() -> None:
+    filling = Filling(prompt_prefetch_buffer_size=20)
+    await filling.settled()
+    assert len(filling.buffer) == 20
+    assert filling.source.most_at_once == PREPARE_AT_ONCE
+    await filling.taken(3)
+    assert (len(filling.buffer), filling.source.num_asked) == (20, 23)
+    await filling.end()
+
+
+async def test_without_prefetch_one_prompt_at_a_time_is_prepared() -> None:
+    filling = Filling(prompt_prefetch_buffer_size=20, enable_prompt_prefetch=False)
+    await filling.settled()
+    assert (len(filling.buffer), filling.source.num_asked, filling.source.most_at_once) == (1, 1, 1)
+    assert await filling.taken(4) == [0, 1, 2, 3]
+    assert filling.source.most_at_once == 1
+    await filling.end()
+
+
+@pytest.mark.parametrize("size", [1, 5, 24])
+async def test_prompts_leave_in_the_order_of_their_draws_whatever_the_size(size: int) -> None:
+    filling = Filling(prompt_prefetch_buffer_size=size)
+    assert await filling.taken(30) == list(range(30))
+    await filling.end()
+
+
+async def test_a_draw_that_is_given_back_comes_first() -> None:
+    filling = Filling(prompt_prefetch_buffer_size=4)
+    await filling.settled()
+    draw, prompt = filling.buffer.take()
+    filling.buffer.give_back(draw, prompt)
+    assert await filling.taken(3) == [0, 1, 2]
+    await filling.end()
+
+
+async def test_what_an_earlier_attempt_left_unfinished_is_asked_first() -> None:
+    filling = Filling(start=SamplerPosition(10, (7, 3)), prompt_prefetch_buffer_size=3)
+    await filling.settled()
+    assert filling.buffer.position([]) == SamplerPosition(11, (3, 7, 10))
+    assert await filling.taken(4) == [3, 7, 10, 11]
+    await filling.end()
+
+
+async def test_what_is_held_out_too_long_or_broken_never_enters() -> None:
+    filling = Filling(held_out=frozenset({"uid 2", "uid 5"}), context=31, prompt_prefetch_buffer_size=4)
+    filling.source.broken = {8}
+    items = [filling.draws.draw(n).index for n in await filling.taken(20)]
+    assert not {2, 5, 8} & set(items)
+    assert max(items) < 30, "item i has i + 1 tokens, and an answer needs room for one"
+    await filling.end()
+
+
+async def test_a_dataset_without_a_usable_prompt_ends_the_run_with_the_reason() -> None:
+    filling = Filling(held_out=frozenset(f"uid {i}" for i in range(NUM_ITEMS)))
+    with pytest.raises(RunError, match="every item is held out for an eval"):
+        await asyncio.wait_for(filling.task, 60)
+
+
+async def test_prompts_that_mostly_fail_or_leave_no_room_end_the_run_before_any_sample() -> None:
+    filling = Filling(budget=0.2, prompt_prefetch_buffer_size=NUM_ITEMS)
+    filling.source.broken = set(range(NUM_ITEMS))
+    with pytest.raises(RunError, match=r"failed 16 of its last 16 prompts.*16 x no such item, last with item"):
+        await asyncio.wait_for(filling.task, 60)
+    filling = Filling(budget=0.2, context=10, prompt_prefetch_buffer_size=NUM_ITEMS)
+    with pytest.raises(
+        RunError, match=r"failed \d+ of its last \d+ prompts.*16 x a prompt leaves no room .* 10 tokens"
+    ):
+        await asyncio.wait_for(filling.task, 60)
+
+
+async def test_prompts_that_are_held_out_for_an_eval_are_no_failures() -> None:
+    filling = Filling(budget=0.0, held_out=frozenset(f"uid {i}" for i in range(20)), prompt_prefetch_buffer_size=4)
+    await filling.taken(10)
+    assert not filling.task.done()
+    await filling.end()

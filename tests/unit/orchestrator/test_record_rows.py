@@ -1,0 +1,107 @@
+"""Rows: every key is a column of its table, and what is written is what is read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.orchestrator.fakes import group, sample
+
+from telescope.environments.worker_pool.messages import EnvironmentInfo
+from telescope.orchestrator import record_rows
+from telescope.record.reader import Run
+from telescope.record.recorder import Recorder
+from telescope.record.tables import COLUMN_NAMES, TABLES
+
+
+def rows_of_everything() -> dict[str, list[dict[str, Any]]]:
+    kept, masked = sample(0, 0.5, lengths=(3, 2), version=4, correct=1.0), sample(1, None, lengths=())
+    made = group([0.5, None])
+    made.samples = [kept, masked]
+    common: dict[str, Any] = {"status": "kept", "reason": None, "step": 7}
+    info = EnvironmentInfo("arithmetic", 64, metrics_ranges={"correct": {"min": 0.0, "max": 1.0}})
+    return {
+        "environments": [
+            record_rows.environment_row("arithmetic", "arithmetic", 0.5, info),
+            record_rows.environment_row("eval/arithmetic#0", "arithmetic", None, info),
+        ],
+        "groups": [record_rows.group_row(made, **common)],
+        "samples": [
+            record_rows.sample_row(kept, "6 x 7?", advantage=1.5, age=2, **common),
+            record_rows.sample_row(masked, "6 x 7?", **common),
+            record_rows.sample_row(
+                sample(2, 1.0), "1 + 1?", status="eval", reason=None, step=0, eval_name="arithmetic"
+            ),
+        ],
+        "turns": [row for one in made.samples for row in record_rows.turn_rows(one)],
+        "spans": [row for one in made.samples for row in record_rows.request_span_rows(one)],
+    }
+
+
+@pytest.mark.parametrize("table", ["environments", "groups", "samples", "turns", "spans"])
+def test_every_key_of_a_row_is_a_column_of_its_table(table: str) -> None:
+    for row in rows_of_everything()[table]:
+        assert set(row) <= COLUMN_NAMES[table]
+
+
+@pytest.mark.parametrize("table", ["environments", "groups", "samples", "turns"])
+def test_a_row_fills_every_column_but_the_recorder_s_own(table: str) -> None:
+    for row in rows_of_everything()[table]:
+        assert set(TABLES[table].column_names) - set(row) == {"attempt"}
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    written = rows_of_everything()
+    with Recorder(tmp_path) as recorder:
+        for table, table_rows in written.items():
+            for row in table_rows:
+                recorder.write(table, row)
+    run = Run(tmp_path)
+    for table, table_rows in written.items():
+        read = run.table(table).to_pylist()
+        assert len(read) == len(table_rows)
+        for expected, actual in zip(table_rows, read, strict=True):
+            for name, value in expected.items():
+                # Maps come back as pairs, arrays as lists.
+                plain = list(value.items()) if isinstance(value, dict) else value
+                plain = plain.tolist() if hasattr(plain, "tolist") else plain
+                assert actual[name] == plain, (table, name)
+
+
+def test_a_masked_sample_stays_masked_whatever_became_of_its_group() -> None:
+    row = record_rows.sample_row(sample(1, None), "6 x 7?", status="discarded", reason="zero_advantage", step=3)
+    assert (row["status"], row["reason"], row["reward"]) == ("masked", "environment", None)
+    assert row["failure_message"] == "KeyError: 'numbers'"
+
+
+def test_gold_answers_that_an_environment_left_open_are_empty_text() -> None:
+    row = record_rows.sample_row(sample(), "6 x 7?", status="kept", reason=None, step=3)
+    assert row["golden"] == {"answer": "42", "other": ""}
+
+
+def test_a_group_counts_the_samples_that_were_scored() -> None:
+    row = record_rows.group_row(group([0.0, None, 1.0]), status="kept", reason=None, step=3)
+    assert (row["num_samples"], row["reward_mean"]) == (2, 0.5)
+    assert row["reward_std"] == pytest.approx(0.5**0.5)
+    masked = record_rows.group_row(group([None, None]), status="discarded", reason="all_masked", step=3)
+    assert (masked["num_samples"], masked["reward_mean"], masked["reward_std"]) == (0, None, None)
+    assert record_rows.group_row(group([1.0]), status="kept", reason=None, step=3)["reward_std"] is None
+
+
+def test_what_is_in_flight_is_every_sample_that_is_not_done() -> None:
+    started, done = group([1.0, None, 0.0], n=6), group([1.0, 0.0], n=7)
+    del started.samples[1]
+    in_flight = record_rows.in_flight_rows([started, done])
+    assert [row["sample_id"] for row in in_flight] == ["6-1"]
+    assert set(in_flight[0]) <= COLUMN_NAMES["samples"]
+    assert in_flight[0]["prompt_tokens"] == 3
+
+
+def test_spans_of_a_sample_are_its_turns_and_its_reward() -> None:
+    spans = record_rows.request_span_rows(sample(0, 1.0, lengths=(3, 2)))
+    assert [(span["name"], span["start"], span["end"]) for span in spans] == [
+        ("generate", 10.0, 10.5), ("generate", 11.0, 11.5), ("reward", 12.0, 12.25)
+    ]  # fmt: skip
+    assert all(span["sample_id"] == "5-0" and span["attributes"]["lane"] == "3" for span in spans)
+    assert record_rows.request_span_rows(sample(1, None, lengths=())) == []

@@ -1,0 +1,72 @@
+"""A failure in any loop ends the run with that error; a run in which nothing moves ends with a report (defect 25)."""
+
+import asyncio
+
+import pytest
+
+from telescope.errors import DeadlineExceeded
+from telescope.orchestrator.status import RunStatus
+from telescope.orchestrator.supervision import ChangeNotifier, Supervisor, watchdog
+
+
+async def for_ever() -> None:
+    await asyncio.sleep(3600)
+
+
+async def fail(message: str) -> None:
+    await asyncio.sleep(0.01)
+    raise ZeroDivisionError(message)
+
+
+async def test_the_first_failure_of_any_task_is_the_failure_of_the_run() -> None:
+    supervisor = Supervisor()
+    bystander = supervisor.spawn(for_ever(), "bystander")
+    supervisor.spawn(fail("in a loop"), "loop")
+    with pytest.raises(ZeroDivisionError, match="in a loop"):
+        await asyncio.wait_for(supervisor.run_until(for_ever()), 5)
+    assert bystander.cancelled()
+
+
+async def test_a_task_that_fails_before_the_main_one_starts_is_not_lost() -> None:
+    supervisor = Supervisor()
+    supervisor.spawn(fail("early"), "loop")
+    await asyncio.sleep(0.05)
+    with pytest.raises(ZeroDivisionError, match="early"):
+        await asyncio.wait_for(supervisor.run_until(for_ever()), 5)
+
+
+async def test_the_end_of_the_main_task_ends_the_loops() -> None:
+    supervisor = Supervisor()
+    loop = supervisor.spawn(for_ever(), "loop")
+
+    async def main() -> int:
+        return 7
+
+    assert await supervisor.run_until(main()) == 7
+    assert loop.cancelled()
+
+
+async def test_the_watchdog_says_what_each_part_was_waiting_for() -> None:
+    status = RunStatus("run", 10)
+    status.set_part("trainer", "waiting for a batch")
+
+    async def no_stacks() -> dict[str, str]:
+        return {}
+
+    with pytest.raises(DeadlineExceeded, match="trainer: waiting for a batch"):
+        await asyncio.wait_for(watchdog(status, 0.05, no_stacks, poll_seconds=0.01), 5)
+
+
+async def test_a_waiter_sees_every_change_and_its_wait_has_a_name() -> None:
+    status = RunStatus("run", 10)
+    changes = ChangeNotifier(status)
+    ready = False
+    waiting = asyncio.create_task(changes.wait_until(lambda: ready, "batches", "16 usable groups"))
+    await asyncio.sleep(0)
+    assert status.parts["batches"] == "waiting for 16 usable groups"
+    changes.notify()
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    ready = True
+    changes.notify()
+    await asyncio.wait_for(waiting, 1)

@@ -1,0 +1,29 @@
+"""A log never keeps a process from being started, or its end from being explained."""
+
+from telescope.utils.log_file import log_size, log_tail, open_log
+
+
+def test_lines_are_appended_and_the_tail_is_of_what_came_after_the_start(tmp_path):
+    path = tmp_path / "logs" / "x.log"
+    with open_log(path) as log:
+        log.write(b"before\n")
+    start = log_size(path)
+    with open_log(path) as log:
+        log.write(b"one\ntwo\xff\n")
+    assert log_tail(path, 1000, start=start) == "one\ntwo\ufffd"
+    assert log_tail(path, 5, start=start) == "two\ufffd"
+
+
+def test_a_log_that_was_replaced_by_a_shorter_one_is_read_from_its_end(tmp_path):
+    path = tmp_path / "x.log"
+    path.write_text("new")
+    assert log_tail(path, 1000, start=500) == "new"
+
+
+def test_a_folder_that_cannot_be_made_costs_the_lines_and_nothing_else(tmp_path, caplog):
+    (tmp_path / "logs").write_text("in the way")
+    path = tmp_path / "logs" / "x.log"
+    with open_log(path) as log:
+        log.write(b"lost\n")
+    assert "what the process says is lost" in caplog.text
+    assert (log_size(path), log_tail(path, 1000)) == (0, "")

@@ -1,0 +1,12 @@
+"""One of a thing has no plural."""
+
+from __future__ import annotations
+
+import pytest
+
+from telescope.utils.text import pluralize
+
+
+@pytest.mark.parametrize(("number", "words"), [(0, "0 steps"), (1, "1 step"), (2, "2 steps"), (1500, "1500 steps")])
+def test_a_number_of_things_reads_as_a_person_would_say_it(number: int, words: str) -> None:
+    assert pluralize(number, "step") == words
