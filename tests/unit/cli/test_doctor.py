@@ -75,8 +75,8 @@ def test_torch_has_to_fit_the_devices(answer: dict[str, object], gpus: list[str]
 def test_vllm_has_to_be_a_supported_version_for_the_device(
     monkeypatch: pytest.MonkeyPatch, version: str | None, cpu: bool, gpus: list[str], status: str
 ):
-    monkeypatch.setattr(doctor.supported_vllm, "installed_version", lambda: version)
-    monkeypatch.setattr(doctor.supported_vllm, "is_cpu_build", lambda: cpu)
+    monkeypatch.setattr(doctor.support, "installed_version", lambda: version)
+    monkeypatch.setattr(doctor.support, "is_cpu_build", lambda: cpu)
     check = doctor.check_vllm(gpus)
     assert check.status == status
     assert "0.26 to 0.32" in check.found
