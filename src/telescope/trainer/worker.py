@@ -29,11 +29,12 @@ from transformers.utils import logging as transformers_logging
 
 from telescope.config.memory import trainer_share
 from telescope.errors import ConfigError
-from telescope.trainer.backends import TensorMeta, TrainingBackend, find_backend
+from telescope.trainer.backends import TrainingBackend, find_backend
 from telescope.trainer.batch import MicroBatch, Span, StepInput, StepResult, TrainSample
 from telescope.trainer.metrics import reduce_max
 from telescope.trainer.packing import lay_out
 from telescope.utils.process import leave_out_nothing, leave_out_what_exists
+from telescope.weights.plan import TensorMeta
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 """How long a rank waits for the others inside one collective: longer than any load from a slow disk."""

@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 BroadcastMode = Literal["flattened_bucket", "per_tensor"]
 
@@ -27,15 +27,6 @@ MIB = 1 << 20
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes per element of the dtypes that weights travel in."""
-
-
-class TensorDescription(Protocol):
-    """What the trainer says about a tensor; `TensorMeta` is one."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 def sender_rank(engine: int, world_size: int) -> int:
@@ -147,7 +138,7 @@ class UpdateInfo:
 
 
 def make_update(
-    metas: Iterable[TensorDescription],
+    metas: Iterable[TensorMeta],
     *,
     version: int,
     dtype: str,

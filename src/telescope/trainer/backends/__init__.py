@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 
 from telescope.errors import ConfigError
-from telescope.trainer.backends.base import TensorMeta, TrainingBackend
+from telescope.trainer.backends.base import TrainingBackend
+from telescope.weights.plan import TensorMeta
 
 __all__ = ["TensorMeta", "TrainingBackend", "find_backend"]
 

@@ -10,22 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from telescope.trainer.batch import Span
-
-
-@dataclass(slots=True, frozen=True)
-class TensorMeta:
-    """Name in the Hugging Face checkpoint, full shape, and torch dtype name (`float32`) of one tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+from telescope.weights.plan import TensorMeta
 
 
 class TrainingBackend(ABC):

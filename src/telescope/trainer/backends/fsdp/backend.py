@@ -27,7 +27,7 @@ from telescope.algorithms import get_algorithm
 from telescope.algorithms.loss import needs_batch_reference
 from telescope.config.memory import reshards_after_forward
 from telescope.trainer.attention import choose_kernel
-from telescope.trainer.backends.base import TensorMeta, TrainingBackend
+from telescope.trainer.backends.base import TrainingBackend
 from telescope.trainer.backends.fsdp.communication import TimedReduceScatter, reshard_all, stay_gathered
 from telescope.trainer.backends.fsdp.sharding import (
     build_sharded_policy,
@@ -43,6 +43,7 @@ from telescope.trainer.model import DTYPES, PREFIX, checkpoint_tensors
 from telescope.trainer.schedule import learning_rate
 from telescope.trainer.timeline import Timeline, timing_metrics
 from telescope.trainer.worker import warm_up_row
+from telescope.weights.plan import TensorMeta
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing by it, as torch's own clipping does."""
