@@ -62,6 +62,9 @@ CASES: dict[str, dict[str, Any]] = {
         "number_of_minibatches": 4,
     },
     "sapo, sharper": {"algorithm": "sapo", "sapo_tau_pos": 4.0, "sapo_tau_neg": 6.0},
+    "grpo, weight decay, warm-up and cosine": {
+        "weight_decay": 10.0, "lr_scheduler": "cosine", "warmup_steps": 2, "min_lr_ratio": 0.1,
+    },
 }  # fmt: skip
 """Name to the fields in which the case differs from `make_config` and the defaults."""
 
