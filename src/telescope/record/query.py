@@ -11,6 +11,7 @@ make the query start again, and so do damaged ones, which are left out (`reader.
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -24,6 +25,7 @@ from telescope.errors import UserError
 from telescope.record.reader import READ_ATTEMPTS, Run, is_whole
 from telescope.record.segments import superseded_sql
 from telescope.record.tables import IN_FLIGHT, SAMPLES, TABLES
+from telescope.utils.text import plain
 
 VIEWS = (*sorted(TABLES), IN_FLIGHT)
 """What a query can name."""
@@ -44,6 +46,11 @@ _ABOUT_THE_QUERY = (
     duckdb.OutOfRangeException,
 )
 """Errors that no damaged file causes; for others, of which it causes many kinds, the files are looked at one by one."""
+
+_READING_WORDS = frozenset(("select", "from", "with", "pivot", "unpivot", "values", "describe", "summarize", "("))
+"""First words of statements that read."""
+
+_WORD = re.compile(rb"\w+|.", re.DOTALL)
 
 _WITH_TIME_ZONE = "TIMESTAMP WITH TIME ZONE"
 
@@ -74,25 +81,33 @@ class Database:
 
         Raises `UserError` for anything else, for SQL that DuckDB refuses, and for unknown tables and columns.
         """
-        connection = _connect(self._runs)
         try:
-            _check_reading(connection, sql)
-            for attempt in range(READ_ATTEMPTS):
-                files: list[tuple[Run, Path]] = []
-                try:
-                    self._create_views(connection, _mentioned(sql), files)
-                    return _fetch(connection, sql)
-                except duckdb.Error as error:
-                    # A file that was merged away in the meantime is no error: its rows are in another one now.
-                    replaced = isinstance(error, duckdb.IOException) and not all(path.exists() for _, path in files)
-                    again = replaced or (not isinstance(error, _ABOUT_THE_QUERY) and _leave_out_damaged(files))
-                    if attempt == READ_ATTEMPTS - 1 or not again:
-                        raise
-            raise AssertionError("the last attempt returns or raises")
-        except duckdb.Error as error:
-            raise UserError(_explain(str(error), sql)) from error
-        finally:
-            connection.close()
+            sql.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"The query is not valid UTF-8 at character {error.start + 1}. Remove that byte.") from None
+        with tempfile.TemporaryDirectory(prefix="telescope-query-") as folder:
+            connection = _connect(self._runs, Path(folder))
+            try:
+                return self._execute(connection, sql)
+            except duckdb.Error as error:
+                raise UserError(plain(_explain(str(error), sql))) from error
+            finally:
+                connection.close()
+
+    def _execute(self, connection: duckdb.DuckDBPyConnection, sql: str) -> Result:
+        _check_reading(connection, sql)
+        for attempt in range(READ_ATTEMPTS):
+            files: list[tuple[Run, Path]] = []
+            try:
+                self._create_views(connection, _mentioned(sql), files)
+                return _fetch(connection, sql)
+            except duckdb.Error as error:
+                # A file that was merged away in the meantime is no error: its rows are in another one now.
+                replaced = isinstance(error, duckdb.IOException) and not all(path.exists() for _, path in files)
+                again = replaced or (not isinstance(error, _ABOUT_THE_QUERY) and _leave_out_damaged(files))
+                if attempt == READ_ATTEMPTS - 1 or not again:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
 
     def _create_views(
         self, connection: duckdb.DuckDBPyConnection, names: Sequence[str], files: list[tuple[Run, Path]]
@@ -206,13 +221,17 @@ def _sql_type(arrow_type: pa.DataType) -> str:
     return {**names, "float": "FLOAT", "bool": "BOOLEAN"}[str(arrow_type)]
 
 
-def _connect(runs: Sequence[Run]) -> duckdb.DuckDBPyConnection:
-    """A database that can open the tables of `runs` and nothing else: a query may come from anywhere."""
+def _connect(runs: Sequence[Run], folder: Path) -> duckdb.DuckDBPyConnection:
+    """A database that can open the tables of `runs` and no other file. It spills large queries into `folder`.
+
+    DuckDB lets queries read the folder that it spills into, which is `.tmp` in the working directory by default.
+    """
     # Extensions would be fetched from the network, and names be looked up among the variables of this process.
     settings: dict[str, str | bool | int | float | list[str]] = {
         "autoinstall_known_extensions": "false",
         "autoload_known_extensions": "false",
         "python_enable_replacements": "false",
+        "temp_directory": str(folder),
     }
     connection = duckdb.connect(":memory:", config=settings)
     folders = [run.files.tables for run in runs]
@@ -225,18 +244,31 @@ def _connect(runs: Sequence[Run]) -> duckdb.DuckDBPyConnection:
 
 
 def _check_reading(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
+    """Raises `UserError` unless `sql` is one statement that only reads."""
     statements = connection.extract_statements(sql)
     if len(statements) != 1:
         raise UserError(f"The query holds {len(statements)} statements: give one.")
-    kind = statements[0].type.name.split("_")[0]
-    if kind == "EXPLAIN":
-        inner = re.sub(r"^\s*explain\s+(analyze\s+)?(\([^)]*\)\s*)?", "", sql, flags=re.IGNORECASE)
-        _check_reading(connection, inner)
-    elif kind != "SELECT":
+    words, inner = _without_explain(sql)
+    kind = connection.extract_statements(inner)[0].type.name
+    # DuckDB expands a PIVOT without an IN list into several statements, whatever it is part of.
+    if kind != "SELECT" and not (kind == "MULTI" and words[0] in _READING_WORDS):
         raise UserError(
-            f"{kind} is not possible: a record is read-only. Use a statement that reads, such as SELECT, DESCRIBE or "
-            "SUMMARIZE; `--format csv` writes an answer to a file."
+            f"{words[0].upper()} is not possible: a record is read-only. Use a statement that reads, such as SELECT, "
+            "DESCRIBE or SUMMARIZE; `--format csv` writes an answer to a file."
         )
+
+
+def _without_explain(sql: str) -> tuple[list[str], str]:
+    """The statement without comments before it and without EXPLAIN: its words in lower case, and its text."""
+    text = sql.encode()
+    starts = [start for start, kind in duckdb.tokenize(sql) if kind != duckdb.token_type.comment]
+    words = [_WORD.match(text, start)[0].decode(errors="replace").lower() for start in starts]  # type: ignore[index]
+    first = 0
+    if words[0] == "explain":
+        first = 2 if words[1] == "analyze" else 1
+        if words[first] == "(" and words[first + 1] not in _READING_WORDS:  # options
+            first = words.index(")") + 1
+    return words[first:], text[starts[first] :].decode()
 
 
 def _mentioned(sql: str) -> list[str]:
