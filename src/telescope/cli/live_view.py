@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from telescope.orchestrator.status import RunStatus, StepSummary
+from telescope.utils.text import plain, single_line
 
 REFRESH_PER_SECOND = 4
 LAST_STEPS = 6
@@ -73,9 +74,9 @@ def render(status: RunStatus, width: int = 100) -> RenderableType:
     inside = width - FRAME_COLUMNS
     return Panel(
         Group(_progress(status, inside), Text(), _numbers(status, inside), Text(), _parts(status), *_messages(status)),
-        title=Text.assemble(("telescope", "bold"), f" · {status.run_name}"),
+        title=Text.assemble(("telescope", "bold"), f" · {single_line(status.run_name)}"),
         title_align="left",
-        subtitle=Text(_last_columns(status.run_dir, inside - cell_len(HINT)) + HINT if status.run_dir else ""),
+        subtitle=Text(_last_columns(plain(status.run_dir), inside - cell_len(HINT)) + HINT if status.run_dir else ""),
         subtitle_align="left",
         border_style="dim",
         width=width,
@@ -94,8 +95,7 @@ def _last_columns(text: str, columns: int) -> str:
 
 def _line(text: str, style: str = "") -> Text:
     """One line of somebody else's words: no markup is read in it, and what is too long is cut."""
-    plain = Text.from_ansi(text.replace("\r", "").replace("\n", " ")).plain
-    return Text(plain, style=style, no_wrap=True, overflow="ellipsis")
+    return Text(plain(text).replace("\n", " "), style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _progress(status: RunStatus, inside: int) -> RenderableType:
@@ -176,7 +176,7 @@ def _parts(status: RunStatus) -> RenderableType:
 
 def _messages(status: RunStatus) -> list[RenderableType]:
     messages = list(status.messages)
-    return [Text(), *(Text(f"· {message}", style="yellow") for message in messages)] if messages else []
+    return [Text(), *(Text(f"· {plain(message)}", style="yellow") for message in messages)] if messages else []
 
 
 def step_line(summary: StepSummary, num_steps: int) -> str:
@@ -227,12 +227,12 @@ class LiveView:
             if status.phase != phase:
                 phase = status.phase
                 self._console.print(
-                    f"[{clock(time.time() - status.started_at)}] {phase}", highlight=False, markup=False
+                    f"[{clock(time.time() - status.started_at)}] {plain(phase)}", highlight=False, markup=False
                 )
             for message in list(status.messages):
                 if message not in shown_messages:
                     shown_messages.add(message)
-                    self._console.print(message, highlight=False, markup=False, soft_wrap=True)
+                    self._console.print(plain(message), highlight=False, markup=False, soft_wrap=True)
             history = list(status.history)
             for summary in history[num_shown:]:
                 self._console.print(step_line(summary, status.num_steps), highlight=False, markup=False, soft_wrap=True)

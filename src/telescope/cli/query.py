@@ -19,6 +19,7 @@ from telescope.cli.runs import DEFAULT_ROOT, warn_of_unreadable, wide_console
 from telescope.errors import UserError
 from telescope.record.query import Database, Result, describe_tables
 from telescope.record.reader import Run, find_runs, is_run
+from telescope.utils.text import plain
 
 EXIT_INCOMPLETE = 1
 """Rows are missing from the answer because files that held them are damaged."""
@@ -96,9 +97,11 @@ def print_result(result: Result, form: str, out: TextIO) -> None:
         json.dump([{name: _plain(value) for name, value in row.items()} for row in result.to_dicts()], out, indent=1)
         out.write("\n")
     elif form == "csv":
+        # In a file the values are exact; a terminal would carry out the control sequences in them.
+        shown = plain if out.isatty() else str
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(result.columns)
-        writer.writerows([_cell(value, exact=True) for value in row] for row in result.rows)
+        writer.writerow([shown(name) for name in result.columns])
+        writer.writerows([shown(_cell(value, exact=True)) for value in row] for row in result.rows)
     else:
         _print_table(result, out)
 
@@ -107,9 +110,9 @@ def _print_table(result: Result, out: TextIO) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for place, name in enumerate(result.columns):
         numbers = all(isinstance(row[place], int | float) or row[place] is None for row in result.rows)
-        table.add_column(Text(name), justify="right" if numbers else "left", overflow="fold")
+        table.add_column(Text(plain(name)), justify="right" if numbers else "left", overflow="fold")
     for row in result.rows:
-        table.add_row(*(Text(_cell(value, exact=False)) for value in row))
+        table.add_row(*(Text(plain(_cell(value, exact=False))) for value in row))
     # In a file or a pipe, lines are as long as they need to be; in a terminal, long cells fold.
     console = wide_console(table, out) if not out.isatty() else Console(file=out)
     console.print(table)

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from telescope.record.reader import Run, RunSummary, find_runs, newest_first
+from telescope.utils.text import plain
 
 DEFAULT_ROOT = Path("runs")
 """Where runs lie unless `run_dir` says otherwise."""
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         wide_console(table, sys.stdout).print(table)
         for summary in summaries:
             if summary.error:
-                Console().print(Text(f"{summary.label}: {summary.error}", style="red"), soft_wrap=True)
+                Console().print(Text(plain(f"{summary.label}: {summary.error}"), style="red"), soft_wrap=True)
     warn_of_unreadable(runs, "the list")
     return 0
 
@@ -85,14 +86,14 @@ def as_table(summaries: list[RunSummary]) -> Table:
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for summary in summaries:
         table.add_row(
-            Text(summary.name),
+            Text(plain(summary.name)),
             Text(summary.status, style=_STATUS_STYLES.get(summary.status, "")),
             _moment(summary.started_at),
             _progress(summary),
             _change(summary.reward_first, summary.reward_last),
             _change(summary.heldout_before, summary.heldout_after),
             duration(summary.duration),
-            Text(str(summary.path)),
+            Text(plain(str(summary.path))),
         )
     return table
 

@@ -17,6 +17,7 @@ from typing import TextIO
 
 from telescope.record.files import RunFiles
 from telescope.record.recorder import Recorder
+from telescope.utils.text import plain
 
 _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)-7s %(process)d %(name)s:%(lineno)d %(message)s"
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S"
@@ -62,6 +63,13 @@ def setup_logging(
     return LogHandlers(tuple(handlers))
 
 
+class _PlainFormatter(logging.Formatter):
+    """Formats lines without control sequences, which whoever reads the log would send to a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(super().format(record))
+
+
 class _Ours:
     """Marks the handlers that a later call of `setup_logging` replaces."""
 
@@ -74,7 +82,7 @@ class _FileHandler(_Ours, logging.FileHandler):
         with contextlib.suppress(OSError):  # reported with the first line
             path.parent.mkdir(parents=True, exist_ok=True)
         self._reported = False
-        formatter = logging.Formatter(_FORMAT, _TIME_FORMAT)
+        formatter = _PlainFormatter(_FORMAT, _TIME_FORMAT)
         formatter.converter = time.gmtime
         self.setFormatter(formatter)
 
@@ -130,7 +138,7 @@ class _ConsoleHandler(_Ours, logging.StreamHandler[TextIO]):
 
     def __init__(self) -> None:
         logging.Handler.__init__(self, logging.WARNING)
-        self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        self.setFormatter(_PlainFormatter("%(levelname)s %(name)s: %(message)s"))
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]

@@ -4,12 +4,15 @@ import csv
 import io
 import json
 import random
+import tempfile
 from dataclasses import asdict, replace
 
 import pytest
 
 from telescope.cli.main import main
+from telescope.cli.query import print_result
 from telescope.record import Recorder
+from telescope.record.query import Result
 from telescope.record.reader import Run
 from telescope.record.run_info import begin_run, end_run
 
@@ -142,6 +145,10 @@ def test_several_runs_are_compared(ask):
         (("SELECT * FROM step",), ["no table 'step'", "Did you mean 'steps'?"]),
         (("DROP VIEW steps",), ["read-only"]),
         ((), ["no query", "--tables"]),
+        (("SELECT '\udcff'",), ["not valid UTF-8 at character 9"]),
+        (("CREATE TABLE x AS PIVOT steps ON step USING sum(reward_mean)",), ["CREATE is not possible", "read-only"]),
+        (("-- x\nEXPLAIN ANALYZE COPY (PIVOT steps ON step USING sum(step)) TO 'x'",), ["COPY is not possible"]),
+        (("EXPLAIN (ANALYZE) DROP VIEW steps",), ["DROP is not possible"]),
     ],
 )
 def test_what_is_wrong_is_said_with_exit_code_2(ask, arguments, parts):
@@ -158,14 +165,80 @@ def test_what_is_wrong_is_said_with_exit_code_2(ask, arguments, parts):
         "glob('{folder}/*')",
         "'{file}'",
         "read_parquet('https://example.com/x')",
+        "'.tmp/secret.csv'",
+        "read_text('{folder}/.tmp/*')",
     ],
 )
-def test_a_query_reads_no_files_but_the_tables(ask, tmp_path, source):
+def test_a_query_reads_no_files_but_the_tables(ask, monkeypatch, tmp_path, source):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".tmp").mkdir()
+    (tmp_path / ".tmp" / "secret.csv").write_text("a,b\n1,2\n")
     secret = tmp_path / "secret.csv"
     secret.write_text("a,b\n1,2\n")
     status, out, error = ask("query", "SELECT * FROM " + source.format(file=secret, folder=tmp_path))
     assert (status, out) == (2, "")
     assert "Traceback" not in error
+
+
+def test_a_large_query_leaves_nothing_behind(ask, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert ask("query", "SELECT count(DISTINCT md5(a::VARCHAR)) AS n FROM range(10000) t(a)")[0] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "-- a comment\nEXPLAIN SELECT step FROM steps",
+        "/* one /* in */ another */ explain analyze -- why\nFROM steps",
+        "EXPLAIN (FORMAT json) SELECT 1",
+        "EXPLAIN (SELECT 1)",
+        "EXPLAIN PIVOT steps ON step USING sum(reward_mean)",
+    ],
+)
+def test_a_reading_statement_is_explained(ask, sql):
+    assert ask("query", sql)[0] == 0
+
+
+def test_a_pivot_makes_columns_of_values(ask):
+    sql = "PIVOT (SELECT step, reward_mean FROM steps) ON step USING sum(reward_mean)"
+    for statement in (sql, f"FROM ({sql})", f"-- ü\n({sql})", f"WITH wide AS ({sql}) SELECT * FROM wide"):
+        status, out, _ = ask("query", statement, "--run", "third", "--format", "json")
+        assert (status, json.loads(out)) == (0, [{"0": 0.0, "1": 0.25, "2": 0.5}])
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("form", ["table", "csv", "json"])
+def test_control_sequences_in_values_and_names_do_not_reach_a_terminal(form, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")  # the table itself has no styles then
+    out = Terminal()
+    print_result(Result(("a\x1b[2Jb",), [("c\x1b[31md\x9b1me\x1b]0;title\x07f",)]), form, out)
+    assert not set("\x1b\x9b\x07") & set(out.getvalue())
+    if form != "json":  # which writes them as escapes, and so exactly
+        assert out.getvalue().split() == ["ab", "cdef"]
+
+
+def test_control_sequences_in_names_and_errors_do_not_reach_a_terminal(capsys, tmp_path):
+    with Recorder(tmp_path / "run\x1b[2J", flush_seconds=0.01) as recorder:
+        info = begin_run(recorder, name="na\x1b[31mme", config_hash="", config_json="{}")
+        recorder.write("steps", {"step": 1, "metrics": {}})
+        recorder.write("samples", {"sample_id": "1", "prompt_text": "\x1b[31mred"})
+        end_run(recorder, info, "failed", config_json="{}", error="it broke")
+    assert main(["runs", "--root", str(tmp_path)]) == 0
+    assert main(["query", "SELECT prompt_text::INTEGER FROM samples", "--root", str(tmp_path)]) == 2
+    out, error = capsys.readouterr()
+    assert "name" in out and "it broke" in out and "red" in error
+    assert "\x1b" not in out + error
+
+
+def test_csv_in_a_file_holds_values_as_they_are(ask):
+    assert ask("query", "SELECT chr(27) || '[31m' AS x", "--format", "csv")[1] == "x\n\x1b[31m\n"
 
 
 def test_a_query_cannot_lift_that_restriction(ask):

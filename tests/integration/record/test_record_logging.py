@@ -50,6 +50,14 @@ def test_warnings_go_to_the_terminal_and_information_does_not(tmp_path, installe
     assert capsys.readouterr().err == "WARNING telescope.test: loud\n"
 
 
+def test_control_sequences_reach_neither_the_file_nor_the_terminal(tmp_path, installed, capsys):
+    installed(setup_logging(tmp_path, "driver", None))
+    logger.warning("%s", "\x1b[31mred\x1b[0m \x1b]0;title\x07\x9b1mline\n\tnext")
+    written = RunFiles(tmp_path).log("driver").read_text() + capsys.readouterr().err
+    assert written.count("red line\n next\n") == 2
+    assert not set("\x1b\x07\x9b") & set(written)
+
+
 def test_setting_up_again_replaces_the_handlers(tmp_path, installed):
     before = list(logging.getLogger().handlers)
     installed(setup_logging(tmp_path / "a", "driver", None, console=False))

@@ -97,6 +97,26 @@ def test_words_of_others_are_shown_as_they_are_and_never_read_as_markup() -> Non
         assert text in frame
 
 
+CONTROL = "\x1b[2J\x1b]0;title\x07\x9b1m\x08"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_control_sequences_in_what_a_run_reports_do_not_reach_the_terminal(is_terminal: bool) -> None:
+    status = RunStatus(f"na{CONTROL}me", 10, phase=f"pha{CONTROL}se", run_dir=f"/runs{CONTROL}/here")
+    status.set_part(f"server{CONTROL}", f"doi{CONTROL}ng")
+    status.messages.append(f"mess{CONTROL}age")
+    out = io.StringIO()
+    if is_terminal:
+        Console(file=out, width=120).print(render(status, 120))
+        assert "name" in out.getvalue() and "/runs/here" in out.getvalue() and "doing" in out.getvalue()
+    else:
+        view = LiveView(Console(file=out, width=400, force_terminal=False))
+        view.start(status)
+        view.stop()
+    assert "phase" in out.getvalue() and "message" in out.getvalue()
+    assert not set("\x1b\x07\x9b\x08") & set(out.getvalue())
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_are_drawn(bad: float) -> None:
     status = status_after(3)
