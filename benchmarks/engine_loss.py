@@ -37,7 +37,7 @@ from telescope.utils.text import pluralize
 AIM_SECONDS = 10.0
 FULL = 0.9
 WINDOW_SECONDS = 5.0
-NOTICED, BACK = "inference server {} is taken out", "inference server {} is back"
+NOTICED, BACK = "inference server {} is down", "inference server {} is back"
 
 
 def main() -> int:

@@ -37,6 +37,7 @@ from telescope.algorithms.base import DELTA_CLAMP, ClipSides, TokenBatch, clampe
 if TYPE_CHECKING:
     import torch
 
+
 def importance_weight(
     trainer_logp_N: torch.Tensor, engine_logp_N: torch.Tensor, config: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -128,7 +128,5 @@ def exit_with(command: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
-
-
 if __name__ == "__main__":
     command()

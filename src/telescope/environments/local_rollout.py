@@ -1,13 +1,8 @@
-"""Playing one item of an environment without an engine: messages in, answers out, and the score at the end.
+"""Runs one item of an environment locally, without an engine, from prompt to score.
 
-For people who write an environment: what is said is text, in the order in which a run would say it (`conversations`),
-and the answers come from a function, which may ask a model server or read a script. Runs user code in this process and
+For authors of environments: messages are text, in the order of a training run (`conversations`), and the answers come
+from a function, such as a script or `ChatServer`, a client of OpenAI's chat API. Runs user code in this process and
 without deadlines; a training run does neither.
-
-Answers from a model server with OpenAI's chat API, for trying an environment by hand.
-
-One blocking request an answer, with the standard library alone: this is for people at a terminal. Training talks to its
-engines in token ids (`inference.client`).
 """
 
 from __future__ import annotations
@@ -37,26 +32,26 @@ from telescope.errors import RunError, UserError
 
 @dataclass(slots=True, frozen=True)
 class Answer:
-    """What the player said. `is_truncated`: it was cut off."""
+    """An answer of the model. `is_truncated`: it was cut off."""
 
     text: str
     is_truncated: bool = False
 
 
 Answerer = Callable[[list[ChatMessage]], Answer | None]
-"""Says what comes next in a conversation; None when it says nothing any more, which ends the game."""
+"""Returns the next answer of a conversation, or None to end the rollout."""
 
 NO_MORE_ANSWERS = "no_more_answers"
-"""End reason of a game that the player left; the environment scores what there is."""
+"""End reason of a rollout without further answers; the environment scores the trajectory so far."""
 
 
 class NoAnswerError(UserError):
-    """The player had nothing to say to the first prompt of an item, so that there is nothing to score."""
+    """There was no answer to the first prompt of an item, so there is nothing to score."""
 
 
 @dataclass(slots=True, frozen=True)
 class LocalRollout:
-    """A rollout that is over: all that was said, the score as plain values (`RewardRecord`), and why it ended."""
+    """A finished rollout: all messages, the score as fields of `RewardRecord`, and why it ended."""
 
     messages: list[ChatMessage]
     score: dict[str, Any]
@@ -67,7 +62,7 @@ class LocalRollout:
 def roll_out_item(
     environment: Environment, index: int, answer: Answerer, said: Callable[[ChatMessage], None] = lambda _: None
 ) -> LocalRollout:
-    """Play the item at `index`. `said` is called with every message as it is said.
+    """Runs the item at `index`. Calls `said` with every message as it is added.
 
     Raises what the environment's code or `answer` raises, `UserError` when there is no such item, and `NoAnswerError`.
     """
@@ -131,7 +126,7 @@ def _several_turns(
 
 
 def _finish(steps: Generator[Awaitable[Any], Any, LocalRollout]) -> LocalRollout:
-    """Take all steps: awaitables in an event loop of their own, plain code outside of it, as a worker does."""
+    """Takes all steps as a worker does: awaitables in a new event loop, synchronous code outside it."""
     loop = asyncio.new_event_loop()
     try:
         asyncio.set_event_loop(loop)
@@ -163,7 +158,7 @@ API_KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 class ChatServer:
-    """A server at `url` (with or without `/v1`). `model` None: the first that it serves."""
+    """A server at `url` (with or without `/v1`). `model` defaults to the first that it serves."""
 
     def __init__(
         self,
@@ -182,13 +177,13 @@ class ChatServer:
         self.model = model or self._first_model()
 
     def __call__(self, messages: list[ChatMessage]) -> Answer:
-        """The next message of the conversation. Raises `RunError` when the server does not give one."""
+        """Returns the next message of the conversation. Raises `RunError` when the server returns none."""
         answer = self._ask("/chat/completions", {"model": self.model, "messages": messages, **self._options})
         try:
             choice = answer["choices"][0]
             return Answer(choice["message"].get("content") or "", choice.get("finish_reason") == "length")
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise RunError(f"{self._base} answered out of form: {json.dumps(answer)[:300]}") from None
+            raise RunError(f"{self._base} returned a malformed answer: {json.dumps(answer)[:300]}") from None
 
     def _first_model(self) -> str:
         listed = self._ask("/models", None)
@@ -210,4 +205,4 @@ class ChatServer:
             said = error.read().decode("utf-8", "replace")[:300]
             raise RunError(f"{self._base}{path} answered {error.code}: {said}") from error
         except (OSError, ValueError) as error:
-            raise RunError(f"{self._base}{path} cannot be asked: {error}") from error
+            raise RunError(f"{self._base}{path} cannot be reached: {error}") from error

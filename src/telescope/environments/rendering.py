@@ -1,27 +1,23 @@
-"""Prompts to token ids and completions to text, with a Hugging Face tokenizer.
+"""Renders prompts to token ids and decodes completions, with a Hugging Face tokenizer.
 
-Used inside worker processes. Owns the rules about special tokens: a text that a chat template made already holds its
-own, a raw text gets the tokenizer's, and no prompt begins with two beginning-of-sequence tokens or ends with an
-end-of-sequence token that nobody wrote.
+Used inside worker processes. Owns the rules about special tokens: text from a chat template already contains its own,
+raw text gets the tokenizer's, and no prompt begins with two beginning-of-sequence tokens or ends with an
+end-of-sequence token that the tokenizer added.
 
-The token ids of a conversation as it grows: what the model sampled is kept as it is, what is said to it is appended.
+`Dialogue` owns the joins between turns. The sampled ids of an answer are kept as they are. The template renders the
+conversation up to the next prompt, and the text behind the answer is tokenized separately and appended: the end of the
+answer (if the model has not sampled it), the environment's messages, and the start of the next answer. So the ids of
+earlier turns are never made from text again, and a join adds no newline and no second beginning-of-sequence token.
 
-After an answer of the model, the template is rendered with everything up to the next prompt, and what stands behind the
-answer is tokenised by itself and appended: the end of the answer (if the model has not sampled it), the environment's
-messages, and the start of the next answer. So the ids of earlier turns are never made anew from text, and no newline
-and no second beginning-of-sequence token creeps in where turns join.
-
-That the conversation so far is a prefix of what the template writes is checked each turn. Where it is not, the join has
-a `Divergence`, which is counted for the trajectory:
+Each turn checks that the conversation so far is a prefix of what the template renders. If not, the join has a
+`Divergence`, which is counted for the trajectory:
 
 - `whitespace`: the template trims or pads an answer. The sampled ids are kept; the conversation differs in spaces.
 - `end_token`: the model ended with another token than the template puts behind an answer. Both stay.
-- `prompt_start` and `history`: the template writes another start of an answer in the history than it prompts with, or
-  leaves out or changes what was said before (reasoning, mostly); or the environment itself did. Nothing can be
-  appended to, so the next prompt is rendered whole (`restarts`), and what was sampled so far is a training sample of
-  its own. `why_not_extendable` finds out at the start whether a template always does so.
-
-Owns the joins. Does not own what is said (`player`), nor which text a prompt has (`rendering`).
+- `prompt_start` and `history`: the template starts an answer differently in the history than in a prompt, or changes
+  earlier messages (mostly by removing reasoning); or the environment changes them. Nothing can be appended, so the
+  whole next prompt is rendered (`restarts`), and the turns so far are a separate training sample.
+  `why_not_extendable` detects at the start whether a template always does so.
 """
 
 from __future__ import annotations
@@ -38,11 +34,11 @@ from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
 
 CONTINUATION_ANCHOR = "0"
-"""What a continuation is tokenised behind: a character that merges with nothing which a template writes next."""
+"""Prefix for tokenizing a continuation: a character that merges with nothing that a template writes next."""
 
 
 class Renderer:
-    """A tokenizer and the options for its chat template. transformers is imported here and nowhere else."""
+    """A tokenizer and the options of its chat template. The only place of this package that imports transformers."""
 
     def __init__(self, spec: RendererSpec) -> None:
         from transformers import AutoTokenizer
@@ -63,11 +59,11 @@ class Renderer:
         return self.tokenizer.eos_token or ""
 
     def prompt_text(self, environment: Any, prompt: Any) -> str:
-        """The text of a prompt, made by the environment's `format_prompt`, which may be the user's own."""
+        """Returns the text of a prompt, from the environment's `format_prompt`."""
         if environment.uses_chat_template and not self.tokenizer.chat_template:
             raise UserError(
                 f"The tokenizer of {self.spec.tokenizer_path!r} has no chat template. Set chat_template in the "
-                "configuration, or use a model that was tuned for chat."
+                "configuration, or use a chat model."
             )
         function = environment.format_prompt
         parameters = inspect.signature(function).parameters
@@ -81,11 +77,11 @@ class Renderer:
         return text
 
     def chat_text(self, messages: Sequence[ChatMessage]) -> str:
-        """A conversation as the chat template writes it, up to the start of the model's next answer."""
+        """Renders a conversation with the chat template, up to the start of the model's next answer."""
         if not self.tokenizer.chat_template:
             raise UserError(
                 f"The tokenizer of {self.spec.tokenizer_path!r} has no chat template. Set chat_template in the "
-                "configuration, or use a model that was tuned for chat."
+                "configuration, or use a chat model."
             )
         text: str = self.tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=True, enable_thinking=self.spec.enable_thinking
@@ -93,8 +89,10 @@ class Renderer:
         return text
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Token ids of a text that follows other text: without special tokens of its own, and without the space that
-        some tokenizers put before a text."""
+        """Returns token ids of a text that follows other text.
+
+        They contain no special tokens, and not the space that some tokenizers add before a text.
+        """
         anchor, anchored = (self._encode_plain(start) for start in (CONTINUATION_ANCHOR, CONTINUATION_ANCHOR + text))
         return anchored[len(anchor) :] if anchored[: len(anchor)] == anchor else self._encode_plain(text)
 
@@ -102,18 +100,18 @@ class Renderer:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode(self, text: str, *, from_template: bool) -> list[int]:
-        """Token ids of a prompt."""
+        """Returns token ids of a prompt."""
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         written = from_template or (self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
         ids = list(self.tokenizer(text, add_special_tokens=not written)["input_ids"])
         if not written and eos is not None and ids and ids[-1] == eos and not text.endswith(self.eos_token):
-            ids.pop()  # some tokenizers close every text, and a prompt is not closed
+            ids.pop()  # some tokenizers end every text with EOS; a prompt must not end
         while bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos:
             ids.pop(0)
         return ids
 
     def decode(self, token_ids: Sequence[int], *, cut_end_token: bool) -> str:
-        """Text of a completion, without the special token that closes it when `cut_end_token`."""
+        """Returns the text of a completion; `cut_end_token` removes a special token at its end."""
         if token_ids and cut_end_token and token_ids[-1] in self._special_ids:
             token_ids = token_ids[:-1]
         return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,6 +1,6 @@
-"""What users' code returns, as plain values that can be sent to the driver, or a complaint that names the field.
+"""Converts what user code returns to JSON values for the driver, or raises an error that names the field.
 
-Nothing is passed on as it is: numbers become finite floats, texts become UTF-8, everything else what JSON knows.
+Numbers become finite floats, text becomes UTF-8, everything else becomes JSON types.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 from telescope.environments.base import ChatMessage, EvalMetricsResult, RewardResult
 
 LARGEST_NUMBER = 1e30
-"""Of a reward or a metric. Squares of such numbers are finite in float64, and advantages, and their sum over the tokens
-of a batch, in float32."""
+"""Largest reward or metric. Its square is finite in float64; advantages and their sum over a batch are finite in
+float32."""
 
 
 class MalformedResultError(TypeError):
-    """User code returned something that its interface does not allow."""
+    """User code returned a value that its interface does not allow."""
 
 
 def plain_score(result: Any, for_eval: bool) -> dict[str, Any]:
-    """A user's result as the fields of `RewardRecord`. Raises `MalformedResultError` naming the field and value."""
+    """Returns a user's result as the fields of `RewardRecord`. Raises `MalformedResultError` with field and value."""
     expected = EvalMetricsResult if for_eval else RewardResult
     method = "compute_eval_metrics" if for_eval else "compute_reward"
     if not isinstance(result, expected):
@@ -65,7 +65,7 @@ def _number(value: Any, field: str) -> float:
     if not math.isfinite(number):
         raise MalformedResultError(f"{field} is {number}, not a finite number")
     if abs(number) > LARGEST_NUMBER:
-        raise MalformedResultError(f"{field} is {number}, which is out of range: at most {LARGEST_NUMBER:g} either way")
+        raise MalformedResultError(f"{field} is {number}, which is out of range: at most +-{LARGEST_NUMBER:g}")
     return number
 
 
@@ -76,12 +76,12 @@ def _mapping(value: Any, field: str) -> dict[Any, Any]:
 
 
 def _text(value: Any) -> str:
-    """A string that can be written as UTF-8; lone surrogates become question marks."""
+    """Returns a string that can be written as UTF-8; lone surrogates become question marks."""
     return str(value).encode("utf-8", "replace").decode("utf-8")
 
 
 def as_json(value: Any, field: str) -> Any:
-    """The value as JSON types; what JSON does not know, NaN and infinity included, becomes its text."""
+    """Returns the value as JSON types; values without one, NaN and infinity included, become text."""
     try:
         text = json.dumps(value, default=_text, ensure_ascii=False).encode("utf-8", "replace")
         return json.loads(text, parse_constant=str)
@@ -98,10 +98,10 @@ def _shown(value: Any) -> str:
 
 
 def plain_messages(messages: Any, method: str) -> list[ChatMessage]:
-    """Messages that `method` returned: a list of dicts, each with a `role` and a text.
+    """Checks messages that `method` returned: a list of dicts, each with a `role` and text content.
 
-    A `content` of parts becomes their text, as model servers take it. Anything but text is refused: a chat template
-    writes `None` or the address of an object without a word, and the model reads it.
+    A `content` list of text parts becomes one text, as in model servers. Other content is refused, because a chat
+    template would silently write `None` or the address of an object into the prompt.
     """
     if not isinstance(messages, list | tuple):
         raise MalformedResultError(f"{method} returned {_shown(messages)}, not a list of messages")
@@ -122,8 +122,8 @@ def _with_text(message: ChatMessage, method: str) -> ChatMessage:
     if isinstance(content, list | tuple) and content and all(_is_text_part(part) for part in content):
         return {**message, "content": "\n".join(part if isinstance(part, str) else part["text"] for part in content)}
     raise MalformedResultError(
-        f"{method} returned a message of {message['role']!r} whose content is {_shown(content)}, not a text; write it "
-        "out, with json.dumps perhaps"
+        f"{method} returned a message of {message['role']!r} whose content is {_shown(content)}, not a text; convert "
+        "it, for example with json.dumps"
     )
 
 
@@ -134,8 +134,8 @@ def _is_text_part(part: Any) -> bool:
 
 
 def plain_verdict(verdict: Any) -> tuple[bool, str | None]:
-    """What `is_done` returned: whether it is, and why."""
+    """Checks the result of `is_done`. Returns whether the rollout is done, and why."""
     done, reason = verdict if isinstance(verdict, tuple | list) and len(verdict) == 2 else (verdict, None)
-    if not isinstance(done, bool | np.bool_):  # a number or a text may be true without being meant
+    if not isinstance(done, bool | np.bool_):  # a number or a text may be truthy by accident
         raise MalformedResultError(f"is_done returned {_shown(verdict)}, not a pair of a bool and a reason")
     return bool(done), None if reason is None else _text(reason)

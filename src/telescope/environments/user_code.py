@@ -1,21 +1,16 @@
-"""User code in steps: plain code outside of the event loop, awaitables inside of it.
+"""Runs user code in steps, with deadlines, memory limits and readable errors.
 
-A request is played by a generator. It yields each awaitable that it has to wait for and is resumed with the result, or
-with the error thrown in; what it returns is the answer. So plain user code always runs outside of any event loop, where
-it may call `asyncio.run` itself, even after something was awaited.
+Synchronous code runs outside the event loop, awaitables run inside it. A generator executes a request: it yields each
+awaitable and is resumed with the result, or with the error thrown in; its return value is the answer. So synchronous
+user code may call `asyncio.run` itself, even after an await.
 
-Deadlines for the user's code, inside of a process that many rollouts share.
+`deadline` interrupts Python code in the main thread, where environment workers run synchronous user functions. It
+cannot interrupt a single long operation of C (`95**97**99`, a regular expression); for those the pool's own deadline
+ends the process. `within` bounds a coroutine. Invariant: a coroutine is not charged for time in which other code blocks
+the event loop.
 
-`deadline` interrupts Python code that runs in the main thread, which is where environment workers run plain functions
-of the user. It cannot interrupt a single long operation of C (`95**97**99`, a regular expression); for those the pool
-has a deadline of its own, which ends the process. `within` bounds a coroutine. Invariant: nobody's time is charged for
-what another's plain code takes of the event loop.
-
-Which line of the user's code an error comes from, and what the error says.
-
-Whatever was raised is told in words: an exception may have a `__str__` that raises, or megabytes of text.
-
-How much memory user code may take.
+`describe_error` names the line of user code that an error comes from, for any exception: also for one whose `__str__`
+raises or returns megabytes of text.
 """
 
 from __future__ import annotations
@@ -35,35 +30,35 @@ from types import FrameType
 from typing import Any, TypeVar
 
 Steps = Generator[Awaitable[Any], Any, tuple[dict[str, Any], bytes]]
-"""Ends with the fields and the blob of the answer."""
+"""Returns the fields and the blob of the answer."""
 
 
 def settled(value: Any) -> Generator[Awaitable[Any], Any, Any]:
-    """`result = yield from settled(f())` for an `f` that may be plain or async."""
+    """Waits for a value that may be awaitable: `result = yield from settled(f())`."""
     if inspect.isawaitable(value):
         return (yield value)
     return value
 
 
 async def settle(result: Awaitable[Any]) -> Any:
-    """A coroutine for any awaitable, so that it can be made a task."""
+    """Wraps any awaitable in a coroutine, so that it can become a task."""
     return await result
 
 
 T = TypeVar("T")
 
 _AGAIN_SECONDS = 0.5
-"""The interruption is repeated, for code that catches every exception in a loop."""
+"""The interrupt repeats at this interval, for code that catches every exception in a loop."""
 
 _SLICE_SECONDS = 0.1
-"""`within` looks at the clock this often; of a slice that lasts longer, the rest was somebody else's."""
+"""Interval at which `within` checks the clock. Time beyond it belongs to other code that blocked the loop."""
 
 _CANCELLED_SECONDS = 1.0
-"""How long a coroutine that is cancelled may take to put its things in order."""
+"""Time for a cancelled coroutine to clean up."""
 
 
 class DeadlinePassed(TimeoutError):
-    """Plain code took longer than it was given."""
+    """User code exceeded its deadline."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"did not end within {seconds:g} seconds")
@@ -72,9 +67,9 @@ class DeadlinePassed(TimeoutError):
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raise `DeadlinePassed` inside of the block when it takes longer than `seconds`.
+    """Raises `DeadlinePassed` inside the block when it takes longer than `seconds`.
 
-    Nested deadlines keep the earliest. Outside of the main thread, where no signal arrives, nothing is interrupted.
+    The earliest of nested deadlines holds. Outside the main thread, which receives no signals, nothing is interrupted.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -88,7 +83,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
     outer_left, outer_interval = signal.getitimer(signal.ITIMER_REAL)
     if 0.0 < outer_left <= seconds:
-        yield  # the outer one is due first and covers this block
+        yield  # the outer deadline is earlier and covers this block
         return
     outer_handler = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_SECONDS)
@@ -96,7 +91,7 @@ def deadline(seconds: float) -> Iterator[None]:
         try:
             yield
         finally:
-            armed = False  # the signal may come right here, and then raises past this line but not past the next block
+            armed = False  # a signal that arrives here raises past this line, but not past the next block
     finally:
         armed = False
         left, _ = signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -106,10 +101,10 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 async def within(seconds: float, awaitable: Awaitable[T]) -> T:
-    """The result of `awaitable`. Raises `DeadlinePassed` after `seconds`, and cancels it.
+    """Returns the result of `awaitable`. After `seconds`, cancels it and raises `DeadlinePassed`.
 
-    Only time in which the event loop was free counts: a tool that waits for 10 ms is not late because plain code of
-    another rollout held the loop for a minute.
+    Only time in which the event loop was free counts: a tool that waits for 10 ms is not late because synchronous code
+    of another rollout blocked the loop for a minute.
     """
     task = asyncio.ensure_future(awaitable)
     left = seconds
@@ -133,14 +128,14 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 _OWN_FOLDER = str(Path(__file__).parent)
 
 MAX_CHARACTERS = 2_000
-"""Of an error's text. It is sent to the driver, logged, and recorded for every sample that it fails."""
+"""Longest error text, which is sent to the driver, logged, and recorded for every sample that fails."""
 
 
 def innermost_line(error: BaseException, folder: Path | None = None) -> str | None:
-    """`file:line` where the error was raised, as near to its author as can be told.
+    """Returns the `file:line` in user code where the error was raised; None without a traceback.
 
-    That is the innermost line in `folder`, where the environment lies; or else the innermost that is neither of an
-    installed library nor of the machinery here that called it; or else the innermost of all. None without a traceback.
+    That is the innermost line in `folder`, the environment's folder; or else the innermost outside installed libraries
+    and this package; or else the innermost of all.
     """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
     if not frames:
@@ -152,17 +147,17 @@ def innermost_line(error: BaseException, folder: Path | None = None) -> str | No
 
 
 def _is_ours(filename: str) -> bool:
-    """Whether it is one of the modules of this package; the environments that ship here lie in folders of their own."""
+    """Whether it is a module of this package; built-in environments are in subfolders."""
     return str(Path(filename).parent) == _OWN_FOLDER
 
 
 def in_words(error: BaseException) -> str:
-    """`Type: message`, as text of bounded length that can be written as UTF-8; with the first error of a group."""
+    """Returns `Type: message` as UTF-8 text of bounded length, with the first error of an exception group."""
     name = type(error).__name__
     try:
         said = str(error)
     except Exception as worse:
-        said = f"its text cannot be had, {type(worse).__name__}"
+        said = f"(its __str__ raises {type(worse).__name__})"
     if isinstance(error, BaseExceptionGroup):
         said = f"{said}, first {in_words(error.exceptions[0])}"
     text = f"{name}: {said}" if said else name
@@ -172,13 +167,13 @@ def in_words(error: BaseException) -> str:
 
 
 def cause(error: BaseException) -> BaseException:
-    """The error to tell of: Python turns a `StopIteration` inside of a generator or a coroutine into another one."""
+    """Returns the original error of a `StopIteration`, which Python wraps inside a generator or a coroutine."""
     is_turned = isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration | StopAsyncIteration)
     return error.__cause__ or error if is_turned else error
 
 
 def describe(error: BaseException, folder: Path | None = None) -> str:
-    """`Type: message at file:line`, as text that can be written as UTF-8."""
+    """Returns `Type: message at file:line` as UTF-8 text."""
     error = cause(error)
     where = innermost_line(error, folder)
     return in_words(error) + (f" at {where}" if where else "")
@@ -190,7 +185,7 @@ SMALLEST_LIMIT_BYTES = 2 * 2**30
 
 
 def machine_memory_bytes() -> int:
-    """Physical memory, or what the container may use of it."""
+    """Returns physical memory in bytes, or the container's limit if that is lower."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for file in _CGROUP_LIMITS:
         path = Path(file)
@@ -201,6 +196,8 @@ def machine_memory_bytes() -> int:
 
 
 def default_memory_limit() -> int:
-    """What one worker may allocate beyond what it has loaded: a quarter of the machine, so that a reward that never
-    stops allocating fails before the engine or the trainer does."""
+    """Returns what one worker may allocate after loading: a quarter of the machine's memory.
+
+    A reward that never stops allocating then fails before the engine or the trainer does.
+    """
     return max(machine_memory_bytes() // 4, SMALLEST_LIMIT_BYTES)

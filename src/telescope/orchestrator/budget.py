@@ -1,10 +1,10 @@
-"""The error budget of each environment: how many of its samples may fail before the run is stopped.
+"""The error budget of each environment: how many of its samples may fail before the run stops.
 
-A failing environment masks samples, it does not fake rewards; but a run whose environment mostly fails is not training
-on what the user thinks it is, and must stop and say so.
+A failed sample is masked. But a run whose environment mostly fails does not train on what the user intended, so it
+stops with the causes.
 
-Prompts are counted apart from samples, against the same share. A prompt that was made says nothing of the samples that
-will come of it; and prompts are made ahead, so those that fail do so before a first sample could have succeeded.
+Prompts and samples are counted separately, against the same share, because prompts are rendered ahead: they would all
+fail before the first sample could succeed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from telescope.errors import RunError
 from telescope.utils.text import plain, single_line
 
 MIN_FAILURES = 16
-"""Failures before a share other than 0 counts, so that a bad first minute does not end a run."""
+"""Failures before a share above 0 is checked, so that a bad first minute does not end a run."""
 
 WINDOW = 512
-"""The share is taken over this many of the newest outcomes."""
+"""Number of newest outcomes over which the share is computed."""
 
 _PLACE = re.compile(r"^environment .*?, item \d+(, rollout \S+)?: ")
-"""How the environments' pool opens its messages: one cause has as many of these as it has samples."""
+"""Prefix of the pool's messages, which differs between samples with the same cause."""
 
 _WORKER_LOG = re.compile(r"environment-\d+\.log")
 
@@ -35,14 +35,14 @@ class _Failure:
 
     @property
     def cause(self) -> str:
-        """What failures of one cause share; which worker it happened in is no part of it."""
+        """The message without the worker's number, equal for failures with the same cause."""
         return _WORKER_LOG.sub("environment.log", self.told)
 
 
 class ErrorBudget:
-    """Shares of failures per environment, of its samples and of its prompts, over sliding windows.
+    """Shares of failures per environment, for samples and for prompts, over sliding windows.
 
-    What counts a failure raises RunError with the commonest causes when the budget is used up.
+    `sample_failed` and `prompt_failed` raise RunError with the most common causes when the budget is exhausted.
     """
 
     def __init__(self, max_share: float) -> None:
@@ -51,19 +51,19 @@ class ErrorBudget:
         self._outcomes: dict[tuple[str, str], deque[_Failure | None]] = {}
 
     def sample_succeeded(self, environment: str) -> None:
-        """Count a sample that was scored."""
+        """Counts a sample that was scored."""
         self._window("samples", environment).append(None)
 
     def sample_failed(self, environment: str, item: int, message: str) -> None:
-        """Count a sample that the environment failed."""
+        """Counts a sample with an environment failure."""
         self._failed("samples", environment, item, message)
 
     def prompt_made(self, environment: str) -> None:
-        """Count an item whose prompt was made and can be asked."""
+        """Counts an item with a usable prompt."""
         self._window("prompts", environment).append(None)
 
     def prompt_failed(self, environment: str, item: int, message: str) -> None:
-        """Count an item that gave no prompt that can be asked."""
+        """Counts an item without a usable prompt."""
         self._failed("prompts", environment, item, message)
 
     def _window(self, what: str, environment: str) -> deque[_Failure | None]:
@@ -77,13 +77,13 @@ class ErrorBudget:
             return
         raise RunError(
             f"environment {environment!r} failed {len(failures)} of its last {len(outcomes)} {what}, more than "
-            f"environment_error_budget = {self._max_share:g}. Commonest: {_commonest(failures)}. "
-            "Mend the environment, or raise environment_error_budget or environment_timeout_seconds."
+            f"environment_error_budget = {self._max_share:g}. Most common: {_commonest(failures)}. "
+            "Fix the environment, or raise environment_error_budget or environment_timeout_seconds."
         )
 
 
 def _told(message: str) -> str:
-    """A message without the place that it is about, as its first line and, where there are more, its last."""
+    """Returns a message without its prefix: its first line and, if there are more, its last."""
     lines = [line for line in plain(_PLACE.sub("", message.strip())).split("\n") if line.strip()] or ["no message"]
     first, last = single_line(lines[0]), single_line(lines[-1])
     return first if len(lines) == 1 else f"{first} ... {last}"

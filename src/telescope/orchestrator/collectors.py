@@ -1,12 +1,12 @@
-"""Taking the gauges of a run's processes and machines into the record.
+"""Collects gauges of a run's processes and machines into the record.
 
     trainer ranks       torch's allocator, in a thread     --+
-    inference actors    vLLM's Prometheus metrics, likewise  +--asked by Ray--> Collectors --> gauges
-    other machines      processor, memory, GPUs, likewise  --+                     ^
-    this machine        the same, in threads of the driver ------------------------+
+    inference actors    vLLM's Prometheus metrics, likewise  +--Ray calls--> Collectors --> gauges
+    other machines      processor, memory, GPUs, likewise  --+                  ^
+    this machine        the same, in threads of the driver ---------------------+
 
-Owns who is asked and how often. Reading happens where the thing read is (`record.gauges`). Invariants: nobody waits for
-a collector and it waits for nobody; a source that does not answer costs a warning, is asked again, and delays no other.
+Owns the sources and their intervals; `record.gauges` reads the values. Invariants: a collector blocks nothing else, and
+a source that does not answer costs a warning, is polled again, and delays no other source.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 30.0
-"""How long a source may take to answer. A rank that loads a model may hold its process for long."""
+"""Time for a source to answer. A rank that loads a model may block its process for long."""
 
 GIVEN_GPU = "gpu_given"
-"""Gauge that says, once, which GPUs a trainer rank or an inference server was given: a row for each, always 1."""
+"""Gauge, written once, of the GPUs assigned to a trainer rank or inference server: one row each, always 1."""
 
 
 @dataclass
 class Source:
-    """Something that is asked for its readings every `interval` seconds.
+    """A source of readings, polled every `interval` seconds.
 
-    `columns` are those that its rows share; without a component, the component of a row is `gpu` or `host`.
+    Its rows share `columns`; without a component there, the component of a row is `gpu` or `host`.
     """
 
     name: str
@@ -54,14 +54,14 @@ class Source:
 
 
 class Collectors:
-    """Asks its sources until it is cancelled, and writes what they say."""
+    """Polls its sources until it is cancelled, and writes their readings."""
 
     def __init__(self, sources: list[Source], recorder: Recorder) -> None:
         self._sources = sources
         self._recorder = recorder
 
     async def run(self) -> None:
-        """Collect for ever. Nothing that a source does ends it."""
+        """Collects until cancelled. An error of a source does not end it."""
         await asyncio.gather(*(self._collect(source) for source in self._sources))
 
     async def _collect(self, source: Source) -> None:
@@ -70,9 +70,9 @@ class Collectors:
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):
                     taken = await source.take()
-            except Exception as error:  # whatever it is: a run does not end for want of a gauge
+            except Exception as error:  # a run continues without a gauge
                 if not source.is_failing:
-                    logger.warning("%s: no readings (%r); it is asked again", source.name, error)
+                    logger.warning("%s: no readings (%r); retrying", source.name, error)
                 source.is_failing = True
                 continue
             source.is_failing = False
@@ -90,7 +90,7 @@ class Collectors:
 
 
 def gauge_row(reading: Reading, source: Source, taken: Taken) -> dict[str, Any]:
-    """The row of a reading. One of a process that has a single GPU is of that GPU."""
+    """Returns the row of a reading. A process with a single GPU is attributed to that GPU."""
     gpu = reading.gpu
     if gpu is None and len(taken.gpus) == 1:
         (gpu,) = taken.gpus
@@ -113,7 +113,7 @@ def sources_of(
     inference: InferenceGroup,
     hosts: HostGroup,
 ) -> list[Source]:
-    """All sources of a run. `machine` samples the one that the driver is on, `hosts` the others."""
+    """Returns all sources of a run. `machine` samples the driver's machine, `hosts` the others."""
     seconds = config.system_metrics_collection_interval_seconds
 
     async def take_here() -> Taken:

@@ -1,6 +1,7 @@
-"""The evals of a run, before and after training: which items, and where their results go.
+"""The evals of a run, before and after training.
 
-Owns the plan of evals and the set of held-out items; sampling itself is `evals.runner`, by the same path as training.
+Owns the plan of evals, the set of held-out items and the recording of results; `evals.runner` samples, by the same path
+as training.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ class Evaluation:
 
     @property
     def held_out_uids(self) -> frozenset[str]:
-        """Identities of the items that training must never see."""
+        """Identities of the items that are never trained on."""
         return frozenset(item.prompt.sample_uid for plan in self.plans if plan.held_out for item in plan.items)
 
     def num_reserved(self, environment_key: str) -> int:
-        """How many items at the head of an environment's dataset are reserved for evals."""
+        """Returns the number of items at the head of an environment's dataset that are reserved for evals."""
         return max((len(p.items) for p in self.plans if p.held_out and p.environment_key == environment_key), default=0)
 
     async def run_all(self, version: int, settings: RolloutSettings, servers: ServerPool) -> list[EvalResult]:
-        """Run every planned eval with the weights of `version`, one after the other, on all servers that are up."""
+        """Runs every planned eval with the weights of `version`, one after the other, on all servers that are up."""
         results = []
         group_ids = itertools.count(1_000_000 * len(self.results))
         for plan in self.plans:
@@ -77,7 +78,7 @@ class Evaluation:
                 engine_of=lambda server: servers.clients[server],
                 environments=self.environments,
                 settings=settings,
-                # The same noise at every version: a change of the result is a change of the policy.
+                # The same seeds at every version, so that a changed result means a changed policy.
                 seed_of=lambda item, turn, plan=plan: request_seed(self.config.seed, "eval", plan.number, item, turn),  # type: ignore[misc]
                 group_ids=group_ids,
                 on_engine_failure=servers.report_failure,
@@ -105,9 +106,9 @@ class Evaluation:
 async def plan_evals(
     config: TelescopeConfig, keys: EnvironmentKeys, environments: EnvironmentPool, settings: RolloutSettings
 ) -> list[PlannedEval]:
-    """Plan every eval of the config, in its order.
+    """Plans every eval of the config, in order.
 
-    Raises ConfigError when an eval keeps every item of an environment from training.
+    Raises ConfigError when an eval holds out every item of a training environment.
     """
     plans = [
         await plan_eval(entry, key, environments, settings.sampling, number)
@@ -118,7 +119,7 @@ async def plan_evals(
             info = await environments.describe(plan.environment_key)
             if len(plan.items) >= info.num_samples:
                 raise ConfigError(
-                    f"evals: num_samples of {plan.name!r} holds all {info.num_samples} items of the environment out of "
-                    "training. Lower it, or set separate_eval_samples: false, or widen the environment's dataset."
+                    f"evals: num_samples of {plan.name!r} holds out all {info.num_samples} items of the environment "
+                    "from training. Lower it, set separate_eval_samples: false, or use a larger dataset."
                 )
     return plans

@@ -1,8 +1,8 @@
-"""Which scored samples are left out of training, and what is taken off a reward before it is compared with others.
+"""Sample filters and the overlong penalty.
 
-Pure functions of a trajectory. All of it is off by default. A sample that is left out counts as masked: it keeps its
-reward in the record and is in no statistic of its group. Samples are judged once, when they are scored, so that the
-group's learning signal and its advantages see the same rewards.
+Pure functions of a trajectory, all off by default. A filtered sample counts as masked: its reward stays in the record,
+but is in no statistic of its group. Each sample is judged once, when it is scored, so that the group's learning signal
+and its advantages use the same rewards.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from telescope.config import TelescopeConfig
 
 RewardRange = tuple[float | None, float | None]
-"""Smallest and largest expected reward of an environment, None where not known."""
+"""Smallest and largest expected reward of an environment, None where unknown."""
 
 
 def normalized(reward: float, low: float | None, high: float | None) -> float:
-    """The reward on a scale where `low` is 0 and `high` is 1; as it is where the range is not known or empty."""
+    """Returns the reward scaled so that `low` is 0 and `high` is 1; unchanged if the range is unknown or empty."""
     if low is None or high is None or high <= low:
         return reward
     return (reward - low) / (high - low)
 
 
 def check_reward_ranges(config: TelescopeConfig, infos: Sequence[EnvironmentInfo]) -> None:
-    """Raise ConfigError when `normalize_rewards` is on and an environment's range of rewards is not known or empty.
+    """Raises ConfigError when `normalize_rewards` is on and an environment's reward range is unknown or empty.
 
-    `infos` is what the environment of each entry of the config says of itself, the entry's own range included.
+    `infos` describes the environment of each entry of the config, with the entry's own range.
     """
     if not config.normalize_rewards:
         return
@@ -42,31 +42,31 @@ def check_reward_ranges(config: TelescopeConfig, infos: Sequence[EnvironmentInfo
         low, high = info.reward_min, info.reward_max
         if low is None or high is None or high <= low:
             raise ConfigError(
-                f"normalize_rewards is true, but the rewards of environment {entry.name!r} have no range to be mapped "
-                f"from (reward_min is {low}, reward_max is {high}). Set both in its entry of environments, the smaller "
-                "one first, or normalize_rewards to false."
+                f"normalize_rewards is true, but environment {entry.name!r} has no valid reward range (reward_min is "
+                f"{low}, reward_max is {high}). Set both in its entry of environments, with reward_min below "
+                "reward_max, or set normalize_rewards: false."
             )
 
 
 @dataclass(frozen=True)
 class SampleFilters:
-    """The filters and the penalty of a run. None switches a filter off."""
+    """The filters and the penalty of a run. None disables a filter."""
 
     overlong: bool = False
     compression_threshold: float | None = None
     rare_token: int | None = None
-    """Token ids above it are rare."""
+    """Token ids above this are rare."""
     rare_logprob: float = -math.inf
-    """A rare token that was sampled below this logprob makes its answer gibberish."""
+    """A rare token sampled below this logprob makes its answer gibberish."""
     penalty_factor: float = 0.0
     penalty_from: int = 0
-    """Tokens of an answer from which the penalty grows."""
+    """Answer length, in tokens, from which the penalty grows."""
     penalty_buffer: int = 1
     """Tokens over which it grows to its full amount."""
 
     @classmethod
     def from_config(cls, config: Any, vocab_size: int | None = None) -> SampleFilters:
-        """The filters of a `TelescopeConfig`. `vocab_size` is needed for `filter_gibberish` alone."""
+        """Creates the filters of a `TelescopeConfig`. Only `filter_gibberish` needs `vocab_size`."""
         rare_logprob = -math.inf
         if config.filter_gibberish:
             assert vocab_size is not None, "filter_gibberish compares with a uniform choice over the vocabulary"
@@ -82,21 +82,21 @@ class SampleFilters:
         )
 
     def judge(self, sample: Trajectory, scale: RewardRange) -> None:
-        """Write into a scored sample whether it is left out, its penalty, and the reward that it is trained with.
+        """Sets the filter, the penalty and the training reward of a scored sample.
 
-        `scale` is its environment's range of rewards, (None, None) to leave rewards as they are. The penalty is taken
-        off the scaled reward, so that it means the same in every environment.
+        `scale` is its environment's reward range, or (None, None) for no scaling. The penalty is subtracted from the
+        scaled reward, so that it has the same weight in every environment.
         """
         sample.left_out = self.reason_to_leave_out(sample)
         sample.penalty = self.overlong_penalty(sample)
         sample.training_reward = normalized(sample.total_reward, *scale) - sample.penalty
 
     def reason_to_leave_out(self, sample: Trajectory) -> str | None:
-        """`overlong`, `repetition` or `gibberish`, the first that applies; None for a sample that is trained on.
+        """Returns the first filter that applies, `overlong`, `repetition` or `gibberish`, or None.
 
-        Overlong: the last answer was cut off, so its reward says nothing of what it would have been (DAPO, arXiv
-        2503.14476). Repetition: the text compresses too well (the criterion of Whisper, arXiv 2212.04356). Gibberish: a
-        rare token that was far less likely than a uniform choice (CWM, arXiv 2510.02387).
+        Overlong: the last answer was cut off, so its reward is not meaningful (DAPO, arXiv 2503.14476).
+        Repetition: the text compresses too well (the criterion of Whisper, arXiv 2212.04356).
+        Gibberish: a rare token was far less likely than under a uniform choice (CWM, arXiv 2510.02387).
         """
         if self.overlong and sample.stop_reason == "length":
             return "overlong"
@@ -114,8 +114,8 @@ class SampleFilters:
         )
 
     def overlong_penalty(self, sample: Trajectory) -> float:
-        """What is taken off the reward: 0 up to `overlong_buffer_tokens` before `max_tokens`, then linearly more, up to
-        `overlong_penalty_factor` at `max_tokens` (DAPO, equation 13). Of several turns the longest counts.
+        """Returns the penalty: 0 up to `overlong_buffer_tokens` before `max_tokens`, then rising linearly to
+        `overlong_penalty_factor` at `max_tokens` (DAPO, equation 13). The longest turn counts.
         """
         if not self.penalty_factor:
             return 0.0
@@ -124,6 +124,7 @@ class SampleFilters:
 
 
 def compression_ratio(text: str) -> float:
-    """Bytes of the text over bytes of its zlib compression; 0 for an empty one. Prose has 2 to 3, a loop over 10."""
+    """Returns bytes of the text over bytes of its zlib compression; 0 for empty text. Prose: 2 to 3, a loop: over
+    10."""
     data = text.encode("utf-8", errors="replace")
     return len(data) / len(zlib.compress(data)) if data else 0.0

@@ -1,11 +1,8 @@
-"""A group: one prompt and the samples that answer it, from opening to its fate.
+"""A group: one prompt and its samples, from opening to training or discard.
 
-Owns the state of a group and the decision whether it carries a learning signal. Knows no engine and no trainer.
-
-From finished groups to what the trainer's ranks compute: advantages, micro-batches.
-
-Pure and numpy only; the orchestrator runs it on a thread. Group statistics are over trajectories: one whose turns are
-samples of their own (`interleaved_rollouts: false`) counts once, and all of them are trained with its advantage.
+Owns the state of a group, the decision whether it carries a learning signal, and the batch that finished groups form:
+advantages and micro-batches, pure and numpy only. Group statistics are over trajectories: one whose turns are separate
+samples (`interleaved_rollouts: false`) counts once, and all its samples have its advantage.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from telescope.trainer.packing import pack_step, packing_stats, truncate_to
 
 
 class Signal(Enum):
-    """What a finished group is good for."""
+    """Whether a finished group carries a learning signal."""
 
     USABLE = "usable"
     ZERO_ADVANTAGE = "zero_advantage"
@@ -35,7 +32,7 @@ class Signal(Enum):
 
 @dataclass
 class Group:
-    """One opened draw. `start_version` is the policy version when it was opened, `opened_at` a wall-clock time."""
+    """One opened prompt. `start_version` is the policy version when it was opened, `opened_at` a wall-clock time."""
 
     draw: SampledPrompt
     environment: str
@@ -45,31 +42,31 @@ class Group:
     opened_at: float
     finished_at: float | None = None
     samples: list[Trajectory] = field(default_factory=list)
-    """Samples that ended: scored, masked or cancelled."""
+    """Finished samples: scored, masked or cancelled."""
     rollouts: dict[int, Rollout] = field(default_factory=dict)
-    """Samples under way, by their index."""
+    """Running samples, by their index."""
     opening: int = 0
-    """Number of this opening among all of the run; a draw that is asked again is opened again."""
+    """Number of this opening in the run; a requeued prompt is opened again."""
     num_returns: int = 0
-    """Times that the draw was asked before and given back because its group became too old."""
+    """Times that the prompt was requeued because its group became too old."""
     withdrawn: bool = False
-    """Given up because it became too old. Its samples under way still end, cancelled."""
+    """Removed because it became too old. Its running samples end as cancelled."""
     returned: bool = False
-    """Withdrawn, and its draw is asked again."""
+    """Withdrawn, and its prompt is requeued."""
 
     @property
     def group_id(self) -> int:
         return self.draw.n
 
     def sample_id(self, index: int) -> str:
-        """Identity of sample `index`, which no earlier asking of the same draw has had."""
+        """Returns the id of sample `index`, different for every opening of the same prompt."""
         suffix = f"-r{self.num_returns}" if self.num_returns else ""
         return f"{self.group_id}-{index}{suffix}"
 
     def oldest_version(self) -> int | None:
-        """Policy version of the oldest token that training on this group would train; None while it has none.
+        """Returns the policy version of the oldest trained token of this group; None while it has none.
 
-        Masked samples are not trained; a sample under way counts as `Rollout.oldest_version` says.
+        Masked samples are not trained; a running sample counts with `Rollout.oldest_version`.
         """
         ended = [s.version_range[0] for s in self.samples if s.is_usable]
         versions = [version for version in ended if version >= 0]
@@ -82,7 +79,7 @@ class Group:
 
     @property
     def usable_samples(self) -> list[Trajectory]:
-        """Scored samples in order of their index; masked ones are left out."""
+        """Scored samples in order of their index, without masked ones."""
         return sorted((s for s in self.samples if s.is_usable), key=lambda s: s.sample_index)
 
     @property
@@ -92,15 +89,15 @@ class Group:
 
     @property
     def training_rewards_n(self) -> np.ndarray:
-        """What the advantages of the usable samples are computed from, float64 [n]."""
+        """Training rewards of the usable samples, from which advantages are computed, float64 [n]."""
         samples = self.usable_samples
         rewards = [s.total_reward if s.training_reward is None else s.training_reward for s in samples]
         return np.array(rewards, dtype=np.float64)
 
     def signal(self) -> Signal:
-        """Whether training on this group can move the policy.
+        """Returns whether training on this group can change the policy.
 
-        Masked samples do not count. A group of one has no baseline to equal, so it is never "zero advantage".
+        Masked samples do not count. A group of one has no baseline, so it is never "zero advantage".
         """
         rewards_n = self.training_rewards_n
         if len(rewards_n) == 0:
@@ -111,7 +108,7 @@ class Group:
 
 
 def zero_advantage_kind(rewards_n: np.ndarray) -> str:
-    """Which kind of equal rewards: `all_zero`, `all_positive` or `all_negative`."""
+    """Returns the kind of equal rewards: `all_zero`, `all_positive` or `all_negative`."""
     first = float(rewards_n[0])
     if first == 0.0:
         return "all_zero"
@@ -120,7 +117,7 @@ def zero_advantage_kind(rewards_n: np.ndarray) -> str:
 
 @dataclass
 class DiscardStreak:
-    """Discards since the last usable group. Over the limit, training cannot make progress and the run says why."""
+    """Counts discards since the last usable group. At the limit the run stops with a diagnosis."""
 
     limit: int
     count: int = 0
@@ -139,25 +136,25 @@ class DiscardStreak:
 
     @property
     def is_over(self) -> bool:
-        """True for the discard that reaches the limit and for none after it: the diagnosis is given once."""
+        """True only for the discard that reaches the limit, so that the diagnosis is given once."""
         return self.count == self.limit
 
     def diagnosis(self) -> str:
-        """Why nothing can be trained, with the rewards that were seen."""
+        """Explains why no group can be trained, with the observed rewards."""
         kinds = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in sorted(self.kinds.items()))
         if self.kinds.get("too_slow", 0) > self.count / 2:
             return (
-                f"{self.count} groups in a row gave nothing to train on ({kinds}). Most were asked three times and "
-                "became older than max_off_policy_steps each time: answers take longer than so many training steps. "
+                f"{self.count} consecutive groups were discarded ({kinds}). Most were sampled three times and became "
+                "older than max_off_policy_steps each time: answers take longer than that many training steps. "
                 "Raise max_off_policy_steps, lower max_tokens, or give inference more servers."
             )
         if self.kinds.get("all_masked", 0) > self.count / 2:
             return (
-                f"{self.count} groups in a row gave nothing to train on ({kinds}). In most of them every sample was "
-                "masked: it failed, or a filter left it out. The `reason` column of the samples table says which."
+                f"{self.count} consecutive groups were discarded ({kinds}). In most of them every sample was masked: "
+                "it failed, or a filter removed it. See the `reason` column of the samples table."
             )
         return (
-            f"{self.count} groups in a row carried no learning signal ({kinds}; last rewards {self.last_rewards}). "
+            f"{self.count} consecutive groups carried no learning signal ({kinds}; last rewards {self.last_rewards}). "
             "Every answer to a prompt got the same reward: the task is too hard or too easy for this model, the reward "
             "never varies, or max_tokens cuts every answer off. Change the task or the reward, raise group_size, "
             "or set discard_group_zero_advantage: false to train anyway."
@@ -166,21 +163,21 @@ class DiscardStreak:
 
 @dataclass
 class Batch:
-    """The groups of one training step and what each trainer rank computes.
+    """The groups of one training step and the inputs of each trainer rank.
 
-    `advantages` are of the usable samples of `groups`, in their order.
+    `advantages` are of the usable samples of `groups`, in order.
     """
 
     groups: list[Group]
     advantages: np.ndarray
     inputs: list[StepInput]
     packing: dict[str, float]
-    """Shares of padding and of dummy tokens, how unevenly the ranks are loaded, and what was cut off."""
+    """Metrics: shares of padding and dummy tokens, imbalance of the ranks, and truncation."""
 
 
 @dataclass(slots=True)
 class _ScoredTrajectory:
-    """What advantages are computed from."""
+    """Input of the advantage computation."""
 
     group_id: int
     reward: float
@@ -189,7 +186,7 @@ class _ScoredTrajectory:
 
 
 def form_batch(config: TelescopeConfig, groups: list[Group], step: int) -> Batch:
-    """Pack the groups of training step `step`."""
+    """Packs the groups of training step `step`."""
     trajectories, scored, samples = [], [], []
     for group in groups:
         for trajectory, reward in zip(group.usable_samples, group.training_rewards_n.tolist(), strict=True):
@@ -207,7 +204,7 @@ def form_batch(config: TelescopeConfig, groups: list[Group], step: int) -> Batch
     inputs = pack_step(
         samples,
         step=step,
-        version=step,  # a step starts from the weights of all steps before it
+        version=step,  # step s starts from policy version s
         seq_len=config.seq_len,
         num_ranks=config.trainer_num_workers,
         pad_to_multiple_of=config.pad_to_multiple_of,

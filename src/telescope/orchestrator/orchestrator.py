@@ -1,15 +1,15 @@
 """The loops of a training run. Everything here runs on one asyncio event loop and touches no tensor.
 
-    _prompt_loop    fills the prompt buffer (`prompts`)               waits for: a free place in the buffer
-    _dispatch_loop  opens a group, starts a task per sample           waits for: the async window, a prompt, a lane
-    _sample         generate -> environment -> ... -> reward          waits for: a lane, the engine, the environment
+    _prompt_loop    fills the prompt buffer (`prompts`)               waits for: free space in the buffer
+    _dispatch_loop  opens a group, starts a task per sample           waits for: the async window, a prompt, a slot
+    _sample         generate -> environment -> ... -> reward          waits for: a slot, the engine, the environment
     _batch_loop     takes finished groups, oldest first, and packs    waits for: B usable groups
     _train_loop     train step -> weight sync -> version += 1         waits for: a batch
 
-Invariants: `window` alone decides whether a group may be opened; every opened draw ends in `ledger` as trained or as
-dropped with a reason; `version` counts the training steps whose weights the engines hold. A failure in any loop ends
-the run (see `supervise`). The orchestrator knows samples and groups; tokens belong to `rollout`, gradients to the
-trainer, and what is written down to `journal`.
+Invariants: `window` alone decides whether a group may be opened; every opened prompt ends in `ledger` as trained or as
+dropped with a reason; `version` counts the training steps whose weights the engines have loaded. A failure in any loop
+ends the run. The orchestrator knows samples and groups; tokens belong to `rollout`, gradients to the trainer, and the
+record to the step recorder.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from telescope.utils.process import rare_full_collections
 logger = logging.getLogger(__name__)
 
 IN_FLIGHT_SECONDS = 2.0
-"""How often the list of samples under way is replaced; the record writes no oftener."""
+"""Interval at which the list of running samples is replaced; the record writes no more often."""
 
 DISCARD_LIMIT_BATCHES = 10
-"""Discards in a row, in batches' worth of groups, after which the run stops with a diagnosis."""
+"""Consecutive discards, in batches of groups, after which the run stops with a diagnosis."""
 
 
 class Orchestrator:
@@ -69,8 +69,8 @@ class Orchestrator:
         *,
         max_returns: int = MAX_RETURNS,
     ) -> None:
-        """`start` is where an earlier attempt of the run was in its draws (`position`); `max_returns` is how often the
-        draw of a group that became too old is asked again."""
+        """`start` is the sampler position of an earlier attempt; `max_returns` bounds how often a stale prompt is
+        requeued."""
         self.config = config
         self.services = services
         self.status = status
@@ -88,12 +88,12 @@ class Orchestrator:
         self._open: dict[int, Group] = {}
         self._finished: list[Group] = []
         self._unsettled: dict[int, Group] = {}
-        """The newest group of every draw whose fate is not final."""
+        """The newest group of every prompt that is neither trained nor dropped."""
         self._has_ended = False
         self._batch: Batch | None = None
-        """Formed and packed, and waiting for the trainer."""
+        """A packed batch that waits for the trainer."""
         self._num_taken = 0
-        """Batches that the trainer has taken; also the version that the next batch is trained from."""
+        """Batches that the trainer has received; also the policy version that the next batch starts from."""
         self._staleness = Staleness(config.max_off_policy_steps)
         self._max_returns = max_returns
         self._openings = itertools.count()
@@ -103,16 +103,16 @@ class Orchestrator:
         self._supervisor: Supervisor | None = None
 
     def request_stop(self) -> None:
-        """End the run after the training step under way. Safe to call more than once."""
+        """Ends the run after the current training step. Safe to call more than once."""
         self._stop_requested = True
         self._changes.notify()
 
     def position(self) -> SamplerPosition:
-        """Where the run stands in its draws: what is neither trained nor dropped is unfinished, wherever it is."""
+        """Returns the sampler position: every prompt that is neither trained nor dropped is unfinished."""
         return self._prompts.position(self.ledger.open)
 
     async def run(self, supervisor: Supervisor) -> None:
-        """Train `number_of_steps` steps, or until a stop is asked for. Raises the first error of any loop."""
+        """Trains `number_of_steps` steps, or until a stop is requested. Raises the first error of any loop."""
         self._supervisor = supervisor
         self.status.training_started_at = time.time()
         self.status.progressed()
@@ -124,10 +124,10 @@ class Orchestrator:
                 await self._train_loop()
         finally:
             self._record_unsettled()
-        assert self.ledger.is_balanced(), f"the ledger of draws does not add up: {self.ledger}"
+        assert self.ledger.is_balanced(), f"the prompt ledger is not balanced: {self.ledger}"
 
     def _record_unsettled(self) -> None:
-        """The run ends, whichever way: say of every group that is not trained or given up that it never will be."""
+        """Records every group that is neither trained nor discarded when the run ends."""
         self._has_ended = True
         for group in self._unsettled.values():
             self._journal.never_settled(group, self.window.version)
@@ -137,12 +137,12 @@ class Orchestrator:
     # Groups and samples
 
     async def _dispatch_loop(self) -> None:
-        """Open groups as the window and the lanes allow, and start a task for each of their samples."""
+        """Opens groups as the window and the request slots allow, and starts a task for each of their samples."""
         assert self._supervisor is not None
         while True:
             await self._changes.wait_until(self._may_open, "dispatch", "the async window")
             await self._changes.wait_until(lambda: len(self._prompts) > 0, "dispatch", "a prompt")
-            await self._changes.wait_until(lambda: self.services.lanes.has_spare_lane, "dispatch", "an inference lane")
+            await self._changes.wait_until(lambda: self.services.lanes.has_spare_lane, "dispatch", "a request slot")
             if not self._may_open():
                 continue
             draw, prompt = self._prompts.take()
@@ -152,11 +152,11 @@ class Orchestrator:
                 rollout = group.rollouts[index] = self._rollout(group, index)
                 self._supervisor.spawn(self._sample(group, index, rollout), f"sample {rollout.task.sample_id}")
             self._changes.notify()
-            # Let the new tasks take their lanes before the next group looks for one.
+            # Let the new tasks acquire their slots before the next group looks for one.
             await asyncio.sleep(0)
 
     def _may_open(self) -> bool:
-        # No group is opened that no step is left for: all that is generated then would be thrown away.
+        # A group beyond the last step would never be trained.
         is_wanted = self.window.outstanding < self.config.number_of_steps * self.config.prompts_batch_size_for_trainer
         may_go_on = not self._stop_requested and not self._has_ended
         return is_wanted and may_go_on and self.window.may_open()
@@ -201,10 +201,10 @@ class Orchestrator:
         )
 
     async def _sample(self, group: Group, index: int, rollout: Rollout) -> None:
-        """One sample of a group, to its end; the last one finishes the group."""
+        """Runs one sample of a group; the last one finishes the group."""
         trajectory = await rollout.run()
         if self._has_ended:
-            return  # on record as under way at the end
+            return  # already recorded as running at the end
         del group.rollouts[index]
         group.samples.append(trajectory)
         if group.is_finished:
@@ -227,25 +227,25 @@ class Orchestrator:
         self._changes.notify()
 
     def _judge(self, group: Group, trajectory: Trajectory) -> None:
-        """The reward that a scored sample is trained with, or the filter that leaves it out."""
+        """Sets the training reward of a scored sample, or the filter that removes it."""
         info = self.services.infos[group.draw.environment]
         scale = (info.reward_min, info.reward_max) if self.config.normalize_rewards else (None, None)
         self.services.filters.judge(trajectory, scale)
         if trajectory.left_out is not None:
-            logger.info("sample %s (%s) is left out: %s", trajectory.sample_id, group.environment, trajectory.left_out)
+            logger.info("sample %s (%s) is filtered: %s", trajectory.sample_id, group.environment, trajectory.left_out)
             self._journal.masked(trajectory)
 
     def _masked(self, group: Group, trajectory: Trajectory) -> None:
         kind, message = trajectory.failure_kind or "", trajectory.failure_message or ""
         logger.warning(
-            "sample %s (%s) is masked, %s failure: %s", trajectory.sample_id, group.environment, kind, message
+            "sample %s (%s) is masked after an %s failure: %s", trajectory.sample_id, group.environment, kind, message
         )
         self._journal.masked(trajectory)
         if kind == "environment":
             self._budget.sample_failed(group.environment, group.draw.index, message)
 
     def _finish_group(self, group: Group) -> None:
-        """Keep a finished group for a batch, or give it up and say why."""
+        """Keeps a finished group for a batch, or discards it with a reason."""
         group.finished_at = time.time()
         del self._open[group.group_id]
         signal = group.signal()
@@ -272,14 +272,14 @@ class Orchestrator:
     # Groups that became too old
 
     def _withdraw_stale_groups(self) -> None:
-        """Give up every group that is too old for the weights as they are now, and ask its draw again.
+        """Withdraws every group that is too old for the current weights, and requeues its prompt.
 
         Called at every sync and when a batch is formed.
         """
         if self._has_ended:
             return
         if self._batch is not None and self._staleness.stale(self._batch.groups, self.window.version):
-            # A batch that waited too long is taken apart: what is still good goes into the next one.
+            # A batch that waited too long is dissolved: its fresh groups go into the next one.
             self._finished += self._batch.groups
             self._batch = None
         requests: dict[int, list[str]] = defaultdict(list)
@@ -294,9 +294,9 @@ class Orchestrator:
         self._changes.notify()
 
     def _withdraw(self, group: Group, requests: dict[int, list[str]]) -> None:
-        """One group: its draw goes to the front of the queue, or is dropped when that was so `max_returns` times.
+        """Withdraws one group: requeues its prompt at the front, or drops it after `max_returns` requeues.
 
-        `requests` collects by server what has to be aborted there.
+        Adds the requests to abort to `requests`, by server.
         """
         version = self.window.version
         group.withdrawn = True
@@ -322,7 +322,7 @@ class Orchestrator:
             self.services.report_engine_failure(server, error)
 
     async def _in_flight_loop(self) -> None:
-        """Keep the record's list of samples under way up to date: one small file, replaced."""
+        """Keeps the record's list of running samples up to date: one small file, replaced."""
         while True:
             self.services.recorder.set_in_flight(record_rows.in_flight_rows(self._open.values()))
             await asyncio.sleep(IN_FLIGHT_SECONDS)
@@ -330,11 +330,11 @@ class Orchestrator:
     # Batches and steps
 
     async def _batch_loop(self) -> None:
-        """Take B finished groups, oldest start version first, and pack them for the trainer's ranks."""
+        """Takes B finished groups, oldest start version first, and packs them for the trainer's ranks."""
         size = self.config.prompts_batch_size_for_trainer
         while True:
             await self._changes.wait_until(lambda: len(self._finished) >= size, "batches", f"{size} usable groups")
-            # The trainer takes one batch at a time; forming it only then keeps the choice fresh.
+            # The trainer takes one batch at a time; a batch formed as late as possible has the freshest choice.
             await self._changes.wait_until(lambda: self._batch is None, "batches", "the trainer")
             self._withdraw_stale_groups()
             if len(self._finished) < size:
@@ -348,11 +348,11 @@ class Orchestrator:
             self._withdraw_stale_groups()  # a sync may have ended meanwhile
 
     def _pack(self, groups: list[Group], step: int) -> Batch:
-        """Advantages and micro-batches; numpy only, on a thread of its own."""
+        """Computes advantages and micro-batches; numpy only, on a separate thread."""
         return form_batch(self.config, groups, step)
 
     async def _train_loop(self) -> None:
-        """Train, sync, count, until the last step."""
+        """Trains, syncs and counts until the last step."""
         for step in range(self.config.number_of_steps):
             if self._stop_requested:
                 return
@@ -386,7 +386,7 @@ class Orchestrator:
             )
 
     async def _next_batch(self) -> Batch | None:
-        """The next batch, or None when a stop is asked for first."""
+        """Returns the next batch, or None when a stop is requested first."""
         await self._changes.wait_until(
             lambda: self._stop_requested or self._batch is not None, "trainer", "a batch of usable groups"
         )

@@ -1,7 +1,7 @@
-"""The prompts that are asked next, rendered and tokenised before anyone needs them.
+"""The buffer of rendered and tokenized prompts, filled ahead of use.
 
-Owns the buffer and where the run stands in its draws. Does not own which draw is which (`draws`), nor when a prompt is
-asked (the dispatch loop). Prompts leave in the order of their draws; one that is given back comes first again.
+Owns the buffer and the run's position in the prompt sequence. Prompts leave in the order of their numbers; a requeued
+prompt comes first again.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from telescope.orchestrator.supervision import ChangeNotifier
 logger = logging.getLogger(__name__)
 
 PREPARE_AT_ONCE = 8
-"""Prompts rendered concurrently by the prefetch: enough to keep every environment worker busy."""
+"""Prompts rendered concurrently: enough to keep every environment worker busy."""
 
 MAX_FRUITLESS_DRAWS = 10_000
-"""Draws in a row without a usable prompt, after which the run stops instead of looking for ever."""
+"""Consecutive unusable prompts after which the run stops."""
 
 
 class PromptSource(Protocol):
-    """Who renders prompts: the environments' pool."""
+    """Renders prompts; implemented by the environment pool."""
 
     async def prepare(self, env_key: str, index: int) -> PreparedPrompt: ...
 
 
 class PromptBuffer:
-    """Up to `prompt_prefetch_buffer_size` prompts, kept full by `fill`. `max_context` is in tokens."""
+    """Buffers up to `prompt_prefetch_buffer_size` prompts; `fill` keeps it full. `max_context` is in tokens."""
 
     def __init__(
         self,
@@ -71,41 +71,41 @@ class PromptBuffer:
         return len(self._ready)
 
     def take(self) -> tuple[SampledPrompt, PreparedPrompt]:
-        """The next prompt; there must be one."""
+        """Removes and returns the next prompt; the buffer must not be empty."""
         return self._ready.popleft()
 
     def give_back(self, draw: SampledPrompt, prompt: PreparedPrompt) -> None:
-        """Ask this draw again, before all others."""
+        """Requeues this prompt before all others."""
         self._ready.appendleft((draw, prompt))
 
     def position(self, open_draws: Iterable[int]) -> SamplerPosition:
-        """Where the run stands, given the draws whose fate is not final."""
+        """Returns the position of the run, given the prompts that are opened and not settled."""
         buffered = {draw.n for draw, _ in self._ready}
         unfinished = {*open_draws, *buffered, *self._preparing, *self._ask_first}
         return SamplerPosition(self._next_draw, tuple(sorted(unfinished)))
 
     async def fill(self) -> None:
-        """Keep the buffer full of tokenised prompts, in the order of their draws, for ever.
+        """Keeps the buffer full of tokenized prompts, in order. Never returns.
 
-        Raises RunError when no draw gives a prompt, or an environment uses up its error budget.
+        Raises RunError when no prompt is usable, or an environment exhausts its error budget.
         """
         num_fruitless = 0
         while True:
             await self._changes.wait_until(
-                lambda: len(self._ready) < self._size, "prompts", "a free place in the prompt buffer"
+                lambda: len(self._ready) < self._size, "prompts", "free space in the prompt buffer"
             )
             num_wanted = min(PREPARE_AT_ONCE, self._size - len(self._ready))
             self._preparing = [self._next_number() for _ in range(num_wanted)]
             draws = [self._draws.draw(n) for n in self._preparing]
-            self._status.set_part("prompts", f"preparing draw {draws[0].n}")
+            self._status.set_part("prompts", f"preparing prompt {draws[0].n}")
             prepared = await asyncio.gather(*(self._prepare(draw) for draw in draws))
             self._preparing = []
             num_fruitless = 0 if any(prepared) else num_fruitless + num_wanted
             if num_fruitless >= MAX_FRUITLESS_DRAWS:
                 raise RunError(
-                    f"{num_fruitless} draws in a row gave no prompt to train on: every item is held out for an eval "
+                    f"{num_fruitless} consecutive prompts cannot be trained on: every item is held out for an eval "
                     "(evals: separate_eval_samples, num_samples) or too long (max_model_len, seq_len). The run's log "
-                    "names those that are too long."
+                    "lists those that are too long."
                 )
             self._ready.extend(
                 (draw, prompt) for draw, prompt in zip(draws, prepared, strict=True) if prompt is not None
@@ -113,19 +113,19 @@ class PromptBuffer:
             self._changes.notify()
 
     def _next_number(self) -> int:
-        """The draw to prepare next: those that an earlier attempt left first."""
+        """Returns the number of the next prompt; unfinished ones of an earlier attempt come first."""
         if self._ask_first:
             return self._ask_first.popleft()
         self._next_draw += 1
         return self._next_draw - 1
 
     async def _prepare(self, draw: SampledPrompt) -> PreparedPrompt | None:
-        """Render and tokenise one prompt; None when it is held out for an eval or its environment failed."""
+        """Renders and tokenizes one prompt. Returns None when it is held out, too long, or its environment failed."""
         name = self._config.environments[draw.environment].name
         try:
             prompt = await self._source.prepare(self._keys[draw.environment], draw.index)
         except EnvironmentFailure as error:
-            logger.warning("draw %d (%s, item %d): the prompt could not be made: %s", draw.n, name, draw.index, error)
+            logger.warning("prompt %d (%s, item %d) cannot be rendered: %s", draw.n, name, draw.index, error)
             self._budget.prompt_failed(name, draw.index, str(error))
             return None
         if prompt.sample_uid in self._held_out_uids:
@@ -133,10 +133,10 @@ class PromptBuffer:
             return None
         if len(prompt.token_ids) >= self._max_context:
             logger.warning(
-                "draw %d (%s, item %d): prompt of %d tokens, max_model_len and seq_len allow %d; left out",
+                "prompt %d (%s, item %d) has %d tokens and is skipped: max_model_len and seq_len allow %d",
                 draw.n, name, draw.index, len(prompt.token_ids), self._max_context,
             )  # fmt: skip
-            what = f"a prompt leaves no room to answer in the {self._max_context} tokens of max_model_len and seq_len"
+            what = f"a prompt leaves no space for an answer in {self._max_context} tokens (max_model_len, seq_len)"
             self._budget.prompt_failed(name, draw.index, what)
             return None
         self._budget.prompt_made(name)

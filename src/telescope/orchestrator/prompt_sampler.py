@@ -1,8 +1,8 @@
-"""Which prompt is asked next: a pure function of the seed and a counter.
+"""The prompt sampler: prompt number n is a pure function of the seed and n.
 
-`PromptSampler.draw(n)` is the whole interface. n is the identity of a prompt in the ledger, in a checkpoint and in the
-record. The environment of draw n is sampled by weight; its items are visited without replacement, reshuffled each
-epoch. The answer never depends on the order or the number of earlier calls, so resuming a run needs n alone.
+n is the identity of a prompt in the ledger, in a checkpoint and in the record. The environment of prompt n is sampled
+by weight; its items are visited without replacement and reshuffled each epoch. The result does not depend on earlier
+calls, so resuming a run needs n only.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 CHUNK = 1024
-"""Draws are laid out this many at a time; a detail that the results do depend on, so never change it."""
+"""Prompts are sampled in chunks of this size. The results depend on it, so never change it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledPrompt:
-    """SampledPrompt number n: item `index` of environment number `environment` (its position in the config)."""
+    """Prompt number n: item `index` of environment number `environment` (its position in the config)."""
 
     n: int
     environment: int
@@ -29,9 +29,9 @@ class SampledPrompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplerPosition:
-    """Where a run stands in its draws: what a checkpoint keeps so that no prompt is skipped and none asked twice.
+    """Position of a run in the prompt sequence, kept in checkpoints so that no prompt is skipped or repeated.
 
-    Every draw below `next_draw` was trained, dropped or held out, but for `unfinished`, which are asked first.
+    Every prompt below `next_draw` was trained, dropped or held out, except `unfinished`, which come first.
     """
 
     next_draw: int = 0
@@ -39,7 +39,7 @@ class SamplerPosition:
 
 
 FIRST_DRAW = SamplerPosition()
-"""Where a new run starts."""
+"""Position of a new run."""
 
 
 def _generator(*key: int) -> np.random.Generator:
@@ -47,12 +47,12 @@ def _generator(*key: int) -> np.random.Generator:
 
 
 class PromptSampler:
-    """An endless sequence of draws over environments of given sizes and weights."""
+    """An endless sequence of prompts from environments of given sizes and weights."""
 
     def __init__(self, seed: int, sizes: Sequence[int], weights: Sequence[float], first_index: Sequence[int]) -> None:
-        """`first_index[e]` items at the head of environment e are held out for evals and never drawn.
+        """The first `first_index[e]` items of environment e are held out for evals and never sampled.
 
-        Raises ValueError when an environment has nothing left to draw.
+        Raises ValueError when an environment has no other items.
         """
         for environment, (size, first) in enumerate(zip(sizes, first_index, strict=True)):
             if size - first <= 0:
@@ -65,12 +65,12 @@ class PromptSampler:
         total = float(sum(weights))
         self._probabilities = np.array([weight / total for weight in weights])
         self._chunk_environments: list[np.ndarray] = []
-        # counts[c][e]: draws of environment e before chunk c
+        # counts[c][e]: prompts of environment e before chunk c
         self._counts: list[np.ndarray] = [np.zeros(len(sizes), dtype=np.int64)]
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     def draw(self, n: int) -> SampledPrompt:
-        """SampledPrompt number n >= 0."""
+        """Returns prompt number n >= 0."""
         chunk, offset = divmod(n, CHUNK)
         while len(self._chunk_environments) <= chunk:
             self._lay_out_next_chunk()
@@ -91,7 +91,7 @@ class PromptSampler:
     def _order(self, environment: int, epoch: int) -> np.ndarray:
         key = (environment, epoch)
         if key not in self._orders:
-            # Two epochs of each environment are enough: draws move forward, and prefetch looks a little ahead.
+            # Two epochs of each environment are enough: n moves forward, with a short prefetch.
             for stale in [k for k in self._orders if k[0] == environment and k[1] < epoch - 1]:
                 del self._orders[stale]
             self._orders[key] = _generator(self._seed, 1, environment, epoch).permutation(self._sizes[environment])
@@ -99,9 +99,9 @@ class PromptSampler:
 
 
 def request_seed(run_seed: int, *identity: int | str) -> int:
-    """Seed of one request, a hash of (run seed, draw, sample, turn): the same whatever the order of arrival.
+    """Returns the seed of one request: a hash of (run seed, prompt number, sample, turn), independent of arrival order.
 
-    31 bits, which every engine accepts.
+    It has 31 bits, which every engine accepts.
     """
     text = "/".join(str(part) for part in (run_seed, *identity))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") & 0x7FFFFFFF

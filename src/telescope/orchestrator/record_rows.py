@@ -1,6 +1,6 @@
-"""What of a run is written to the record: orchestrator objects turned into rows of the tables.
+"""Converts orchestrator objects to rows of the record's tables.
 
-Pure functions; `telescope.record.tables` says what each column means. A sample is written once, when its fate is final.
+Pure functions; `telescope.record.tables` describes the columns. A sample is written once, when its outcome is final.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import Span
 
 MAX_FAILURE_MESSAGE = 4000
-"""Characters kept of why a sample failed: user code may raise with a message of any length."""
+"""Longest recorded failure message; user code may raise one of any length."""
 
 
 def environment_row(key: str, name: str, weight: float | None, info: EnvironmentInfo) -> dict[str, Any]:
-    """One row of `environments`; a `weight` of None is an eval."""
+    """Returns one row of `environments`; a `weight` of None marks an eval."""
     return {
         "key": key,
         "name": name,
@@ -36,7 +36,7 @@ def environment_row(key: str, name: str, weight: float | None, info: Environment
 
 
 def group_row(group: Group, *, status: str, reason: str | None, step: int | None) -> dict[str, Any]:
-    """One row of `groups`."""
+    """Returns one row of `groups`."""
     rewards_n = group.rewards_n
     return {
         "group_id": group.group_id,
@@ -66,7 +66,7 @@ def sample_row(
     age: int | None = None,
     eval_name: str | None = None,
 ) -> dict[str, Any]:
-    """One row of `samples`. A masked or cancelled sample keeps its own status whatever became of its group."""
+    """Returns one row of `samples`. A masked or cancelled sample keeps its own status, whatever its group's status."""
     start_version, end_version = sample.version_range
     reward = sample.reward
     own_status = "cancelled" if sample.cancelled else None if sample.is_usable else "masked"
@@ -110,7 +110,7 @@ def sample_row(
 
 
 def in_flight_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
-    """The samples that are under way, with columns of `samples`; prompts are left out to keep the file small."""
+    """Returns the running samples, with columns of `samples`, without prompts to keep the file small."""
     rows = []
     for group in groups:
         done = {sample.sample_index for sample in group.samples}
@@ -128,12 +128,12 @@ def in_flight_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
 
 
 def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
-    """The rows of `turns`: what the model and the environment said, in order, with what each token was sampled at."""
+    """Returns the rows of `turns`: messages of model and environment in order, with logprob and version per token."""
     rows: list[dict[str, Any]] = []
     for index, turn in enumerate(sample.turns):
         asked_at = sample.turns[index - 1].ended_at if index else turn.started_at
         for number, (role, text) in enumerate(turn.replies):
-            # Messages of one reply are tokenised together.
+            # Messages of one reply are tokenized together.
             added = turn.added_token_ids if number == 0 else []
             rows.append(
                 {
@@ -171,7 +171,7 @@ def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
 
 
 def request_span_rows(sample: Trajectory) -> list[dict[str, Any]]:
-    """Spans of a sample: each turn's generation, and the reward that followed the last one."""
+    """Returns the spans of a sample: each turn's generation, and the reward after the last one."""
     rows = []
     for index, turn in enumerate(sample.turns):
         rows.append(_span("generate", sample, turn.started_at, turn.ended_at, {"turn": str(index)}))
@@ -181,7 +181,7 @@ def request_span_rows(sample: Trajectory) -> list[dict[str, Any]]:
 
 
 def trainer_span_row(span: Span, step: int | None) -> dict[str, Any]:
-    """A span of a trainer rank."""
+    """Returns one row of `spans` for a span of a trainer rank."""
     return {
         "name": span.name,
         "component": "trainer",

@@ -1,8 +1,8 @@
-"""Lanes: how many samples may be generating on each server at once, and who gets the next free place.
+"""Request slots: how many samples may generate on each server at once, and which sample gets the next free slot.
 
 Owns the counts, the choice of server and the order of waiters; knows nothing of HTTP, Ray or tokens. A group stays on
-one server so that its prompt is prefilled once; a server that is down gets nothing, and its groups move. A later turn
-of a rollout that is under way is served before a new sample.
+one server so that its prompt is prefilled once; a server that is down gets no samples, and its groups move. A later
+turn of a running rollout is served before a new sample.
 
 Invariants: 0 <= used <= capacity on every server; a lease is released exactly once.
 """
@@ -21,7 +21,7 @@ from telescope.rollout.types import Lease
 
 @dataclass
 class ServerSlots:
-    """The lanes of one server. `up` is false while it is dead, restarting, or missing the current weights."""
+    """The slots of one server. `up` is false while it is stopped, restarting, or without the current weights."""
 
     capacity: int
     up: bool = False
@@ -45,7 +45,7 @@ class _Waiter:
 
 
 class RequestSlotPool:
-    """Hands out lanes. Everything runs on one event loop; no method but `acquire` waits."""
+    """Assigns request slots. Everything runs on one event loop; only `acquire` waits."""
 
     def __init__(self, capacities: list[int]) -> None:
         self._on_change: Callable[[], None] = lambda: None
@@ -55,13 +55,13 @@ class RequestSlotPool:
         self._order = itertools.count()
 
     def on_change(self, notify: Callable[[], None]) -> None:
-        """Have `notify` called whenever a lane came free, or a server came up or went down."""
+        """Registers `notify`, called whenever a slot becomes free, or a server comes up or goes down."""
         self._on_change = notify
 
     async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
-        """Wait for a lane for a sample of `group`; a later `turn` goes first.
+        """Waits for a slot for a sample of `group`; a later `turn` goes first.
 
-        Raises DeadlineExceeded when no lane came free within `timeout` seconds.
+        Raises DeadlineExceeded when no slot becomes free within `timeout` seconds.
         """
         waiter = _Waiter(-turn, next(self._order), group, asyncio.get_running_loop().create_future())
         heapq.heappush(self._waiters, waiter)
@@ -70,19 +70,19 @@ class RequestSlotPool:
             async with asyncio.timeout(timeout):
                 return await waiter.future
         except BaseException as error:
-            # Cancelled or out of time; the lane may have been handed over in the same tick, so it goes back.
+            # Cancelled or timed out. The slot may have been assigned in the same iteration, so release it.
             if waiter.future.done() and not waiter.future.cancelled():
                 self.release(waiter.future.result())
             waiter.future.cancel()
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(
-                    f"no inference lane came free for group {group} within {timeout:.0f} s ({self.describe()})"
+                    f"no request slot became free for group {group} within {timeout:.0f} s ({self.describe()})"
                 ) from None
             raise
 
     def release(self, lease: Lease) -> None:
-        """Give a lane back. A second release of the same lease is a bug."""
-        assert not lease.released, "a lane was released twice"
+        """Releases a slot. A second release of the same lease is a bug."""
+        assert not lease.released, "a request slot was released twice"
         lease.released = True
         server = self.servers[lease.server]
         server.used -= 1
@@ -91,7 +91,7 @@ class RequestSlotPool:
         self._on_change()
 
     def set_up(self, server: int, up: bool) -> None:
-        """Open or close a server for new leases. Leases already out stay valid until released."""
+        """Opens or closes a server for new leases. Existing leases stay valid until released."""
         self.servers[server].up = up
         if not up:
             self._server_of_group = {g: s for g, s in self._server_of_group.items() if s != server}
@@ -99,15 +99,14 @@ class RequestSlotPool:
         self._on_change()
 
     def forget_group(self, group: int) -> None:
-        """Drop a finished group's tie to its server."""
+        """Unbinds a finished group from its server."""
         self._server_of_group.pop(group, None)
 
     @property
     def has_spare_lane(self) -> bool:
-        """True when a new group would be served at once.
+        """Whether a new group would be served at once.
 
-        Whoever waits then is tied to a server that is full, such as one that took over another's groups, and has no
-        use for the lane.
+        Samples may still wait: their groups are bound to a full server, and cannot use the free slot.
         """
         return any(server.up and server.num_free for server in self.servers)
 
@@ -120,14 +119,14 @@ class RequestSlotPool:
         return sum(not waiter.future.done() for waiter in self._waiters)
 
     def describe(self) -> str:
-        """The state of each server in a few words, for error messages."""
+        """Returns the state of each server, for error messages."""
         return ", ".join(
-            f"server {i}: {'up' if s.up else 'down'}, {s.used}/{s.capacity} lanes used"
+            f"server {i}: {'up' if s.up else 'down'}, {s.used}/{s.capacity} slots used"
             for i, s in enumerate(self.servers)
         )
 
     def _serve(self) -> None:
-        """Give free lanes to waiters, first by turn and then by arrival; a waiter tied to a full server waits on."""
+        """Assigns free slots to waiters, by turn and then by arrival; a waiter bound to a full server keeps waiting."""
         skipped: list[_Waiter] = []
         while self._waiters:
             waiter = heapq.heappop(self._waiters)
@@ -159,10 +158,10 @@ class RequestSlotPool:
 
 
 class GroupSlotPool(RequestSlotPool):
-    """Lanes for `enable_individual_sample_lanes: false`: a group holds one lane, from its first sample to its last.
+    """Request slots for `enable_individual_sample_lanes: false`: one slot per group, from its first sample to its last.
 
-    Capacities count groups. All samples of a group generate in its lane at once; when its server goes down, the group
-    takes a lane elsewhere.
+    Capacities count groups. All samples of a group share its slot; when its server goes down, the group gets a slot on
+    another server.
     """
 
     def __init__(self, capacities: list[int]) -> None:
@@ -170,7 +169,7 @@ class GroupSlotPool(RequestSlotPool):
         self._lease_of_group: dict[int, asyncio.Future[Lease]] = {}
 
     async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
-        """The group's lane, taken from the pool when it has none on a server that is up."""
+        """Returns the group's slot, and acquires one when it has none on a server that is up."""
         held = self._lease_of_group.get(group)
         if held is not None and held.done() and not self._is_usable(held):
             self._give_back(group)
@@ -178,17 +177,17 @@ class GroupSlotPool(RequestSlotPool):
         if held is None:
             held = asyncio.ensure_future(super().acquire(group, turn=turn, timeout=timeout))
             self._lease_of_group[group] = held
-        # Shielded: the samples of a group share the wait, and one that is cancelled must not end it for the others.
+        # Shielded: the samples of a group share the wait, so cancelling one must not end it for the others.
         lease = await asyncio.shield(held)
         return Lease(lease.server, lease.slot)
 
     def release(self, lease: Lease) -> None:
-        """A sample is done with the lane; the group keeps it until `forget_group`."""
-        assert not lease.released, "a lane was released twice"
+        """Ends a sample's use of the slot; the group keeps it until `forget_group`."""
+        assert not lease.released, "a request slot was released twice"
         lease.released = True
 
     def forget_group(self, group: int) -> None:
-        """The group is finished: its lane is free."""
+        """Releases the slot of a finished group."""
         self._give_back(group)
         super().forget_group(group)
 
@@ -208,7 +207,7 @@ class GroupSlotPool(RequestSlotPool):
 def make_request_slots(
     *, individual: bool, num_servers: int, groups_per_server: int, group_size: int
 ) -> RequestSlotPool:
-    """The lanes of a run: one per sample, or one per group."""
+    """Creates the request slots of a run: one per sample, or one per group."""
     if individual:
         return RequestSlotPool([groups_per_server * group_size] * num_servers)
     return GroupSlotPool([groups_per_server] * num_servers)

@@ -1,6 +1,6 @@
-"""The run directory of one attempt: made before anything starts, told what the run is, and closed with its summary.
+"""The run directory of one attempt: created first, and closed with the run's summary.
 
-Owns the order in which the record is opened and ended. What lies in the directory is `telescope.record`.
+Owns the order in which the record is opened and closed. `telescope.record` owns its contents.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from telescope.record.run_info import RunInfo, begin_run, end_run, next_attempt,
 from telescope.record.wandb_sink import WandbSink
 
 FLUSH_SECONDS = 5.0
-"""Given to the record to write its last rows before the run is summed up; closing gives it more."""
+"""Time for the record to write its last rows before the summary; closing allows more."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,23 +45,23 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: TelescopeConfig, notes: list[str]) -> RunDirectory:
-        """Make the directory. Raises UserError when it cannot be written."""
+        """Creates the directory. Raises UserError when it cannot be written."""
         path = choose_run_dir(config)
         try:
             path.mkdir(parents=True, exist_ok=True)
             replace_file(RunFiles(path).config, yaml.safe_dump(config.values, sort_keys=False).encode())
         except OSError as error:
             raise UserError(
-                f"run_dir: {str(path)!r} cannot be written ({error.strerror or error}). Name another folder with "
-                "--run_dir or TELESCOPE_RUN_DIR, or mend its permissions."
+                f"run_dir: {str(path)!r} cannot be written ({error.strerror or error}). Choose another folder with "
+                "--run_dir or TELESCOPE_RUN_DIR, or fix its permissions."
             ) from error
         return cls(path, config, notes)
 
     @contextmanager
     def open_record(self, *, console: bool) -> Iterator[Recorder]:
-        """Open the record, write the rows of this attempt, and close everything at the end.
+        """Opens the record, writes the rows of this attempt, and closes everything at the end.
 
-        `console` sends warnings to standard error too, which a live view would draw over.
+        `console` also sends warnings to standard error, where they would disturb a live view.
         """
         config = self._config
         self.recorder = Recorder(
@@ -89,37 +89,37 @@ class RunDirectory:
             self.recorder.close()
 
     def evaluated_before(self, accuracy: float) -> None:
-        """Say in `run.json` how accurate the model was before training, for whoever looks while the run goes on."""
+        """Writes the accuracy before training to `run.json`, for readers of a live run."""
         if self._info is not None:
             self._info = replace(self._info, heldout_before=accuracy)
             self.recorder.replace_json(RunFiles(self.path).run_json, asdict(self._info))
 
     def ended_at_once(self) -> None:
-        """Say in `run.json` that a person ended the run; for an end that waits for nothing else."""
+        """Writes to `run.json` that the user ended the run, for an immediate exit."""
         if self._info is not None:
             error = "ended at once by a second interrupt"
             write_run_json(self.path, replace(self._info, status="stopped", ended_at=time.time(), error=error))
 
     def record_problem(self) -> str | None:
-        """Why the record cannot be written, None while it can. Waits a moment for what was just written."""
+        """Returns why the record cannot be written, or None. Waits briefly for the newest rows."""
         if self.recorder.health().error is None:
             self.recorder.flush(FLUSH_SECONDS)
         return self.recorder.health().error
 
     def record_news(self) -> str | None:
-        """A line for people when the record has just begun to fail, or works again. The run goes on either way."""
+        """Returns a message when the record has just failed or recovered, else None. The run continues either way."""
         problem = self.recorder.health().error
         if (problem is None) == (self._known_problem is None):
             return None
         self._known_problem = problem
         if problem is None:
-            return "the record of this run is being written again"
-        return f"THE RECORD OF THIS RUN CANNOT BE WRITTEN ({problem}): the run goes on, its rows wait in memory"
+            return "the record of this run is written again"
+        return f"THE RECORD OF THIS RUN CANNOT BE WRITTEN ({problem}): the run continues and keeps its rows in memory"
 
     def ended(self, summary: RunSummary) -> None:
-        """Write `summary.json`, W&B's summary and the end of the attempt.
+        """Writes `summary.json`, W&B's summary and the end of the attempt.
 
-        A disk that does not take them is no failure of the run.
+        A disk error is logged and does not fail the run.
         """
         assert self._info is not None
         self.step_log.log_summary(summary.numbers())

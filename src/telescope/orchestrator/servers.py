@@ -1,12 +1,12 @@
-"""The inference servers of a run: which are up, which weights they hold, and what happens when one dies.
+"""The inference servers of a run: their state, and their recovery after failures.
 
-Owns the state of each server and the lanes being open or closed on it. Processes are supervised by the server's own
-actor (`inference.server`), weights are sent by `weight_sync`; this module notices, waits, and brings a server back:
-restarted -> given the current weights -> open for samples. The run goes on with the others meanwhile.
+Owns the state of each server and whether its request slots are open. The server's own actor supervises its process
+(`inference.server`), and `weight_sync` sends weights; this module detects failures and brings a server back: restarted
+-> current weights loaded -> open for samples. Meanwhile the run continues with the other servers.
 
-A server that cannot come back is given up, and the run goes on with the others; it ends when none is left.
+A server that cannot come back is abandoned; the run ends when none is left.
 
-Invariant: a server's lanes are open only while its process answers and holds the newest synced weights.
+Invariant: a server's slots are open only while its process answers and has loaded the newest synced weights.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from telescope.utils.text import single_line
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-"""How often each server's actor is asked; a failed request asks at once."""
+"""Poll interval of each server's actor. A failed request polls at once."""
 
 MAX_FAILED_BRING_UPS = 5
-"""Times in a row that a server may fail while it is given weights. Its process lives, so nobody else restarts it;
-asking for ever would let a run with one server stand still."""
+"""Consecutive failures of a server while it receives weights, after which it is abandoned. Its process runs, so its
+actor does not restart it, and unlimited retries would stall a run with one server."""
 
 
 class ServerHandle(Protocol):
@@ -42,7 +42,7 @@ class ServerHandle(Protocol):
 
 
 class BringWeights(Protocol):
-    """Brings the newest weights into one server, and calls `on_held` once it holds them."""
+    """Sends the newest weights to one server, and calls `on_held` once they are loaded."""
 
     def __call__(self, server: int, on_held: Callable[[], None], *, fresh: bool) -> Awaitable[None]: ...
 
@@ -86,20 +86,20 @@ class ServerPool:
 
     @property
     def up(self) -> list[int]:
-        """Indices of the servers that take samples and weight syncs."""
+        """Indices of the servers that receive samples and weight syncs."""
         return [index for index, server in enumerate(self._servers) if server.up]
 
     def open(self, index: int) -> None:
-        """The server answers and holds the newest weights: samples may go there."""
+        """Opens a server that answers and has loaded the newest weights for samples."""
         self._servers[index].up = True
         self._lanes.set_up(index, True)
         self._status.set_part(f"server {index}", "serving")
 
     def close(self, index: int, reason: str) -> None:
-        """No further samples go to this server until it is brought up again."""
+        """Closes a server for samples until it is brought up again."""
         if not self._servers[index].up:
             return
-        logger.warning("inference server %d is taken out: %s", index, reason)
+        logger.warning("inference server %d is down: %s", index, reason)
         self._servers[index].up = False
         self._lanes.set_up(index, False)
         self._status.set_part(f"server {index}", f"down: {reason[:80]}")
@@ -107,11 +107,11 @@ class ServerPool:
         self._wake.set()
 
     def report_failure(self, index: int, error: InfrastructureError) -> None:
-        """A request failed for a reason that is not its own: look at the server now, and keep prompts away from it."""
+        """Closes a server whose request failed because of the server, and checks it at once."""
         self.close(index, str(error))
 
     async def watch(self) -> None:
-        """Notice dead servers within seconds and bring them back, for ever.
+        """Detects failed servers within seconds and brings them back. Never returns.
 
         Raises InfrastructureError when no server is left.
         """
@@ -138,7 +138,7 @@ class ServerPool:
                 continue  # the regular poll
 
     async def _look_at(self, index: int) -> None:
-        """Close a server that is not what it was, and begin to bring up one that is out."""
+        """Closes a server that failed or restarted, and starts to bring up one that is down."""
         server = self._servers[index]
         if server.failed is not None or (server.bring_up is not None and not server.bring_up.done()):
             return
@@ -157,20 +157,20 @@ class ServerPool:
             server.bring_up = asyncio.create_task(self._bring_up(index), name=f"bring up server {index}")
 
     def _give_up(self, index: int, reason: str) -> None:
-        """This server takes no further part in the run."""
+        """Abandons a server for the rest of the run."""
         self.close(index, reason)
         self._servers[index].failed = reason
-        self._status.set_part(f"server {index}", "failed for good")
-        self._status.messages.append(f"server {index} failed for good: {single_line(reason)}")
-        logger.error("inference server %d failed for good: %s", index, reason)
+        self._status.set_part(f"server {index}", "failed permanently")
+        self._status.messages.append(f"server {index} failed permanently: {single_line(reason)}")
+        logger.error("inference server %d failed permanently: %s", index, reason)
         self._wake.set()
 
     async def _bring_up(self, index: int) -> None:
-        """Wait until the process answers, send it the current weights, open its lanes."""
+        """Waits until the process answers, sends it the current weights, and opens its slots."""
         server = self._servers[index]
         state = "not known"
         try:
-            # An engine that hangs is not brought up, and is restarted when its server has noticed.
+            # A hanging engine is restarted by its actor once the hang is detected.
             async with asyncio.timeout(self._start_timeout + self._hang_timeout):
                 while True:
                     status = await server.handle.status()
@@ -185,10 +185,9 @@ class ServerPool:
         except TimeoutError:
             self._give_up(
                 index,
-                f"it did not come back within inference_start_timeout_seconds = {self._start_timeout:g} s and the "
-                f"{self._hang_timeout:g} s in which an engine that hangs is noticed (inference_hang_timeout_seconds, "
-                "or weight_sync_timeout_seconds where that is longer); "
-                f"last state: {state}; see its log in the run directory",
+                f"it did not come back within inference_start_timeout_seconds = {self._start_timeout:g} s plus the "
+                f"{self._hang_timeout:g} s for detecting a hang (the longer of inference_hang_timeout_seconds and "
+                f"weight_sync_timeout_seconds); last state: {state}; see its log in the run directory",
             )
             return
         except (InfrastructureError, DeadlineExceeded) as error:
@@ -199,11 +198,11 @@ class ServerPool:
         try:
             await self._bring_weights(index, lambda: self.open(index), fresh=fresh)
         except InfrastructureError as error:
-            logger.warning("inference server %d failed again while it was given weights: %s", index, error)
+            logger.warning("inference server %d failed again while it received weights: %s", index, error)
             server.num_failed_bring_ups += 1
             if server.num_failed_bring_ups >= MAX_FAILED_BRING_UPS:
                 times = server.num_failed_bring_ups
-                self._give_up(index, f"it failed {times} times in a row while it was given weights, last: {error}")
+                self._give_up(index, f"it failed {times} consecutive times while it received weights, last: {error}")
             return
         server.num_failed_bring_ups = 0
         logger.info(

@@ -1,6 +1,6 @@
-"""What the loops of a run use and do not own, and what of the trainer and of weight syncs they know.
+"""The services that the loops use, and the protocols of the trainer and of weight syncs.
 
-Only names and types: the parts are made in `parts`, stand-ins of them in `fake_run` and in tests.
+Names and types only; the composition root creates the services, and `telescope.testing` the fakes.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from telescope.trainer.batch import StepInput, StepResult
 
 
 class TrainerPort(Protocol):
-    """The trainer, as the loops see it: all ranks behind one door."""
+    """Interface of the trainer for the loops."""
 
     async def train_step(self, inputs: list[StepInput]) -> StepResult: ...
 
 
 class WeightSyncPort(Protocol):
-    """Brings the trainer's current weights into every engine that is up. Returns step metrics of the sync."""
+    """Sends the trainer's current weights to every engine that is up. Returns step metrics of the sync."""
 
     async def sync(self) -> dict[str, float]: ...
 
 
 @dataclass
 class Services:
-    """What the loops use and do not own."""
+    """Services that the loops use and do not own."""
 
     environments: EnvironmentPool
     environment_keys: list[str]
-    """What the pool calls the environment of each entry of the config."""
+    """The pool's key of each environment entry of the config."""
     lanes: RequestSlotPool
     engines: Sequence[Engine]
     trainer: TrainerPort
@@ -46,7 +46,7 @@ class Services:
     recorder: Recorder
     step_log: StepLogPort
     filters: SampleFilters
-    """Judge every scored sample."""
+    """Filters and penalties for scored samples."""
     infos: Sequence[EnvironmentInfo]
-    """What the environment of each entry of the config says of itself."""
+    """Description of the environment of each entry of the config."""
     report_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None

@@ -1,7 +1,7 @@
-"""What the run is doing right now, for people: the live view, the watchdog's report and the last lines of an error.
+"""The current state of a run, for the live view, the watchdog's report and error messages.
 
-The orchestrator writes these fields from its event loop and nobody else does; readers on other threads see plain
-numbers and strings, possibly a moment old, never a structure in the middle of a change.
+Only the orchestrator's event loop writes these fields. Readers on other threads see plain numbers and strings, possibly
+a moment old.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StepSummary:
 
 @dataclass
 class RunStatus:
-    """Progress of one run. `phase` is a short sentence; `parts` says what each part is doing."""
+    """Progress of one run. `phase` is a short sentence; `parts` maps each component to its current activity."""
 
     run_name: str
     num_steps: int
@@ -57,31 +57,31 @@ class RunStatus:
     token_times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4096))
 
     def set_part(self, part: str, doing: str) -> None:
-        """Say what a part (trainer, a server, a loop) is doing or waiting for."""
+        """Sets what a component (trainer, a server, a loop) is doing or waiting for."""
         self.parts[part] = doing
 
     def progressed(self) -> None:
-        """A sample finished or a step ended: the watchdog starts counting anew."""
+        """Resets the watchdog, because a sample or a step finished."""
         self.last_progress_at = time.monotonic()
 
     def generated(self, num_tokens: int) -> None:
-        """Count a finished sample and the tokens that were sampled for it."""
+        """Counts a finished sample and the tokens that were sampled for it."""
         self.num_samples_finished += 1
         self.num_tokens_generated += num_tokens
         self.token_times.append((time.monotonic(), num_tokens))
 
     def aborted(self, num_tokens: int) -> None:
-        """Count the tokens of a sample that was cancelled on its way."""
+        """Counts the tokens of a cancelled sample."""
         self.num_tokens_generated += num_tokens
 
     def tokens_per_second(self, window_seconds: float = 10.0) -> float:
-        """Tokens sampled per second over the last `window_seconds`."""
+        """Returns tokens sampled per second over the last `window_seconds`."""
         now = time.monotonic()
         recent = [(at, count) for at, count in list(self.token_times) if now - at <= window_seconds]
         return sum(count for _, count in recent) / window_seconds if recent else 0.0
 
     def seconds_left(self) -> float | None:
-        """Estimate from the median of the last steps, None before the second step."""
+        """Estimates the remaining time from the median of the last steps; None before the second step."""
         if len(self.history) < 2:
             return None
         recent = sorted(summary.seconds for summary in self.history[-20:])

@@ -1,7 +1,6 @@
-"""The metrics of a training step that come from its rollouts, not from the trainer. Pure functions on plain arrays.
+"""Metrics of a training step that come from its rollouts. Pure functions on arrays.
 
-Names follow the metrics document: those without `/` stand under General, `a/b` is section a, metric b, and `a/b/c` is
-section a, group b, metric c.
+Names without `/` are in the section General, `a/b` is section a, metric b, and `a/b/c` is section a, group b, metric c.
 """
 
 from __future__ import annotations
@@ -15,11 +14,13 @@ from telescope.orchestrator.groups import Group
 from telescope.rollout.trajectory import Trajectory
 
 ALWAYS_COUNTED = ("max_async", "zero_advantage", "zero_advantage_all_zero", "zero_advantage_all_positive")
-"""Why groups are discarded, by the metrics document: charted at every step, also where there were none."""
+"""Discard reasons that are reported at every step, also with a count of 0."""
 
 
 def gini(values: Sequence[float]) -> float:
-    """Gini coefficient of one group: 2 * sum(rank_i * x_i) / (n * sum x_i) - (n + 1) / n, ranks from 1, x ascending.
+    """Returns the Gini coefficient of one group.
+
+    It is 2 * sum(rank_i * x_i) / (n * sum x_i) - (n + 1) / n, ranks from 1, x ascending.
 
     Values are shifted so that the smallest is 0 when any is negative; all-zero values have a coefficient of 0.
     """
@@ -37,7 +38,7 @@ def gini(values: Sequence[float]) -> float:
 
 
 def _moments(values: Iterable[float]) -> dict[str, float]:
-    """Mean, standard deviation (ddof 1), minimum and maximum; nothing of no values."""
+    """Returns mean, standard deviation (ddof 1), minimum and maximum; empty for no values."""
     x = np.asarray(list(values), dtype=np.float64)
     if len(x) == 0:
         return {}
@@ -54,7 +55,7 @@ def _spread(prefix: str, values: Iterable[float]) -> dict[str, float]:
 
 
 def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version: int) -> dict[str, float]:
-    """Metrics of the groups of one training batch; `version` is the policy version that the step starts from."""
+    """Returns metrics of the groups of one batch; `version` is the policy version that the step starts from."""
     samples = [sample for group in groups for sample in group.usable_samples]
     lengths = [[s.num_completion_tokens for s in group.usable_samples] for group in groups]
     metrics = {
@@ -95,15 +96,14 @@ def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version:
 
 
 class DiscardCounts:
-    """What was sampled since the last step and not trained: groups, samples and tokens, with their lengths.
+    """Counts untrained groups, samples and tokens since the last step, with their lengths.
 
-    Dropping is biased, so lengths are counted for all that is dropped. Every sample is in exactly one of: kept (with
-    its step), discarded with its group, masked by itself, cancelled on its way. What was sampled for it before its
-    engine failed or its conversation was lost is no part of it, and counts as `retried` or `lost`. So the tokens that
-    the driver has seen are those of kept, discarded, masked, cancelled, retried and lost, and of samples that have no
-    fate yet.
+    Dropping is biased, so lengths are counted for everything that is dropped. Every sample is exactly one of: kept
+    (with its step), discarded with its group, masked, cancelled. Tokens from before an engine failure or a lost
+    conversation count as `retried` or `lost`. So all tokens that the driver has received are kept, discarded, masked,
+    cancelled, retried, lost, or of unfinished samples.
 
-    `returned` looks at it from the side: samples of groups whose draw is asked again. They are among the discarded
+    `returned` overlaps with these: samples of groups whose prompt is requeued, which are also among the discarded
     (`max_async`), masked and cancelled.
     """
 
@@ -121,9 +121,9 @@ class DiscardCounts:
         self._num_returned_groups = 0
 
     def discarded(self, reason: str, kind: str | None, samples: Sequence[Trajectory]) -> None:
-        """Count one discarded group; `kind` refines the reason (all_zero, all_positive, all_negative).
+        """Counts one discarded group; `kind` refines the reason (all_zero, all_positive, all_negative).
 
-        Of its samples only the usable ones count here: what was masked or cancelled is counted as that.
+        Only its usable samples count here; masked and cancelled ones are counted as such.
         """
         scored = [sample for sample in samples if sample.is_usable]
         self._reasons[reason] += 1
@@ -133,33 +133,30 @@ class DiscardCounts:
             self._rewards[key].extend(sample.total_reward for sample in scored)
 
     def masked(self, sample: Trajectory) -> None:
-        """Count one masked sample by the kind of its failure, or by the filter that left it out."""
+        """Counts one masked sample by the kind of its failure, or by its filter."""
         assert sample.mask_reason is not None
         self._masked[sample.mask_reason].append(sample.num_completion_tokens)
 
     def cancelled(self, sample: Trajectory, *, returned: bool) -> None:
-        """Count one sample that was aborted on its way, with the tokens that it had.
-
-        `returned`: its draw is asked again.
-        """
+        """Counts one aborted sample with its tokens so far. `returned`: its prompt is requeued."""
         self._cancelled.append(sample.num_completion_tokens)
         if returned:
             self._returned.append(sample.num_completion_tokens)
 
     def returned(self, samples: Sequence[Trajectory]) -> None:
-        """Count one group whose draw is asked again, with its samples that had ended."""
+        """Counts one group whose prompt is requeued, with its finished samples."""
         self._num_returned_groups += 1
         self._returned.extend(sample.num_completion_tokens for sample in samples)
 
     def asked_again(self, sample: Trajectory) -> None:
-        """Count the failed requests and lost conversations of one sample, each by itself."""
+        """Counts the failed requests and lost conversations of one sample."""
         seen = [length for length in sample.failed_answers if length is not None]
         self._retried.extend(seen)
         self._num_unseen += len(sample.failed_answers) - len(seen)
         self._lost.extend(sample.lost_conversations)
 
     def take(self, num_kept_groups: int) -> dict[str, float]:
-        """The counts as metrics, percentages of all groups that were kept or discarded; counting starts anew."""
+        """Returns the counts as metrics, with percentages of all kept and discarded groups, and resets them."""
         metrics: dict[str, float] = {
             "returned/groups": float(self._num_returned_groups),
             "retried/unseen": float(self._num_unseen),
@@ -191,7 +188,7 @@ class DiscardCounts:
 
 
 def _counted(section: str, lengths: Sequence[int]) -> dict[str, float]:
-    """Samples, tokens, and the distribution of their lengths."""
+    """Returns counts of samples and tokens, and the distribution of lengths."""
     return {
         f"{section}/samples": float(len(lengths)),
         f"{section}/tokens": float(sum(lengths)),

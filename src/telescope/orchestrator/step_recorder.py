@@ -1,7 +1,7 @@
-"""What a run says of itself when something has become final: a step, or a group that is given up.
+"""Records a run: finished steps, and groups that are trained or discarded.
 
-Owns the rows that the loops write, the metrics of a step, and the counts of what was thrown away since the step before.
-Does not decide anything. Invariant: a group, its samples and its turns are written once, when their fate is final.
+Owns the record rows of the loops, the metrics of a step, and the counts of discarded work since the previous step.
+Makes no decisions. Invariant: a group, its samples and its turns are written once, when their outcome is final.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import StepResult
 
 RUN_ENDED = "run_ended"
-"""Why a group is on record as cancelled: the run ended before it was trained or given up."""
+"""Reason of a cancelled group: the run ended before it was trained or discarded."""
 
 
 class StepLogPort(Protocol):
-    """Where step metrics go besides the record (W&B)."""
+    """Receives step metrics besides the record (W&B)."""
 
     def log_step(self, step: int, metrics: dict[str, float]) -> None: ...
 
 
 @dataclass
 class TrainedStep:
-    """A training step whose weights the engines hold. Times in seconds; `step` is also the version it started from.
+    """A training step whose weights are synced. Times in seconds; `step` is also the version that it started from.
 
-    `advantages` are of the usable samples of `groups`, in their order. `waited` is how long the trainer had no batch.
-    `position` is where the run stands in its draws once these groups are trained.
+    `advantages` are of the usable samples of `groups`, in order. `waited` is how long the trainer had no batch.
+    `position` is the sampler position once these groups are trained.
     """
 
     step: int
@@ -52,7 +52,7 @@ class TrainedStep:
 
 
 class StepRecorder:
-    """Writes to the record, to the step log and to the status of the live view."""
+    """Writes to the record, the step log and the status of the live view."""
 
     def __init__(self, recorder: Recorder, step_log: StepLogPort, status: RunStatus) -> None:
         self._recorder = recorder
@@ -63,25 +63,25 @@ class StepRecorder:
         self._discarded_rewards: list[np.ndarray] = []
 
     def asked_again(self, sample: Trajectory) -> None:
-        """Count what was sampled for a sample that ended and is no part of it: failed requests, lost conversations."""
+        """Counts the failed requests and lost conversations of a finished sample."""
         self._discards.asked_again(sample)
 
     def masked(self, sample: Trajectory) -> None:
-        """Count a sample that failed. Its row is written with its group."""
+        """Counts a masked sample. Its row is written with its group."""
         self._discards.masked(sample)
         self._status.num_masked_samples += 1
 
     def discarded(self, group: Group, reason: str, kind: str | None, version: int) -> None:
-        """Count and write a group that will not be trained; `kind` refines the reason."""
+        """Counts and writes a group that will not be trained; `kind` refines the reason."""
         self._discards.discarded(reason, kind, group.samples)
         self._discarded_rewards.append(group.rewards_n)
         self._status.num_discarded_groups += 1
         self._write_group(group, status="discarded", reason=reason, step=version, version=version, advantages=[])
 
     def withdrawn(self, group: Group, reason: str, version: int) -> None:
-        """Count and write the samples that a group had which became too old, and whose draw is asked again.
+        """Counts and writes the finished samples of a stale group whose prompt is requeued.
 
-        The group itself is written when its fate is final. Samples still under way follow as `cancelled`.
+        The group itself is written when its outcome is final. Its running samples follow as `cancelled`.
         """
         self._discards.returned(group.samples)
         self._discards.discarded(reason, None, group.samples)
@@ -90,15 +90,15 @@ class StepRecorder:
         self._write_samples(group, status="discarded", reason=reason, step=version, version=version, advantages=[])
 
     def cancelled(self, group: Group, sample: Trajectory, reason: str, version: int) -> None:
-        """Count and write a sample of a withdrawn group that was aborted on its way."""
+        """Counts and writes an aborted sample of a withdrawn group."""
         self._discards.cancelled(sample, returned=group.returned)
         self._status.num_cancelled_samples += 1
         self._write_sample(group, sample, status="cancelled", reason=reason, step=version, version=version)
 
     def never_settled(self, group: Group, version: int) -> None:
-        """Write a group that the end of the run leaves open or unused, with samples that have not ended.
+        """Writes a group that is open or unused when the run ends, with its running samples.
 
-        Of a withdrawn one, whose draw still waits to be asked again, the samples that ended are written already.
+        The finished samples of a withdrawn group, whose prompt is requeued, are written already.
         """
         fate: dict[str, Any] = {"status": "cancelled", "reason": RUN_ENDED, "step": version}
         self._recorder.write("groups", record_rows.group_row(group, **fate))
@@ -108,9 +108,9 @@ class StepRecorder:
             self._recorder.write("samples", {**row, "prompt_text": group.prompt.text, **fate})
 
     async def trained(self, trained: TrainedStep) -> None:
-        """Count, write and show a finished step with its groups, a group at a time so that nobody else waits long."""
+        """Counts, writes and shows a finished step and its groups, yielding to the event loop after each group."""
         ended_at = time.time()
-        # A clock that was set back between the two must not divide by zero or less.
+        # The clock may have been set back in between.
         seconds = max(ended_at - trained.started_at, 1e-6)
         metrics = {
             **batch_metrics(trained.groups, trained.advantages.tolist(), version=trained.step),
@@ -167,9 +167,9 @@ class StepRecorder:
         self._status.progressed()
 
     def _take_reward_mean(self, trained: list[Group]) -> float:
-        """Mean reward of all samples since the last step, those of discarded groups too.
+        """Returns the mean reward of all samples since the last step, discarded groups included.
 
-        The mean of the trained groups alone leaves out every prompt that is always solved or never.
+        The mean of the trained groups alone excludes every prompt that is always or never solved.
         """
         rewards = np.concatenate([*(group.rewards_n for group in trained), *self._discarded_rewards])
         self._discarded_rewards = []
@@ -191,7 +191,7 @@ class StepRecorder:
     def _write_group(
         self, group: Group, *, status: str, reason: str | None, step: int, version: int, advantages: list[float]
     ) -> None:
-        """A group with its samples, turns and spans; ages are counted from `version`."""
+        """Writes a group with its samples, turns and spans. Ages are relative to `version`."""
         self._recorder.write("groups", record_rows.group_row(group, status=status, reason=reason, step=step))
         self._write_samples(group, status=status, reason=reason, step=step, version=version, advantages=advantages)
 

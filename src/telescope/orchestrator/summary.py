@@ -1,4 +1,4 @@
-"""What a finished run says about itself: `summary.json`, and the closing lines on the terminal."""
+"""The summary of a run: `summary.json`, and the closing lines on the terminal."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from telescope.utils.text import pluralize, single_line
 
 
 class Interrupted(Exception):
-    """The run was asked to stop while it was starting or evaluating."""
+    """The user stopped the run while it was starting or evaluating."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The result of a run. `heldout_*` are accuracies of the first eval with held-out items, or of the first eval.
+    """The result of a run. `heldout_*` are accuracies of the first eval with held-out items, else of the first eval.
 
-    `status` is `finished`, `stopped` (a person asked) or `failed`; `seconds` is the whole run, `training_seconds` the
-    part from the first prompt to the last weight sync.
+    `status` is `finished`, `stopped` (by the user) or `failed`; `seconds` is the whole run, `training_seconds` the time
+    from the first prompt to the last weight sync.
     """
 
     status: str
@@ -43,32 +43,32 @@ class RunSummary:
     error: str | None = None
     """Why the run failed, in one line."""
     model_dir: str | None = None
-    """The trained model in Hugging Face form, None when none was written."""
+    """Folder of the trained model in Hugging Face format; None when none was written."""
     record_error: str | None = None
-    """Why the record is incomplete; None when it is whole."""
+    """Why the record is incomplete; None when it is complete."""
     evals: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def sentence(self) -> str:
-        """One line for people. Of a failure it is the fact alone: the error is raised, and told by who catches it."""
+        """One line for the user, without the error of a failure, which the caller reports."""
         steps = pluralize(self.steps, "step")
         if self.status == "finished":
             return f"finished {steps} in {self.seconds:.0f} s"
         if self.status == "stopped":
-            return f"stopped after {steps}, as asked"
+            return f"stopped after {steps}, as requested"
         return f"failed after {steps}"
 
     def to_json(self) -> dict[str, Any]:
-        """The content of `summary.json`."""
+        """Returns the content of `summary.json`."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def numbers(self) -> dict[str, float]:
-        """The fields that are numbers and known, for the summary of W&B."""
+        """Returns the numeric fields that are set, for the summary of W&B."""
         return {name: value for name, value in self.to_json().items() if isinstance(value, int | float)}
 
 
 def headline_of(evals: Sequence[EvalResult]) -> EvalResult | None:
-    """The result that stands for the run: of the first eval with held-out items, or of the first eval."""
+    """Returns the headline result: of the first eval with held-out items, else of the first eval."""
     return next((result for result in evals if result.held_out), evals[0] if evals else None)
 
 
@@ -85,7 +85,7 @@ def summarise(
     interrupted: bool,
     record_error: str | None = None,
 ) -> RunSummary:
-    """Sum up a run that has ended, however it ended."""
+    """Summarizes a run that has ended, with or without an error."""
     if error is not None and not isinstance(error, asyncio.CancelledError | Interrupted):
         outcome, message = "failed", single_line(f"{type(error).__name__}: {error}")
     elif error is not None or interrupted:

@@ -118,23 +118,23 @@ def driver_stacks() -> str:
 
 
 class ChangeNotifier:
-    """Wakes every waiter when the orchestrator's state has changed. One event loop, no locks."""
+    """Wakes every waiter when the orchestrator's state changes. One event loop, no locks."""
 
     def __init__(self, status: RunStatus) -> None:
         self._status = status
         self._waiters: set[asyncio.Future[None]] = set()
 
     def notify(self) -> None:
-        """Something changed: let every waiter look at its predicate again."""
+        """Makes every waiter check its predicate again."""
         waiters, self._waiters = self._waiters, set()
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
     async def wait_until(self, predicate: Callable[[], bool], part: str, waits_for: str) -> None:
-        """Return when `predicate()` holds. Meanwhile the status says that `part` waits for `waits_for`.
+        """Waits until `predicate()` holds. Meanwhile the status shows that `part` waits for `waits_for`.
 
-        There is no timeout of its own: the watchdog ends a run in which nothing moves, and names this wait.
+        It has no timeout: the watchdog ends a run without progress, and names this wait.
         """
         if predicate():
             return

@@ -1,14 +1,16 @@
-"""Bringing the trainer's weights into the running engines, and proving that they arrived.
+"""Sends the trainer's weights to the running engines, and verifies them.
 
-For one sync, per server, while the trainer's ranks gather and send, one communicator per engine:
-    in place:       pause (running requests freeze) -> start update -> receive -> finish (version counted) -> resume
-    in background:  begin to receive (requests run on) ... all there -> start update -> pause -> finish (swap) -> resume
-Which of the two, the server's workers say when they are connected. Owns that order, the connections, and the
-measurements; what is sent is `weights`, which servers are up is `servers`.
+One sync, per server, with one communicator per engine, while the trainer's ranks gather and send:
 
-Invariants: syncs hold the trainer's queue, so they run one at a time and never beside a training step; a server that
-fails at any point is left out of the rest of the sync, its communicator is given up, and nobody else waits for it; an
-engine that was paused is resumed or taken out; a trainer that fails ends the sync at once, whatever servers wait for.
+    in place:      pause (running requests freeze) -> start update -> receive -> finish (version counted) -> resume
+    overlapped:    receive (requests continue) ... complete -> start update -> pause -> finish (swap) -> resume
+
+The server's workers report which of the two they support when they connect. Owns this order, the connections, and the
+measurements.
+
+Invariants: a sync holds the trainer's command queue, so syncs run one at a time and never during a training step. A
+server that fails is dropped from the rest of the sync with its communicator, and delays no other server. A paused
+engine is resumed or closed. A trainer failure ends the sync at once.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ServerSync:
-    """One server's part of a sync. Seconds of wall time; `failure` is None when it holds the new weights."""
+    """One server's part of a sync. Seconds of wall time; `failure` is None when the new weights are loaded."""
 
     server: int
     started_at: float = 0.0
@@ -43,7 +45,7 @@ class ServerSync:
     transfer_started_at: float = 0.0
     transfer_seconds: float = 0.0
     background: bool = False
-    """Whether it received beside its work, so that the pause was for the swap alone."""
+    """Whether it received while serving requests, and paused for the swap only."""
     failure: str | None = None
 
     @property
@@ -53,7 +55,7 @@ class ServerSync:
 
 @dataclass
 class SyncReport:
-    """One sync. `trainer_seconds` is how long the trainer's ranks were busy with it."""
+    """Measurements of one sync. `trainer_seconds` is how long the trainer's ranks were busy with it."""
 
     version: int
     started_at: float
@@ -63,15 +65,15 @@ class SyncReport:
     servers: list[ServerSync] = field(default_factory=list)
     fingerprints: dict[str, str] = field(default_factory=dict)
     trainer_spans: list[Span] = field(default_factory=list)
-    """What each of the trainer's ranks did when."""
+    """Timeline of each trainer rank."""
 
     @property
     def held_by(self) -> list[int]:
-        """Servers that hold the new weights."""
+        """Servers that have loaded the new weights."""
         return [server.server for server in self.servers if server.failure is None]
 
     def metrics(self) -> dict[str, float]:
-        """Step metrics of this sync: slowest server and mean over servers."""
+        """Returns the step metrics of this sync: the slowest server and each server."""
         done = [server for server in self.servers if server.failure is None]
         metrics = {
             "timing_weight_sync_total": self.ended_at - self.started_at,
@@ -88,7 +90,7 @@ class SyncReport:
 
 
 class WeightMismatch(RuntimeError):
-    """The probe found an engine that does not hold what the trainer sent. The message names the tensors."""
+    """An engine has not loaded the weights that the trainer sent. The message names the tensors."""
 
 
 class WeightSync:
@@ -116,17 +118,17 @@ class WeightSync:
         self._probe_token_ids = probe_token_ids
         self._connected: set[int] = set()
         self._in_background: set[int] = set()
-        # Every server has loaded the weights that the trainer starts from by itself.
+        # Every server starts with the trainer's initial weights.
         self._held: dict[int, tuple[int, int]] = dict.fromkeys(range(len(clients)), trainer.weights_identity)
-        """`weights_identity` of what each server holds, as far as it is known."""
+        """`weights_identity` of the weights that each server has loaded, where known."""
         self._metas: list[TensorMeta] | None = None
         self._num_syncs = 0
         self.last_probe: dict[int, ProbeReport] = {}
 
     async def sync(self) -> dict[str, float]:
-        """Bring the trainer's weights into every server that is up. Returns step metrics.
+        """Sends the trainer's weights to every server that is up. Returns step metrics.
 
-        Raises WeightMismatch when the probe of this sync fails.
+        Raises WeightMismatch when the verification of this sync fails.
         """
         async with self._trainer.queue:
             probe = self._probe_is_due()
@@ -137,11 +139,11 @@ class WeightSync:
             return report.metrics()
 
     async def sync_one(self, server: int, on_held: Callable[[], None], *, fresh: bool) -> None:
-        """Bring the trainer's weights into one server that was out, between two training steps.
+        """Sends the trainer's weights to one server that was down, between two training steps.
 
-        `fresh` says that its process is a new one; an old one that still holds the newest weights is sent nothing.
-        `on_held` is called before any other sync can begin, so that none passes the server by. Raises
-        InfrastructureError when the server fails again.
+        `fresh` means that its process is new; an old process that has the newest weights receives nothing. `on_held` is
+        called before any other sync can start, so that the server misses none. Raises InfrastructureError when the
+        server fails again.
         """
         async with self._trainer.queue:
             if fresh:
@@ -150,17 +152,17 @@ class WeightSync:
             if self._held.get(server) != self._trainer.weights_identity:
                 report = await self._send(self._trainer.version, [server], fingerprints=True)
                 if not report.held_by:
-                    raise InfrastructureError(f"server {server} did not take the weights: {report.servers[0].failure}")
+                    raise InfrastructureError(f"server {server} did not load the weights: {report.servers[0].failure}")
                 await self._probe(report)
                 if not report.held_by:
-                    raise InfrastructureError(f"server {server} failed its probe: {report.servers[0].failure}")
+                    raise InfrastructureError(f"server {server} failed its verification: {report.servers[0].failure}")
             on_held()
 
     async def prove(self, *, spoil: str | None = None) -> dict[int, ProbeReport]:
-        """Sync and probe every server that is up, whatever the config says, and return the verdicts instead of raising.
+        """Syncs and verifies every server that is up, and returns the results instead of raising.
 
-        `spoil` names a tensor that is sent with one bit changed, which the probe must notice. The engines then hold
-        wrong weights until the next sync. A server that fails on the way is reported as ever and has no verdict.
+        `spoil` names a tensor that is sent with one bit changed, which the verification must detect. The engines then
+        have wrong weights until the next sync. A server that fails on the way is reported as usual and has no result.
         """
         async with self._trainer.queue:
             report = await self._send(self._trainer.version, self._engines_up(), fingerprints=True, spoil=spoil)
@@ -225,7 +227,7 @@ class WeightSync:
         return report
 
     async def _connect(self, part: ServerSync) -> None:
-        """Open the communicator of a server that has none: the sender listens, the workers join."""
+        """Opens the communicator of a server that has none: the sender listens, the workers connect."""
         if part.server in self._connected:
             return
         info = await self._trainer.listen_for_engine(
@@ -235,22 +237,22 @@ class WeightSync:
         try:
             await asyncio.gather(connecting, self._clients[part.server].init_weight_transfer(info.to_dict()))
         except InfrastructureError as error:
-            if not connecting.done():  # it would wait for workers that will not come
+            if not connecting.done():  # it would wait for workers that do not connect
                 await self._trainer.abort_engine(part.server, str(error))
             raise
         self._in_background.discard(part.server)
-        # Asked in any case: the workers also end what an update that failed in one of them left open in the others.
+        # Always called, because it also ends an update that failed in one worker and is still open in the others.
         modes = await self._clients[part.server].call_worker("telescope_transfer_mode")
         if self._config.weight_transfer != "in_place":
             if modes and all(mode.get("background") for mode in modes):
                 self._in_background.add(part.server)
             else:
-                reasons = "; ".join(dict.fromkeys(mode.get("reason") or "it does not say why" for mode in modes))
-                logger.info("server %d takes its weights in place: %s", part.server, reasons)
+                reasons = "; ".join(dict.fromkeys(mode.get("reason") or "no reason given" for mode in modes))
+                logger.info("server %d receives weights in place: %s", part.server, reasons)
         self._connected.add(part.server)
 
     async def _begin(self, part: ServerSync) -> None:
-        """In place: freeze the server and open its layers. In the background there is nothing to do yet."""
+        """Pauses the server and starts its update, if it receives in place."""
         part.background = part.server in self._in_background
         if not part.background:
             await self._pause(part)
@@ -261,11 +263,11 @@ class WeightSync:
         await self._clients[part.server].pause("keep", drop_caches=self._config.inflight_kv == "recompute")
 
     async def _finish(self, part: ServerSync, in_background: dict[str, Any]) -> None:
-        """End the update, in the pause that was for all of it, or in one for the swap alone."""
+        """Ends the update; an overlapped one pauses here, for the swap only."""
         client = self._clients[part.server]
         if part.background:
             await client.start_update()
-            await client.update_weights(in_background)  # that everything is there; changes nothing yet
+            await client.update_weights(in_background)  # checks that everything has arrived; changes nothing yet
             await self._pause(part)
         await client.finish_update(in_background["version"])
         await client.resume()
@@ -273,7 +275,7 @@ class WeightSync:
         self._held[part.server] = self._trainer.weights_identity
 
     async def _each(self, report: SyncReport, action: Callable[[ServerSync], Any]) -> None:
-        """Run `action` for every server that has not failed; a failure takes that server out and nobody else."""
+        """Runs `action` for every server that has not failed. A failure drops only that server."""
 
         async def one(part: ServerSync) -> None:
             try:
@@ -291,24 +293,24 @@ class WeightSync:
                 self._held.pop(server, None)
                 self._on_failure(server, error)
 
-    # The proof of weights
+    # Verification
 
     def _probe_is_due(self) -> bool:
         every = self._config.weight_probe_every
         return self._num_syncs == 0 or (every > 0 and self._num_syncs % every == 0)
 
     async def _probe(self, report: SyncReport) -> None:
-        """Raise WeightMismatch unless every server of the sync holds what was sent to it."""
+        """Raises WeightMismatch unless every server of the sync has loaded what was sent."""
         for server, probe in (await self._examine(report)).items():
             if not probe.ok:
                 raise WeightMismatch(
-                    f"server {server} does not hold the weights of version {report.version} that the trainer sent: "
+                    f"server {server} has not loaded the weights of version {report.version} that the trainer sent: "
                     f"{probe}"
                 )
-            logger.info("weights of version %d proven on server %d: %s", report.version, server, probe)
+            logger.info("weights of version %d verified on server %d: %s", report.version, server, probe)
 
     async def _examine(self, report: SyncReport) -> dict[int, ProbeReport]:
-        """Compare what each server holds with what was sent, and the logprobs of a fixed text on both sides."""
+        """Compares each server's loaded weights with the sent ones, and logprobs of a fixed text on both sides."""
         trainer_logprobs = await self._trainer.sequence_logprobs(self._probe_token_ids)
         probes: dict[int, ProbeReport] = {}
         for server in report.held_by:
@@ -317,10 +319,10 @@ class WeightSync:
                 held = await client.call_worker("telescope_fingerprints")
                 engine_logprobs = await client.prompt_logprobs(self._probe_token_ids)
             except InfrastructureError as error:
-                # Unproven is as good as failed: it is given the weights again, and asked again, before it serves.
+                # Unverified counts as failed: the server gets the weights again and is verified before it serves.
                 self._fail(report, server, error)
                 continue
-            # In a thread: a tenth of a second for a model whose experts make tens of thousands of tensors.
+            # In a thread: it takes 0.1 s for a model with tens of thousands of expert tensors.
             probes[server] = self.last_probe[server] = await asyncio.to_thread(
                 compare,
                 sent=report.fingerprints,

@@ -1,14 +1,14 @@
-"""One sample from prompt to scored trajectory: generate, let the environment answer, and so on until it is done.
+"""One sample from prompt to scored trajectory: the loop of generation and environment replies.
 
-Owns the turn loop and the retries after infrastructure failures. Does not own lanes, servers or environments: they come
-in through `RequestSlots`, `Engine` and `Environments`. A single-turn sample is a loop that ends after one turn.
+Owns the turn loop and the retries after infrastructure failures. Request slots, servers and environments come in
+through protocols (`rollout.types`). A single-turn sample is a loop that ends after one turn.
 
-Three kinds of failure, never mixed: a bad answer is a reward; an environment that fails masks the sample; an engine
-that fails is asked again, elsewhere if need be, and masks the sample only when the retries are used up. A conversation
-whose state is lost, with the process that held it or with a sandbox, begins again, and counts as a retry too.
+Three kinds of failure, never mixed: a bad answer gets a reward; an environment failure masks the sample; an engine
+failure is retried, on another server if necessary, and masks the sample only after the last retry. A conversation whose
+state is lost, with its worker process or a sandbox, begins again, which also counts as a retry.
 
-A sample can be cancelled at any moment. One that the engine works on is aborted there, and keeps the tokens that came
-of it, for the count of what was thrown away; any other wait is simply ended.
+A sample can be cancelled at any time. A running request is aborted in the engine; its tokens so far are kept for the
+metrics. Any other wait ends at once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from telescope.rollout.trajectory import Trajectory, Turn
 from telescope.rollout.types import Engine, Environments, GenerateRequest, Generation, Lease, RequestId, RequestSlots
 
 MAX_INFRASTRUCTURE_RETRIES = 3
-"""Times that a sample is asked again after its engine failed, before it is masked."""
+"""Retries of a sample after infrastructure failures, before it is masked."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How tokens are sampled. `max_context` bounds prompt and answer together."""
+    """Sampling parameters. `max_context` bounds prompt and answer together, in tokens."""
 
     temperature: float
     top_p: float | None
@@ -41,7 +41,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
-    """What a rollout needs to know besides its prompt. Times are in seconds."""
+    """Settings of a rollout besides its prompt. Times are in seconds."""
 
     sampling: SamplingSettings
     free_lane_after_generation: bool
@@ -51,24 +51,24 @@ class RolloutSettings:
     """Earlier turns first in the engine's queue (`vllm_scheduling_policy: priority`)."""
     for_eval: bool = False
     interleaved: bool = True
-    """Later turns extend the ids of the earlier ones (`interleaved_rollouts`); else each renders its prompt anew."""
+    """Later turns extend the token ids of earlier ones (`interleaved_rollouts`); else each renders its prompt again."""
 
     @classmethod
     def from_config(cls, config: TelescopeConfig) -> RolloutSettings:
-        """What every rollout of a run has in common."""
+        """Returns the settings that all rollouts of a run share."""
         return cls(
             sampling=SamplingSettings(
                 temperature=config.temperature,
                 top_p=config.top_p,
                 max_tokens=config.max_tokens,
-                # What the engine can hold and, unless it may be cut, the trainer can pack: longer answers end with
+                # The engine's limit and, unless samples may be truncated, the trainer's: longer answers end with
                 # `length`.
                 max_context=config.max_model_len
                 if config.overlong_samples == "truncate"
                 else min(config.max_model_len, config.seq_len),
             ),
             free_lane_after_generation=config.free_lane_after_generation,
-            # A lane may be held for a whole generation, and a dead server may have to come back first.
+            # A slot may be in use for a whole generation, and a server may have to restart first.
             lane_timeout=config.request_timeout_seconds + config.inference_start_timeout_seconds,
             max_infrastructure_retries=MAX_INFRASTRUCTURE_RETRIES,
             priority_by_turn=config.vllm_scheduling_policy == "priority",
@@ -78,7 +78,7 @@ class RolloutSettings:
 
 @dataclass(slots=True)
 class RolloutTask:
-    """The prompt of one sample and the identity that its record, its request ids and its seeds come from."""
+    """The prompt of one sample, and the identity that determines its record, request ids and seeds."""
 
     sample_id: str
     group_id: int
@@ -89,9 +89,9 @@ class RolloutTask:
     prompt_token_ids: list[int]
     seed_of_turn: Callable[[int], int]
     is_multi_turn: bool = False
-    """The environment holds the state of a conversation (`Environments.begin`), not of a single answer."""
+    """The environment keeps the state of a conversation (`Environments.begin`)."""
     lane_key: int | None = None
-    """What `RequestSlots` knows the group by, if not its id: a draw that is asked again is another group to them."""
+    """Key of the group for request slots; default: the group id. A requeued prompt gets a new key."""
 
     @property
     def lane_group(self) -> int:
@@ -99,7 +99,7 @@ class RolloutTask:
 
 
 class _StateLost(Exception):
-    """The environment's state of a conversation is gone, through no fault of the model or of the environment."""
+    """The state of a conversation was lost because of infrastructure."""
 
     def __init__(self, error: InfrastructureError) -> None:
         super().__init__(str(error))
@@ -107,9 +107,9 @@ class _StateLost(Exception):
 
 
 class Rollout:
-    """One sample under way. `trajectory` is what there is of it so far; `run` ends with it whole.
+    """One running sample. `trajectory` grows until `run` returns it.
 
-    `cancelled` is set by `cancel`, and then `run` ends as soon as it can, with the tokens that there are.
+    After `cancel`, `run` returns as soon as possible, with the tokens so far.
     """
 
     def __init__(
@@ -133,15 +133,14 @@ class Rollout:
         self._on_engine_failure = on_engine_failure
         self._in_engine: tuple[int, str, int] | None = None
         self._begun: str | None = None
-        """What the environments know the open conversation by."""
+        """Id of the open conversation in the environments."""
         self._beginnings = 0
         self._running: asyncio.Task[Any] | None = None
 
     async def run(self) -> Trajectory:
-        """Run the sample to its end and return it: scored, masked or cancelled.
+        """Runs the sample to its end and returns it: scored, masked or cancelled.
 
-        Raises DeadlineExceeded when no lane comes free within `lane_timeout`: that is the run's trouble, not the
-        sample's.
+        Raises DeadlineExceeded, which is an error of the run, when no request slot becomes free within `lane_timeout`.
         """
         trajectory = self.trajectory
         self._running = asyncio.current_task()
@@ -160,9 +159,9 @@ class Rollout:
         return trajectory
 
     def cancel(self) -> tuple[int, str] | None:
-        """Give the sample up. Returns (server, request id) of the request that the caller must abort in the engine.
+        """Cancels the sample. Returns (server, request id) of the request that the caller must abort in the engine.
 
-        None: no engine works for it, and the wait that it is in has been ended here.
+        Returns None when the sample has no request in an engine; its current wait is then cancelled here.
         """
         self.trajectory.cancelled = True
         if self._in_engine is not None:
@@ -172,9 +171,9 @@ class Rollout:
         return None
 
     def oldest_version(self) -> int | None:
-        """Version of the oldest token that this sample trains if it ends well; None while it has none.
+        """Returns the policy version of the sample's oldest trained token; None while it has none.
 
-        A request in the engine counts with the version that its server held when it was sent.
+        A request in the engine counts with the version that its server had when it was sent.
         """
         oldest = self.trajectory.version_range[0]
         versions = [oldest] if oldest >= 0 else []
@@ -183,7 +182,7 @@ class Rollout:
         return min(versions, default=None)
 
     async def _play(self) -> None:
-        """The sample from its beginning, again when the conversation's state is lost on the way."""
+        """Runs the sample, and begins it again when the conversation's state is lost."""
         trajectory = self.trajectory
         while not trajectory.cancelled:
             try:
@@ -246,8 +245,8 @@ class Rollout:
             prompt_token_ids = before + added_token_ids
 
     async def _begin(self) -> None:
-        """Have the environment make the state of a new conversation."""
-        # A conversation that is begun again is another one to the environment, so its id is new.
+        """Lets the environment create the state of a new conversation."""
+        # A conversation that begins again gets a new id.
         name = f"{self.task.sample_id}.{self._beginnings}"
         self._begun = name
         try:
@@ -262,12 +261,12 @@ class Rollout:
             raise
         if first.token_ids != self.task.prompt_token_ids:
             raise EnvironmentFailure(
-                "the first prompt differs between two calls of get_initial_prompt for one item; the samples of a group "
-                "share it, so it must be the same at every call"
+                "get_initial_prompt returned different prompts for the same item; the samples of a group share one "
+                "prompt, so it must be deterministic"
             )
 
     async def _ask_environment(self, generation: Generation) -> Advance:
-        """Hand an answer over: the score, or what the environment says to it."""
+        """Passes an answer to the environment; returns the score or the environment's messages."""
         task, trajectory, settings = self.task, self.trajectory, self._settings
         if self._begun is not None:
             begun, self._begun = self._begun, None
@@ -303,7 +302,8 @@ class Rollout:
                     raise
 
     async def _generate(self, turn_index: int, prompt_token_ids: list[int], room: int) -> tuple[Lease, Generation]:
-        """Sample one turn, again on a fresh lane after each infrastructure failure. The returned lane is still held."""
+        """Samples one turn, and retries in a new slot after infrastructure failures. The returned slot is not
+        released."""
         task, trajectory, settings = self.task, self.trajectory, self._settings
         sampling = settings.sampling
         while True:
@@ -312,7 +312,7 @@ class Rollout:
             num_seen: int | None = None
             try:
                 request = GenerateRequest(
-                    # Unique, since every further try of a turn, or of the whole conversation, counts as a retry.
+                    # Unique, because every retry of a turn or of the conversation increases the count.
                     request_id=str(
                         RequestId(task.sample_id, turn_index, trajectory.num_infrastructure_retries, lane.slot)
                     ),
@@ -336,7 +336,7 @@ class Rollout:
                     raise InfrastructureError(f"server {lane.server}, request {request.request_id}: {problem}")
                 return lane, generation
             except InfrastructureError as error:
-                # Reported first: the lane must not go to a waiter on a server that has just failed.
+                # Reported first, so that the slot does not go to a waiter while its server is down.
                 self._on_engine_failure(lane.server, error)
                 self._lanes.release(lane)
                 trajectory.failed_answers.append(num_seen)
@@ -349,16 +349,16 @@ class Rollout:
 
 
 def _why_not_usable(generation: Generation, held_version: int) -> str | None:
-    """What is wrong with an answer that came; None for one that can be used.
+    """Returns what is wrong with an answer; None if it can be used.
 
-    `held_version` is what the server held when it was asked. An older answer comes from a server that has restarted
-    since, with the weights of the run's beginning, and that nobody has missed yet.
+    `held_version` is the policy version of the server when the request was sent. An older answer comes from a server
+    that has restarted with the initial weights and is not detected yet.
     """
     if generation.finish_reason == "abort":
-        return "the server aborted it by itself"
+        return "the server aborted it"
     oldest = min((version for version, _, _ in generation.version_spans), default=held_version)
     if oldest < held_version:
-        return f"it was sampled by version {oldest} of the weights, though the server was given version {held_version}"
+        return f"it was sampled with policy version {oldest}, but the server had received version {held_version}"
     return None
 
 
@@ -371,7 +371,7 @@ async def run_rollout(
     settings: RolloutSettings,
     on_engine_failure: Callable[[int, InfrastructureError], None],
 ) -> Trajectory:
-    """Run one sample to its end, when nobody needs to cancel it on the way; see `Rollout.run`."""
+    """Runs one sample that is never cancelled; see `Rollout.run`."""
     return await Rollout(
         task,
         lanes=lanes,

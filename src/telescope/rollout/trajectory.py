@@ -1,11 +1,11 @@
-"""The tokens of one sample, turn by turn, and what the environment said of them.
+"""The tokens of one sample, turn by turn, and its score.
 
-A trajectory is token ids, never text: each turn keeps the ids that the engine sampled, with their logprobs and the
-policy version of each, and the ids of what the environment added. Their concatenation is the next prompt and, at the
-end, the training sequence. Text is there for people and parsers only.
+A trajectory is token ids, never text: each turn keeps the ids that the engine sampled, each with its logprob and policy
+version, and the ids that the environment added. Their concatenation is the next prompt and, at the end, the training
+sequence. Text is for people and parsers only.
 
-A turn that `restarts` has a prompt of its own, rendered anew (`interleaved_rollouts: false`, and templates that rewrite
-history): what was sampled before it is a training sample for itself. All of them have the trajectory's reward.
+A turn that `restarts` has a newly rendered prompt (`interleaved_rollouts: false`, or a template that rewrites history).
+The turns before it become a separate training sample, with the same reward.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from telescope.trainer.batch import TrainSample
 
 @dataclass(slots=True)
 class Turn:
-    """One answer of the model: the ids that preceded it since the last answer, and the ids it sampled.
+    """One answer of the model: the ids added since the last answer, and the ids that were sampled.
 
-    With `restarts` the former are the whole prompt. `replies` is what the environment said after the answer before,
+    With `restarts` the former are the whole prompt. `replies` are the environment's messages before this answer,
     (role, text) each; `divergence` names how the join before this turn differs from the chat template
     (`environments.dialogue`). Times are wall-clock.
     """
@@ -43,8 +43,8 @@ class Turn:
 class Trajectory:
     """One sample of a group.
 
-    `reward` stays None while it is open and when it failed (then `failure_kind` says why). A sample that failed, or
-    that a filter left out, is masked.
+    `reward` is None while the sample runs and when it failed (`failure_kind`). A sample that failed, or that a filter
+    removed, is masked.
     """
 
     sample_id: str
@@ -56,20 +56,20 @@ class Trajectory:
     failure_kind: str | None = None
     failure_message: str | None = None
     end_reason: str | None = None
-    """Why the environment ended the conversation, in its words; None when it did not say."""
+    """The environment's reason for ending the conversation, if it gave one."""
     cancelled: bool = False
-    """Given up because its group became too old; then neither scored nor masked."""
+    """Cancelled because its group became too old; then neither scored nor masked."""
     left_out: str | None = None
-    """The filter that keeps a scored sample out of training."""
+    """The filter that removed a scored sample from training."""
     training_reward: float | None = None
-    """What its advantage is computed from, where that is not the total reward: on another scale, or less a penalty."""
+    """Reward for its advantage, after scaling and penalty; None: the total reward."""
     penalty: float = 0.0
-    """What was taken off the training reward because the answer is overlong."""
+    """Overlong penalty, subtracted from the training reward."""
     num_infrastructure_retries: int = 0
     failed_answers: list[int | None] = field(default_factory=list)
-    """Tokens of each request that its engine failed; None where the engine was gone before it said how many."""
+    """Tokens of each failed request; None where the engine ended before it reported them."""
     lost_conversations: list[int] = field(default_factory=list)
-    """Tokens of each conversation that was begun again because its state was lost."""
+    """Tokens of each conversation that began again because its state was lost."""
     server_index: int = -1
     lane: int = -1
     started_at: float = 0.0
@@ -85,12 +85,12 @@ class Trajectory:
 
     @property
     def is_usable(self) -> bool:
-        """Scored and not left out."""
+        """Whether it is scored and no filter removed it."""
         return self.reward is not None and self.left_out is None
 
     @property
     def mask_reason(self) -> str | None:
-        """Why it is masked: the kind of its failure, or the filter that left it out."""
+        """Why it is masked: the kind of its failure, or the filter that removed it."""
         return self.failure_kind or self.left_out
 
     @property
@@ -105,7 +105,7 @@ class Trajectory:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Every token that is known to have been sampled for it: its turns, and what was asked again."""
+        """All tokens known to be sampled for it: its turns, failed requests and lost conversations."""
         failed = sum(length for length in self.failed_answers if length is not None)
         return self.num_completion_tokens + failed + sum(self.lost_conversations)
 
@@ -127,23 +127,23 @@ class Trajectory:
 
     @property
     def hit_length_limit(self) -> bool:
-        """Whether the last answer was cut off, or the context had no room for another turn."""
+        """Whether the last answer was cut off, or the context had no space for another turn."""
         return self.stop_reason in ("length", CONTEXT_EXHAUSTED)
 
     @property
     def stop_reason(self) -> str:
-        """Why the last answer ended, `length` when it was cut off; else the environment's reason, when it gave one."""
+        """`length` when the last answer was cut off, else the environment's reason, else the engine's."""
         finish_reason = self.turns[-1].generation.finish_reason if self.turns else ""
         return finish_reason if finish_reason == "length" else self.end_reason or finish_reason
 
     @property
     def divergences(self) -> Counter[str]:
-        """Joins between turns that differ from what the chat template writes, by name."""
+        """Counts of joins between turns that differ from the chat template, by name."""
         return Counter(turn.divergence for turn in self.turns if turn.divergence is not None)
 
     @property
     def version_range(self) -> tuple[int, int]:
-        """Oldest and newest policy version among the sampled tokens, (-1, -1) when there are none."""
+        """Oldest and newest policy version of the sampled tokens, (-1, -1) when there are none."""
         versions = [span[0] for turn in self.turns for span in turn.generation.version_spans]
         return (min(versions), max(versions)) if versions else (-1, -1)
 
@@ -152,9 +152,9 @@ class Trajectory:
         return "\n".join(turn.text for turn in self.turns)
 
     def to_train_samples(self) -> list[TrainSample]:
-        """The trainer's view: one sample, or one for each part that a restart ended, in their order.
+        """Converts it to training samples: one, or one per segment between restarts, in order.
 
-        Each has its ids with a trained flag, the engine's logprob and the policy version of each token.
+        Each has token ids with a trained flag, the engine's logprob and the policy version per token.
         """
         segments = self._segments()
         if len(segments) == 1:
@@ -162,7 +162,7 @@ class Trajectory:
         return [self._train_sample(f"{self.sample_id}/{part}", turns) for part, turns in enumerate(segments)]
 
     def _segments(self) -> list[list[Turn]]:
-        """The turns, cut where one restarts; at least one, which may be empty."""
+        """Splits the turns where one restarts; returns at least one segment, which may be empty."""
         segments: list[list[Turn]] = [[]]
         for turn in self.turns:
             if turn.restarts and segments[-1]:

@@ -1,6 +1,6 @@
-"""The seam between a rollout and the engine that samples its tokens.
+"""Protocols between a rollout and the engine, the environments and the request slots.
 
-`Engine` is what the rollout needs and nothing more, so that a fake stands in for vLLM in tests and benchmarks.
+Fakes implement them in tests and benchmarks.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class GenerateRequest:
     top_p: float | None = None
     seed: int | None = None
     priority: int = 0
-    """Lower is served first (vLLM's order)."""
+    """Lower values are served first (vLLM's order)."""
     ignore_eos: bool = False
-    """Sample `max_tokens` tokens whatever they are (benchmarks)."""
+    """Sample exactly `max_tokens` tokens (benchmarks)."""
 
 
 @dataclass(slots=True, frozen=True)
 class RequestId:
-    """What a request id says. `attempt` counts the tries of a sample, so that every request has an id of its own."""
+    """Parsed request id. `attempt` counts the tries of a sample, which makes every id unique."""
 
     sample_id: str
     turn: int
@@ -44,7 +44,7 @@ class RequestId:
 
 
 def parse_request_id(text: str) -> RequestId | None:
-    """The inverse of `str(RequestId(...))`; None for an id of another form, such as that of a probe."""
+    """Inverse of `str(RequestId(...))`. Returns None for an id of another form, such as that of a probe."""
     name, _, lane = text.rpartition("@")
     parts = name.rsplit(".", 2)
     if len(parts) != 3 or not all(part.isdigit() for part in (*parts[1:], lane)):
@@ -54,7 +54,7 @@ def parse_request_id(text: str) -> RequestId | None:
 
 @dataclass(slots=True)
 class Generation:
-    """What the engine sampled for one request.
+    """The tokens that the engine sampled for one request.
 
     `version_spans` are (policy version, first token, end token) over the N sampled tokens, contiguous from 0 to N.
     """
@@ -79,26 +79,26 @@ class Generation:
 
 
 class Engine(Protocol):
-    """One inference server, as a rollout sees it."""
+    """Interface of one inference server for rollouts."""
 
     @property
     def held_version(self) -> int:
-        """Newest policy version that the server is known to hold; a request sent now is sampled by it or a newer."""
+        """Newest policy version known to be loaded; a request sent now is sampled with this or a newer version."""
         ...
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample one turn. Raises `InfrastructureError` when the server fails, dies or exceeds the deadline."""
+        """Samples one turn. Raises `InfrastructureError` when the server fails, exits or exceeds the deadline."""
         ...
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Stop these requests in the engine itself. Unknown ids are not an error."""
+        """Aborts these requests in the engine. Ignores unknown ids."""
         ...
 
 
 class Environments(Protocol):
-    """The environments, as a rollout sees them. `environments.pool.EnvironmentPool` is one.
+    """Interface of the environments for rollouts, implemented by `EnvironmentPool`.
 
-    Each method raises `EnvironmentFailure` for what user code did, `InfrastructureError` for what failed around it.
+    Each method raises `EnvironmentFailure` for errors of user code, and `InfrastructureError` for other failures.
     """
 
     async def advance(
@@ -110,13 +110,13 @@ class Environments(Protocol):
         *,
         for_eval: bool = False,
     ) -> Advance:
-        """Have a single-turn environment score a completion."""
+        """Scores a completion of a single-turn environment."""
         ...
 
     async def begin(self, rollout: str, env_key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
-        """Begin a conversation, whose state is held until it is done, fails, or is cancelled.
+        """Begins a conversation. Its state is kept until it is done, fails, or is cancelled.
 
-        With `interleaved` False every prompt is rendered anew. The first one is that of the whole group.
+        With `interleaved` False every prompt is rendered again. The group shares the first prompt.
         """
         ...
 
@@ -130,20 +130,20 @@ class Environments(Protocol):
         for_eval: bool = False,
         max_context: int | None = None,
     ) -> Advance:
-        """Hand over the next answer: the score, or what follows it in the next prompt.
+        """Passes the next answer; returns the score, or what follows it in the next prompt.
 
-        A next prompt that would leave no room in `max_context` tokens is not given; what there is is scored.
+        If the next prompt would fill `max_context` tokens, the conversation is scored as it is.
         """
         ...
 
     def cancel(self, rollout: str) -> None:
-        """Give a conversation up. Unknown ids are not an error."""
+        """Ends a conversation early. Ignores unknown ids."""
         ...
 
 
 @dataclass(eq=False)
 class Lease:
-    """One lane of one server: the right to have one sample generating there, until it is released."""
+    """One request slot of one server: permission to generate one sample there until it is released."""
 
     server: int
     slot: int
@@ -151,16 +151,16 @@ class Lease:
 
 
 class RequestSlots(Protocol):
-    """Where a rollout takes its lanes from."""
+    """Interface of the request slots for rollouts."""
 
     async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
-        """Wait for a lane; `turn` counts from 0 and later turns go first. Raises DeadlineExceeded."""
+        """Waits for a slot; `turn` counts from 0 and later turns go first. Raises DeadlineExceeded."""
         ...
 
     def release(self, lease: Lease) -> None:
-        """Give a lane back, once."""
+        """Releases a slot; call it exactly once."""
         ...
 
     def forget_group(self, group: int) -> None:
-        """The group is finished: drop what ties it to a server."""
+        """Unbinds a finished group from its server."""
         ...

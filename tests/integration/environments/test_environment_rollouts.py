@@ -38,7 +38,7 @@ async def test_a_conversation_goes_on_until_it_is_done_and_is_scored_whole(make_
     assert last.reward.info_turns == [{"heard": ["hello", "enough"]}, {"item": "3"}]
     assert last.reward.sample_tags == {"eos": "<|im_end|>", "reason": "had enough"}
     assert pool.status().rollouts_open == 0
-    with pytest.raises(ValueError, match="has not begun, or is over"):
+    with pytest.raises(ValueError, match="is not open"):
         await say(pool, encode, "r", "more")
 
 
@@ -143,7 +143,7 @@ async def test_bystanders_of_a_process_that_ended_are_lost_and_told_so(make_pool
     beginning = asyncio.ensure_future(pool.begin("beginning", "talk", 1))
     with pytest.raises(EnvironmentFailure):
         await culprit
-    with pytest.raises(RolloutLost, match=r"rollout 'waiting': the process that held it was killed by SIG"):
+    with pytest.raises(RolloutLost, match=r"rollout 'waiting': its worker process was killed by SIG"):
         await waiting
     with pytest.raises(RolloutLost, match="rollout 'generating'"):
         await say(pool, encode, "generating", "hello")

@@ -91,7 +91,7 @@ async def test_groups_with_equal_rewards_are_replaced_and_a_run_of_nothing_else_
     ground: Ground, tmp_path: Path
 ) -> None:
     async with harness(ground, tmp_path, environment={"always": 1.0}) as run:
-        with pytest.raises(RuntimeError, match=r"40 groups in a row .*40 all positive"):
+        with pytest.raises(RuntimeError, match=r"40 consecutive groups .*40 all positive"):
             await run.run()
         # Groups that finish in the same moment as the fortieth are still counted.
         assert set(run.orchestrator.ledger.dropped) == {"zero_advantage"}
@@ -126,7 +126,7 @@ async def test_an_environment_that_mostly_fails_ends_the_run_and_says_why(ground
     async with harness(ground, tmp_path, environment={"fault": "raise", "fault_every": 1}) as run:
         with pytest.raises(
             RuntimeError,
-            match=r"'parity' failed (\d+) of its last \1 samples.*environment_error_budget.*Commonest: \1 x ",
+            match=r"'parity' failed (\d+) of its last \1 samples.*environment_error_budget.*Most common: \1 x ",
         ):
             await run.run()
 

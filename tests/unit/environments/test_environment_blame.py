@@ -38,7 +38,7 @@ class Unprintable(Exception):
 
 
 def test_an_error_that_cannot_say_what_it_is_is_told_by_its_name():
-    assert describe(Unprintable()) == "Unprintable: its text cannot be had, RuntimeError"
+    assert describe(Unprintable()) == "Unprintable: (its __str__ raises RuntimeError)"
 
 
 def test_a_long_error_is_cut():

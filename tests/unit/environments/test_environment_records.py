@@ -93,7 +93,7 @@ def test_the_largest_scores_have_finite_statistics():
         (RewardResult(1.0, sample_tags=[]), "sample_tags is list"),
         (RewardResult(1.0, info_turns=[{(1, 2): 3}]), "info_turns cannot be written as JSON"),
         (RewardResult(10**400), "not a number"),
-        (RewardResult(1e308), r"total_reward is 1e\+308, which is out of range: at most 1e\+30 either way"),
+        (RewardResult(1e308), r"total_reward is 1e\+308, which is out of range: at most \+-1e\+30"),
         (RewardResult(1.0, {"a": -1e300}), r"sample_metrics\['a'\] is -1e\+300, which is out of range"),
     ],
 )

@@ -106,14 +106,14 @@ def test_one_cause_is_told_once_with_an_item_as_its_example() -> None:
         for item in range(6):
             budget.sample_failed("bad", item, f"environment 'bad', item {item}: {broken}")
         for item in range(5):
-            where = f"compute_reward did not end within 2 seconds; where it was is in /run/environment-{item}.log"
+            where = f"compute_reward did not end within 2 seconds; its stack is in /run/environment-{item}.log"
             budget.sample_failed("bad", item, f"environment 'bad', item {item}, rollout '{item}/0.1': {where}")
         for item in range(5):
             budget.sample_failed("bad", item, f"environment 'bad', item {item}: it died:\nmore\nSegmentation fault")
-    told = str(caught.value).partition("Commonest: ")[2]
+    told = str(caught.value).partition("Most common: ")[2]
     assert told.startswith(
-        f"6 x {broken}, last with item 5; 5 x compute_reward did not end within 2 seconds; where it was is in "
-        "/run/environment-4.log, last with item 4; 5 x it died: ... Segmentation fault, last with item 4. Mend"
+        f"6 x {broken}, last with item 5; 5 x compute_reward did not end within 2 seconds; its stack is in "
+        "/run/environment-4.log, last with item 4; 5 x it died: ... Segmentation fault, last with item 4. Fix"
     )
 
 
@@ -121,7 +121,7 @@ def test_what_is_told_of_a_message_is_plain_and_short() -> None:
     budget = ErrorBudget(0.0)
     with pytest.raises(RunError) as caught:
         budget.sample_failed("bad", 3, f"\x1b[31mValueError\x1b[0m: {'x' * 5000}\n\nmore\n\x1b[1mthe end\x1b[0m\n \n")
-    told = str(caught.value).partition("Commonest: ")[2]
+    told = str(caught.value).partition("Most common: ")[2]
     assert re.match(r"1 x ValueError: x+… \.\.\. the end, last with item 3\.", told)
     assert len(told) < 2 * LONGEST
 
@@ -137,5 +137,5 @@ async def test_an_environment_that_always_fails_is_said_to_have_failed_all_its_s
     with pytest.raises(RunError) as caught:
         await run.run()
     assert "'arithmetic' failed 16 of its last 16 samples" in str(caught.value)
-    assert "Commonest: 16 x compute_reward failed: ValueError: broken, last with item " in str(caught.value)
+    assert "Most common: 16 x compute_reward failed: ValueError: broken, last with item " in str(caught.value)
     assert len(run.environments.prepared) > MIN_FAILURES // group_size, "prompts were made, and helped nobody"

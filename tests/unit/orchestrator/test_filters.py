@@ -159,7 +159,7 @@ async def test_a_run_whose_every_sample_is_left_out_ends_and_says_so() -> None:
         return Advance(True, [], "again and " * 500, RewardRecord(1.0, {}, {}, [], {}))
 
     run.environments.advance = loop
-    with pytest.raises(RunError, match="a filter left it out"):
+    with pytest.raises(RunError, match="a filter removed it"):
         await run.run()
 
 
@@ -168,6 +168,6 @@ def test_rewards_without_a_range_cannot_be_normalized(low: float | None, high: f
     """Otherwise they would be compared as they are with those of other environments, and nobody would know."""
     infos = [EnvironmentInfo("arithmetic", 10, reward_min=low, reward_max=high)]
     check_reward_ranges(config_of(normalize_rewards=False), infos)
-    with pytest.raises(ConfigError, match="the rewards of environment 'arithmetic' have no range"):
+    with pytest.raises(ConfigError, match="environment 'arithmetic' has no valid reward range"):
         check_reward_ranges(config_of(normalize_rewards=True), infos)
     check_reward_ranges(config_of(normalize_rewards=True), [replace(infos[0], reward_min=0.0, reward_max=2.0)])

@@ -79,7 +79,7 @@ def test_the_diagnosis_says_which_rewards_were_seen_and_what_to_change() -> None
     for kind, value in (("all_zero", 0.0), ("all_positive", 2.0), ("all_positive", 1.0)):
         streak.discarded(kind, np.full(4, value))
     text = streak.diagnosis()
-    assert "3 groups in a row" in text
+    assert "3 consecutive groups" in text
     assert "2 all positive, 1 all zero" in text
     assert "[0.0, 0.0, 2.0, 1.0]" in text
     assert "discard_group_zero_advantage: false" in text

@@ -147,7 +147,7 @@ async def test_rewards_are_scaled_to_their_range_for_training_alone_when_asked_f
 async def test_a_run_whose_every_item_is_held_out_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("telescope.orchestrator.prompt_buffer.MAX_FRUITLESS_DRAWS", 200)
     run = InMemoryRun(config_of(), held_out=frozenset(f"uid {index}" for index in range(64)))
-    with pytest.raises(RuntimeError, match=r"200 draws in a row .*separate_eval_samples"):
+    with pytest.raises(RuntimeError, match=r"200 consecutive prompts .*separate_eval_samples"):
         await run.run()
 
 

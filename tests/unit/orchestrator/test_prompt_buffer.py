@@ -149,7 +149,7 @@ async def test_prompts_that_mostly_fail_or_leave_no_room_end_the_run_before_any_
         await asyncio.wait_for(filling.task, 60)
     filling = Filling(budget=0.2, context=10, prompt_prefetch_buffer_size=NUM_ITEMS)
     with pytest.raises(
-        RunError, match=r"failed \d+ of its last \d+ prompts.*16 x a prompt leaves no room .* 10 tokens"
+        RunError, match=r"failed \d+ of its last \d+ prompts.*16 x a prompt leaves no space for an answer in 10 tokens"
     ):
         await asyncio.wait_for(filling.task, 60)
 

@@ -35,7 +35,7 @@ def test_a_run_whose_directory_is_removed_says_so_once_and_ends_as_ever(tmp_path
         assert directory.record_news() is None
         shutil.rmtree(tmp_path / "run")
         (line,) = news_until(directory, lambda line: "CANNOT BE WRITTEN" in line)
-        assert "was removed or replaced" in line and "the run goes on" in line
+        assert "was removed or replaced" in line and "the run continues" in line
         time.sleep(0.3)
         assert directory.record_news() is None
         problem = directory.record_problem()
@@ -57,7 +57,7 @@ def test_a_record_that_works_again_is_said_too(tmp_path: Path) -> None:
         (tmp_path / "run").rename(tmp_path / "elsewhere")
         news_until(directory, lambda line: "CANNOT BE WRITTEN" in line)
         (tmp_path / "elsewhere").rename(tmp_path / "run")
-        assert news_until(directory, lambda line: "again" in line) == ["the record of this run is being written again"]
+        assert news_until(directory, lambda line: "again" in line) == ["the record of this run is written again"]
         assert directory.record_problem() is None
 
 

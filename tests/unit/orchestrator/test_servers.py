@@ -159,7 +159,7 @@ async def test_a_server_that_never_takes_weights_is_given_up_and_the_others_go_o
     bench.weights_fail = True
     async with bench.watched() as watching:
         bench.pool.report_failure(0, DEAD)
-        await bench.until(lambda: bench.status.parts["server 0"] == "failed for good")
+        await bench.until(lambda: bench.status.parts["server 0"] == "failed permanently")
         await asyncio.sleep(0.02)
         assert not watching.done()
     assert bench.pool.up == [1]
@@ -173,7 +173,7 @@ async def test_a_server_whose_actor_is_gone_is_given_up_and_the_others_go_on() -
         await bench.until(lambda: bench.pool.up == [1])
         await asyncio.sleep(0.01)
         assert not watching.done()
-    assert bench.status.parts["server 0"] == "failed for good"
+    assert bench.status.parts["server 0"] == "failed permanently"
 
 
 async def test_a_restart_that_takes_too_long_is_given_up_with_the_field_to_raise() -> None:

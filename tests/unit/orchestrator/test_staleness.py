@@ -202,5 +202,5 @@ def test_a_run_whose_answers_are_all_too_slow_stops_and_says_so() -> None:
         supervisor.spawn(sync(), "sync")
         await supervisor.run_until(simulation.orchestrator.run(supervisor))
 
-    with pytest.raises(RunError, match=r"20 groups in a row .*20 too slow.* Raise max_off_policy_steps"):
+    with pytest.raises(RunError, match=r"20 consecutive groups .*20 too slow.* Raise max_off_policy_steps"):
         run_simulated(versions_move_on_without_a_batch())

@@ -44,7 +44,7 @@ def test_a_finished_run_says_what_was_learnt() -> None:
     ("status", "sentence"),
     [
         ("finished", "finished 1 step in 12 s"),
-        ("stopped", "stopped after 1 step, as asked"),
+        ("stopped", "stopped after 1 step, as requested"),
         ("failed", "failed after 1 step"),
     ],
 )

@@ -242,7 +242,7 @@ async def test_a_tensor_that_is_not_held_as_sent_ends_the_run_with_its_name(
 ) -> None:
     bench = Bench()
     fault(bench.clients[1])
-    with pytest.raises(WeightMismatch, match=r"server 1 does not hold .*version 1 .*lm_head"):
+    with pytest.raises(WeightMismatch, match=r"server 1 has not loaded .*version 1 .*lm_head"):
         await bench.step()
 
 

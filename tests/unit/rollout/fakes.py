@@ -74,7 +74,7 @@ class FakeLanes:
         return lease
 
     def release(self, lease: Lease) -> None:
-        assert not lease.released, "a lane was released twice"
+        assert not lease.released, "a request slot was released twice"
         lease.released = True
         self.releases[lease.slot] += 1
 

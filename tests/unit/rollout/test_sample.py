@@ -89,7 +89,7 @@ async def test_an_answer_of_a_server_that_restarted_unnoticed_is_not_used() -> N
     bench = Bench(FakeEngine([generation([7], version=0), generation([7, 8], version=3)], held_version=3))
     trajectory = await bench.run()
     assert trajectory.num_infrastructure_retries == 1 and trajectory.version_range == (3, 3)
-    assert "sampled by version 0 of the weights, though the server was given version 3" in str(bench.failures[0][1])
+    assert "sampled with policy version 0, but the server had received version 3" in str(bench.failures[0][1])
     assert trajectory.failed_answers == [1], "its tokens are counted"
 
 

@@ -1,8 +1,8 @@
-"""Rollouts of several turns, as the worker process that owns them plays them.
+"""Multi-turn rollouts inside a worker process.
 
-Owns every `RolloutState` of the process, from `create_initial_state` to the reward, and the order in which a
-conversation's methods are called. A state is dropped, after the environment's `end_rollout`, when its rollout is
-scored, when the environment's code fails on it, or when the driver ends it. Does not know which process it is in.
+Owns every `RolloutState` of the process, from `create_initial_state` to the reward, and the order in which the
+environment's methods are called. A state is dropped, after the environment's `end_rollout`, when its rollout is scored,
+when the environment's code fails, or when the driver ends it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from telescope.environments.worker_pool.messages import CONTEXT_EXHAUSTED, pack_
 
 @dataclass(slots=True)
 class _Conversation:
-    """`prompt` is the conversation that the model answers next, and `prompt_ids` its tokens."""
+    """An open rollout. `prompt` is the conversation that the model answers next, and `prompt_ids` its tokens."""
 
     environment: Any
     state: RolloutState
@@ -37,13 +37,12 @@ class _Conversation:
     prompt_ids: list[int]
     playing: bool = False
     ended: bool = False
-    """The driver has ended it while a step was waiting, which cleans up when it is over."""
+    """The driver ended it while a step was waiting; that step cleans up when it is over."""
 
 
 @dataclass(slots=True, frozen=True)
 class Reply:
-    """What an environment made of the last answer: `done`, with a `reason`, or the messages that it `added` and the
-    `conversation` that the model answers next."""
+    """The environment's reply: `done` with a `reason`, or the `added` messages and the next `conversation`."""
 
     done: bool
     reason: str | None = None
@@ -52,7 +51,7 @@ class Reply:
 
 
 def take_turn(environment: MultiTurnEnvironment, state: RolloutState) -> Generator[Awaitable[Any], Any, Reply]:
-    """Have the environment answer the last step of the trajectory: the one order in which its methods are called."""
+    """Lets the environment reply to the last step of the trajectory; fixes the order of its method calls."""
     if state.trajectory[-1].is_truncated and not environment.continues_after_truncation:
         return Reply(True, "truncated")
     done, reason = plain_verdict((yield from settled(environment.is_done(state))))
@@ -68,14 +67,14 @@ def take_turn(environment: MultiTurnEnvironment, state: RolloutState) -> Generat
 
 
 class Conversations:
-    """The rollouts of one process, by the keys that the pool gave them."""
+    """The open rollouts of one process, by the pool's keys."""
 
     def __init__(self, renderer: Renderer | None) -> None:
         self._renderer = renderer
         self._open: dict[int, _Conversation] = {}
 
     def game(self, environment: Any) -> MultiTurnEnvironment:
-        """The environment itself, or the one that an eval stands on."""
+        """Returns the environment itself, or the one that an eval wraps."""
         found = environment if isinstance(environment, MultiTurnEnvironment) else environment.environment
         assert isinstance(found, MultiTurnEnvironment)
         return found
@@ -83,7 +82,7 @@ class Conversations:
     def begin(
         self, rollout: int, environment: Any, sample: Sample, prompt: list[ChatMessage], *, interleaved: bool
     ) -> Generator[Awaitable[Any], Any, list[int]]:
-        """Make the state of a new rollout, in steps that end with the token ids of its first prompt."""
+        """Creates the state of a new rollout, in steps. Returns the token ids of its first prompt."""
         assert self._renderer is not None, "a pool without a renderer prepares no prompts"
         state = yield from settled(self.game(environment).create_initial_state(sample))
         if not isinstance(state, RolloutState):
@@ -94,7 +93,7 @@ class Conversations:
         return ids
 
     def respond(self, header: dict[str, Any], blob: bytes) -> Steps:
-        """Hand a completion over: the next conversation, or the reward."""
+        """Passes a completion to the environment. Returns the next conversation, or the reward."""
         rollout = header["rollout"]
         played = self._open[rollout]
         played.playing = True
@@ -112,7 +111,7 @@ class Conversations:
                 yield from self._close(rollout)
 
     def end(self, rollout: int) -> Generator[Awaitable[Any], Any, None]:
-        """The driver wants no more of a rollout. One that is not there is over already."""
+        """Ends a rollout for the driver. Ignores a rollout that is already over."""
         played = self._open.get(rollout)
         if played is None:
             return
@@ -122,7 +121,7 @@ class Conversations:
             yield from self._close(rollout)
 
     def end_all(self) -> Generator[Awaitable[Any], Any, None]:
-        """The process is about to end, and so is every rollout that is still open here."""
+        """Ends every open rollout, before the process exits."""
         for rollout in list(self._open):
             yield from self._close(rollout)
 
@@ -132,13 +131,13 @@ class Conversations:
             return
         try:
             yield from settled(self.game(played.environment).end_rollout(played.state))
-        except BaseException:  # `sys.exit` too: what the rollout was worth is known by now, and stays so
+        except BaseException:  # `sys.exit` too: the rollout's reward is already known
             traceback.print_exc()
 
     def _turn(
         self, played: _Conversation, header: dict[str, Any], blob: bytes
     ) -> Generator[Awaitable[Any], Any, tuple[dict[str, Any], list[int]]]:
-        """Fields of the answer, and the token ids that lead to the next turn."""
+        """Returns the fields of the answer, and the token ids that precede the next turn."""
         environment, state = self.game(played.environment), played.state
         cut = header["stop_reason"] == "stop" and not environment.keeps_eos_token
         num_ids = header["num_ids"]

@@ -1,13 +1,8 @@
-"""Playing an environment inside a worker process: dataset item to prompt, completion to score.
+"""Runs environments inside a worker process: dataset item to prompt, completion to score.
 
-Owns the loaded environments and what each request of the driver means. Rollouts of several turns are played by
-`conversations`, resources are prepared by `resources`, users' objects become plain values in `plain`. Does not own
-processes, deadlines or messages (`worker`, `pool`).
-
-What an environment prepares before it is played: pools of sandboxes, connections.
-
-Owns when `prepare_resources` and `close_resources` run in this process: at most once each at a time, and again after a
-failure. Which process of a host prepares is the pool's matter.
+Owns the loaded environments and their resources (pools of sandboxes, connections), and implements each request of the
+driver. `prepare_resources` and `close_resources` run one at a time in a process, and again after a failure; the pool
+decides which process of a host prepares them. Processes, deadlines and messages belong to `worker` and `pool`.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ from telescope.environments.worker_pool.messages import EnvironmentInfo, Environ
 from telescope.errors import UserError
 
 DIGEST_ITEMS = 64
-"""Dataset items that are compared between processes: enough to notice another order, cheap for a long dataset."""
+"""Dataset items that are compared between processes: enough to detect another order, cheap for a long dataset."""
 
 
 class EnvironmentRunner:
@@ -43,10 +38,10 @@ class EnvironmentRunner:
         *,
         on_stage: Callable[[str, str], None] = lambda stage, doing: None,
     ) -> None:
-        """Imports and makes the environments. `on_stage` is told before user code is entered to load something: the
-        stage (`making`, `dataset` or `resources`) and the same in words.
+        """Imports and creates the environments.
 
-        Raises `UserError` that names the environment and the place when its code raises or exits.
+        `on_stage(stage, description)` is called before user code loads something; the stage is `making`, `dataset` or
+        `resources`. Raises `UserError` with the environment and the line when user code raises or exits.
         """
         self.renderer = renderer
         self.specs = list(specs)
@@ -58,7 +53,7 @@ class EnvironmentRunner:
 
     @contextlib.contextmanager
     def _loading(self, spec: EnvironmentSpec, stage: str, doing: str) -> Iterator[None]:
-        """Around user code that loads something: whatever it raises is for its author to mend."""
+        """Turns any error of user code that loads something into a `UserError`."""
         kind = "eval" if spec.factory.startswith("telescope.evals.") else "environment"
         self.on_stage(stage, f"{doing} the {kind} {spec.name!r}")
         try:
@@ -79,20 +74,20 @@ class EnvironmentRunner:
         return environment
 
     def prepare_own_resources(self) -> None:
-        """Prepare, in this process, what every process has for itself. Blocks until it is there."""
+        """Prepares the resources that every process has for itself. Blocks until they are ready."""
         for position, spec in enumerate(self.specs):
             if self.resources[position].overridden and not self.resources[position].per_host:
                 with self._loading(spec, "resources", "preparing the resources of"):
                     asyncio.get_event_loop().run_until_complete(_exhausted(self.resources[position].ready()))
 
     async def close(self) -> None:
-        """End the rollouts that are open, then close what was prepared here, each with whatever the others do."""
+        """Ends the open rollouts, then closes the resources that were prepared in this process."""
         await _exhausted(self.conversations.end_all())
         for resources in self.resources:
             await resources.close()
 
     def describe(self, position: int) -> EnvironmentInfo:
-        """Load the dataset, try the first prompt, and say what is there.
+        """Loads the dataset, renders the first prompt, and describes the environment.
 
         Raises `UserError` when the dataset is empty or its first prompt cannot be rendered.
         """
@@ -132,7 +127,7 @@ class EnvironmentRunner:
         )
 
     def _why_not_extendable(self, spec: EnvironmentSpec, environment: Any) -> str | None:
-        """See `dialogue.why_not_extendable`. Raises `UserError` when the template does not take the replies at all."""
+        """See `dialogue.why_not_extendable`. Raises `UserError` when the template rejects the environment's replies."""
         if self.renderer is None or not environment.is_multi_turn:
             return None
         role = getattr(self.conversations.game(environment), "tool_role", "user")
@@ -140,18 +135,18 @@ class EnvironmentRunner:
             return why_not_extendable(self.renderer, reply_role=role)
         except Exception as error:
             raise UserError(
-                f"The environment {spec.name!r} replies as {role!r}, which the chat template of "
-                f"{self.renderer.spec.tokenizer_path!r} does not take: {error}. Set chat_template, or "
-                "the environment's tool_role."
+                f"The environment {spec.name!r} replies with the role {role!r}, which the chat template of "
+                f"{self.renderer.spec.tokenizer_path!r} rejects: {error}. Set chat_template, or the environment's "
+                "tool_role."
             ) from error
 
     def identities(self, position: int, start: int, stop: int) -> list[str]:
-        """`sample_uid` of the items from `start` up to `stop`."""
+        """Returns the `sample_uid` of the items from `start` up to `stop`."""
         environment = self.environments[position]
         return [sample_uid(environment.get_sample(i)) for i in range(start, stop)]
 
     def play(self, header: dict[str, Any], blob: bytes) -> Steps:
-        """Answer one request of the driver, in steps."""
+        """Executes one request of the driver, in steps."""
         op, position = header["op"], header["env"]
         if op == "identities":
             return {"uids": self.identities(position, header["start"], header["stop"])}, b""
@@ -183,7 +178,7 @@ class EnvironmentRunner:
         return (yield from self.conversations.respond(header, blob))
 
     def prepare(self, position: int, index: int) -> tuple[dict[str, Any], list[int]]:
-        """Fields of `PreparedPrompt`, and the token ids."""
+        """Returns the fields of `PreparedPrompt`, and the token ids."""
         assert self.renderer is not None, "a pool without a renderer prepares no prompts"
         environment = self.environments[position]
         sample: Sample = environment.get_sample(index)
@@ -203,9 +198,9 @@ class EnvironmentRunner:
         return plain_messages(prompt, "get_initial_prompt")
 
     def _score(self, header: dict[str, Any], token_ids: list[int]) -> Steps:
-        """Decode a completion and have the environment score it.
+        """Decodes a completion and lets the environment score it.
 
-        Of an answer that the model ended itself (`stop_reason` is `stop`) the end token is cut off.
+        The end token is removed if the model ended the answer itself (`stop_reason` is `stop`).
         """
         environment, for_eval = self.environments[header["env"]], header["for_eval"]
         assert self.renderer is not None, "a pool without a renderer decodes no completions"
@@ -218,13 +213,13 @@ class EnvironmentRunner:
 
 
 def _ends_rollouts(environment: Any) -> bool:
-    """Whether it has something to do when a rollout is over."""
+    """Whether it overrides `end_rollout`."""
     game = getattr(environment, "environment", None) or environment
     return isinstance(game, MultiTurnEnvironment) and type(game).end_rollout is not MultiTurnEnvironment.end_rollout
 
 
 async def _exhausted(steps: Generator[Awaitable[Any], Any, Any]) -> None:
-    """Take all steps at once, in the event loop."""
+    """Takes all steps at once, in the event loop."""
     result: Any = None
     with contextlib.suppress(StopIteration):
         while True:
@@ -238,18 +233,18 @@ class Resources:
         self._owner = getattr(environment, "environment", None) or environment
         mine = getattr(type(self._owner), "prepare_resources", None)
         self.overridden = mine is not None and mine is not Environment.prepare_resources
-        """Whether there is anything to prepare."""
+        """Whether the environment has resources to prepare."""
         self.per_host = getattr(self._owner, "resources_per", "host") == "host"
         self._prepared = not self.overridden
         self._preparing: asyncio.Future[Any] | None = None
 
     def ready(self) -> Generator[Awaitable[Any], Any, None]:
-        """Steps that end when the resources are there. Raises what `prepare_resources` raises."""
+        """Prepares the resources, in steps. Raises what `prepare_resources` raises."""
         if self._prepared:
             return
         if self._preparing is None:
             self._preparing = asyncio.get_event_loop().create_task(self._prepare())
-        # Shielded: a caller whose deadline passes does not take the resources from the others.
+        # Shielded: a caller whose deadline passes must not cancel the preparation for the others.
         yield from settled(asyncio.shield(self._preparing))
 
     async def _prepare(self) -> None:
@@ -260,7 +255,7 @@ class Resources:
             self._preparing = None
 
     async def close(self) -> None:
-        """Close what was prepared. An error is printed: the process is about to end."""
+        """Closes prepared resources. Prints errors, because the process is about to exit."""
         if not (self.overridden and self._prepared):
             return
         self._prepared = False

@@ -1,14 +1,14 @@
-"""The process that environment workers are forked from.
+"""The fork server: the process that environment workers are forked from.
 
 Loading a tokenizer through transformers takes seconds of processor time and hundreds of MB, so it is done once, here,
-and every worker, a replacement included, starts as a copy in milliseconds. No user code runs in this process and it
-starts no threads, which is what makes forking it safe; environments are loaded by the workers.
+and every worker, a replacement included, starts as a copy in milliseconds. This process runs no user code and starts no
+threads, so it can be forked safely; the workers load the environments.
 
-It is the workers' parent: it ends when the driver does and they end when it does. A worker that has ended stays a
-zombie until the driver says to bury it, so that its process id cannot become another's while the driver may signal it.
+It ends when the driver ends, and its workers end when it ends. A worker that has ended stays a zombie until the driver
+sends `reap`, so that its process id is not reused while the driver may signal it.
 
-Messages are single packets of JSON: `fork` (with the worker's socket, slot and log as file descriptors) and `bury`
-come in, `ready` or `failed`, `forked` and `ended` go out.
+Messages are single packets of JSON. Received: `fork` (with the worker's socket, slot and log as file descriptors) and
+`reap`. Sent: `ready` or `failed`, `forked` and `ended`.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ PACKET_BYTES = 65536
 
 
 def die_with(parent: int) -> None:
-    """Ask the kernel for a kill when the parent ends, which works whatever this process is doing."""
+    """Makes the kernel kill this process when its parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
-        os._exit(1)  # it ended before we asked
+        os._exit(1)  # the parent has ended already
 
 
 class ForkServer:
-    """Forks on demand and reports deaths."""
+    """Forks workers on request and reports their ends."""
 
     def __init__(self, connection: socket.socket, renderer: Renderer | None) -> None:
         self.connection = connection
         self.renderer = renderer
         self.reported: dict[int, bool] = {}
-        """Children that are not buried: whether their end has been reported."""
+        """Workers that are not reaped: whether their end has been reported."""
 
     def serve(self) -> None:
-        """Until the driver closes the connection."""
+        """Serves until the driver closes the connection."""
         waker, wakened = socket.socketpair()
         waker.setblocking(False)
         wakened.setblocking(False)
@@ -74,7 +74,7 @@ class ForkServer:
         self.connection.send(json.dumps(message).encode())
 
     def _obey(self) -> bool:
-        """Handle one packet; False when there will be no more."""
+        """Handles one packet. Returns False at the end of the stream."""
         packet, descriptors, _, _ = socket.recv_fds(self.connection, PACKET_BYTES, 3)
         if not packet:
             return False
@@ -91,7 +91,7 @@ class ForkServer:
             os.close(descriptor)
         self.reported[pid] = False
         self._send({"forked": message["fork"], "pid": pid})
-        self._report_deaths()  # it may have died before it was in the table
+        self._report_deaths()  # it may have ended before it was in the table
         return True
 
     def _report_deaths(self) -> None:
@@ -106,18 +106,18 @@ class ForkServer:
             self._send({"ended": pid, "code": end.si_status if exited else -end.si_status})
 
     def _become_worker(self, server: int, connection: int, slot: int, log: int) -> NoReturn:
-        """Turn this copy into a worker; never returns."""
+        """Turns this forked copy into a worker; never returns."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self.connection.close()
-            os.setsid()  # a group of its own: Ctrl-C is the driver's, and a kill reaches what user code started
+            os.setsid()  # its own group: Ctrl-C reaches only the driver, a kill also reaches processes of user code
             die_with(server)
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.close(log)
-            np.random.seed()  # the standard library does this by itself after a fork
+            np.random.seed()  # the standard library's generator is reseeded automatically
             from telescope.environments.worker_pool.worker import run_worker
 
             run_worker(connection, slot, self.renderer)
@@ -127,15 +127,15 @@ class ForkServer:
         finally:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
-            os._exit(code)  # not into the server's loop, and not held up by threads that user code left behind
+            os._exit(code)  # does not return into the server's loop or wait for threads of user code
 
 
 def main(arguments: list[str]) -> None:
-    """Entry of the process: `[socket descriptor, driver's process id, renderer as JSON]`."""
+    """Entry point. Arguments: socket descriptor, driver's process id, renderer as JSON."""
     descriptor, parent = int(arguments[0]), int(arguments[1])
     die_with(parent)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the workers' too: they are copies
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # workers inherit this
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
@@ -150,7 +150,7 @@ def main(arguments: list[str]) -> None:
         connection.send(json.dumps({"failed": text[:20_000], "user_error": user_error}).encode())
         return
     gc.collect()
-    gc.freeze()  # what is loaded now stays in pages that the copies share
+    gc.freeze()  # keeps loaded objects in pages that the copies share
     server = ForkServer(connection, renderer)
     server._send({"ready": True})
     server.serve()

@@ -1,9 +1,8 @@
-"""The driver's handle on the fork server: starts it, asks it for workers, passes on what it reports.
+"""Driver-side handle of the fork server: starts it, requests workers, passes on its reports.
 
-A server that ends although nobody closed it is started again, up to `MAX_RESTARTS` times within
-`RESTART_WINDOW_SECONDS`. The kernel ends its workers with it; they are told that they are lost, and whoever wants them
-back asks for new ones, which the new server forks once it has loaded the tokenizer. After the last restart `fork`
-raises the reason.
+A server that ends unexpectedly is restarted, up to `MAX_RESTARTS` times within `RESTART_WINDOW_SECONDS`. The kernel
+ends its workers with it; their handles are notified (`lost`) and may request new ones, which the new server forks once
+it has loaded the tokenizer. After the last restart `fork` raises the reason.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from telescope.environments.worker_pool.fork_server import main; main(sys.argv[3:])"
 )
-"""The workers see the modules that the driver sees, however the driver came to see them."""
+"""The fork server and its workers get the driver's `sys.path`."""
 
 _DEFAULT_VARIABLES = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-"""Workers are many, so each takes one core; and what user code prints is in the log at once."""
+"""Many workers share the machine, so each uses one core. Output of user code reaches the log at once."""
 _VARIABLES = {"TOKENIZERS_PARALLELISM": "false"}
-"""Threads of the tokenizer would not survive the fork."""
+"""The tokenizer's threads do not survive a fork."""
 
 MAX_RESTARTS = 5
 RESTART_WINDOW_SECONDS = 1800.0
-"""As patient as with an inference server: a process that only forks has no reason to die this often."""
+"""The same bound as for an inference server. A process that only forks has no reason to end this often."""
 
 _CLOSE_SECONDS = 5.0
 _LINGER_SECONDS = 0.5
@@ -54,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class Forked(Protocol):
-    """What the launcher tells about one worker."""
+    """Callbacks of the launcher about one worker."""
 
     def forked(self, pid: int) -> None: ...
 
@@ -64,10 +63,9 @@ class Forked(Protocol):
 
 
 class Launcher:
-    """A fork server that is kept running.
+    """Keeps a fork server running.
 
-    The kernel ends the server with the *thread* that started it, so `start` belongs in a thread that lives as long as
-    the pool: the main one.
+    The kernel ends the server with the *thread* that started it, so call `start` in the main thread.
     """
 
     def __init__(self, renderer: RendererSpec | None, log_dir: Path) -> None:
@@ -76,16 +74,16 @@ class Launcher:
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = False
         self._broken: Exception | None = None
-        """Why there will be no server any more."""
+        """Why the server cannot be restarted; None while it can."""
         self._replacing: asyncio.Task[None] | None = None
         self._restart_times: list[float] = []
         self._tickets: dict[int, Forked] = {}
-        """Workers that were asked for and are not forked yet."""
+        """Requested workers that are not forked yet."""
         self._last_ticket = 0
         self._children: dict[int, Forked] = {}
 
     async def start(self, timeout_seconds: float) -> None:
-        """Start the process and load the tokenizer.
+        """Starts the process and loads the tokenizer.
 
         Raises `UserError` when the tokenizer cannot be loaded, `DeadlineExceeded`, `InfrastructureError`.
         """
@@ -119,9 +117,9 @@ class Launcher:
         self._loop.add_reader(self._socket.fileno(), self._readable)
 
     def fork(self, worker: Forked, descriptors: tuple[int, int, int]) -> None:
-        """Ask for a worker that owns the descriptors (socket, slot, log); they may be closed here afterwards.
+        """Requests a worker that receives the descriptors (socket, slot, log); the caller may close them afterwards.
 
-        Raises `InfrastructureError` or `UserError` when there is no server any more.
+        Raises `InfrastructureError` or `UserError` when the server cannot be restarted.
         """
         if self._broken is not None:
             raise self._broken
@@ -130,12 +128,12 @@ class Launcher:
         self._send({"fork": self._last_ticket}, descriptors)
 
     def bury(self, pid: int) -> None:
-        """The worker has ended and will not be signalled again."""
+        """Releases the process id of a worker that has ended and will not be signaled again."""
         self._children.pop(pid, None)
         self._send({"bury": pid})
 
     async def close(self) -> None:
-        """End the server. Workers that still live end with it."""
+        """Ends the server. Workers that still run end with it."""
         self._closing = True
         if self._replacing is not None:
             self._replacing.cancel()
@@ -150,7 +148,7 @@ class Launcher:
 
     @staticmethod
     async def _end(process: subprocess.Popen[bytes], patience: float) -> int:
-        """Wait for the end of a server whose socket is closed; kill it when it takes longer. Returns its exit code."""
+        """Waits for a server whose socket is closed, and kills it after `patience` seconds. Returns its exit code."""
         try:
             return await asyncio.to_thread(process.wait, patience)
         except subprocess.TimeoutExpired:
@@ -158,16 +156,16 @@ class Launcher:
             return await asyncio.to_thread(process.wait)
 
     def log_tail(self) -> str:
-        """The last lines of the server's log."""
+        """Returns the last lines of the server's log."""
         return log_tail(self.log_path, _LOG_TAIL_BYTES)
 
     def _send(self, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
         if self._replacing is not None or self._broken is not None:
-            return  # whom this concerns is told that it is lost
+            return  # the worker is notified by `lost`
         try:
             socket.send_fds(self._socket, [json.dumps(message).encode()], list(descriptors))
-        except OSError as error:  # a full buffer of these rare small packets means that nobody reads them
-            self._lost(f"does not take messages ({error})")
+        except OSError as error:  # a full buffer of these rare small packets means that the server hangs
+            self._lost(f"does not accept messages ({error})")
 
     def _readable(self) -> None:
         try:
@@ -188,7 +186,7 @@ class Launcher:
         elif "ended" in message:
             self._children[message["ended"]].ended(message["code"])
         elif "ready" in message:
-            if not self._ready.done():  # a replacement is waited for by its workers alone
+            if not self._ready.done():  # only the workers wait for a replacement
                 self._ready.set_result(None)
         elif message["user_error"]:
             self._give_up(UserError(message["failed"]))
@@ -198,14 +196,14 @@ class Launcher:
             )
 
     def _lost(self, fault: str | None) -> None:
-        """The server is of no more use: it has closed its socket, or has the fault."""
+        """Replaces a server that has closed its socket, or has the fault."""
         if self._closing or self._replacing is not None or self._broken is not None:
             return
         self._loop.remove_reader(self._socket.fileno())
         self._replacing = self._loop.create_task(self._replace(fault))
 
     async def _replace(self, fault: str | None) -> None:
-        """Bury the server, start another in its place, and tell the workers that they went with the first."""
+        """Reaps the server, starts a new one, and notifies the workers that ended with the old one."""
         process = self._process
         assert process is not None
         if fault is not None:
@@ -218,10 +216,10 @@ class Launcher:
         try:
             error = self._why_not_again(what)
             if error is None:
-                logger.warning("%s; it is started again, and its workers with it", what)
+                logger.warning("%s; restarting it and its workers", what)
                 self._spawn()
         except OSError as problem:
-            error = InfrastructureError(f"{what}, and cannot be started again: {problem}")
+            error = InfrastructureError(f"{what}, and cannot be restarted: {problem}")
         self._replacing = None
         if error is None:
             self._tell_lost()

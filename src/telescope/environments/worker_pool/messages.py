@@ -1,20 +1,15 @@
-"""What passes between the driver and the processes that run environments.
+"""Messages between the driver and the worker processes, and the shared slot of a worker.
 
-Plain records of plain values: they are written as JSON, never pickled, so that nothing a user's code returns can run in
-the driver.
-
-Frames on the socket between the pool and a worker: a JSON header and a blob of raw bytes.
+Records are sent as JSON and never pickled, so that nothing that user code returns can run in the driver. A frame on the
+socket is a JSON header and a blob of raw bytes:
 
     4 bytes header length, 4 bytes blob length (little endian), header (JSON, ASCII), blob
 
-The blob carries token ids as int32, because a thousand numbers in JSON cost more than all else in a message. Both sides
-are processes of one machine that trust each other's framing; what a header holds is still read as data only.
+The blob carries token ids as int32, because a thousand numbers in JSON cost more than the rest of a message.
 
-Which request holds a worker's main thread, in memory that both processes see.
-
-A worker that is stuck in user code cannot say so, and one that has died cannot say where. So before every step into
-user code it writes the request's id to 16 shared bytes, and after the step a zero. The pool reads them to decide whose
-deadline runs, and whom to hold responsible for a crash. Writing costs well under a microsecond.
+A worker that hangs or crashes in user code cannot report where. So before every step into user code it writes the
+request's id to 16 shared bytes, the slot, and after the step a zero. The pool reads them to decide whose deadline runs,
+and which call caused a crash. Writing costs well under a microsecond.
 """
 
 from __future__ import annotations
@@ -35,15 +30,15 @@ from telescope.environments.base import ChatMessage
 from telescope.environments.user_code import default_memory_limit
 
 CONTEXT_EXHAUSTED = "context_exhausted"
-"""`Advance.end_reason` of a rollout that had no room for another turn and was scored as it was."""
+"""`Advance.end_reason` of a rollout that was scored because its context had no space for another turn."""
 
 
 @dataclass(slots=True, frozen=True)
 class EnvironmentSpec:
-    """An environment to run. `key` tells apart two of the same name (training and evaluation); default: the name.
+    """An environment to run. `key` distinguishes two of the same name (training and evaluation); default: the name.
 
-    `reward_min` and `reward_max` override the class's own. `factory` is `module:function` and makes the environment
-    from `(name, environments_path=..., **kwargs)`; evals have one of their own.
+    `reward_min` and `reward_max` override those of the class. `factory` is a `module:function` that creates the
+    environment from `(name, environments_path=..., **kwargs)`; evals have their own.
     """
 
     name: str
@@ -55,13 +50,13 @@ class EnvironmentSpec:
 
     @property
     def identity(self) -> str:
-        """What `EnvironmentPool` calls this environment."""
+        """Key of this environment in `EnvironmentPool`."""
         return self.key or self.name
 
 
 @dataclass(slots=True, frozen=True)
 class RendererSpec:
-    """How prompts become token ids: the tokenizer, and what its chat template is told.
+    """The tokenizer and the options of its chat template.
 
     `chat_template` replaces the tokenizer's own. `tokenizer_path` is a folder or a hub id.
     """
@@ -74,7 +69,7 @@ class RendererSpec:
 
 @dataclass(slots=True, frozen=True)
 class EnvironmentInfo:
-    """What an environment says of itself. `name` is the name for people, which a class may set freely."""
+    """Description of a loaded environment. `name` is a display name, which the class may set freely."""
 
     name: str
     num_samples: int
@@ -84,20 +79,20 @@ class EnvironmentInfo:
     metrics_ranges: dict[str, dict[str, float]] = field(default_factory=dict)
     tags_options: dict[str, list[str]] = field(default_factory=dict)
     not_extendable: str | None = None
-    """Why conversations cannot be extended token by token with this chat template (`dialogue`); None when they can."""
+    """Why conversations cannot be extended token by token with this chat template (`dialogue`); None if they can."""
     dataset_digest: str = ""
-    """Identities of up to 64 items spread over the dataset, hashed; equal in all processes."""
+    """Hash of the identities of up to 64 items across the dataset; equal in all processes."""
     shares_resources: bool = False
-    """It prepares resources that a host has once: one process plays all of it."""
+    """Its resources exist once per host, so one process runs all of it."""
     ends_rollouts: bool = False
-    """It has an `end_rollout` of its own, which open rollouts are owed when a process ends."""
+    """It overrides `end_rollout`, which must be called for open rollouts before a process exits."""
     notices: list[str] = field(default_factory=list)
-    """What the user of a run has to know of it (`Environment.notice`)."""
+    """Messages for the user of a run (`Environment.notice`)."""
 
 
 @dataclass(slots=True, frozen=True)
 class PreparedPrompt:
-    """A prompt, ready to be sent. `sample_uid` identifies the dataset item whatever its environment is called."""
+    """A rendered prompt. `sample_uid` identifies the dataset item independently of the environment's name."""
 
     token_ids: list[int]
     text: str
@@ -107,7 +102,7 @@ class PreparedPrompt:
 
 @dataclass(slots=True, frozen=True)
 class FirstPrompt:
-    """The prompt of the first turn of a rollout of several."""
+    """The first prompt of a multi-turn rollout."""
 
     token_ids: list[int]
     messages: list[ChatMessage]
@@ -115,8 +110,10 @@ class FirstPrompt:
 
 @dataclass(slots=True, frozen=True)
 class RewardRecord:
-    """A score as plain values. Of an evaluation, `sample_metrics` are its metrics, and `total_reward` the one that is
-    called `reward`, if there is one."""
+    """A score as JSON values.
+
+    For an evaluation, `sample_metrics` are its metrics, and `total_reward` is the metric `reward`, if it exists.
+    """
 
     total_reward: float | None
     sample_metrics: dict[str, float]
@@ -127,14 +124,14 @@ class RewardRecord:
 
 @dataclass(slots=True, frozen=True)
 class Advance:
-    """What the environment made of a completion.
+    """The environment's reply to a completion.
 
-    `append_token_ids` follow the completion in the next turn's prompt, empty when `done`. `completion_text` is what was
-    scored. `seconds` is the time in the environment's code, decoding included, waiting in queues not.
+    `append_token_ids` follow the completion in the next turn's prompt; empty when `done`. `completion_text` is the
+    scored text. `seconds` is the time in the environment's code and in decoding, without waiting in queues.
 
-    Of a rollout of several turns that goes on, `messages` are what the environment said after the completion. With
-    `restarts` nothing could be appended and `append_token_ids` is the whole next prompt; `divergence` names how the
-    join differs from the chat template (`dialogue`). `end_reason` is the environment's word for why a rollout is done.
+    In a multi-turn rollout that continues, `messages` are the environment's messages after the completion. With
+    `restarts`, nothing could be appended and `append_token_ids` is the whole next prompt; `divergence` names how the
+    join differs from the chat template (`dialogue`). `end_reason` is the environment's reason when the rollout is done.
     """
 
     done: bool
@@ -150,7 +147,7 @@ class Advance:
 
 @dataclass(slots=True, frozen=True)
 class PoolStatus:
-    """State and counts since the start, for the record and for messages."""
+    """State of the pool, and counts since the start."""
 
     workers_ready: int
     calls_waiting: int
@@ -164,7 +161,7 @@ class PoolStatus:
 def load_header(
     specs: Sequence[EnvironmentSpec], environments_path: Sequence[str | Path], memory_limit_bytes: int | None = None
 ) -> dict[str, Any]:
-    """The first frame to a worker: what it loads."""
+    """Returns the header of the first frame to a worker: what it loads."""
     return {
         "op": "load",
         "trial": False,
@@ -177,7 +174,7 @@ def load_header(
 _LENGTHS = struct.Struct("<II")
 
 MAX_FRAME_BYTES = 256 * 2**20
-"""Beyond this a frame is taken for garbage."""
+"""A longer frame means a corrupt stream."""
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -187,19 +184,19 @@ class BrokenFrameError(RuntimeError):
 
 
 def pack_frame(header: dict[str, Any], blob: bytes = b"") -> bytes:
-    """One frame as bytes."""
+    """Returns one frame as bytes."""
     text = _encode(header).encode("ascii")
     return b"".join((_LENGTHS.pack(len(text), len(blob)), text, blob))
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames."""
+    """Splits a stream of bytes into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[tuple[dict[str, Any], bytes]]:
-        """Frames that `data` completes. Raises `BrokenFrameError`."""
+        """Returns the frames that `data` completes. Raises `BrokenFrameError`."""
         self._buffer += data
         buffer, start, frames = self._buffer, 0, []
         while len(buffer) - start >= _LENGTHS.size:
@@ -219,7 +216,7 @@ class FrameReader:
 
 
 def pack_ids(token_ids: Iterable[int]) -> bytes:
-    """Token ids [L] as int32."""
+    """Packs token ids [L] as int32."""
     if isinstance(token_ids, np.ndarray):
         return token_ids.astype(np.int32, copy=False).tobytes()
     return array("i", token_ids).tobytes()
@@ -233,7 +230,7 @@ def unpack_ids(blob: bytes) -> list[int]:
 
 
 def pack_floats(values: Iterable[float]) -> bytes:
-    """Logprobs [L] as float32."""
+    """Packs logprobs [L] as float32."""
     if isinstance(values, np.ndarray):
         return values.astype(np.float32, copy=False).tobytes()
     return array("f", values).tobytes()
@@ -250,7 +247,7 @@ _BYTES = 16
 
 
 class Slot:
-    """`current` is the id of the request that holds the main thread (0: none); `entries` counts the entries."""
+    """`current` is the id of the request on the main thread (0: none); `entries` counts the steps into user code."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, _BYTES)
@@ -258,7 +255,7 @@ class Slot:
 
     @staticmethod
     def create() -> int:
-        """A file descriptor for a new slot, to be inherited by the worker."""
+        """Returns a file descriptor of a new slot, to be inherited by the worker."""
         descriptor = os.memfd_create("telescope-slot")
         os.ftruncate(descriptor, _BYTES)
         return descriptor

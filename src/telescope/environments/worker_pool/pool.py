@@ -1,9 +1,8 @@
-"""Environments behind worker processes, as the driver uses them.
+"""The pool of environment worker processes, as the driver uses it.
 
-The pool keeps its promises whatever user code does: a call that raises, hangs, exits or crashes becomes an
-`EnvironmentFailure` of that call alone; the process is replaced if it has to be, and what else was in it runs again.
-This module owns what is asked of the processes; the processes are `crew`'s, rollouts of several turns are those of
-`pool_rollouts`.
+A call whose user code raises, hangs, exits or crashes ends in an `EnvironmentFailure` of that call alone. The process
+is replaced if needed, and its other calls run again. This module turns the driver's requests into calls; `workers` runs
+the processes, and `rollouts` tracks multi-turn rollouts.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ IDENTITIES_PER_CALL = 2_000
 
 
 class EnvironmentPool:
-    """Runs environments in `num_workers` processes; every process has all of them.
+    """Runs environments in `num_workers` processes. Every process loads all of them.
 
     `timeout_seconds` bounds one call of user code. `start_timeout_seconds` bounds loading, downloads included.
     `memory_limit_bytes` is what user code in one process may allocate after loading (default: a quarter of the
     machine's memory, at least 2 GiB). `launcher` lets several pools share one fork server, which must have been started
-    with the same renderer; without it the pool has its own. Workers log to `log_dir/environment-<i>.log`.
+    with the same renderer; by default the pool starts its own. Workers log to `log_dir/environment-<i>.log`.
 
-    An environment with resources that a host has once is played in one process; they are prepared when they are first
-    asked for, or at the start with `eager_prepare_resources`, within `start_timeout_seconds`.
+    An environment whose resources exist once per host runs in one process. Its resources are prepared at the first
+    call, or at the start with `eager_prepare_resources`, within `start_timeout_seconds`.
     """
 
     def __init__(
@@ -85,13 +84,13 @@ class EnvironmentPool:
         )
         self._rollouts = PoolRollouts(self._crew.call, self._crew.queue)
         self._prepared: dict[int, asyncio.Future[Any]] = {}
-        """Resources by position of their environment: prepared, or being prepared."""
+        """Resources that are prepared or being prepared, by position of their environment."""
 
     async def start(self) -> None:
-        """Start all processes and load all environments.
+        """Starts all processes and loads all environments.
 
-        Raises `UserError` for what a person can mend (unknown argument, missing package, empty dataset, no chat
-        template), `DeadlineExceeded` when loading takes too long, `InfrastructureError` when a process cannot live.
+        Raises `UserError` for what the user can fix (unknown argument, missing package, empty dataset, no chat
+        template), `DeadlineExceeded` when loading takes too long, `InfrastructureError` when a process cannot run.
         """
         try:
             await self._crew.start()
@@ -102,24 +101,24 @@ class EnvironmentPool:
             raise
 
     async def close(self) -> None:
-        """End all processes; within seconds, whatever they are doing."""
+        """Ends all processes within seconds, whatever they are doing."""
         await self._crew.close()
 
     def status(self) -> PoolStatus:
-        """State and counts; cheap enough to ask every second."""
+        """Returns state and counts; cheap enough to call every second."""
         return self._crew.status(len(self._rollouts))
 
     def dump_stacks(self) -> None:
-        """Have every worker write its stacks to its log."""
+        """Makes every worker write its stacks to its log."""
         self._crew.dump_stacks()
 
     async def describe(self, env_key: str) -> EnvironmentInfo:
-        """What the environment says of itself."""
+        """Returns the environment's description."""
         assert self._crew.infos is not None, "the pool is not started"
         return self._crew.infos[self._position(env_key)]
 
     async def identities(self, env_key: str, start: int = 0, stop: int | None = None) -> list[str]:
-        """`sample_uid` of the dataset items from `start` up to `stop`, without rendering them."""
+        """Returns the `sample_uid` of the dataset items from `start` up to `stop`, without rendering them."""
         position = self._position(env_key)
         stop = (await self.describe(env_key)).num_samples if stop is None else stop
         chunks = [(low, min(low + IDENTITIES_PER_CALL, stop)) for low in range(start, stop, IDENTITIES_PER_CALL)]
@@ -128,7 +127,7 @@ class EnvironmentPool:
                 self._call(
                     {"op": "identities", "env": position, "start": low, "stop": high},
                     b"",
-                    f"environment {env_key!r}, items {low} to {high}: reading them",
+                    f"environment {env_key!r}, items {low} to {high}: reading the dataset",
                 )
                 for low, high in chunks
             )
@@ -136,7 +135,7 @@ class EnvironmentPool:
         return [uid for result, _ in answers for uid in result["uids"]]
 
     async def prepare(self, env_key: str, index: int) -> PreparedPrompt:
-        """Render and tokenise the prompt of a dataset item. Raises `EnvironmentFailure`."""
+        """Renders and tokenizes the prompt of a dataset item. Raises `EnvironmentFailure`."""
         label = f"environment {env_key!r}, item {index}: preparing the prompt"
         header = {"op": "prepare", "env": self._position(env_key), "index": index}
         result, blob = await self._call(header, b"", label)
@@ -151,7 +150,7 @@ class EnvironmentPool:
         *,
         for_eval: bool = False,
     ) -> Advance:
-        """Hand the environment a completion; of a single turn this is the end, with its reward.
+        """Scores the completion of a single-turn environment.
 
         `for_eval` asks for the metrics of an evaluation instead of the reward. Raises `EnvironmentFailure` when user
         code raises, returns something malformed, exceeds the deadline, or ends its process.
@@ -170,10 +169,10 @@ class EnvironmentPool:
         return Advance(True, [], result["text"], RewardRecord(**result["score"]), result["seconds"])
 
     async def begin(self, rollout: str, env_key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
-        """Begin a rollout of several turns over a dataset item, in a process that will hold it to its end.
+        """Begins a multi-turn rollout over a dataset item, in a process that keeps its state to the end.
 
-        `rollout` is any id that no open rollout of the pool has. The prompt is the one that `prepare` gives.
-        `interleaved` False renders the conversation anew for every turn. Raises `EnvironmentFailure`.
+        `rollout` is any id that no open rollout of the pool has. The prompt is the one that `prepare` returns.
+        `interleaved` False renders the conversation again for every turn. Raises `EnvironmentFailure`.
         """
         position = self._position(env_key)
         if not (await self.describe(env_key)).is_multi_turn:
@@ -192,14 +191,16 @@ class EnvironmentPool:
         max_context: int | None = None,
         for_eval: bool = False,
     ) -> Advance:
-        """Hand the rollout's environment the next completion. With `done` the answer holds the score and the rollout is
-        over; otherwise it holds what the environment said, and the token ids that lead to the next completion.
+        """Sends the next completion to the rollout's environment.
 
-        A `stop_reason` other than `stop` says that the completion was cut off, which by default ends the rollout. So
-        does a next prompt of `max_context` tokens or more, which leaves no room to answer: the trajectory so far is
-        scored then, and the reason is `context_exhausted`.
+        With `done` the result holds the score and the rollout is over. Otherwise it holds the environment's messages
+        and the token ids that precede the next completion.
 
-        Raises `EnvironmentFailure` as `advance` does and `RolloutLost` when the process that held the rollout has
+        A `stop_reason` other than `stop` marks a truncated completion, which by default ends the rollout. A next prompt
+        of `max_context` tokens or more also ends it: the trajectory so far is scored with the reason
+        `context_exhausted`.
+
+        Raises `EnvironmentFailure` as `advance` does, and `RolloutLost` when the worker process of the rollout has
         ended; after either the rollout is over. One call at a time for each rollout.
         """
         return await self._rollouts.respond(
@@ -207,8 +208,8 @@ class EnvironmentPool:
         )
 
     def cancel(self, rollout: str) -> None:
-        """Give a rollout up, whatever it is doing; its environment is told (`end_rollout`). A call of it that is waited
-        for is cancelled. Unknown ids are not an error."""
+        """Ends a rollout at once: cancels its pending call and calls the environment's `end_rollout`. Ignores unknown
+        ids."""
         self._rollouts.cancel(rollout)
 
     # Calls
@@ -223,11 +224,11 @@ class EnvironmentPool:
     def _call(
         self, header: dict[str, Any], blob: bytes, label: str, *, place: PoolWorker | None = None
     ) -> asyncio.Future[tuple[dict[str, Any], bytes]]:
-        """A future of the answer's fields and blob."""
+        """Starts a call; the future resolves to the answer's fields and blob."""
         return self._crew.call(header, blob, label, place=place).future
 
     async def _resources(self, position: int) -> PoolWorker | None:
-        """The worker that has the resources of an environment, when they are there; None when it needs none."""
+        """Returns the worker with the environment's prepared resources; None when it needs none."""
         assert self._crew.infos is not None, "the pool is not started"
         if not self._crew.infos[position].shares_resources:
             return None
@@ -243,17 +244,17 @@ class EnvironmentPool:
             await asyncio.shield(preparing)
         except (EnvironmentFailure, InfrastructureError):
             if self._prepared.get(position) is preparing:
-                del self._prepared[position]  # whoever asks next tries again
+                del self._prepared[position]  # the next call tries again
             raise
         return home
 
     def _on_gone(self, worker: PoolWorker, calls: list[Call], how: str) -> list[Call]:
-        """A process has ended: what was in it is lost or runs again."""
+        """Handles the end of a process: its calls fail or run again."""
         for position, preparing in list(self._prepared.items()):
             if preparing.done() and self._home(position) is worker:
                 del self._prepared[position]
         return self._rollouts.lose(worker, calls, how)
 
     def _home(self, position: int) -> PoolWorker:
-        """The worker that plays an environment with resources of the host."""
+        """Returns the only worker that runs an environment whose resources exist once per host."""
         return self._crew.workers[position % len(self._crew.workers)]

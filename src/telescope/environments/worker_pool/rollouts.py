@@ -1,17 +1,16 @@
-"""Rollouts of several turns, as the driver asks for them.
+"""Multi-turn rollouts, as the driver requests them.
 
     prompt = await pool.begin("r1", "wordle", item)
     while True:
         advance = await pool.respond("r1", token_ids, logprobs, stop_reason)
         if advance.done: break
     ...
-    pool.cancel("r1")    # instead of going on, at any time
+    pool.cancel("r1")    # at any time, to stop early
 
-One process holds the state of a rollout from `begin` to its end; which one is this module's bookkeeping and nobody
-else's. A rollout is over, and its id free, after an `Advance` with `done`, after any exception, and after `cancel`.
+One process keeps the state of a rollout from `begin` to its end; only this module knows which one. A rollout is over,
+and its id free, after an `Advance` with `done`, after any exception, and after `cancel`.
 
-Invariant: a rollout that its caller has not given up is either in the table with its place, or was lost with a process,
-which its next call is told (`RolloutLost`).
+Invariant: an open rollout either has a live worker, or was lost with a worker and its next call raises `RolloutLost`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Answer = tuple[dict[str, Any], bytes]
 
 
 class _Caller(Protocol):
-    """How the pool makes a call."""
+    """The pool's `call` method."""
 
     def __call__(
         self, header: dict[str, Any], blob: bytes, label: str, *, place: Any = None, rollout: Rollout | None = None
@@ -49,14 +48,14 @@ class _Caller(Protocol):
 
 
 class PoolRollouts:
-    """The open rollouts of a pool. `call` makes a call whose future is its answer."""
+    """The open rollouts of a pool. `call` sends a request to a worker."""
 
     def __init__(self, call: _Caller, queue: CallQueue) -> None:
         self._call = call
         self._queue = queue
         self._open: dict[str, tuple[Rollout, int]] = {}
         self._calls: dict[str, Call] = {}
-        """The call that each rollout waits for, if it waits."""
+        """The pending call of each rollout."""
         self._last_key = 0
 
     def __len__(self) -> int:
@@ -65,14 +64,14 @@ class PoolRollouts:
     async def begin(
         self, rollout: str, position: int, index: int, label: str, home: PoolWorker | None, *, interleaved: bool
     ) -> FirstPrompt:
-        """See `EnvironmentPool.begin`. `home` is where the environment's resources are, if it has any."""
+        """See `EnvironmentPool.begin`. `home` is the only worker that can run it, if any (`EnvironmentPool._home`)."""
         if rollout in self._open:
-            raise ValueError(f"the rollout {rollout!r} has begun before and is not over")
+            raise ValueError(f"the rollout {rollout!r} is already open")
         self._last_key += 1
         record = Rollout(self._last_key, label)
         self._open[rollout] = record, position
         header = {"op": "begin", "env": position, "rollout": record.key, "index": index, "interleaved": interleaved}
-        call = self._call(header, b"", f"{label}: beginning", place=home, rollout=record)
+        call = self._call(header, b"", f"{label}: begin", place=home, rollout=record)
         result, blob = await self._answer(rollout, record, call)
         return FirstPrompt(unpack_ids(blob), result["messages"])
 
@@ -98,7 +97,7 @@ class PoolRollouts:
             "max_context": max_context,
         }
         blob = pack_ids(token_ids) + pack_floats(logprobs)
-        call = self._call(header, blob, f"{record.label}: its turn", place=record.place, rollout=record)
+        call = self._call(header, blob, f"{record.label}: respond", place=record.place, rollout=record)
         result, ids = await self._answer(rollout, record, call)
         if result["done"]:
             self._drop(rollout)
@@ -130,15 +129,15 @@ class PoolRollouts:
         self._end(record, position, place)
 
     def _end(self, record: Rollout, position: int, place: PoolWorker | None) -> None:
-        """Tell the worker, if it ever held the rollout, that nobody wants it any more."""
+        """Makes the worker end the rollout, if it ever began there."""
         if place is None or record.lost is not None:
             return
         header = {"op": "end", "env": position, "rollout": record.key}
-        end = self._call(header, b"", f"{record.label}: ending it", place=place)
+        end = self._call(header, b"", f"{record.label}: end", place=place)
         end.future.add_done_callback(_mention)
 
     def lose(self, place: PoolWorker, calls: list[Call], how: str) -> list[Call]:
-        """A place has ended and taken its rollouts along. Returns the calls, of those that it held, to run again."""
+        """Marks the rollouts of a worker that ended as lost. Returns those of its calls that must run again."""
         for record, _ in self._open.values():
             if record.place is place:
                 record.lost = how
@@ -146,7 +145,7 @@ class PoolRollouts:
         for call in [*calls, *self._queue.withdraw_at(place)]:
             begins = call.header["op"] == "begin"
             if begins and call.rollout is not None:
-                call.rollout.lost = None  # its caller has seen nothing of it yet
+                call.rollout.lost = None  # its caller has received nothing yet
                 leave(call.rollout)
                 again.append(call)
             elif call.rollout is not None:
@@ -155,13 +154,13 @@ class PoolRollouts:
             elif call.header["op"] != "end":
                 again.append(call)
             elif not call.future.done():
-                call.future.cancel()  # it has ended indeed
+                call.future.cancel()  # the rollout ended with its worker
         place.seat.num_rollouts = 0
         return again
 
     def _known(self, rollout: str) -> tuple[Rollout, int]:
         if rollout not in self._open:
-            raise ValueError(f"the rollout {rollout!r} has not begun, or is over")
+            raise ValueError(f"the rollout {rollout!r} is not open")
         record, position = self._open[rollout]
         if record.lost is not None:
             self._drop(rollout)
@@ -176,7 +175,7 @@ class PoolRollouts:
             if rollout in self._open and self._open[rollout][0] is record:
                 position, place = self._open[rollout][1], record.place
                 self._drop(rollout)
-                self._end(record, position, place)  # it may still be winding up
+                self._end(record, position, place)  # the worker may still run it
             raise
         finally:
             if self._calls.get(rollout) is call:
@@ -189,10 +188,10 @@ class PoolRollouts:
 
 
 def _lost(record: Rollout, how: str) -> RolloutLost:
-    return RolloutLost(f"{record.label}: the process that held it {how}")
+    return RolloutLost(f"{record.label}: its worker process {how}")
 
 
 def _mention(future: asyncio.Future[Answer]) -> None:
-    """The end of a rollout that nobody waits for."""
+    """Logs an error of ending a rollout, which no caller awaits."""
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.warning("%s", error)

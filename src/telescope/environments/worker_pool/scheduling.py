@@ -1,23 +1,18 @@
-"""Which call runs in which worker, whose deadline is running, and who is to blame for a death.
+"""Decides which call runs in which worker, whose deadline runs, and which call ended a worker.
 
 Pure bookkeeping without processes, clocks or tasks: the pool drives it. The rules:
 
-- A worker is given a second call before it has answered the first only while all that it holds is expected to take
-  less than `AHEAD_SECONDS`; so cheap calls are pipelined, and an expensive one waits at the pool where any worker that
-  falls free can take it.
-- Calls behind a slow one go elsewhere, unless they belong to a rollout: a turn must not be played twice.
+- First come, first served. A call that runs again goes to the front. A call that only one worker can run goes before
+  those that any worker can run.
+- A worker receives a second call before it has answered the first only while all its calls together are expected to
+  take less than `AHEAD_SECONDS`. So cheap calls are pipelined, and an expensive one waits in the pool for the first
+  free worker.
+- Calls queued behind a slow one go to other workers, unless they belong to a rollout: a turn must not run twice.
 - A call's deadline counts the time in which it could have made progress: not while it is queued, and not while another
-  call holds the worker's main thread.
-- When a worker dies, the call that held its main thread is to blame, unless a signal from outside ended the worker. All
-  others run again elsewhere, but for those of a rollout that had begun there: its state is gone, and it is for the
-  caller to begin it again.
-- When all workers die with the process that they were forked from, everything runs again.
-
-Calls that wait for a worker, and which of them goes where next.
-
-Owns the order of the calls, their expected costs and the ids of dispatches. Knows no processes: a place that a call can
-go to is whatever has a `WorkerState`. First come, first served; a call that has to run again goes to the front;
-a call that can run in one place only waits for that place, and there goes before those that can run anywhere.
+  call occupies the worker's main thread.
+- When a worker ends, the call on its main thread fails, unless a signal from outside ended the worker. All other calls
+  run again elsewhere, except those of a rollout that had begun there: its state is lost, and its caller begins again.
+- When all workers end together with the fork server, every call runs again.
 """
 
 from __future__ import annotations
@@ -32,66 +27,66 @@ from typing import Any, Protocol, TypeVar
 from telescope.errors import EnvironmentFailure
 
 AHEAD_SECONDS = 0.02
-"""Expected work that a worker may hold. Longer than a slow turn of the driver's event loop, so that workers do not run
-dry; shorter than anyone would notice as a delay."""
+"""Expected work queued in one worker. Longer than a slow iteration of the driver's event loop, so that workers do not
+idle, and short enough not to delay a call noticeably."""
 
 MAX_QUEUED = 64
 MAX_PARKED = 1024
-"""Calls of one worker that wait in its event loop: connections to other services, mostly."""
+"""Calls of one worker that wait in its event loop, mostly for other services."""
 
 MAX_DEATHS = 3
-"""Workers that may die around a call, nobody being to blame, before the call itself is given up."""
+"""Workers that may end around a call without a known cause before the call itself fails."""
 
 UNKNOWN_COST = 0.02
-"""Seconds assumed of a kind of call that was never measured: one at a time."""
+"""Seconds assumed for a kind of call that was never measured, which makes such calls run one at a time."""
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One request of the driver. `header` has no id yet: each dispatch gets its own."""
+    """One request of the driver. `header` has no id: each dispatch gets a new one."""
 
     header: dict[str, Any]
     blob: bytes
     future: asyncio.Future[tuple[dict[str, Any], bytes]]
     label: str
-    """Names the call in errors."""
+    """Name of the call in errors."""
     used_seconds: float = 0.0
     deaths: int = 0
     expected_seconds: float = UNKNOWN_COST
     timeout_seconds: float | None = None
-    """A deadline of its own; None: that of the pool."""
+    """Deadline of this call; None: the pool's."""
     place: Any = None
-    """The only place where it can run: where its rollout or its resources are."""
+    """The only worker that can run it, because its rollout or its resources are there."""
     rollout: Rollout | None = None
-    """The rollout of several turns that it belongs to. A call without a place begins it, wherever it is sent."""
+    """The multi-turn rollout that it belongs to. Its first call has no place, and begins the rollout on any worker."""
 
     @property
     def kind(self) -> tuple[int, str]:
-        """Calls of one kind are expected to cost the same."""
+        """Key of the cost estimate: (environment, operation)."""
         return self.header["env"], self.header["op"]
 
     def limit(self, timeout_seconds: float) -> float:
-        """Seconds that it may take, where the pool's calls may take `timeout_seconds`."""
+        """Returns its deadline in seconds, by default the pool's `timeout_seconds`."""
         return timeout_seconds if self.timeout_seconds is None else self.timeout_seconds
 
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """A rollout of several turns. `place` is the one that holds its state, once its first call was sent.
+    """A multi-turn rollout. `place` is the worker with its state, once its first call was sent.
 
-    `key` is what the worker knows it by; unlike the id that its caller chose, it is never used again.
+    `key` identifies it in the worker; unlike the id that its caller chose, it is never reused.
     """
 
     key: int
     label: str
     place: Any = None
     lost: str | None = None
-    """How its place ended, if it took the state along."""
+    """How its worker ended, if the state was lost with it."""
 
 
 @dataclass(slots=True)
 class Costs:
-    """Smoothed seconds that a kind of call spends on a worker's main thread."""
+    """Smoothed seconds that each kind of call spends on a worker's main thread."""
 
     _seconds: dict[tuple[int, str], float] = field(default_factory=dict)
 
@@ -99,48 +94,48 @@ class Costs:
         return self._seconds.get(kind, UNKNOWN_COST)
 
     def measured(self, kind: tuple[int, str], seconds: float) -> None:
-        """Rises at once and falls slowly, so that one expensive call in ten keeps the queue short."""
+        """Updates the estimate: rises fast and falls slowly, so that one expensive call in ten keeps queues short."""
         before = self._seconds.get(kind, seconds)
         share = 0.5 if seconds > before else 0.1
         self._seconds[kind] = before + share * (seconds - before)
 
 
 class Death(Enum):
-    """How a worker's process ended, which says what a call of it may be blamed for."""
+    """Why a worker's process ended, which decides whether a call caused it."""
 
     ALONE = auto()
-    """By itself, and nobody has asked for it: something that it ran has ended it."""
+    """By itself: the code that it ran ended it."""
     BY_POOL = auto()
-    """The pool ended it, and has settled the blame already."""
+    """The pool killed it, and has already failed the call responsible."""
     WITH_SERVER = auto()
-    """Together with the process that it was forked from, which a call of any worker may have ended."""
+    """Together with the fork server, which a call of any worker may have killed."""
     BY_SIGNAL = auto()
-    """By a signal from outside, which no call causes but one that makes the kernel kill for memory."""
+    """By a signal from outside. A call causes that only by exhausting memory (the kernel's OOM killer)."""
 
 
 @dataclass(slots=True)
 class WorkerState:
-    """What one worker holds. Ids are those of dispatches, rising."""
+    """The calls and rollouts of one worker. Call ids are those of dispatches, in rising order."""
 
     queued: dict[int, Call] = field(default_factory=dict)
-    """Sent and not begun, or on the main thread now; in the order of sending."""
+    """Sent and not started, or on the main thread now, in order of sending."""
     parked: dict[int, Call] = field(default_factory=dict)
     """Waiting in the worker's event loop."""
     expected_seconds: float = 0.0
     stray_seconds: float = 0.0
-    """Time for which a call that this seat no longer owns has held the main thread."""
+    """Time for which a call that is no longer in this state has occupied the main thread."""
     last_reading: tuple[int, int] = (0, 0)
     held_seconds: float = 0.0
-    """Time for which the present call has held the main thread without a break."""
+    """Time for which the current call has occupied the main thread without a break."""
     num_rollouts: int = 0
-    """Rollouts of several turns whose state is here."""
+    """Multi-turn rollouts whose state is in this worker."""
 
     @property
     def num_held(self) -> int:
         return len(self.queued) + len(self.parked)
 
     def admits(self, expected_seconds: float) -> bool:
-        """Whether a call of that cost may be sent now."""
+        """Whether a call with this expected cost may be sent now."""
         if len(self.parked) >= MAX_PARKED:
             return False
         if not self.queued:
@@ -152,14 +147,14 @@ class WorkerState:
         self.expected_seconds += call.expected_seconds
 
     def begun_waiting(self, call_id: int) -> Call | None:
-        """The call has left the main thread for the event loop. None: it is no longer ours."""
+        """Moves a call from the main thread to the event loop. Returns None if it was withdrawn before."""
         call = self._unqueue(call_id)
         if call is not None:
             self.parked[call_id] = call
         return call
 
     def answered(self, call_id: int) -> Call | None:
-        """The call is over. None: it is no longer ours."""
+        """Removes a finished call. Returns None if it was withdrawn before."""
         return self.parked.pop(call_id, None) or self._unqueue(call_id)
 
     def _unqueue(self, call_id: int) -> Call | None:
@@ -169,7 +164,7 @@ class WorkerState:
         return call
 
     def charge(self, reading: tuple[int, int], seconds: float) -> None:
-        """Count `seconds` that passed, given the slot's `(current, entries)` at their end."""
+        """Charges `seconds` to the calls that could run, given the slot's `(current, entries)` at their end."""
         current, _ = reading
         stuck = current != 0 and reading == self.last_reading
         self.last_reading = reading
@@ -190,19 +185,19 @@ class WorkerState:
             next(iter(self.queued.values())).used_seconds += seconds
 
     def overdue(self, timeout_seconds: float) -> list[tuple[int, Call]]:
-        """Calls whose deadline has passed, with their ids."""
+        """Returns calls whose deadline has passed, with their ids."""
         held = (*self.queued.items(), *self.parked.items())
         return [(call_id, call) for call_id, call in held if call.used_seconds >= call.limit(timeout_seconds)]
 
     def only_waits(self, call_id: int) -> bool:
-        """Whether the call waits in the event loop and does not hold the main thread."""
+        """Whether the call waits in the event loop and is not on the main thread."""
         return call_id in self.parked and self.last_reading[0] != call_id
 
     def withdraw_unbegun(self) -> dict[int, Call]:
-        """Take back the calls behind the one that holds the main thread, for another worker.
+        """Removes and returns the calls behind the one on the main thread, for another worker.
 
-        The worker may have begun one of them by the time it hears of this, and then it is played twice. So a call that
-        changes the state of a rollout, or that could go nowhere else, stays where it is.
+        The worker may start one of them before it receives the withdrawal, and then it runs twice. So calls that change
+        a rollout's state, or that only this worker can run, stay.
         """
         current = self.last_reading[0]
         taken = {
@@ -215,13 +210,13 @@ class WorkerState:
         return taken
 
     def died(self, reading: tuple[int, int], death: Death) -> tuple[Call | None, list[Call]]:
-        """Empty the seat: the call to blame, if any, and the others in order.
+        """Empties the state when the worker has ended. Returns the call that caused it, if any, and the others in
+        order.
 
-        Nothing is counted on any call when the pool ended the worker. When it went with its server, the death is
-        counted on all that had begun. Else it is on the call that held the main thread: that one is to blame, and after
-        a signal from outside it runs again too, with the death counted on it. If none held the thread, a call that
-        waited in the event loop may have caused the death (through a thread or a subprocess), or the first in the
-        queue, whose answer was under way; so the death is counted on each of those.
+        If the pool killed the worker, no call is charged. If it ended with the fork server, every started call is
+        charged. Otherwise the call on the main thread caused the end; after a signal from outside it is only charged,
+        and runs again. With no call on the main thread, the cause may be a call in the event loop (through a thread or
+        a subprocess) or the first in the queue, whose answer was being sent, so each of these is charged.
         """
         current, _ = reading
         running = self.queued.get(current) or self.parked.get(current)
@@ -245,7 +240,7 @@ class WorkerState:
 
 
 class WorkerLoad(Protocol):
-    """A place that calls can be sent to."""
+    """A worker that calls can be sent to."""
 
     seat: WorkerState
 
@@ -254,7 +249,7 @@ Place = TypeVar("Place", bound=WorkerLoad)
 
 
 class CallQueue:
-    """`len` counts the calls that wait, those whose caller went away included."""
+    """`len` counts the waiting calls, cancelled ones included."""
 
     def __init__(self) -> None:
         self.costs = Costs()
@@ -272,31 +267,31 @@ class CallQueue:
         return self._anywhere if call.place is None else self._at[call.place]
 
     def withdraw_at(self, place: Any) -> list[Call]:
-        """Take away the calls of rollouts that wait for a place."""
+        """Removes and returns the rollout calls that wait for a worker."""
         line = self._at[place]
         taken = [call for call in line if call.rollout is not None]
         self._at[place] = deque(call for call in line if call.rollout is None)
         return taken
 
     def run_again(self, calls: Sequence[Call]) -> None:
-        """Put calls back to the front, in order. One that has seen too many deaths fails instead."""
+        """Puts calls back at the front, in order. A call around which too many workers ended fails instead."""
         for call in reversed(calls):
             if call.future.done():
                 continue
             call.used_seconds = 0.0
             if call.place is None and call.rollout is not None:
-                leave(call.rollout)  # it begins anew, wherever
+                leave(call.rollout)  # it begins again, on any worker
             if call.deaths >= MAX_DEATHS:
                 call.future.set_exception(
-                    EnvironmentFailure(f"{call.label} was given up: its process died {call.deaths} times around it")
+                    EnvironmentFailure(f"{call.label} failed: its process ended {call.deaths} times while it ran")
                 )
             else:
                 self._line_of(call).appendleft(call)
 
     def dispatch(self, places: Iterable[Place]) -> Iterator[tuple[Place, int, Call]]:
-        """WorkerState waiting calls while a place admits the first of them, the least loaded place first.
+        """Assigns waiting calls, in order, to workers with capacity, the least loaded first.
 
-        Yields the place, the id of the dispatch and the call, which is then to be sent.
+        Yields the worker, the id of the dispatch and the call, which the caller must send.
         """
         candidates = list(places)
         for place in candidates:
@@ -311,7 +306,7 @@ class CallQueue:
                 candidates.remove(place)
 
     def _first(self, line: deque[Call]) -> Call | None:
-        """The first call of a line whose caller is still there."""
+        """Returns the first call of a line that is not cancelled."""
         while line and line[0].future.done():
             line.popleft()
         return line[0] if line else None
@@ -330,7 +325,7 @@ class CallQueue:
         return place, self._last_id, call
 
     def fail(self, error: Exception) -> None:
-        """Give every waiting call the error."""
+        """Fails every waiting call with `error`."""
         for line in (self._anywhere, *self._at.values()):
             for call in line:
                 if not call.future.done():
@@ -339,12 +334,12 @@ class CallQueue:
 
 
 def leave(rollout: Rollout) -> None:
-    """The rollout's state is not at its place any more."""
+    """Unbinds a rollout from its worker."""
     if rollout.place is not None:
         rollout.place.seat.num_rollouts -= 1
         rollout.place = None
 
 
 def _load(seat: WorkerState) -> tuple[float, int, int]:
-    """How busy a place is."""
+    """Sort key of how busy a worker is."""
     return seat.expected_seconds, len(seat.queued), seat.num_held

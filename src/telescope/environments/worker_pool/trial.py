@@ -1,8 +1,7 @@
-"""A look at the environments before anything is started: do they import, and is there anything in their datasets?
+"""Trial load of the environments before a run: imports, constructors and datasets.
 
-Runs users' code in one process that can be killed, forked from a server without a tokenizer, so that the answer is
-there in a second or two. Owns the deadlines and the words for what went wrong. What is loaded here is thrown away: the
-pool loads it again in processes that also have the tokenizer.
+Runs user code in one process that can be killed, forked from a server without a tokenizer, so that it takes a second or
+two. Owns the deadlines and the error messages. The pool loads everything again, in processes with the tokenizer.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from telescope.environments.worker_pool.worker_handle import STACK_SECONDS, Work
 from telescope.errors import UserError
 
 SERVER_SECONDS = 120.0
-"""Given to a bare interpreter to start, on a machine that is busy with other things."""
+"""Time for a bare interpreter to start on a busy machine."""
 DATASET_SECONDS = 600.0
-"""Given to one environment to load its dataset, downloads included."""
+"""Time for one environment to load its dataset, downloads included."""
 SLOW_SECONDS = 3.0
-"""After which whoever waits is told for what."""
+"""Time after which a progress line is shown."""
 
 
 def try_environments(
@@ -34,13 +33,13 @@ def try_environments(
     dataset_seconds: float = DATASET_SECONDS,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[str]:
-    """Import and make every environment, and load its dataset, in a process of its own. Returns what they had to tell.
+    """Imports and creates every environment, and loads its dataset, in a separate process. Returns their notices.
 
     `making_seconds` bounds the import and the constructor of one environment, `dataset_seconds` the loading of its
-    dataset. `say` is given a line when it takes long. Call it from the main thread (see `Launcher`).
+    dataset. Calls `say` with a line when it takes long. Call it from the main thread (see `Launcher`).
 
-    Raises `UserError` that names the environment and the fault: an error with its place, an end of the process, a hang
-    with its stack, an empty dataset.
+    Raises `UserError` with the environment and the fault: an error with its line, an exit of the process, a hang with
+    its stack, an empty dataset.
     """
     return asyncio.run(_Trial(specs, environments_path, making_seconds, dataset_seconds, say).run())
 
@@ -112,10 +111,10 @@ class _Trial:
 
     def _printed(self) -> str:
         tail = self._process.log_tail()
-        return f". What it printed last:\n{tail}" if tail else ""
+        return f". Its last output:\n{tail}" if tail else ""
 
     def _decide(self, outcome: list[str] | str) -> None:
-        """The notices, or what is wrong. The first outcome holds."""
+        """Sets the notices, or what is wrong. Ignores later outcomes."""
         if self._verdict.done():
             return
         if isinstance(outcome, list):

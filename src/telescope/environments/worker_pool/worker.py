@@ -1,16 +1,16 @@
-"""The process that runs users' environment code.
+"""The worker process that runs users' environment code.
 
-The driver has it forked, talks to it over one socket, and may kill it at any moment. Plain functions of the user run in
-the main thread, one at a time, outside of any event loop, so that they may call `asyncio.run` themselves; awaitables
-that they return run together in this process's event loop between such calls. A request may take turns of both
-(`steps`).
+The fork server forks it; the driver talks to it over one socket, and may kill it at any moment. Synchronous user
+functions run in the main thread, one at a time, outside any event loop, so that they may call `asyncio.run` themselves.
+Awaitables that they return run concurrently in this process's event loop between such calls. A request may alternate
+between both (`user_code`).
 
 Invariants:
-- Whatever user code prints goes to the log; nothing but frames goes to the socket.
-- Before any step into user code the slot names its request (see `slot`), whichever task takes the step.
-- The answer to a request is on the socket before the next request is begun.
-- The process ends with the stream of its socket, or, when user code holds it, by the kernel's signal (`fork_server`).
-- A copy of the process that user code forked and let go on ends where user code ends, and never answers.
+- Output of user code goes to the log; only frames go to the socket.
+- Before any step into user code the slot names its request (`messages.Slot`), whichever task takes the step.
+- The answer to a request is written to the socket before the next request starts.
+- The process exits when its socket is closed, or, while user code runs, by the kernel's signal (`fork_server`).
+- A copy of the process that user code forks exits when that user code returns, and never answers.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from telescope.environments.worker_pool.messages import EnvironmentSpec, FrameRe
 from telescope.errors import InfrastructureError, UserError
 
 LOOK_AGAIN_SECONDS = 0.002
-"""After a call longer than this, the socket is read again for withdrawn requests before the next one is begun."""
+"""After a call longer than this, the worker reads withdrawals from the socket before it starts the next one."""
 MAX_ANSWER_BYTES = 32 * 2**20
-"""Largest answer: what a rollout says and notes goes through the driver's memory and into the record."""
+"""Largest answer, because it passes through the driver's memory into the record."""
 CLOSE_SECONDS = 20.0
-"""Given to the environments to end their rollouts and close their resources when the driver has hung up."""
+"""Time for the environments to end rollouts and close resources after the driver has closed the socket."""
 
 _request: ContextVar[int] = ContextVar("request", default=0)
 
 
 class _Attributed:
-    """Drives a coroutine and names its request in the slot during each step."""
+    """Runs a coroutine and names its request in the slot during each step."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], request_id: int, worker: Worker) -> None:
         self.coroutine, self.request_id, self.worker = coroutine, request_id, worker
@@ -72,7 +72,7 @@ class _Attributed:
             try:
                 return step(*arguments)
             except (SystemExit, KeyboardInterrupt) as error:
-                # asyncio would let these end the process, and with it the rollouts of others.
+                # asyncio would let these end the process, with the other rollouts in it.
                 raise RuntimeError(f"user code raised {type(error).__name__}") from error
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ async def _attributed(coroutine: Coroutine[Any, Any, Any], request_id: int, work
 
 
 class _Held:
-    """Context in which a request holds the main thread; adds up the time."""
+    """Context in which a request occupies the main thread; adds up the time."""
 
     def __init__(self, worker: Worker, request_id: int) -> None:
         self.worker, self.request_id = worker, request_id
@@ -95,7 +95,7 @@ class _Held:
 
     def __exit__(self, *_: object) -> None:
         if os.getpid() != self.worker.pid:
-            os._exit(1)  # user code forked, and this is the copy: it would read the requests of the process itself
+            os._exit(1)  # a copy forked by user code, which would read the worker's requests
         self.worker.slot.leave()
         busy = self.worker.busy
         if self.request_id in busy:
@@ -103,7 +103,7 @@ class _Held:
 
 
 class Worker:
-    """Reads requests, plays them, writes answers."""
+    """Reads requests, runs them, writes answers."""
 
     def __init__(self, connection: socket.socket, slot: Slot, renderer: Renderer | None) -> None:
         self.connection = connection
@@ -115,14 +115,14 @@ class Worker:
         self.ended = False
         self.begun: dict[int, float] = {}
         self.busy: dict[int, float] = {}
-        """Seconds on the main thread of each request that is being played."""
+        """Seconds on the main thread of each running request."""
         self.loop = asyncio.new_event_loop()
         self.loop.set_task_factory(self._make_task)
         self.tasks: dict[int, asyncio.Task[Any]] = {}
         self.resumable: deque[tuple[int, Steps, asyncio.Task[Any]]] = deque()
-        """Requests whose wait in the event loop is over and whose next step is due."""
+        """Requests whose wait in the event loop is over, ready for their next step."""
         self.parked: set[int] = set()
-        """Requests of which the driver knows that they wait in the event loop now and then."""
+        """Requests that were reported to the driver as waiting in the event loop."""
         self.renderer = renderer
         self.player: EnvironmentRunner
 
@@ -130,7 +130,7 @@ class Worker:
         return _Held(self, request_id)
 
     def serve(self) -> None:
-        """Until the stream ends. The first frame says what to load."""
+        """Serves until the stream ends. The first frame says what to load."""
         asyncio.set_event_loop(self.loop)
         while not self.inbox and not self.ended:
             self.receive(wait=True)
@@ -153,7 +153,7 @@ class Worker:
         self._close()
 
     def receive(self, *, wait: bool) -> None:
-        """Move what has arrived to the inbox."""
+        """Moves received requests to the inbox."""
         try:
             data = self.connection.recv(2**20) if wait else self.connection.recv(2**20, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -178,25 +178,25 @@ class Worker:
         try:
             self.connection.sendall(frame)
         except (BrokenPipeError, ConnectionResetError):
-            self.ended = True  # the driver is gone, and so are we in a moment
+            self.ended = True  # the driver is gone; the kernel ends this process too
             self.loop.stop()
 
     def _readable(self) -> None:
         try:
             self.receive(wait=False)
-        except Exception:  # the loop would log it and go on with a broken stream
+        except Exception:  # the loop would log it and continue with a broken stream
             traceback.print_exc()
             self.ended = True
         if self.inbox or self.ended:
             self.loop.stop()
 
     def _turn_loop(self) -> None:
-        """One turn of the event loop, for the tasks that wait in it."""
+        """Runs one iteration of the event loop, for the tasks that wait in it."""
         self.loop.call_soon(self.loop.stop)
         self.loop.run_forever()
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-        """Tasks that user code starts count as the request that started them."""
+        """Attributes tasks that user code starts to the request that started them."""
         request_id = _request.get()
         if request_id and asyncio.iscoroutine(coroutine):
             coroutine = _attributed(coroutine, request_id, self)
@@ -222,14 +222,14 @@ class Worker:
         return True
 
     def _say_stage(self, stage: str, doing: str) -> None:
-        """Before each step into user code: a process that ends or hangs can no longer say where."""
+        """Reports a loading stage before user code runs, because a process that exits or hangs cannot."""
         self.send({"loading": doing, "stage": stage})
 
     def _handle(self, header: dict[str, Any], blob: bytes) -> None:
         request_id = header["id"]
         if self.withdrawn:
             withdrawn = request_id in self.withdrawn
-            self.withdrawn = {other for other in self.withdrawn if other > request_id}  # ids come in rising order
+            self.withdrawn = {other for other in self.withdrawn if other > request_id}  # ids are rising
             if withdrawn:
                 return
         self.busy[request_id] = 0.0
@@ -240,14 +240,14 @@ class Worker:
             self.receive(wait=False)
 
     def _resume(self, request_id: int, steps: Steps, task: asyncio.Task[Any]) -> None:
-        """What the request waited for is there, or has failed."""
+        """Continues a request whose awaitable has a result or has failed."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         self._step(request_id, steps, lambda: steps.send(task.result()) if error is None else steps.throw(error))
 
     def _step(self, request_id: int, steps: Steps, resume: Callable[[], Awaitable[Any]]) -> None:
-        """Play a request up to its next wait, or to its end."""
+        """Runs a request up to its next wait, or to its end."""
         token = _request.set(request_id)
-        asyncio.set_event_loop(self.loop)  # asyncio.run in user code leaves none behind
+        asyncio.set_event_loop(self.loop)  # asyncio.run in user code removes it
         try:
             with self.held_by(request_id):
                 waits_for = resume()
@@ -260,7 +260,7 @@ class Worker:
             _request.reset(token)
 
     def _park(self, request_id: int, steps: Steps, waits_for: Awaitable[Any]) -> None:
-        """Go on with other requests while this one waits in the event loop."""
+        """Lets this request wait in the event loop while other requests run."""
         task = self.loop.create_task(settle(waits_for))
         self.tasks[request_id] = task
         task.add_done_callback(lambda done: self._settled(request_id, steps, done))
@@ -269,14 +269,14 @@ class Worker:
             self.send({"parked": request_id, "busy": self.busy[request_id]})
 
     def _settled(self, request_id: int, steps: Steps, task: asyncio.Task[Any]) -> None:
-        """The next step is taken outside of the event loop."""
+        """Schedules the next step, which runs outside the event loop."""
         del self.tasks[request_id]
         self.resumable.append((request_id, steps, task))
         if not self.ended:
             self.loop.stop()
 
     def _close(self) -> None:
-        self.loop.remove_reader(self.connection.fileno())  # which is at its end, and would stop the loop
+        self.loop.remove_reader(self.connection.fileno())  # it is at its end, and would stop the loop
         try:
             self.loop.run_until_complete(asyncio.wait_for(self.player.close(), CLOSE_SECONDS))
         except TimeoutError:
@@ -286,9 +286,7 @@ class Worker:
         times = self._times(request_id)
         frame = pack_frame({"id": request_id, "result": fields, **times}, blob)
         if len(frame) > MAX_ANSWER_BYTES:
-            problem = (
-                f"what the environment returned takes {len(frame)} bytes; at most {MAX_ANSWER_BYTES} are passed on"
-            )
+            problem = f"the environment's result has {len(frame)} bytes; the limit is {MAX_ANSWER_BYTES}"
             self.send({"id": request_id, "failed": problem, "infrastructure": False, **times})
             return
         self._send_frame(frame)
@@ -300,16 +298,16 @@ class Worker:
         self.send({"id": request_id, **failed, **self._times(request_id)})
 
     def _times(self, request_id: int) -> dict[str, float]:
-        """`busy` seconds on the main thread and `seconds` since the request was begun, which is over with this."""
+        """Ends the timing of a request: `busy` seconds on the main thread, and `seconds` since it started."""
         self.parked.discard(request_id)
         seconds = time.perf_counter() - self.begun.pop(request_id)
         return {"busy": self.busy.pop(request_id), "seconds": seconds}
 
 
 def _blame(error: BaseException) -> str:
-    """The error in words, with the name of the file and the line that it comes from.
+    """Returns the error with the name of the file and the line that it comes from.
 
-    What user code returned has no line; the one that found it malformed is ours and helps nobody.
+    A malformed result has no line in user code, and the line of ours that rejects it does not help.
     """
     error = cause(error)
     where = None if isinstance(error, MalformedResultError) else innermost_line(error)
@@ -317,15 +315,15 @@ def _blame(error: BaseException) -> str:
 
 
 def _print(error: BaseException) -> None:
-    """The traceback, into the log."""
+    """Prints the traceback to the log."""
     try:
         traceback.print_exception(error)
-    except Exception as worse:  # the exception is the user's, and so may be what printing it runs
-        print(f"{in_words(error)}, whose traceback cannot be printed: {in_words(worse)}", file=sys.stderr)
+    except Exception as worse:  # printing it may run the user's code
+        print(f"{in_words(error)} (its traceback cannot be printed: {in_words(worse)})", file=sys.stderr)
 
 
 def limit_memory(extra_bytes: int | None) -> None:
-    """Let the process's own data grow by so much, after which allocations fail."""
+    """Lets the process's data grow by `extra_bytes`, after which allocations fail."""
     if extra_bytes is None:
         return
     with open("/proc/self/status", encoding="ascii") as status:
@@ -334,7 +332,7 @@ def limit_memory(extra_bytes: int | None) -> None:
 
 
 def _volunteer_for_the_oom_killer() -> None:
-    """When memory runs out, this process goes first and not the driver or the engine."""
+    """Makes the OOM killer choose this process before the driver or the engine."""
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
             score.write("1000")
@@ -343,7 +341,7 @@ def _volunteer_for_the_oom_killer() -> None:
 
 
 def run_worker(descriptor: int, slot_descriptor: int, renderer: Renderer | None) -> None:
-    """Serve on the socket until it ends; called in a process that was forked for this (`fork_server`)."""
+    """Serves on the socket until it is closed; called in a forked process (`fork_server`)."""
     _volunteer_for_the_oom_killer()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     slot = Slot(slot_descriptor)

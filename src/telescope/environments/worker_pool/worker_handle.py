@@ -1,12 +1,8 @@
-"""One worker process as the driver sees it: asked for, written to, read from, killed, buried.
+"""Driver-side handle of one worker: its process, its state, and the deadlines of its calls.
 
-Owns the socket, the slot, the log file and the process group. Does not know what the frames mean (`pool`), nor how
-processes are made (`launcher`, `fork_server`).
-
-One worker of the pool: a seat, the process that sits in it, and the deadlines of its calls.
-
-Looks at deadlines when the pool tells it to, and ends its process when one has passed. Does not choose what runs where
-(`call_queue`, `schedule`), does not replace the process (`pool`).
+`WorkerProcess` owns the socket, the slot, the log file and the process group: start, send, receive, terminate, reap. It
+does not know what the frames mean. `PoolWorker` checks deadlines when the pool calls `watch`, and kills its process
+when one has passed. It does not choose what runs where and does not replace the process (`workers`).
 """
 
 from __future__ import annotations
@@ -29,14 +25,14 @@ from telescope.errors import EnvironmentFailure
 from telescope.utils.log_file import log_size, log_tail, open_log
 
 _LINGER_SECONDS = 0.5
-"""How long a process may live on after it has closed its socket."""
+"""Time for a process to exit after it has closed its socket."""
 STACK_SECONDS = 0.1
-"""Given to a process to write its stacks before it is killed."""
+"""Time for a process to write its stacks before it is killed."""
 _LOG_TAIL_BYTES = 4000
 
 
 class WorkerProcess:
-    """A worker. `on_frame(header, blob)` and, once, `on_gone()` are called from the event loop."""
+    """A worker process. Calls `on_frame(header, blob)` and, once, `on_gone()` from the event loop."""
 
     def __init__(
         self,
@@ -59,7 +55,7 @@ class WorkerProcess:
         self._killed = False
         self._buried = False
         self.is_lost = False
-        """It went with the server that it was forked from."""
+        """It ended together with the fork server."""
         self._hung_up = False
         self._log_start = log_size(log_path)
 
@@ -79,26 +75,26 @@ class WorkerProcess:
         self._loop.add_reader(self._socket.fileno(), self._readable)
 
     def forked(self, pid: int) -> None:
-        """The launcher's word: the process is there."""
+        """Called by the launcher when the process exists."""
         self._pid = pid
         if self._killed:
             self.kill()
 
     def ended(self, code: int) -> None:
-        """The launcher's word: the process has ended, and is a zombie until it is buried here."""
+        """Called by the launcher when the process has ended. It stays a zombie until it is reaped here."""
         assert self._pid is not None
         self._code = code
-        self._signal_group(signal.SIGKILL)  # what it started and left behind
+        self._signal_group(signal.SIGKILL)  # child processes that it left behind
         self._stop_listening()
         self._read_last_words()
         self._launcher.bury(self._pid)
         self._gone()
 
     def lost(self) -> None:
-        """The launcher's word: its server has ended, and the kernel ends this process with it, if it was forked."""
+        """Called by the launcher when the fork server has ended, and this process with it."""
         self.is_lost = True
         self._code = -signal.SIGKILL
-        self._signal_group(signal.SIGKILL)  # what it started; no other group has had time to get this number
+        self._signal_group(signal.SIGKILL)  # its child processes; the group id cannot be reused this soon
         self._read_last_words()
         self._stop_listening()
         self._gone()
@@ -115,12 +111,12 @@ class WorkerProcess:
         return self._pid
 
     def write(self, frame: bytes) -> None:
-        """Queue bytes for the worker and send what fits."""
-        if not self._hung_up:  # otherwise it is dying, and its calls are taken over when it is gone
+        """Queues bytes for the worker."""
+        if not self._hung_up:  # otherwise it is exiting, and its calls are requeued when it has ended
             self._unsent += frame
 
     def flush(self) -> None:
-        """Send what is queued, as far as the socket takes it."""
+        """Sends queued bytes until the socket's buffer is full."""
         if not self._unsent or self._hung_up:
             return
         try:
@@ -135,46 +131,46 @@ class WorkerProcess:
             self._loop.add_writer(self._socket.fileno(), self._writable)
 
     def send(self, header: dict[str, Any], blob: bytes = b"") -> None:
-        """Queue a frame."""
+        """Queues a frame."""
         self.write(pack_frame(header, blob))
 
     def kill(self) -> None:
-        """End the process and all that it started, now."""
+        """Kills the process and its process group."""
         self._killed = True
         self._signal_group(signal.SIGKILL)
 
     def kill_with_stacks(self) -> None:
-        """Let the process write its stacks to the log, then kill it."""
+        """Makes the process write its stacks to the log, then kills it."""
         self.dump_stacks()
         self._loop.call_later(STACK_SECONDS, self.kill)
 
     def dump_stacks(self) -> None:
-        """Write the stacks of all threads to the log."""
+        """Makes the process write the stacks of all threads to its log."""
         if self._pid is not None and self._code is None:
-            with contextlib.suppress(ProcessLookupError):  # the server has just ended, and this with it
+            with contextlib.suppress(ProcessLookupError):  # it ended with the fork server just now
                 os.kill(self._pid, signal.SIGUSR1)
 
     def hang_up(self) -> None:
-        """Close our end of the stream, which an idle worker takes for the end."""
+        """Closes the driver's side of the stream, which ends an idle worker."""
         if not self._hung_up:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
 
     def _signal_group(self, number: signal.Signals) -> None:
-        """Until the burial only: so long the process id is not given to another."""
+        """Signals the group, before the process is reaped only: later its id may belong to another process."""
         if self._pid is None or self._buried:
             return
         for send in (os.killpg, os.kill):
-            with contextlib.suppress(ProcessLookupError):  # it has no group yet, or the server has just ended
+            with contextlib.suppress(ProcessLookupError):  # it has no group yet, or the fork server has just ended
                 send(self._pid, number)
 
     def epitaph(self) -> str:
-        """How the process ended, and the last lines of its log."""
+        """Returns how the process ended, with the last lines of its log."""
         ended, tail = self.how_it_ended(), self.log_tail()
         return f"{ended}; its log ({self.log_path}) ends:\n{tail}" if tail else f"{ended}; its log is empty"
 
     def how_it_ended(self) -> str:
-        """The end in a few words that follow a subject."""
+        """Returns how the process ended, as a predicate: "was killed by SIGKILL"."""
         if self._code is None:
             return "is still running"
         if self._code < 0:
@@ -183,11 +179,11 @@ class WorkerProcess:
 
     @property
     def ended_from_outside(self) -> bool:
-        """A signal ended it that user code does not cause in itself, and that this side did not send."""
+        """Whether it was ended by a signal that neither its own user code nor the driver sends."""
         return not self._killed and self._code in (-signal.SIGKILL, -signal.SIGTERM)
 
     def log_tail(self) -> str:
-        """The last lines that this process wrote."""
+        """Returns the last lines that this process wrote."""
         return log_tail(self.log_path, _LOG_TAIL_BYTES, start=self._log_start)
 
     def _readable(self) -> None:
@@ -205,7 +201,7 @@ class WorkerProcess:
             frames = self._reader.feed(data)
         except (BrokenFrameError, ValueError):
             self._stop_listening()
-            self.kill()  # something else wrote to the socket: nothing after this can be trusted
+            self.kill()  # user code wrote to the socket, so the stream is corrupt
             return
         for header, blob in frames:
             self._on_frame(header, blob)
@@ -221,7 +217,7 @@ class WorkerProcess:
             self._loop.remove_writer(self._socket.fileno())
 
     def _read_last_words(self) -> None:
-        """Answers that were written before the death count."""
+        """Reads answers that the process wrote before it ended."""
         with contextlib.suppress(BlockingIOError, ConnectionResetError, BrokenFrameError, ValueError):
             while data := self._socket.recv(2**20):
                 for header, blob in self._reader.feed(data):
@@ -229,16 +225,16 @@ class WorkerProcess:
 
 
 TICK_SECONDS = 0.05
-"""How often deadlines are looked at, and the age at which a call counts as slow: those behind it go elsewhere."""
+"""Interval of deadline checks. A call that runs longer counts as slow: the calls queued behind it are withdrawn."""
 
 CANCEL_SECONDS = 2.0
-"""Given to a waiting call to end after its cancellation, before its process is killed."""
+"""Time for a waiting call to end after its cancellation, before its process is killed."""
 
 logger = logging.getLogger(__name__)
 
 
 class PoolWorker:
-    """`ready` once its environments are loaded; `killed` when it was decided to end the process."""
+    """`ready`: its environments are loaded. `killed`: the pool has decided to kill the process."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -247,7 +243,7 @@ class PoolWorker:
         self.ready = False
         self.killed = False
         self.loading = "starting"
-        """What its process was last doing before it was ready."""
+        """The last loading stage that its process reported."""
         self.failed_starts = 0
         self.deadlines_passed = 0
 
@@ -256,13 +252,13 @@ class PoolWorker:
         return self.ready and not self.killed
 
     def sits_down(self, process: WorkerProcess) -> None:
-        """A new process takes the seat."""
+        """Installs a new process."""
         self.process = process
         self.ready = self.killed = False
         self.loading = "starting"
 
     def gone(self) -> list[Call]:
-        """The process has ended, and the call to blame for it, if any, fails. Returns the calls to run again."""
+        """Handles the end of the process: fails the call that caused it, if any. Returns the calls to run again."""
         process = self.process
         assert process is not None
         culprit, others = self.seat.died(process.slot.read(), self._death(process))
@@ -283,7 +279,7 @@ class PoolWorker:
         return Death.BY_SIGNAL if process.ended_from_outside else Death.ALONE
 
     def watch(self, elapsed: float, timeout_seconds: float) -> list[Call]:
-        """Charge the calls for `elapsed` seconds and act on deadlines. Returns calls that go elsewhere."""
+        """Charges the calls for `elapsed` seconds and enforces deadlines. Returns calls withdrawn for other workers."""
         process, seat = self.process, self.seat
         assert process is not None
         if not seat.num_held and not process.slot.read()[0]:
@@ -295,7 +291,7 @@ class PoolWorker:
                 call.future.set_exception(
                     EnvironmentFailure(
                         f"{call.label} did not end within {call.limit(timeout_seconds):g} seconds"
-                        f"{' (environment_timeout_seconds)' if call.timeout_seconds is None else ''}; where it was is "
+                        f"{' (environment_timeout_seconds)' if call.timeout_seconds is None else ''}; its stack is "
                         f"in {process.log_path}"
                     )
                 )
@@ -313,14 +309,14 @@ class PoolWorker:
         return []
 
     def give_up(self, call: Call) -> None:
-        """Nobody wants the answer of a call any more: end its wait, if it waits."""
+        """Cancels a call whose answer is no longer needed, if it waits in the worker's event loop."""
         for call_id, held in self.seat.parked.items():
             if held is call and self.process is not None:
                 self.process.send({"op": "cancel", "id": call_id})
                 self.process.flush()
 
     def _take_back(self) -> list[Call]:
-        """A slow call holds the worker: those behind it go elsewhere."""
+        """Withdraws the calls queued behind a slow one."""
         assert self.process is not None
         taken = self.seat.withdraw_unbegun()
         if taken:
@@ -330,6 +326,6 @@ class PoolWorker:
 
     def _kill(self) -> None:
         assert self.process is not None
-        logger.warning("Environment worker %d exceeded a deadline and is replaced", self.index)
+        logger.warning("Environment worker %d exceeded a deadline and is being replaced", self.index)
         self.killed = True
         self.process.kill_with_stacks()

@@ -1,8 +1,7 @@
-"""The processes of the pool: started, given calls, watched, replaced.
+"""The worker processes of the pool: start, send calls, watch, replace.
 
-A call is a future in a queue, without a task, and frames are written once per turn of the driver's event loop. Which
-call goes where is the matter of `call_queue` and `schedule`, what a process is of `process`, what its deadlines are of
-`pool_worker`, what a call says of `pool`.
+A call is a future in a queue, without a task, and frames are written once per iteration of the driver's event loop.
+`scheduling` chooses the worker of a call.
 
 Invariant: every call ends, with an answer or an exception, whatever the processes do.
 """
@@ -25,11 +24,11 @@ from telescope.environments.worker_pool.worker_handle import STACK_SECONDS, TICK
 from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError, UserError
 
 POLITE_SECONDS = 1.0
-"""Given to the processes to end by themselves when the pool is closed."""
+"""Time for the processes to exit by themselves when the pool is closed."""
 RELEASE_SECONDS = CLOSE_SECONDS + POLITE_SECONDS
-"""The same when an environment has resources to close or rollouts to end."""
+"""The same, when an environment has resources to close or rollouts to end."""
 BURIAL_SECONDS = 5.0
-"""Given to the kernel to end those that were killed."""
+"""Time for killed processes to be reaped."""
 
 MAX_FAILED_STARTS = 3
 
@@ -37,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerPool:
-    """`num_workers` processes that have loaded `specs`.
+    """`num_workers` processes that load `specs`.
 
-    `launcher` None: one of its own, made by `make_launcher` with the folder of the logs. When a process ends, `on_gone`
-    is told which and how, and which calls it held, and returns those that are to run again.
+    Without a `launcher` it makes its own with `make_launcher(log folder)`. When a process ends, `on_gone(worker, its
+    calls, how it ended)` returns the calls to run again.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class WorkerPool:
         self.workers = [PoolWorker(index) for index in range(num_workers)]
         self.queue = CallQueue()
         self.infos: list[EnvironmentInfo] | None = None
-        """What the environments say of themselves, once the first process has loaded them."""
+        """Descriptions of the environments, once the first process has loaded them."""
         self._specs = list(specs)
         self._load_header = load_header
         self._timeout_seconds = timeout_seconds
@@ -80,8 +79,8 @@ class WorkerPool:
         self._restarts = 0
 
     async def start(self) -> None:
-        """Start all processes and load all environments; see `EnvironmentPool.start`."""
-        assert self._started is None, "the pool was started before"
+        """Starts all processes and loads all environments; see `EnvironmentPool.start`."""
+        assert self._started is None, "the pool was already started"
         if self._log_dir is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="telescope-environments-")
             self._log_dir = Path(self._temporary.name)
@@ -98,7 +97,7 @@ class WorkerPool:
         await self._started
 
     async def close(self) -> None:
-        """End all processes; within seconds, whatever they are doing."""
+        """Ends all processes within seconds, whatever they are doing."""
         self._closing = True
         if self._tick_handle is not None:
             self._tick_handle.cancel()
@@ -121,14 +120,14 @@ class WorkerPool:
             self._temporary.cleanup()
 
     async def _all_gone(self) -> None:
-        """Until no worker has a process. Only while closing: otherwise the dead are replaced."""
+        """Waits until no worker has a process. Only while closing: otherwise processes are replaced."""
         self._gone = asyncio.Event()
         while any(worker.process is not None for worker in self.workers):
             self._gone.clear()
             await self._gone.wait()
 
     def status(self, rollouts_open: int) -> PoolStatus:
-        """State and counts."""
+        """Returns state and counts."""
         return PoolStatus(
             workers_ready=sum(worker.ready for worker in self.workers),
             calls_waiting=len(self.queue),
@@ -140,7 +139,7 @@ class WorkerPool:
         )
 
     def dump_stacks(self) -> None:
-        """Have every worker write its stacks to its log."""
+        """Makes every worker write its stacks to its log."""
         for worker in self.workers:
             if worker.process is not None:
                 worker.process.dump_stacks()
@@ -155,7 +154,7 @@ class WorkerPool:
         rollout: Rollout | None = None,
         timeout_seconds: float | None = None,
     ) -> Call:
-        """Ask for something. `place` is the only worker that may be asked, `rollout` the rollout that it is for."""
+        """Queues a request. `place` is the only worker that may run it, `rollout` the rollout that it belongs to."""
         assert self.infos is not None, "the pool is not started"
         future: asyncio.Future[tuple[dict[str, Any], bytes]] = self._loop.create_future()
         call = Call(header, blob, future, label, place=place, rollout=rollout, timeout_seconds=timeout_seconds)
@@ -172,7 +171,7 @@ class WorkerPool:
             self._loop.call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Send waiting calls to workers that admit them, the least loaded first, and write it all at once."""
+        """Sends waiting calls to workers with capacity, the least loaded first, with one write per worker."""
         self._pump_scheduled = False
         touched: set[WorkerProcess] = set()
         for worker, call_id, call in self.queue.dispatch(w for w in self.workers if w.takes_calls):
@@ -195,7 +194,7 @@ class WorkerPool:
                 on_gone=lambda: self._on_gone(worker),
             )
         except (UserError, InfrastructureError) as error:
-            self._break(error)  # there is nothing any more that it could be forked from
+            self._break(error)  # there is no fork server any more
             return
         worker.sits_down(process)
         process.send(self._load_header)
@@ -209,7 +208,7 @@ class WorkerPool:
         if call is not None:
             self.queue.costs.measured(call.kind, header["busy"])
             if call.future.done():
-                pass  # its caller went away, or its deadline has passed
+                pass  # its caller was cancelled, or its deadline has passed
             elif "failed" in header:
                 kind = InfrastructureError if header["infrastructure"] else EnvironmentFailure
                 call.future.set_exception(kind(f"{call.label} failed: {header['failed']}"))
@@ -247,9 +246,9 @@ class WorkerPool:
             if (mine.num_samples, mine.dataset_digest) != (theirs.num_samples, theirs.dataset_digest):
                 self._break(
                     UserError(
-                        f"The environment {spec.name!r} loads another dataset in each process: {mine.num_samples} and "
-                        f"{theirs.num_samples} items, or other items. Draw from a random generator with a fixed seed, "
-                        "and sort what comes in no order."
+                        f"The environment {spec.name!r} loads a different dataset in each process: {mine.num_samples} "
+                        f"and {theirs.num_samples} items, or other items. Use a generator with a fixed seed, and "
+                        "sort sets and directory listings."
                     )
                 )
                 return
@@ -272,7 +271,7 @@ class WorkerPool:
         if worker.failed_starts >= MAX_FAILED_STARTS:
             self._break(
                 InfrastructureError(
-                    f"An environment worker died {worker.failed_starts} times while it was {worker.loading}; the last "
+                    f"An environment worker ended {worker.failed_starts} times while it was {worker.loading}; the last "
                     f"one {process.epitaph()}"
                 )
             )
@@ -283,7 +282,7 @@ class WorkerPool:
         self._schedule_pump()
 
     def _break(self, error: Exception) -> None:
-        """Nothing more can be done: every call, present and future, gets the error."""
+        """Fails every present and future call with `error`."""
         if self._broken is None:
             self._broken = error
             self._fail_all(error)
@@ -302,7 +301,7 @@ class WorkerPool:
     def _tick(self) -> None:
         self._tick_handle = self._loop.call_later(TICK_SECONDS, self._tick)
         now = time.monotonic()
-        # Time in which the driver itself was held up is not counted against anyone.
+        # Time in which the driver's own event loop was blocked is not charged to calls.
         elapsed = min(now - self._last_tick, 2 * TICK_SECONDS)
         self._last_tick = now
         for worker in self.workers:
