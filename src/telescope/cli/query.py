@@ -7,7 +7,6 @@ import csv
 import json
 import math
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,6 +18,7 @@ from telescope.cli.runs import DEFAULT_ROOT, warn_of_unreadable, wide_console
 from telescope.errors import UserError
 from telescope.record.query import Database, Result, describe_tables
 from telescope.record.reader import Run, find_runs, is_run
+from telescope.utils.suggest import did_you_mean
 from telescope.utils.text import plain
 
 EXIT_INCOMPLETE = 1
@@ -86,9 +86,7 @@ def _choose(name: str, runs: list[Run]) -> Run:
         labels = ", ".join(run.label for run in matching)
         raise UserError(f"--run {name!r}: {len(matching)} runs have that name. Name one of the folders: {labels}.")
     known = sorted({run.label for run in runs} | {run.info.name for run in runs if run.info})
-    close = get_close_matches(name, known, 1, 0.3)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise UserError(f"--run {name!r}: there is no such run.{hint} `telescope runs` lists them.")
+    raise UserError(f"--run {name!r}: there is no such run.{did_you_mean(name, known)} `telescope runs` lists them.")
 
 
 def print_result(result: Result, form: str, out: TextIO) -> None:

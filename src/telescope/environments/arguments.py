@@ -8,13 +8,13 @@ passes `**kwargs` on, and the names that their bodies read from `**kwargs` as li
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from telescope.errors import UserError
+from telescope.utils.suggest import nearest_name
 
 
 def constructor_arguments(cls: type, root: type) -> set[str]:
@@ -40,8 +40,8 @@ def refuse_unknown(given: Iterable[str], known: set[str], called: str) -> None:
         return
     words = []
     for name in unknown:
-        near = difflib.get_close_matches(name, known, n=1)
-        words.append(f"{name!r} (did you mean {near[0]!r}?)" if near else repr(name))
+        near = nearest_name(name, known)
+        words.append(f"{name!r} (did you mean {near!r}?)" if near else repr(name))
     listed = ", ".join(sorted(known)) or "none at all"
     raise UserError(f"{called} has no keyword argument {', '.join(words)}. It takes: {listed}.")
 

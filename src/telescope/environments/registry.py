@@ -16,7 +16,6 @@ There is nothing to register. How names are looked up is `discovery`'s matter; t
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import importlib
 import importlib.machinery
@@ -36,6 +35,10 @@ from telescope.environments.arguments import check_arguments, instantiate
 from telescope.environments.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment
 from telescope.environments.user_code import describe
 from telescope.errors import UserError
+from telescope.utils.suggest import did_you_mean
+
+NOT_YET_SHIPPED = ("dapo_math", "deepscaler", "i3_code", "math500", "aime_2024", "aime_2025", "gpqa_diamond")
+"""Names of environments and evals that later versions will ship."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -90,10 +93,11 @@ class Discovery:
 
     def no_such(self, name: str, known: Sequence[str]) -> str:
         """The message for a name that leads nowhere."""
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        problem = f"There is no {self.kind} {name!r}.{did_you_mean(name, known)}"
+        if name in NOT_YET_SHIPPED:
+            problem = f"The {self.kind} {name!r} does not ship with this version yet."
         return (
-            f"There is no {self.kind} {name!r}.{hint} Known: {', '.join(known)}. To add your own, put a folder "
+            f"{problem} Known: {', '.join(known)}. To add your own, put a folder "
             f"<name>/{self.file_name} into a folder named in {self.path_field}, or write package.module:Class."
         )
 

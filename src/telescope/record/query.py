@@ -14,7 +14,6 @@ import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,11 @@ from telescope.errors import UserError
 from telescope.record.reader import READ_ATTEMPTS, Run, is_whole
 from telescope.record.segments import superseded_sql
 from telescope.record.tables import IN_FLIGHT, SAMPLES, TABLES
+from telescope.utils.suggest import did_you_mean
 from telescope.utils.text import plain
 
 VIEWS = (*sorted(TABLES), IN_FLIGHT)
 """What a query can name."""
-
-SIMILAR = 0.55
-"""Share of equal letters from which a name is worth suggesting."""
 
 _GLOB = re.compile(r"[*?\[]")
 """Characters of a path that DuckDB would read as a pattern."""
@@ -283,7 +280,7 @@ def _explain(message: str, sql: str) -> str:
     """DuckDB's message, with the tables or columns there are when a name was wrong."""
     table = _UNKNOWN_TABLE.search(message)
     if table is not None:
-        return f"There is no table {table[1]!r}.{_did_you_mean(table[1], VIEWS)}\nThe tables are {', '.join(VIEWS)}."
+        return f"There is no table {table[1]!r}.{did_you_mean(table[1], VIEWS)}\nThe tables are {', '.join(VIEWS)}."
     column = _UNKNOWN_COLUMN.search(message)
     if column is not None:
         return _unknown_column(sql, column[1])
@@ -296,21 +293,13 @@ def _unknown_column(sql: str, column: str) -> str:
     names = [name for name in _mentioned(sql) if name != "run"] or list(VIEWS)
     lines = [f"There is no column {column!r}."]
     known = {name: ("run", *TABLES.get(name, SAMPLES).column_names) for name in names}
-    lines[0] += _did_you_mean(column, [each for columns in known.values() for each in columns])
+    lines[0] += did_you_mean(column, [each for columns in known.values() for each in columns])
     for name, columns in known.items():
         lines.append(f"Columns of {name}: {', '.join(columns)}.")
     maps = [f"{name}.metrics" for name in names if name in ("steps", "samples")]
     if maps:
         lines.append(f"Metrics are entries of a map: {maps[0].partition('.')[2]}['{column}'] in {' and '.join(maps)}.")
     return "\n".join(lines)
-
-
-def _did_you_mean(name: str, known: Sequence[str]) -> str:
-    def likeness(other: str) -> float:
-        return SequenceMatcher(None, name.lower(), other.lower()).ratio()
-
-    best = max(known, key=likeness)
-    return f" Did you mean {best!r}?" if likeness(best) >= SIMILAR else ""
 
 
 def _text(value: str) -> str:

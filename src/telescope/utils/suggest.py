@@ -1,11 +1,11 @@
-"""The nearest known name to one that does not exist."""
+"""Suggestions for mistyped names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-# Short names from other frameworks that no measure of spelling would lead to ours.
+# Names in other frameworks that resemble ours too little to be found by spelling.
 ABBREVIATIONS = {
     "lr": "learning_rate",
     "wd": "weight_decay",
@@ -25,27 +25,27 @@ ABBREVIATIONS = {
     "scheduler": "lr_scheduler",
     "output_dir": "run_dir",
 }
-SIMILAR_ENOUGH = 0.6  # share of matching characters below which a suggestion confuses more than it helps
+SIMILAR_ENOUGH = 0.6  # below this similarity a suggestion confuses more than it helps
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name closest in spelling, or the one that shares the most words; None if nothing is close."""
+    """Returns the most similar known name, or None if nothing is close."""
     known = list(known)
     wanted = name.strip().lower().replace("-", "_")
     if ABBREVIATIONS.get(wanted) in known:
         return ABBREVIATIONS[wanted]
-    best = max(known, key=lambda candidate: _likeness(wanted, candidate.lower()), default=None)
-    return best if best is not None and _likeness(wanted, best.lower()) >= SIMILAR_ENOUGH else None
+    best = max(known, key=lambda candidate: _similarity(wanted, candidate.lower()), default=None)
+    return best if best is not None and _similarity(wanted, best.lower()) >= SIMILAR_ENOUGH else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?`, with its leading space, or nothing."""
+    """Returns ` Did you mean 'x'?` with its leading space, or an empty string."""
     nearest = nearest_name(name, known)
     return f" Did you mean '{nearest}'?" if nearest else ""
 
 
-def _likeness(wanted: str, candidate: str) -> float:
-    """Between 0 and 1. Spelling alone would miss `warmup` for `warmup_steps`, and words alone every typing error."""
+def _similarity(wanted: str, candidate: str) -> float:
+    """Similarity in [0, 1]: by spelling (typing errors) or by shared words (`warmup` for `warmup_steps`)."""
     spelling = SequenceMatcher(None, wanted, candidate).ratio()
     words, candidate_words = set(wanted.split("_")), set(candidate.split("_"))
     shared = len(words & candidate_words)

@@ -289,3 +289,9 @@ def test_fixture_folders_hold_no_init_files():
     """The contract is discovery without `__init__.py`; a stray one would hide that it stopped working."""
     here = Path(__file__).parents[2] / "integration" / "environments" / "environments_for_tests"
     assert not list(here.rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("name", ["dapo_math", "deepscaler", "i3_code", "aime_2024"])
+def test_a_name_that_ships_later_is_reported_as_known(name: str) -> None:
+    with pytest.raises(UserError, match=f"The environment '{name}' does not ship with this version yet. Known: "):
+        check_environment(name)

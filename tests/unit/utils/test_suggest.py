@@ -1,0 +1,41 @@
+"""One did-you-mean serves all names."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import telescope
+from telescope.utils.suggest import did_you_mean, nearest_name
+
+FIELDS = ["learning_rate", "warmup_steps", "weight_decay", "model"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("learning_rat", "learning_rate"),
+        ("warmup", "warmup_steps"),
+        ("lr", "learning_rate"),
+        ("LEARNING-RATE", FIELDS[0]),
+    ],
+)
+def test_a_mistyped_name_leads_to_the_nearest_known_one(typed: str, meant: str) -> None:
+    assert nearest_name(typed, FIELDS) == meant
+    assert did_you_mean(typed, FIELDS) == f" Did you mean '{meant}'?"
+
+
+@pytest.mark.parametrize("typed", ["zzz", "", "bs"])
+def test_a_name_that_resembles_none_gets_no_suggestion(typed: str) -> None:
+    assert did_you_mean(typed, FIELDS) == ""
+
+
+def test_no_other_module_compares_spellings() -> None:
+    package = Path(telescope.__file__).parent
+    users = []
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if "difflib" in names or (isinstance(node, ast.ImportFrom) and node.module == "difflib"):
+                users.append(str(path.relative_to(package)))
+    assert users == ["utils/suggest.py"]
