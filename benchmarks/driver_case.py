@@ -105,7 +105,7 @@ async def started(case: Case, folder: Path) -> AsyncIterator[tuple[FakeRun, list
     async with AsyncExitStack() as stack:
         servers = await stack.enter_async_context(fake_servers(NUM_SERVERS, settings))
         packed = case.answers == "arrays"
-        clients = [EngineClient(s.url, SECRET, index, packed_answers=packed) for index, s in enumerate(servers)]
+        clients = [EngineClient(s.url, SECRET, index, binary_responses=packed) for index, s in enumerate(servers)]
         for client in clients:
             stack.push_async_callback(client.close)
         trainer = FakeTrainer(seconds=STEP_SECONDS, keep=False)

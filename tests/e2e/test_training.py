@@ -77,7 +77,7 @@ async def test_an_engine_comes_back_with_the_current_weights_and_the_run_complet
     await striking
     status = await stack.parts.inference.handles[0].status()
     assert status.restarts == restarts + 1
-    assert ("lives, but has not answered" in (status.error or "")) == (what == "its process hangs")
+    assert ("is running but has not responded" in (status.error or "")) == (what == "its process hangs")
     assert len(run.steps()) == 25
     assert run.orchestrator.ledger.is_balanced()
     assert run.status.num_masked_samples == 0

@@ -1,11 +1,10 @@
-"""The run's secret, asked for on every route of an engine.
+"""Checks the run's secret on every route of an engine.
 
-vLLM's own `--api-key` covers only paths under `/v1`, `/v2` and `/inference`; pause, weight updates, collective RPC,
-metrics, documentation and websockets stay open. This middleware stands in front of the whole application, mounted
-sub-applications and websockets included, and asks for `Authorization: Bearer <secret>` on all of it, which is also what
-OpenAI clients send as their API key.
+vLLM's own `--api-key` covers only paths under `/v1`, `/v2` and `/inference`. Pause, weight updates, collective RPC,
+metrics, documentation and websockets stay open. This middleware wraps the whole application, mounted sub-applications
+and websockets included, and requires `Authorization: Bearer <secret>`, which OpenAI clients send as their API key.
 
-The secret comes from the environment of the server process, never from its command line, which other users can read.
+The server process reads the secret from its environment, never from its command line, which other users can read.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-REFUSAL = b'{"error":{"message":"this inference server belongs to a Telescope run and needs its secret","code":401}}'
+REFUSAL = b'{"error":{"message":"this inference server requires the secret of its Telescope run","code":401}}'
 
 
 def new_secret() -> str:
-    """A fresh secret for one run: 256 random bits."""
+    """Returns a new secret for one run (256 random bits)."""
     return secrets.token_urlsafe(32)
 
 
 class RunSecretMiddleware:
-    """ASGI middleware that answers 401 (or closes the websocket) unless the request carries the run's secret.
+    """ASGI middleware that answers 401, or closes the websocket, without the run's secret.
 
-    Raises `RuntimeError` at construction when the environment holds no secret: a server without one must not start.
+    Raises `RuntimeError` at construction when the environment has no secret.
     """
 
     def __init__(self, app: Application, secret: str | None = None) -> None:
         secret = secret or os.environ.get(SECRET_VARIABLE, "")
         if not secret:
-            raise RuntimeError(f"{SECRET_VARIABLE} is not set: an engine without a secret would be open to everyone")
+            raise RuntimeError(f"{SECRET_VARIABLE} is not set: an engine must not start without a secret")
         self._app = app
         self._expected = f"Bearer {secret}".encode()
 
@@ -56,12 +55,12 @@ class RunSecretMiddleware:
 
     def _knows_secret(self, scope: Scope) -> bool:
         given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
-        # Compared in constant time; exactly one header, so that no proxy and server can read different ones.
+        # Constant-time comparison. Exactly one header, so that a proxy and the server cannot read different ones.
         return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
 
 
 async def answer_json(status: int, body: bytes, send: Send) -> None:
-    """Answer a request with this JSON."""
+    """Answers a request with this JSON."""
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -1,14 +1,14 @@
-"""The driver's side of one inference server: requests out, tokens in, control calls for weight syncs.
+"""Client of one inference server: generation requests and control calls.
 
-Owns deadlines and the sorting of failures. Does not own lanes, retries or versions: it reports what the server said.
-What the bytes mean is `vllm/adapter`, how they travel is `http`.
+Owns deadlines and the classification of failures. Does not own request slots, retries or versions. Formats are in
+`adapter`, the transport in `http`.
 
 Invariants:
-- A server that is gone, dying, answering 5xx or past its deadline is an `InfrastructureError`, whichever way it shows.
-- A 4xx answer is a bug of ours (`EngineRequestError`, with the server's own words): retrying would hide it.
-- After `abort(ids)` returns, `generate` of each id ends within `abort_grace` seconds, as an answer with finish reason
-  `abort`; if the server does not end it, closing the connection does, which aborts it in the engine too.
-- Nothing is created per request but the coroutine that the caller awaits and one timer.
+- A server that is gone, exiting, answering 5xx or past its deadline is an `InfrastructureError`.
+- A 4xx answer is a bug of ours (`EngineRequestError`, with the server's message): retrying would hide it.
+- After `abort(ids)` returns, `generate` of each id ends within `abort_grace` seconds with finish reason `abort`. If the
+  server does not end it, closing the connection does, which aborts it in the engine too.
+- A request creates nothing but the coroutine that the caller awaits and one timer.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from telescope.inference.vllm import adapter as wire
 from telescope.rollout.types import GenerateRequest, Generation
 
 KEEP_ALIVE_SECONDS = 60.0
-"""How long an idle connection is used again; far less than the server keeps it (`vllm/launch`), so that no request
-meets a connection which the server is closing."""
+"""Idle time after which a connection is not reused. The server keeps it much longer (`launch`), so no request meets a
+connection that the server is closing."""
 
 ABORT_GRACE_SECONDS = 5.0
 CONTROL_TIMEOUT_SECONDS = 60.0
@@ -38,16 +38,15 @@ CONNECT_TIMEOUT_SECONDS = 30.0
 
 
 class EngineRequestError(RuntimeError):
-    """The engine refused a request (4xx). The message holds the server's own explanation."""
+    """The engine refused a request (4xx). The message is the server's own explanation."""
 
 
 class EngineClient:
-    """One server's `Engine`, with its control calls. Create it anywhere; use it from one event loop.
+    """`Engine` of one server, with its control calls. Use it from one event loop.
 
-    `secret` is the run's secret, sent with every request. `with_priority` says that the server runs the `priority`
-    policy. `initial_version` is the policy version of the weights that the server starts with. `packed_answers` asks
-    for answers as arrays (see `packed_answers`); a server that does not know them sends JSON. `num_workers` is the
-    server's tensor-parallel size. All times in seconds.
+    `secret` is sent with every request. `with_priority`: the server runs the `priority` policy. `initial_version` is
+    the policy version of the weights that the server starts with. `binary_responses` asks for answers as arrays; a
+    server without them sends JSON. `num_workers` is the server's tensor-parallel size. All times in seconds.
     """
 
     def __init__(
@@ -62,20 +61,20 @@ class EngineClient:
         abort_grace: float = ABORT_GRACE_SECONDS,
         with_priority: bool = True,
         initial_version: int = 0,
-        packed_answers: bool = True,
+        binary_responses: bool = True,
         num_workers: int = 1,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.server_index = server_index
         self.initial_version = initial_version
-        self.held_version = initial_version
-        """Version of the newest update that has ended; a request sent now is sampled by it or a newer one."""
+        self.loaded_version = initial_version
+        """Version of the newest finished update. A request sent now is sampled by it or a newer one."""
         self._http = HttpClient(
             self.base_url,
             {
                 "Authorization": f"Bearer {secret}",
                 "Content-Type": "application/json",
-                "Accept": f"{wire.PACKED_TYPE}, application/json" if packed_answers else "application/json",
+                "Accept": f"{wire.PACKED_TYPE}, application/json" if binary_responses else "application/json",
             },
             keep_alive=KEEP_ALIVE_SECONDS,
             connect_timeout=CONNECT_TIMEOUT_SECONDS,
@@ -93,10 +92,11 @@ class EngineClient:
     # --- sampling ---------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Sample one turn; N tokens with their logprobs and versions.
+        """Samples one turn: N tokens with their logprobs and versions.
 
-        Raises `InfrastructureError` when the server fails, dies or exceeds `request_timeout`, `EngineRequestError` when
-        it refuses the request. Cancelling the caller closes the connection, which aborts the request in the engine.
+        Raises `InfrastructureError` when the server fails, exits or exceeds `request_timeout`, and `EngineRequestError`
+        when it refuses the request. Cancelling the caller closes the connection, which aborts the request in the
+        engine.
         """
         request_id = request.request_id
         if request_id in self._in_flight:
@@ -127,7 +127,7 @@ class EngineClient:
         )
 
     async def abort(self, request_ids: list[str]) -> None:
-        """Stop these requests in the engine itself. Unknown ids, and an empty list, are not an error."""
+        """Aborts these requests in the engine. Unknown ids, and an empty list, are not an error."""
         if not request_ids:
             return
         now = asyncio.get_running_loop().time()
@@ -142,9 +142,9 @@ class EngineClient:
         await self._control("POST", wire.ABORT_ROUTE, wire.encode_abort(request_ids))
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Logprobs of tokens 1..L-1 of a fixed text under the weights held now, at temperature 1 (L - 1 values).
+        """Returns logprobs of tokens 1..L-1 of a fixed text under the current weights, at temperature 1 (L - 1 values).
 
-        All NaN when the weights give no numbers: that is an answer too, and the worst that a probe can get.
+        All NaN when the weights give no finite numbers.
         """
         body = wire.encode_prompt_logprobs(token_ids, f"probe-{time.monotonic_ns()}")
         try:
@@ -162,15 +162,15 @@ class EngineClient:
     # --- weights ----------------------------------------------------------------------------------------------------
 
     async def init_weight_transfer(self, info: dict[str, Any]) -> None:
-        """Tell the server's workers how to reach the trainer. Returns when they have joined the communicator."""
+        """Connects the server's workers to the trainer's communicator. Returns when they have joined."""
         await self._control("POST", wire.INIT_TRANSFER_ROUTE, {"init_info": info}, within=self._update_timeout)
         await self._check_workers()
 
     async def pause(self, mode: str = "keep", *, drop_caches: bool = False) -> None:
-        """Stop sampling; with `keep`, running requests freeze and go on at `resume`.
+        """Stops sampling. With `keep`, running requests freeze and continue after `resume`.
 
-        `drop_caches` (`inflight_kv: recompute`) throws every KV block away, those of frozen requests included, so that
-        they are computed anew under the next weights. vLLM does so by default, so its flag is always sent.
+        `drop_caches` (`inflight_kv: recompute`) drops every KV block, those of frozen requests included, so that they
+        are computed again under the next weights. vLLM does so by default, so the flag is always sent.
         """
         route = f"{wire.PAUSE_ROUTE}?mode={mode}&clear_cache={'true' if drop_caches else 'false'}"
         await self._control("POST", route)
@@ -187,21 +187,21 @@ class EngineClient:
         await self._check_workers()
 
     async def update_weights(self, info: dict[str, Any]) -> None:
-        """Receive and load what `info` describes. Returns when the workers have it."""
+        """Receives and loads the weights that `info` describes. Returns when all workers have them."""
         await self._control("POST", wire.UPDATE_WEIGHTS_ROUTE, {"update_info": info}, within=self._update_timeout)
         await self._check_workers()
 
     async def finish_update(self, version: int) -> None:
-        """End the update; tokens from the next step on are of policy `version`, and the cache salt changes with it."""
+        """Ends the update. Tokens of later steps have policy `version`, and the cache salt changes with it."""
         body = {"weight_version": str(version)}
         await self._control("POST", wire.FINISH_UPDATE_ROUTE, body, within=self._update_timeout)
         await self._check_workers()
-        self.held_version = version
+        self.loaded_version = version
 
     async def call_worker(
         self, method: str, args: list[str] | None = None, *, within: float | None = None
     ) -> list[Any]:
-        """Run a method of the worker extension on every worker of the server; one result per worker.
+        """Runs a method of the worker extension on every worker; one result per worker.
 
         vLLM passes dicts and lists through and turns every other result into a string.
         """
@@ -210,7 +210,7 @@ class EngineClient:
         return list(msgspec.json.decode(answer)["results"]) if answer else []
 
     async def _check_workers(self) -> None:
-        """Raise InfrastructureError with what failed in a worker of a server that has several; one says so itself."""
+        """Raises `InfrastructureError` for failures in one of several workers; a single worker raises itself."""
         if self._num_workers == 1:
             return
         answers = await self.call_worker("telescope_failure")
@@ -221,9 +221,10 @@ class EngineClient:
     # --- state ------------------------------------------------------------------------------------------------------
 
     async def health(self, *, within: float = 10.0) -> bool:
-        """Whether the server says that its engine lives, and the engine's process answers too, each within that time.
+        """Returns whether the server reports a healthy engine and the engine process answers, each within `within`
+        seconds.
 
-        Never raises for a server that is away.
+        Never raises for an unreachable server.
         """
         try:
             await self._control("GET", wire.HEALTH_ROUTE, within=within)
@@ -233,11 +234,11 @@ class EngineClient:
         return True
 
     async def metrics(self) -> dict[str, float]:
-        """vLLM's own metrics by name, summed over labels (`vllm:num_requests_running`, ...)."""
+        """Returns vLLM's own metrics by name, summed over labels (`vllm:num_requests_running`, ...)."""
         return wire.parse_metrics((await self._control("GET", wire.METRICS_ROUTE)).decode())
 
     async def close(self) -> None:
-        """Close the connections. Requests in flight fail with `InfrastructureError`."""
+        """Closes the connections. Requests in flight fail with `InfrastructureError`."""
         self._http.close()
 
     # --- HTTP -------------------------------------------------------------------------------------------------------
@@ -264,8 +265,8 @@ class EngineClient:
         seconds = within or self._control_timeout
         try:
             async with asyncio.timeout(seconds):
-                # A connection of its own: the server closes one after some errors, and a sync must not fail because it
-                # met a connection that was just closing. Sampling keeps its connections, which are many and alike.
+                # A connection of its own: the server closes connections after some errors, and a sync must not fail on
+                # one that is closing. Generation keeps its connections.
                 return await self._exchange(method, route, data, f"{method} {route}", _copied, keep=False)
         except TimeoutError as error:
             raise InfrastructureError(f"{self._name}: {method} {route} had no answer within {seconds:.0f} s") from error
@@ -280,7 +281,7 @@ class EngineClient:
         *,
         keep: bool = True,
     ) -> Answer:
-        """What `parse` makes of the headers and body of an answer that is not an error."""
+        """Returns `parse(headers, body)` of a successful answer; raises for an error answer."""
 
         def read(status: int, headers: Mapping[str, str], body: memoryview) -> Answer:
             if status < 400:
@@ -299,7 +300,7 @@ def _copied(headers: Mapping[str, str], body: memoryview) -> bytes:
 
 
 def raise_file_limit() -> None:
-    """Let this process hold as many sockets as the system allows: one per request in flight."""
+    """Raises the limit of open sockets to the system's maximum: one per request in flight."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

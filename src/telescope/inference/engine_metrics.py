@@ -1,10 +1,9 @@
-"""An engine's metrics as gauges: Prometheus text in, readings out, under the names that vLLM gives.
+"""Reads an engine's Prometheus metrics as gauges, under vLLM's names.
 
-Owns which of them are kept. Gauges and counters are one reading each (`vllm:num_requests_running`,
-`vllm:generation_tokens_total`; a counter's name always ends so). A histogram is its `_sum` and `_count`, whose ratio of
-differences is a mean over any time, and now and then its cumulative buckets (`_bucket` with the label `le`), which are
-many and serve for quantiles. Labels that are the same for all metrics of a server are left out. Needs
-prometheus_client, which vLLM needs too.
+Gauges and counters are one reading each (`vllm:num_requests_running`, `vllm:generation_tokens_total`; a counter's name
+always ends in `_total`). A histogram is its `_sum` and `_count`, whose differences give a mean over any interval, and
+every `BUCKET_SECONDS` its cumulative buckets (`_bucket` with the label `le`) for quantiles. Labels that are the same
+for all metrics of a server are left out. Needs prometheus_client, as vLLM does.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from collections.abc import Callable
 from telescope.record.gauges import Reading
 
 PREFIXES = ("vllm:", "telescope:")
-"""Of vLLM's own metrics, and of the meter's (`step_meter`). The server also reports on its Python process."""
+"""Prefixes of vLLM's metrics and of the step meter's. Metrics of the server's Python process are left out."""
 
 WANTED = (*PREFIXES, *(f"# TYPE {prefix}" for prefix in PREFIXES))
-"""How lines begin that are read."""
+"""Prefixes of the lines that are read."""
 
 BUCKET_SECONDS = 10.0
-"""How often the buckets of histograms are read."""
+"""Interval between readings of histogram buckets."""
 
 
 def metrics_reader(fetch: Callable[[], str | None]) -> Callable[[], list[Reading]]:
-    """A function that reads a server's metrics. `fetch` returns their text, None while there is no server to ask."""
+    """Returns a reader of a server's metrics. `fetch` returns their text, or None while the server is down."""
     buckets_due = 0.0
 
     def read() -> list[Reading]:
@@ -42,10 +41,10 @@ def metrics_reader(fetch: Callable[[], str | None]) -> Callable[[], list[Reading
 
 
 def parse(text: str, now: float, *, with_buckets: bool = True) -> list[Reading]:
-    """The readings of one answer of the metrics route. Raises `ValueError` for text that is no such answer."""
+    """Parses one answer of the metrics route. Raises `ValueError` for other text."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    # Other families, and buckets that nobody wants, are left out before they are parsed, which is the dear part.
+    # Parsing is the expensive part, so other families and unwanted buckets are removed first.
     lines = [line for line in text.splitlines() if line.startswith(WANTED) and (with_buckets or "_bucket{" not in line)]
     readings = []
     for family in text_string_to_metric_families("\n".join(lines) + "\n"):

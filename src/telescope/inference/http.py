@@ -1,15 +1,15 @@
-"""HTTP/1.1 to one of our own engine servers, with nothing in it that they do not need.
+"""Minimal HTTP/1.1 client for the run's own engine servers.
 
-Owns connections, their reuse, and the framing of requests and answers. Does not own deadlines, retries, routes or what
-an answer means (`client`, `vllm/adapter`). No TLS, redirects, cookies, compression or proxies: the other side is a
-server that this run has started.
+Owns connections, their reuse, and the framing of requests and answers. Does not own deadlines, retries, routes or the
+meaning of an answer (`client`, `adapter`). No TLS, redirects, cookies, compression or proxies: this run has started the
+server.
 
 A thousand sampled tokens are 140 kB of JSON, thousands of times a minute, and the driver has one event loop. So an
-answer is received into a buffer that is used again and again, and read where it lies, while the processor's cache still
-holds it: `read` is called from the connection with the body as a memoryview, and nothing is copied before.
+answer is received into a reused buffer and read in place while it is in the processor's cache: the connection calls
+`read` with the body as a memoryview, and nothing is copied before.
 
-Invariants: a connection carries one request at a time; it is used again only after a whole answer that did not ask to
-close it; a request whose caller is cancelled closes its connection, which is how the server learns of it.
+Invariants: a connection carries one request at a time; it is reused only after a complete answer that did not ask to
+close it; a cancelled request closes its connection, which tells the server.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 SCRATCH_BYTES = 2**16
-"""What one read may bring of an answer whose length is not known yet."""
+"""Bytes of one read while the answer's length is unknown."""
 
 MAX_HEAD_BYTES = 2**16
 USUAL_HEAD_BYTES = 2**11
 KEPT_BUFFERS = 16
-"""Buffers kept for answers that arrive in pieces; seldom are more in the middle of arriving."""
+"""Buffers kept for answers that arrive in pieces; more are rarely in use at once."""
 
 Answer = TypeVar("Answer")
 Read = Callable[[int, Mapping[str, str], memoryview], Answer]
-"""What makes something of an answer: status, headers (names in lower case), body. The body is gone when it returns."""
+"""Parses an answer: status, headers (names in lower case), body. The body is invalid after it returns."""
 
 
 class BrokenAnswerError(ConnectionError):
-    """What came back is not an HTTP answer, or only a part of one."""
+    """The answer is not HTTP, or incomplete."""
 
 
 class HttpClient:
     """Connections to one server. Use it from one event loop.
 
-    `headers` are sent with every request. A connection that was idle for `keep_alive` seconds is not used again.
+    `headers` are sent with every request. A connection that was idle for `keep_alive` seconds is not reused.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class HttpClient:
     ) -> None:
         parts = urlsplit(base_url)
         if parts.scheme != "http" or parts.hostname is None:
-            raise ValueError(f"{base_url!r} is no address of a server; http://host:port is expected")
+            raise ValueError(f"{base_url!r} is not a server address; use http://host:port")
         self._host, self._port = parts.hostname, parts.port or 80
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._common = f" HTTP/1.1\r\nHost: {parts.netloc}\r\n{lines}"
@@ -63,10 +63,10 @@ class HttpClient:
     async def request(
         self, method: str, target: str, body: bytes | None, read: Read[Answer], *, keep: bool = True
     ) -> Answer:
-        """Send a request and return what `read` makes of the answer; what it raises is raised here.
+        """Sends a request and returns `read(status, headers, body)`; its exceptions propagate.
 
-        Without `keep` the request gets a connection of its own. Raises `ConnectionError` or another `OSError` when
-        there is no connection, or when it ends before the whole answer is there.
+        Without `keep` the request gets its own connection. Raises `ConnectionError` or another `OSError` when there is
+        no connection, or it ends before the answer is complete.
         """
         head = f"{method} {target}{self._common}"
         if body is not None:
@@ -86,14 +86,14 @@ class HttpClient:
                 connection.close()
 
     def close(self) -> None:
-        """Close every connection. Requests under way fail with `ConnectionError`."""
+        """Closes every connection. Requests in flight fail with `ConnectionError`."""
         self._closed = True
         for connection in (*self._idle, *self._busy):
             connection.close()
         self._idle.clear()
 
     def _take_idle(self) -> _Connection | None:
-        """The connection that was used last, so that those which a quieter time does not need grow old."""
+        """Returns the most recently used connection, so that surplus ones expire."""
         oldest = time.monotonic() - self._keep_alive
         while self._idle and self._idle[0].idle_since < oldest:
             self._idle.popleft().close()
@@ -119,9 +119,9 @@ class HttpClient:
 
 
 class _Buffers:
-    """Memory for answers, shared by the connections of a client and used again.
+    """Reusable memory for answers, shared by the connections of a client.
 
-    `scratch` is filled and read within one callback of the event loop, so that all connections can share it.
+    `scratch` is filled and read within one callback of the event loop, so all connections can share it.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class _Buffers:
         self._kept: list[bytearray] = []
 
     def take(self, size: int) -> bytearray:
-        """A buffer of at least `size` bytes with arbitrary content."""
+        """Returns a buffer of at least `size` bytes with arbitrary content."""
         if self._kept and len(self._kept[-1]) >= size:
             return self._kept.pop()
         return bytearray(1 << (size - 1).bit_length())
@@ -141,7 +141,7 @@ class _Buffers:
 
 
 class _Connection(asyncio.BufferedProtocol):
-    """One connection. Reads the head of an answer from the scratch buffer, and the body wherever it is known to fit."""
+    """One connection. Reads the head of an answer into the scratch buffer, and the body wherever it fits."""
 
     def __init__(self, buffers: _Buffers) -> None:
         self.idle_since = 0.0
@@ -153,7 +153,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def _reset(self) -> None:
         self._collected: bytearray | None = None
-        """What has arrived of an answer in pieces; None while it may still come at once."""
+        """Bytes received of an answer in pieces; None while it may still arrive at once."""
         self._num_bytes = 0
         self._head: _Head | None = None
 
@@ -162,7 +162,7 @@ class _Connection(asyncio.BufferedProtocol):
         return self._transport is not None and not self._transport.is_closing() and self._waiter is None
 
     async def exchange(self, request: bytes, read: Read[Answer]) -> Answer:
-        """One request and its answer. Raises `ConnectionError` when the connection ends first."""
+        """Sends one request and returns its answer. Raises `ConnectionError` when the connection ends first."""
         if self._transport is None or self._transport.is_closing():
             raise ConnectionError("the connection was closed")
         self._waiter, self._read = asyncio.get_running_loop().create_future(), read
@@ -171,7 +171,7 @@ class _Connection(asyncio.BufferedProtocol):
         return result
 
     def close(self) -> None:
-        """End the connection now; a request under way fails."""
+        """Closes the connection now; a request in flight fails."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -189,7 +189,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, num_new: int) -> None:
         if self._waiter is None:
-            self.close()  # the server speaks unasked: whatever it says belongs to no request
+            self.close()  # unsolicited data belongs to no request
             return
         self._num_bytes += num_new
         try:
@@ -206,7 +206,7 @@ class _Connection(asyncio.BufferedProtocol):
             self._answer(head, self._arrived()[head.size :])
             return
         what = f"{type(error).__name__}: {error}" if error is not None else "the server closed the connection"
-        self._fail(ConnectionError(f"{what} before the whole answer was there"))
+        self._fail(ConnectionError(f"{what} before the answer was complete"))
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class _Connection(asyncio.BufferedProtocol):
         return whole[: self._num_bytes]
 
     def _look(self) -> None:
-        """Finish the answer if it is whole; otherwise keep what has arrived where the rest will follow it."""
+        """Completes the answer if all of it has arrived; otherwise prepares a buffer for the rest."""
         arrived = self._arrived()
         if self._head is None:
             self._head = parse_head(arrived)
@@ -240,7 +240,7 @@ class _Connection(asyncio.BufferedProtocol):
             self._collected = self._grown(SCRATCH_BYTES)
 
     def _grown(self, size: int) -> bytearray:
-        """A buffer of at least `size` bytes that begins with what has arrived."""
+        """Returns a buffer of at least `size` bytes that begins with the received bytes."""
         larger = self._buffers.take(size)
         larger[: self._num_bytes] = self._arrived()
         if self._collected is not None:
@@ -248,10 +248,10 @@ class _Connection(asyncio.BufferedProtocol):
         return larger
 
     def _answer(self, head: _Head, body: memoryview) -> None:
-        """The whole answer is there: read it for the caller and be ready for another request."""
+        """Parses a complete answer for the caller and makes the connection ready for another request."""
         assert self._waiter is not None and self._read is not None
         result, error = None, None
-        if not self._waiter.done():  # otherwise the caller has left
+        if not self._waiter.done():  # otherwise the caller was cancelled
             try:
                 result = self._read(head.status, head.headers, body)
             except Exception as problem:
@@ -295,14 +295,14 @@ class _Head:
                 self.length = 0
             elif length is not None:
                 if not length.isascii() or not length.isdigit():
-                    raise BrokenAnswerError(f"an answer of {length!r} bytes")
+                    raise BrokenAnswerError(f"Content-Length {length!r} is not a number")
                 self.length = int(length)
         self.ends_with_connection = not self.is_chunked and self.length is None
         self.closes = is_old or self.ends_with_connection or headers.get("connection", "").lower() == "close"
 
 
 def parse_head(data: memoryview) -> _Head | None:
-    """The head that `data` begins with, None while it is not all there. Raises `BrokenAnswerError` (RFC 9112, 4-6)."""
+    """Parses the head of an answer; None while incomplete. Raises `BrokenAnswerError` (RFC 9112, 4-6)."""
     text = bytes(data[:USUAL_HEAD_BYTES])
     end = text.find(b"\r\n\r\n")
     if end < 0 and len(data) > USUAL_HEAD_BYTES:
@@ -310,13 +310,13 @@ def parse_head(data: memoryview) -> _Head | None:
         end = text.find(b"\r\n\r\n")
     if end < 0:
         if len(text) >= MAX_HEAD_BYTES or not b"HTTP/1."[: len(text)] == text[:7]:
-            raise BrokenAnswerError(f"no HTTP answer: {text[:60]!r}")
+            raise BrokenAnswerError(f"not an HTTP answer: {text[:60]!r}")
         return None
     first, *lines = text[:end].decode("latin-1").split("\r\n")
     version, _, rest = first.partition(" ")
     status = rest[:3]
     if not version.startswith("HTTP/1.") or not (status.isascii() and status.isdigit()):
-        raise BrokenAnswerError(f"no HTTP answer: {first[:60]!r}")
+        raise BrokenAnswerError(f"not an HTTP answer: {first[:60]!r}")
     headers = {}
     for line in lines:
         name, _, value = line.partition(":")
@@ -325,7 +325,7 @@ def parse_head(data: memoryview) -> _Head | None:
 
 
 def join_chunks(data: memoryview) -> bytes | None:
-    """The body of a chunked answer, None while it is not all there. Raises `BrokenAnswerError` (RFC 9112, 7.1)."""
+    """Joins the body of a chunked answer; None while incomplete. Raises `BrokenAnswerError` (RFC 9112, 7.1)."""
     text, start = bytes(data), 0
     body: list[bytes] = []
     while True:
@@ -335,13 +335,13 @@ def join_chunks(data: memoryview) -> bytes | None:
         try:
             size = int(text[start:end].partition(b";")[0], 16)
         except ValueError:
-            raise BrokenAnswerError(f"a chunk of {text[start:end][:20]!r} bytes") from None
+            raise BrokenAnswerError(f"chunk size {text[start:end][:20]!r} is not a number") from None
         start = end + 2
         if size == 0:  # trailers may follow, up to an empty line
             return b"".join(body) if text[start:].startswith(b"\r\n") or b"\r\n\r\n" in text[start:] else None
         if len(text) < start + size + 2:
             return None
         if text[start + size : start + size + 2] != b"\r\n":
-            raise BrokenAnswerError("a chunk is longer than it says")
+            raise BrokenAnswerError("a chunk is longer than its size")
         body.append(text[start : start + size])
         start += size + 2

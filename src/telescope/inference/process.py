@@ -1,10 +1,10 @@
-"""One engine process: started in its own session, its output in a file, and ended with everything it started.
+"""One engine process with its session, log file and process group.
 
 Owns the operating system's side of a server: pipe, process group, signals, log tail. Does not know what the process is,
-whether it is healthy, or whether it should be started again (`server`).
+whether it is healthy, or whether to restart it (`server`).
 
-Invariant: no process of the group outlives `kill`, the end of this object's owner process, or the end of the shim
-(`lifeline`).
+Invariant: no process of the group outlives `kill`, the exit of this object's owner process, or the exit of the shim
+(`child_guard`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from telescope.utils.log_file import log_size, log_tail, open_log
 TAIL_BYTES = 64 * 1024
 
 KILL_SECONDS = 30.0
-"""How long the kernel may take to end a killed process; freeing much GPU memory takes seconds."""
+"""Time for the kernel to end a killed process; freeing much GPU memory takes seconds."""
 
 
 class EngineProcess:
-    """A running command and its process group. `pid` is the shim's, which is also the group's id."""
+    """A running command and its process group. `pid` is the shim's and the group's id."""
 
     def __init__(self, arguments: list[str], environment: Mapping[str, str], log_path: Path) -> None:
         self.log_path = log_path
@@ -52,12 +52,12 @@ class EngineProcess:
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """Exit code of the command, or None while it runs. A negative one is a signal's number."""
+        """Returns the command's exit code, or None while it runs. A negative code is a signal's number."""
         code = self._process.poll()
         return 128 - code if code is not None and code > 128 else code
 
     def terminate(self, grace_seconds: float) -> int | None:
-        """Ask the command to end, wait, then kill the whole group. Returns its exit code."""
+        """Sends SIGTERM, waits, then kills the whole group. Returns the exit code."""
         if self.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             deadline = time.monotonic() + grace_seconds
@@ -66,16 +66,16 @@ class EngineProcess:
         return self.kill()
 
     def kill(self) -> int | None:
-        """Kill every process of the group and wait until they are gone, with their ports and memory.
+        """Kills every process of the group and waits until they are gone, with their ports and memory.
 
-        Returns the exit code. Raises `InfrastructureError` when the kernel does not let go of one (a hung device).
+        Returns the exit code. Raises `InfrastructureError` when the kernel does not end one of them (a hung device).
         """
         kill_group(self.pid)
         code = self._process.wait(timeout=KILL_SECONDS)
         deadline = time.monotonic() + KILL_SECONDS
         while members := group_members(self.pid):
             if time.monotonic() > deadline:
-                raise InfrastructureError(f"processes {members} were killed {KILL_SECONDS:.0f} s ago and still exist")
+                raise InfrastructureError(f"processes {members} still exist {KILL_SECONDS:.0f} s after SIGKILL")
             time.sleep(0.02)
         with self._lock:
             if self._write_end >= 0:
@@ -84,13 +84,13 @@ class EngineProcess:
         return 128 - code if code > 128 else code
 
     def log_tail(self, num_lines: int = 30) -> list[str]:
-        """The last lines that this process wrote, without blank ones."""
+        """Returns the last lines that this process wrote, without blank ones."""
         text = log_tail(self.log_path, TAIL_BYTES, start=self._log_start)
         return [line for line in text.splitlines() if line.strip()][-num_lines:]
 
 
 def group_members(group: int) -> list[int]:
-    """Pids of the living processes of a process group (zombies left out)."""
+    """Returns the pids of a process group's running processes (zombies left out)."""
     members = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -98,7 +98,7 @@ def group_members(group: int) -> list[int]:
         try:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
-            continue  # ended while we looked
+            continue  # exited meanwhile
         state, process_group = fields[0], int(fields[2])
         if process_group == group and state not in "ZX":
             members.append(int(entry.name))

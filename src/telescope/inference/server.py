@@ -1,12 +1,12 @@
-"""One inference server: started, watched, restarted, stopped.
+"""Supervises one inference server: start, health checks, restart, stop.
 
-Owns the life of a vLLM process and of everything it starts. Plain and synchronous (one supervising thread), so that a
-Ray actor, a test or a script can hold it. Does not own weights: a server that was restarted holds those of the start of
-the run, and refuses to sample until it has been given the current ones (`policy_version`).
+Owns a vLLM process and everything it starts. Synchronous, with one supervising thread, so that a Ray actor, a test or a
+script can use it. Does not own weights: a restarted server has those of the start of the run, and refuses to sample
+until it receives the current ones (`policy_version`).
 
-States: `starting` -> `ready` -> (`restarting` -> `ready`)* -> `failed` or `stopped`. A process that ends, closes its
-port, answers its health route with an error (its engine has died, or hangs: `engine_hang`) or not at all for
-`unhealthy_seconds` is killed with its group and started again after a growing pause; after `max_restarts` within
+States: `starting` -> `ready` -> (`restarting` -> `ready`)* -> `failed` or `stopped`. A process that exits, closes its
+port, answers its health route with an error (its engine has exited, or hangs: `engine_hang`) or not at all for
+`unhealthy_seconds` is killed with its group and restarted after a growing pause. After `max_restarts` within
 `restart_window_seconds` the server is `failed` and stays so.
 """
 
@@ -35,19 +35,19 @@ from telescope.inference.vllm.support import check_supported, installed_version
 POLL_SECONDS = 0.2
 HEALTH_INTERVAL_SECONDS = 2.0
 NOT_LISTENING = 0
-"""In place of a status: the connection was refused, so the process has closed its port."""
+"""Instead of a status: the connection was refused, so the process has closed its port."""
 HEALTH_TIMEOUT_SECONDS = 10.0
 METRICS_TIMEOUT_SECONDS = 10.0
 WILDCARD_HOSTS = ("0.0.0.0", "::", "")
 
 
 class EngineStartError(InfrastructureError, RunError):
-    """A server did not come up. The message holds the telling lines of its log and, where known, the fix."""
+    """A server did not start. The message has the relevant lines of its log and, where known, the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A server that answers. `starts` counts the processes so far, this one included."""
+    """A server that answers. `starts` counts its processes so far, this one included."""
 
     url: str
     pid: int
@@ -58,7 +58,7 @@ class ServerInfo:
 
 @dataclass(slots=True)
 class ServerStatus:
-    """What a server is doing. `restarts` counts processes after the first; weights are lost with each."""
+    """State of a server. `restarts` counts processes after the first; each loses the weights."""
 
     state: str
     restarts: int = 0
@@ -67,12 +67,12 @@ class ServerStatus:
     last_log_lines: list[str] = field(default_factory=list)
     error: str | None = None
     start_seconds: float | None = None
-    """What the newest process took from its launch until it answered; None while none has."""
+    """Seconds from the newest process's launch to its first answer; None before that."""
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisionLimits:
-    """How patient supervision is. Seconds."""
+    """Time limits of supervision, in seconds."""
 
     start_timeout: float = 900.0
     stop_grace: float = 10.0
@@ -84,16 +84,16 @@ class SupervisionLimits:
 
 
 Launch = Callable[[bool], LaunchCommand]
-"""Makes the command; the argument says whether this is a restart."""
+"""Returns the command; the argument is True for a restart."""
 
 
 class InferenceServer:
     """Supervises one engine process on `host`:`port`.
 
     `model_path` is a local folder or hub id; the log goes to `run_dir/logs/inference-<index>.log`. `traces` is where it
-    sends the traces of its requests. `node_address` is where other machines reach this one, when it listens on all of
-    its interfaces. `launch` replaces vLLM with another command (tests); `on_progress` is given the
-    newest log line while the server starts.
+    sends request traces. `node_address` is this machine's address for others, when the server listens on all
+    interfaces. `launch` replaces vLLM with another command (tests); `on_progress` receives the newest log line during
+    the start.
     """
 
     def __init__(
@@ -168,13 +168,13 @@ class InferenceServer:
         return self.info()
 
     def info(self) -> ServerInfo:
-        """The process that runs now."""
+        """Returns the current process."""
         assert self._process is not None, "the server has not been started"
         version = installed_version() or "none"
         return ServerInfo(self.url, self._process.pid, version, self._config.hash, self._starts)
 
     def status(self) -> ServerStatus:
-        """A snapshot, from any thread, at any time."""
+        """Returns a snapshot; callable from any thread at any time."""
         process = self._process
         return ServerStatus(
             state=self._state,
@@ -187,9 +187,9 @@ class InferenceServer:
         )
 
     def metrics_text(self) -> str | None:
-        """What the server reports of itself, as Prometheus text; None while it is not ready. From any thread.
+        """Returns the server's metrics as Prometheus text, or None while it is not ready. Callable from any thread.
 
-        Raises `OSError` or `HTTPException` when a server that should be ready does not answer.
+        Raises `OSError` or `HTTPException` when a ready server does not answer.
         """
         if self._state != "ready":
             return None
@@ -199,7 +199,7 @@ class InferenceServer:
         return body.decode()
 
     def stop(self) -> None:
-        """End the process and everything it started. Safe to call twice, and while it starts or restarts."""
+        """Ends the process and everything it started. Safe to call twice, and during a start or restart."""
         self._stopping.set()
         with self._lock:  # a start in progress notices the event and lets go
             if self._process is not None:
@@ -235,7 +235,7 @@ class InferenceServer:
         )
 
     def _kv_cache_of_a_restart(self) -> int | None:
-        """The KV cache that the server has now, if another process of the run has come to its GPU by the next start."""
+        """Returns the current KV cache size if the trainer will share the GPU at the next start, else None."""
         if not self._config.share_gpus or runs_on_cpu(self._config):
             return None
         assert self._process is not None
@@ -297,10 +297,10 @@ class InferenceServer:
                 if health == 200:
                     last_answer = time.monotonic()
                 elif health == NOT_LISTENING:
-                    # vLLM closes its port first when a tensor-parallel worker is lost, and may then linger.
-                    what = "does not listen any more"
+                    # vLLM closes its port first when a tensor-parallel worker exits, and may then linger.
+                    what = "no longer listens"
                 elif health is not None:
-                    what = f"answered its health check with HTTP {health}: {words or 'its engine is dead'}"
+                    what = f"answered its health check with HTTP {health}: {words or 'its engine has exited'}"
                 elif silent >= self._limits.unhealthy_seconds:
                     what = f"did not answer for {silent:.0f} s"
             if what is None:
@@ -310,7 +310,7 @@ class InferenceServer:
             last_answer = next_check = time.monotonic()
 
     def _restart(self, process: EngineProcess, what: str) -> bool:
-        """Kill what is left and start again until it works. False: given up, or asked to stop."""
+        """Kills what is left and restarts until it works. False: given up, or asked to stop."""
         if self._stopping.is_set():
             return False
         self._error = what
@@ -342,9 +342,9 @@ class InferenceServer:
             return True
 
     def _health(self, timeout: float) -> tuple[int | None, str]:
-        """Status of the health route, or `NOT_LISTENING`; None for no answer. With it the words of an error, if any.
+        """Returns the status of the health route and its error message; `NOT_LISTENING`, or None without an answer.
 
-        vLLM says 503 when its engine is dead, and `engine_hang` when it does nothing any more.
+        vLLM answers 503 when its engine has exited, `engine_hang` when it does not respond.
         """
         try:
             status, body = self._get(wire.HEALTH_ROUTE, timeout)
@@ -355,7 +355,7 @@ class InferenceServer:
         return status, "" if status == 200 else wire.error_message(body)
 
     def _get(self, route: str, timeout: float) -> tuple[int, bytes]:
-        """Status and body of a route of the server. Raises `OSError` or `HTTPException` when it does not answer."""
+        """Returns status and body of a route. Raises `OSError` or `HTTPException` without an answer."""
         host = LOOPBACK if self.host in WILDCARD_HOSTS else self.host
         connection = http.client.HTTPConnection(host, self.port, timeout=timeout)
         try:
@@ -367,9 +367,9 @@ class InferenceServer:
 
 
 def advertised_host(host: str, node_address: str | None = None) -> str:
-    """The address under which others reach a server that listens on `host`: for all interfaces, the node's address.
+    """Returns the address under which other machines reach a server that listens on `host`.
 
-    Where that is not known, or is loopback, it is the one that the way out of this machine begins with.
+    For all interfaces that is the node's address. If unknown or loopback, it is the address of the outward interface.
     """
     if host not in WILDCARD_HOSTS:
         return host

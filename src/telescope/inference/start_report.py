@@ -1,12 +1,7 @@
-"""Why a server did not start, in a few lines: what failed, the likely fix, what its log says of it, where the log is.
+"""Reads the log of a starting vLLM: the current stage, or why it failed.
 
-Pure text. A log that ends in a traceback holds hundreds of lines of which one or two tell something; the others stay in
-the file.
-
-What a starting vLLM is doing, in a few words, from the lines of its log.
-
-The log itself belongs in its file: for a live view its lines are too long, too many, and not about the run. A line
-that no stage knows says nothing, so that another version of vLLM shows fewer stages and no noise. Pure text.
+A failure is shown as what failed, the likely fix, the one or two relevant log lines, and the path of the log. A line of
+no known stage is ignored, so another version of vLLM shows fewer stages and no noise. Pure text.
 """
 
 from __future__ import annotations
@@ -29,21 +24,22 @@ _ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b")
 
 
 def start_failure(name: str, what: str, log: Sequence[str], log_path: Path, *, ended: bool) -> str:
-    """The message; its first line stands alone. `ended`: the process did, so that its last words say why."""
+    """Returns the message; its first line is complete by itself. `ended`: the process exited, so its last lines explain
+    why."""
     first = f"{name} {what}"
     hint = hint_for("\n".join(log))
     if hint is not None:
         first += f". Likely fix: {hint}"
-    lines = (telling_lines(log) if ended else []) or [line for line in log if line.strip()][-NUM_LINES:]
+    lines = (error_lines(log) if ended else []) or [line for line in log if line.strip()][-NUM_LINES:]
     parts = [first]
     if lines:
-        parts += ["Its log says:", *(f"  {single_line(line)}" for line in lines)]
+        parts += ["Its log:", *(f"  {single_line(line)}" for line in lines)]
     return "\n".join([*parts, f"Log: {log_path}"])
 
 
-def telling_lines(log: Sequence[str]) -> list[str]:
-    """The last lines of a log that say what went wrong, each once, without vLLM's prefixes: no frames of tracebacks, no
-    progress, no banner, nothing from before the first error."""
+def error_lines(log: Sequence[str]) -> list[str]:
+    """Returns the last error lines of a log, each once, without vLLM's prefixes: no traceback frames, progress or
+    banner, nothing from before the first error."""
     found: dict[str, None] = {}
     seen_error = False
     for line in log:
@@ -67,17 +63,17 @@ STAGES = (
     (r"Starting to load model|Loading weights|Loading safetensors checkpoint", "loading the weights"),
     (r"Loading weights took|Model loading took", "weights loaded"),
     (r"torch\.compile takes|Dynamo bytecode|Compiling a graph", "compiling"),
-    (r"KV cache|cache blocks|Maximum concurrency", "making the KV cache"),
+    (r"KV cache|cache blocks|Maximum concurrency", "allocating the KV cache"),
     (r"[Cc]apturing (CUDA )?graph|Graph capturing", "capturing CUDA graphs"),
     (r"init engine .*took|Starting vLLM (API )?server|Started server process|Application startup", "opening the API"),
 )
-"""What a line of vLLM 0.26 to 0.32 holds, and what that means; the last that fits a line counts."""
+"""Patterns of log lines of vLLM 0.26 to 0.32 and their stages; the last match of a line counts."""
 
 _SHARE = re.compile(r"(\d+)% Completed")
 
 
 def start_stage(lines: Sequence[str]) -> str | None:
-    """The stage that the newest telling line of a log shows; None when no line tells."""
+    """Returns the stage of the newest matching line; None when no line matches."""
     for line in reversed(lines):
         for pattern, stage in reversed(STAGES):
             if re.search(pattern, line):

@@ -324,13 +324,13 @@ class Rollout:
                     priority=turn_index if settings.priority_by_turn else 0,
                 )
                 engine = self._engine_of(lane.server)
-                held = engine.held_version
-                self._in_engine = (lane.server, request.request_id, held)
+                version = engine.loaded_version
+                self._in_engine = (lane.server, request.request_id, version)
                 try:
                     generation = await engine.generate(request)
                 finally:
                     self._in_engine = None
-                problem = None if trajectory.cancelled else _why_not_usable(generation, held)
+                problem = None if trajectory.cancelled else _why_not_usable(generation, version)
                 if problem is not None:
                     num_seen = len(generation.token_ids_N)
                     raise InfrastructureError(f"server {lane.server}, request {request.request_id}: {problem}")
@@ -348,17 +348,17 @@ class Rollout:
                 raise
 
 
-def _why_not_usable(generation: Generation, held_version: int) -> str | None:
+def _why_not_usable(generation: Generation, loaded_version: int) -> str | None:
     """Returns what is wrong with an answer; None if it can be used.
 
-    `held_version` is the policy version of the server when the request was sent. An older answer comes from a server
+    `loaded_version` is the policy version of the server when the request was sent. An older answer comes from a server
     that has restarted with the initial weights and is not detected yet.
     """
     if generation.finish_reason == "abort":
         return "the server aborted it"
-    oldest = min((version for version, _, _ in generation.version_spans), default=held_version)
-    if oldest < held_version:
-        return f"it was sampled with policy version {oldest}, but the server had received version {held_version}"
+    oldest = min((version for version, _, _ in generation.version_spans), default=loaded_version)
+    if oldest < loaded_version:
+        return f"it was sampled with policy version {oldest}, but the server had received version {loaded_version}"
     return None
 
 

@@ -82,7 +82,7 @@ class Engine(Protocol):
     """Interface of one inference server for rollouts."""
 
     @property
-    def held_version(self) -> int:
+    def loaded_version(self) -> int:
         """Newest policy version known to be loaded; a request sent now is sampled with this or a newer version."""
         ...
 

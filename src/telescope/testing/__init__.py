@@ -1,1 +1,1 @@
-"""Stand-ins for the engine, the trainer and a whole run, for tests without a GPU."""
+"""Fakes of the engine, the trainer and a whole run, for tests without a GPU."""

@@ -1,7 +1,7 @@
 """Answers of the fake engine in vLLM's own JSON, 0.32's or 0.26's.
 
-Entries are rendered once, in chunks, and joined, so that thousands of answers of 1,000 tokens cost little: what a
-benchmark measures is then the driver, not this.
+Entries are rendered once, in chunks, and joined, so that thousands of answers of 1,000 tokens cost little and a
+benchmark measures the driver.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AnswerWriter:
         self._entries = [b",".join(map(self._entry, chunk, range(CHUNK_TOKENS))) for chunk in chunks]
 
     def _entry(self, token: int, position: int) -> bytes:
-        # float32 written as a float64: as many digits as vLLM's logprobs have.
+        # A float32 written as float64 has as many digits as vLLM's logprobs.
         logprob = array("f", [-((token * 7919 + position * 104_729) % 4_000) / 1_000])[0]
         if self._with_spans:
             pair = f'"token_id":{token},"logprob":{logprob},"rank":1'
@@ -43,7 +43,7 @@ class AnswerWriter:
         return f'{{{pair},"top_logprobs":[{{{pair}}}]}}'.encode()
 
     def write(self, request: FakeRequest, reason: str) -> bytes:
-        """The body of a generate answer for the tokens that `request` has sampled so far."""
+        """Returns the body of a generate answer for the tokens that `request` has sampled so far."""
         count = request.num_tokens
         ids, entries = self._tokens(request, count)
         spans = b""

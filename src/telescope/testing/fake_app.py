@@ -1,7 +1,7 @@
-"""vLLM's routes over a pretend engine, as an ASGI application, with faults on demand.
+"""ASGI application with vLLM's routes over a fake engine, with faults on demand.
 
-Owns what a route answers; the engine behind it is `fake_engine`, a server around it is `fake_server`. Routes and JSON
-follow vLLM 0.32 or 0.26 (`FakeEngineSettings.vllm_version`); `/fake/state` and `/fake/fault` are its own.
+Owns the answers of the routes; `fake_engine` is the engine, `fake_server` the server. Routes and JSON follow vLLM 0.32
+or 0.26 (`FakeEngineSettings.vllm_version`); `/fake/state` and `/fake/fault` are its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WorkerFunction = Callable[[str, list[Any]], list[Any]]
 
 
 class FakeEngineApp:
-    """The ASGI application: vLLM's routes over a `FakeEngine`, with faults on demand."""
+    """ASGI application with vLLM's routes over a `FakeEngine`, with faults on demand."""
 
     def __init__(
         self, settings: FakeEngineSettings, answer: AnswerFunction | None = None, worker: WorkerFunction | None = None
@@ -58,7 +58,7 @@ class FakeEngineApp:
 
     @property
     def state(self) -> SimpleNamespace:
-        """Where vLLM keeps its engine, as the policy version middleware looks for it."""
+        """The application state in which the policy version middleware looks for the engine."""
         states = {
             r.request_id: SimpleNamespace(
                 external_req_id=wire.engine_request_id(r.request_id),
@@ -252,7 +252,7 @@ class FakeEngineApp:
         elif kind == "hang_next":
             self.hang_next = int(body["count"])
         else:
-            return 400, {"detail": f"no fault {kind!r}: die, fail_next, hang_next"}
+            return 400, {"detail": f"unknown fault {kind!r}; use die, fail_next or hang_next"}
         return 200, {}
 
 

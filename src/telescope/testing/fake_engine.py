@@ -1,8 +1,8 @@
-"""A pretend engine: requests progress in time, pause, resume, end, and know which version sampled each token.
+"""Simulates an engine: requests progress in time, pause, resume and end, with versions per token.
 
-Owns the simulation behind `fake_server`: how long an answer is, how fast it comes, how many run at once, and what
-becomes of running requests at a pause, an abort or a weight update. Knows no HTTP. Answers are a pure function of the
-prompt, the request's seed and the settings, whatever the order of arrival, as vLLM's are with per-request seeds.
+Owns the length and speed of answers, how many run at once, and what a pause, an abort or a weight update does to
+running requests. Knows no HTTP. Answers are a pure function of the prompt, the request's seed and the settings,
+whatever the order of arrival, as vLLM's are with per-request seeds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 
 class FakeEngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the pretend engine does. Times in seconds, lengths in tokens."""
+    """Settings of the fake engine. Times in seconds, lengths in tokens."""
 
     mean_tokens: float = 32.0
     """Mean answer length; every answer also ends at its request's `max_tokens`."""
@@ -43,20 +43,20 @@ class FakeEngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     start_seconds: float = 0.0
     """Time before the server listens."""
     fail_start: str | None = None
-    """Print this and exit with code 1 in place of starting."""
+    """Print this and exit with code 1 instead of starting."""
     error_every: int | None = None
     """Answer 500 to every n-th generate request."""
     hang_every: int | None = None
     """Never answer every n-th generate request."""
     die_after: int | None = None
-    """End the process abruptly at the n-th generate request."""
+    """Exit abruptly at the n-th generate request."""
     spawn_child: bool = False
     """Start a child process, as vLLM starts its engine core."""
 
 
 @dataclass(eq=False, slots=True)
 class FakeRequest:
-    """One request inside the engine. `total` tokens will be sampled; `done` resolves with its finish reason."""
+    """One request in the engine. `total` tokens will be sampled; `done` resolves with its finish reason."""
 
     request_id: str
     prompt: Sequence[int]
@@ -83,7 +83,7 @@ AnswerFunction = Callable[[FakeRequest], list[int]]
 
 
 class FakeEngine:
-    """The simulation. `answer` maps a request to the tokens it samples (end token included); None invents them."""
+    """The simulation. `answer` maps a request to its tokens (end token included); None generates some."""
 
     def __init__(self, settings: FakeEngineSettings, answer: AnswerFunction | None = None) -> None:
         self.settings = settings
@@ -94,7 +94,7 @@ class FakeEngine:
         self.num_finished = 0
         self.num_aborted = 0
         self.num_sampled_tokens = 0
-        """Tokens of every request that has ended, however it ended."""
+        """Tokens of all ended requests, however they ended."""
         self.salts: dict[str, str | None] = {}
         """Salt of every request by id, in order of admission."""
         self.transfer_info: list[dict[str, object]] = []
@@ -117,7 +117,7 @@ class FakeEngine:
     def submit(
         self, request_id: str, prompt: Sequence[int], max_tokens: int, seed: int | None, priority: int, salt: str | None
     ) -> FakeRequest:
-        """Queue a request and start what can start. Await `done` of what comes back."""
+        """Queues a request and starts what can start. Await `done` of the result."""
         if seed is None:
             seed = random.getrandbits(32)
         key = zlib.crc32(repr((seed, len(prompt), prompt[:32], prompt[-32:])).encode())
@@ -138,7 +138,7 @@ class FakeEngine:
         return request
 
     def abort(self, request_ids: Sequence[str] | None) -> int:
-        """End these requests (None: all) with what they have. Returns how many there were."""
+        """Ends these requests (None: all) with the tokens so far. Returns their number."""
         ids = list(self.requests) if request_ids is None else [i for i in request_ids if i in self.requests]
         now = asyncio.get_running_loop().time()
         for request_id in ids:
@@ -197,7 +197,7 @@ class FakeEngine:
     # --- pause and weights ------------------------------------------------------------------------------------------
 
     def pause(self, mode: str) -> None:
-        """Freeze (`keep`) or abort running requests, and start no other until `resume`."""
+        """Freezes (`keep`) or aborts running requests, and starts no other until `resume`."""
         self.paused = True
         if mode == "abort":
             self.abort(None)
@@ -214,7 +214,7 @@ class FakeEngine:
         self._start_waiting()
 
     def finish_update(self, label: str | None) -> None:
-        """The weights changed: running requests go on as another version from the token they have reached."""
+        """Sets the new version for running requests from their current token on."""
         self.update_active = False
         self.num_updates += 1
         if label is None:

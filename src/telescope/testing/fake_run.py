@@ -1,8 +1,8 @@
-"""A whole run without Ray, torch or vLLM, for tests and benchmarks of everything else.
+"""A whole run without Ray, torch or vLLM, for tests and benchmarks.
 
-Real here: the loops, lanes, the server pool, environment processes, the record, and the HTTP clients. Stand-ins: the
-trainer, which counts, and the weight sync, which takes every server through an update without a byte of weights. The
-servers come from the caller: `telescope.testing.fake_server` in this process or in others.
+Real: the loops, request slots, the server pool, environment processes, the record, and the HTTP clients. Fake: the
+trainer, which counts, and the weight sync, which takes every server through an update without weights. The caller
+provides the servers: `telescope.testing.fake_server` in this process or in others.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from telescope.rollout.sample import RolloutSettings
 from telescope.trainer.batch import StepInput, StepResult
 
 VOCAB_SIZE = 1000
-"""What `filter_gibberish` takes for the size of the vocabulary."""
+"""Vocabulary size for `filter_gibberish`."""
 
 SERVER_START_SECONDS = 10.0
-"""How long a fake server may take to come back; a real one has `inference_start_timeout_seconds`."""
+"""Time limit for a fake server's return; a real one has `inference_start_timeout_seconds`."""
 
 
 @dataclass
 class FakeTrainer:
-    """Counts steps. `fail_at` raises in that step, `seconds` is how long one takes, `keep` holds on to its inputs."""
+    """Counts steps. `fail_at` raises in that step, `seconds` is the duration of one, `keep` stores its inputs."""
 
     seconds: float = 0.0
     fail_at: int | None = None
@@ -61,19 +61,19 @@ class FakeTrainer:
         return StepResult({"grad_norm": 1.0, "learning_rate": 1e-6}, [])
 
     def sample_ids(self, step: int) -> list[str]:
-        """Every sample that a step trained, in order of its id."""
+        """Returns the sample ids that a step trained, sorted."""
         batches = [b for rank in self.steps[step] for m in rank.minibatches for b in m.micro_batches]
         return sorted(sample for batch in batches for sample in batch.sample_ids)
 
     def oldest_version(self, step: int) -> int:
-        """The oldest policy version among the tokens that a step trained."""
+        """Returns the oldest policy version among the tokens that a step trained."""
         batches = [b for rank in self.steps[step] for m in rank.minibatches for b in m.micro_batches]
         return int(min(batch.version_T[batch.trained_T].min() for batch in batches if batch.trained_T.any()))
 
 
 @dataclass
 class FakeWeightSync:
-    """Runs vLLM's update sequence on every server that is up, without a byte of weights."""
+    """Runs vLLM's update sequence on every server that is up, without weights."""
 
     trainer: FakeTrainer
     servers: ServerPool | None = None
@@ -106,7 +106,7 @@ class FakeWeightSync:
 
 
 class StepLog:
-    """Keeps what W&B would get."""
+    """Stores the metrics that W&B would receive."""
 
     def __init__(self) -> None:
         self.metrics: list[dict[str, float]] = []
@@ -118,7 +118,7 @@ class StepLog:
 
 @dataclass
 class FakeRun:
-    """The wired parts of a run."""
+    """The wired components of a run."""
 
     config: TelescopeConfig
     orchestrator: Orchestrator
@@ -132,7 +132,7 @@ class FakeRun:
     environments: EnvironmentPool
 
     async def run(self, timeout: float = 30.0) -> None:
-        """Train to the end, or raise what ended it. AssertionError with the run's state after `timeout` seconds."""
+        """Trains to the end, or raises the run's error. AssertionError with the run's state after `timeout` seconds."""
         supervisor = Supervisor()
         supervisor.spawn(self.servers.watch(), "server watch")
         try:
@@ -154,9 +154,9 @@ async def fake_run(
     flush_seconds: float = 2.0,
     launcher: Launcher | None = None,
 ) -> AsyncIterator[FakeRun]:
-    """Wire a run over servers that answer already, hand it over, and end its parts.
+    """Wires a run over running servers, yields it, and closes its components.
 
-    The clients stay the caller's, and so does `launcher`, a started fork server for the environments.
+    The clients remain the caller's, and so does `launcher`, a started fork server for the environments.
     """
     trainer = trainer or FakeTrainer()
     async with AsyncExitStack() as stack:

@@ -1,8 +1,8 @@
-"""A server that answers as vLLM does and holds no model: for tests of everything around the engine, and benchmarks.
+"""A server that answers as vLLM does without a model, for tests and benchmarks.
 
-`FakeEngineServer` runs inside a test's own event loop; `python -m telescope.testing.fake_server --port P` runs it as
-a process, for tests that kill it. The middlewares in front of it are the ones that stand in front of vLLM, so secrets,
-salts and pauses take the real path. What its routes answer is `fake_app`.
+`FakeEngineServer` runs inside a test's own event loop; with `python -m` this module runs as a process, for tests that
+kill it. The middlewares are those of vLLM's server, so secrets, salts and pauses take the real path. `fake_app` answers
+the routes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class FakeEngineServer:
         await self.stop()
 
     async def start(self) -> None:
-        """Listen; `port` is the real one afterwards. May be called again after `die`, as a restarted server would."""
+        """Starts to listen; `port` is the actual port afterwards. Also restarts after `die`."""
         raise_file_limit()
         note_spans = not reports_version_spans(parse_version(self.settings.vllm_version))
         versioned = PolicyVersionMiddleware(self.app, note_spans=note_spans)
@@ -96,7 +96,7 @@ class FakeEngineServer:
         self._server = self._task = None
 
     def die(self) -> None:
-        """Drop every connection and stop listening, as a killed process would. Forgets requests and weights."""
+        """Drops every connection and stops listening, as a killed process would. Forgets requests and weights."""
         if self._server is None:
             return
         for server in self._server.servers:
@@ -108,7 +108,7 @@ class FakeEngineServer:
 
 
 class _QuietServer(uvicorn.Server):
-    """uvicorn without its signal handlers, which belong to the process, not to a server inside it."""
+    """uvicorn without its signal handlers, which belong to the process."""
 
     def install_signal_handlers(self) -> None:
         return
@@ -118,7 +118,7 @@ class _QuietServer(uvicorn.Server):
 
 
 def _with_app(app: FakeEngineApp, outermost: Application) -> Application:
-    """Put the application into the scope before any middleware runs, as Starlette does."""
+    """Puts the application into the scope before any middleware runs, as Starlette does."""
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         await outermost({**scope, "app": app}, receive, send)
@@ -127,7 +127,7 @@ def _with_app(app: FakeEngineApp, outermost: Application) -> Application:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the fake engine as a process. The secret comes from the environment, as vLLM's does."""
+    """Runs the fake engine as a process. The secret comes from the environment, as vLLM's does."""
     parser = argparse.ArgumentParser(prog="python -m telescope.testing.fake_server", description=main.__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)

@@ -1,14 +1,13 @@
-"""Nothing outlives its supervisor: the two ways a process of an engine ends with the process that started it.
+"""Ends the processes of an engine together with the process that started it.
 
-Owns `die_with` (called inside every vLLM process) and `python -m telescope.utils.child_guard` (the shim between
-`InferenceServer` and vLLM). Imports the standard library only, because the shim stays in memory beside every server.
+Owns `die_with` (called inside every vLLM process) and the shim between `InferenceServer` and vLLM (run with `python
+-m`). Imports the standard library only, because the shim stays in memory beside every server.
 
-The shim is leader of a new session, hence of one process group for the whole engine. It holds the read end of a pipe
-whose write end only the supervisor has, and watches its parent's pid: whichever way the supervisor goes, kill -9
-included, the group is killed. Linux's parent-death signal would not do there because it fires when the *thread* that
-started the child ends; the shim has one thread, so it does for the command that the shim starts. If the shim itself is
-killed, that signal ends the command, at whatever point of its start it is, and `die_with` the other processes of the
-engine.
+The shim leads a new session, hence one process group for the whole engine. It has the read end of a pipe whose write
+end only the supervisor has, and watches its parent's pid: whichever way the supervisor exits, SIGKILL included, the
+group is killed. Linux's parent-death signal does not suffice there, because it fires when the *thread* that started the
+child ends. The shim has one thread, so it does suffice for the command that the shim starts. If the shim itself is
+killed, that signal ends the command at any point of its start, and `die_with` ends the other processes of the engine.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import threading
 import time
 
 SUPERVISOR_PID_VARIABLE = "TELESCOPE_ENGINE_SUPERVISOR_PID"
-"""Pid of the shim, in the environment of every process of the engine."""
+"""Environment variable with the pid of the shim, set in every process of the engine."""
 
 POLL_SECONDS = 0.2
 
@@ -31,10 +30,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(pid: int) -> None:
-    """End this process at once, without clean-up, when process `pid` is gone.
+    """Kills this process when process `pid` exits.
 
-    A daemon thread waits on a pidfd, so it costs nothing. Kernels without pidfds (before 5.3, some sandboxes) are
-    asked every second instead.
+    A daemon thread waits on a pidfd. Kernels without pidfds (before 5.3, some sandboxes) are polled every second.
     """
 
     def wait_for_end() -> None:
@@ -61,7 +59,7 @@ def _exists(pid: int) -> bool:
 
 
 def kill_group(group: int) -> None:
-    """SIGKILL every process of the group; a group that is gone already is fine."""
+    """Sends SIGKILL to every process of the group; a group that is already gone is not an error."""
     try:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
@@ -73,11 +71,11 @@ def main(argv: list[str]) -> int:
     pipe, command = int(argv[0]), argv[1:]
     parent = os.getppid()
     environment = {**os.environ, SUPERVISOR_PID_VARIABLE: str(os.getpid())}
-    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up here: after the fork little is allowed
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up here, because little is allowed after the fork
     child = subprocess.Popen(
         command, env=environment, preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     )
-    # SIGTERM goes to the engine, which shuts down by itself; the supervisor decides when patience ends.
+    # SIGTERM goes to the engine, which shuts down by itself; the supervisor kills it after a grace period.
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while (code := child.poll()) is None:

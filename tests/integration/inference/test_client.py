@@ -59,7 +59,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0"])
 @pytest.mark.parametrize("packed", [True, False])
 async def test_generation_has_ids_logprobs_versions_and_server(connect, version: str, packed: bool) -> None:
-    _, client = await connect({"packed_answers": packed}, mean_tokens=50, vllm_version=version)
+    _, client = await connect({"binary_responses": packed}, mean_tokens=50, vllm_version=version)
     generation = await client.generate(request())
     assert len(generation.token_ids_N) == len(generation.logprobs_N) == 50
     assert generation.finish_reason == "stop"
@@ -71,8 +71,8 @@ async def test_generation_has_ids_logprobs_versions_and_server(connect, version:
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0"])
 @pytest.mark.parametrize("packed", [True, False])
-async def test_tokens_know_their_version_across_an_update(connect, version: str, packed: bool) -> None:
-    server, client = await connect({"packed_answers": packed}, **SLOW, vllm_version=version)
+async def test_tokens_have_their_version_across_an_update(connect, version: str, packed: bool) -> None:
+    server, client = await connect({"binary_responses": packed}, **SLOW, vllm_version=version)
     running = asyncio.create_task(client.generate(request("running")))
     await until(lambda: server.engine.num_running == 1, "admitted")
     await asyncio.sleep(0.1)
@@ -106,7 +106,7 @@ async def test_abort_ends_requests_in_the_engine_at_once(connect) -> None:
     await client.abort([])
 
 
-async def test_abort_of_a_request_that_the_engine_does_not_answer_ends_it_too(connect) -> None:
+async def test_aborting_an_unanswered_request_ends_it_too(connect) -> None:
     server, client = await connect({"abort_grace": 0.1})
     server.app.hang_next = 1
     task = asyncio.create_task(client.generate(request()))
@@ -127,7 +127,7 @@ async def test_cancelling_the_caller_ends_the_request_in_the_engine(connect) -> 
     assert client.num_in_flight == 0
 
 
-async def test_failing_dying_hanging_and_absent_servers_are_infrastructure_failures(connect) -> None:
+async def test_failing_exiting_hanging_and_absent_servers_are_infrastructure_failures(connect) -> None:
     server, client = await connect({"request_timeout": 1.0})
     server.app.fail_next = 1
     with pytest.raises(InfrastructureError, match="HTTP 500: EngineCore"):
@@ -174,7 +174,7 @@ async def test_refused_requests_are_bugs_with_the_servers_own_words(connect) -> 
     await stranger.close()
 
 
-async def test_weights_that_give_no_numbers_are_an_answer_to_the_probe_and_no_bug() -> None:
+async def test_nan_weights_are_a_valid_probe_answer() -> None:
     async def answer(_: web.Request) -> web.Response:
         message = "Out of range float values are not JSON compliant"  # as vLLM 0.32 says it
         return web.json_response({"error": {"message": message, "type": "BadRequestError", "code": 400}}, status=400)
@@ -189,7 +189,7 @@ async def test_weights_that_give_no_numbers_are_an_answer_to_the_probe_and_no_bu
     assert not compare_logprobs([-1.0, -2.0], logprobs, "float32").ok
 
 
-async def test_a_failure_in_one_of_several_workers_is_one_of_the_server() -> None:
+async def test_a_failure_in_one_worker_fails_the_server() -> None:
     """vLLM answers 200, because no worker may raise (see `vllm/weights`)."""
     failures: list[str | None] = [None, "the sender is gone"]
 

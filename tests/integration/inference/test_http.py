@@ -1,4 +1,4 @@
-"""The driver's HTTP client against a server that says exactly what a test wants, byte by byte."""
+"""The driver's HTTP client against a server that sends exactly the bytes of a test."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def test_a_request_is_what_the_caller_gave(server: Server, client: HttpCli
 
 @pytest.mark.parametrize("size", [0, 1, SCRATCH_BYTES - 60, SCRATCH_BYTES, 3 * SCRATCH_BYTES + 1])
 @pytest.mark.parametrize("piece", [7, 4099, 10**9])
-async def test_an_answer_of_any_size_in_any_pieces_is_whole(
+async def test_an_answer_of_any_size_and_chunking_is_complete(
     server: Server, client: HttpClient, size: int, piece: int
 ) -> None:
     body = bytes(i % 251 for i in range(size))
@@ -122,7 +122,7 @@ async def test_an_answer_without_a_length_ends_with_its_connection(server: Serve
     assert (await client.request("GET", "/", None, read))[2] == b"all of it"
 
 
-async def test_connections_are_used_again_one_request_at_a_time(server: Server, client: HttpClient) -> None:
+async def test_connections_are_reused_one_request_at_a_time(server: Server, client: HttpClient) -> None:
     server.pause = 0.02
     await asyncio.gather(*(client.request("GET", f"/{i}", None, read) for i in range(8)))
     assert server.num_connections == 8
@@ -132,7 +132,7 @@ async def test_connections_are_used_again_one_request_at_a_time(server: Server, 
     assert server.num_connections == 8
 
 
-async def test_a_request_of_its_own_connection_leaves_none_behind(server: Server, client: HttpClient) -> None:
+async def test_a_request_with_its_own_connection_leaves_none_open(server: Server, client: HttpClient) -> None:
     await client.request("GET", "/", None, read, keep=False)
     assert b"Connection: close\r\n" in server.requests[0][1]
     await until(lambda: server.num_open == 0)
@@ -140,7 +140,7 @@ async def test_a_request_of_its_own_connection_leaves_none_behind(server: Server
     assert server.num_connections == 2
 
 
-async def test_a_connection_that_the_server_closes_is_not_used_again(server: Server, client: HttpClient) -> None:
+async def test_a_connection_closed_by_the_server_is_not_reused(server: Server, client: HttpClient) -> None:
     server.pieces = lambda connection, _: [plain(b"bye", headers="Connection: close\r\n")]
     await client.request("GET", "/", None, read)
     server.pieces = lambda *_: [plain(b"hello")]
@@ -151,7 +151,7 @@ async def test_a_connection_that_the_server_closes_is_not_used_again(server: Ser
     assert [connection for connection, _ in server.requests] == [0, 1, 2]
 
 
-async def test_a_connection_that_idled_too_long_is_not_used_again(server: Server) -> None:
+async def test_a_connection_that_idled_too_long_is_not_reused(server: Server) -> None:
     client = HttpClient(server.url, {}, keep_alive=0.02)
     await client.request("GET", "/", None, read)
     await asyncio.sleep(0.05)
@@ -170,9 +170,7 @@ async def test_cancelling_closes_the_connection(server: Server, client: HttpClie
     await until(lambda: server.num_open == 0)
 
 
-async def test_what_the_reader_raises_reaches_the_caller_and_the_connection_lives(
-    server: Server, client: HttpClient
-) -> None:
+async def test_reader_errors_reach_the_caller_and_keep_the_connection(server: Server, client: HttpClient) -> None:
     def refuse(status: int, headers: Mapping[str, str], body: memoryview) -> None:
         raise LookupError(f"{status} {bytes(body)!r}")
 
@@ -186,17 +184,17 @@ async def test_what_the_reader_raises_reaches_the_caller_and_the_connection_live
 @pytest.mark.parametrize(
     ("pieces", "complaint"),
     [
-        (None, "closed the connection before the whole answer"),
-        ([b"SSH-2.0-OpenSSH\r\n"], "no HTTP answer"),
-        ([b"HTTP/1.1 abc\r\n\r\n"], "no HTTP answer"),
+        (None, "closed the connection before the answer was complete"),
+        ([b"SSH-2.0-OpenSSH\r\n"], "not an HTTP answer"),
+        ([b"HTTP/1.1 abc\r\n\r\n"], "not an HTTP answer"),
         ([b"HTTP/1.1 200 OK\r\nContent-Length: -3\r\n\r\n"], "-3"),
         ([plain(b"hello") + b"more"], "more than it announced"),
         ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"], "chunk"),
         ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nabcd"], "chunk"),
-        ([b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000], "no HTTP answer"),
+        ([b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000], "not an HTTP answer"),
     ],
 )
-async def test_an_answer_that_is_none_is_a_lost_connection(
+async def test_a_malformed_answer_is_a_lost_connection(
     server: Server, client: HttpClient, pieces: list[bytes] | None, complaint: str
 ) -> None:
     server.pieces = lambda *_: pieces
@@ -211,11 +209,11 @@ async def test_half_an_answer_is_a_lost_connection(server: Server, client: HttpC
         return None
 
     server.pieces = pieces
-    with pytest.raises(ConnectionError, match="before the whole answer"):
+    with pytest.raises(ConnectionError, match="before the answer was complete"):
         await client.request("GET", "/", None, read)
 
 
-async def test_closing_the_client_ends_what_is_under_way(server: Server, client: HttpClient) -> None:
+async def test_closing_the_client_ends_running_requests(server: Server, client: HttpClient) -> None:
     server.pieces = lambda *_: []
     task = asyncio.create_task(client.request("GET", "/", None, read))
     await until(lambda: len(server.requests) == 1)
@@ -233,13 +231,13 @@ async def test_an_absent_server_is_no_connection(server: Server, client: HttpCli
         await client.request("GET", "/", None, read)
 
 
-def test_an_interim_answer_is_passed_over() -> None:
+def test_an_interim_answer_is_skipped() -> None:
     head = parse_head(memoryview(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"))
     assert head is not None
     assert (head.status, head.is_interim, head.size) == (100, True, 25)
 
 
-def test_heads_and_chunks_that_are_not_all_there_are_waited_for() -> None:
+def test_incomplete_heads_and_chunks_are_waited_for() -> None:
     whole = plain(b"")
     assert all(parse_head(memoryview(whole[:i])) is None for i in range(len(whole)))
     chunks = b"5\r\nhello\r\n0\r\n\r\n"

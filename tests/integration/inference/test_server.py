@@ -113,7 +113,7 @@ async def test_killed_engine_is_restarted_and_samples_nothing_until_updated(make
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in old), "end of the old group")
     client = EngineClient(server.url, SECRET)
     request = GenerateRequest("r", [1, 2], 4, 1.0, seed=1)
-    with pytest.raises(Exception, match="has not been given the current weights"):
+    with pytest.raises(Exception, match="has not received the current weights"):
         await client.generate(request)
     await client.pause()
     await client.start_update()
@@ -123,7 +123,7 @@ async def test_killed_engine_is_restarted_and_samples_nothing_until_updated(make
     await client.close()
 
 
-def test_a_killed_server_that_shares_its_gpu_is_started_again_with_the_cache_that_it_had(
+def test_a_killed_server_on_a_shared_gpu_restarts_with_its_cache_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By then the trainer is on the GPU, and vLLM could measure nothing there (`inference.gpu_share`)."""
@@ -151,7 +151,7 @@ def test_a_killed_server_that_shares_its_gpu_is_started_again_with_the_cache_tha
     assert given == [None, int(7.5 * 2**30) - ROUNDING_BYTES]
 
 
-def test_engine_that_keeps_dying_is_given_up(make_server) -> None:
+def test_an_engine_that_keeps_exiting_is_given_up(make_server) -> None:
     server = make_server()
     info = server.start()
     seen: set[int] = set()
@@ -170,7 +170,7 @@ def test_engine_that_keeps_dying_is_given_up(make_server) -> None:
     wait_for(lambda: not any(group_members(pid) for pid in seen), "end of all groups")
 
 
-def test_killed_shim_takes_the_engine_with_it(make_server) -> None:
+def test_a_killed_shim_ends_the_engine(make_server) -> None:
     server = make_server(limits=SupervisionLimits(start_timeout=30, stop_grace=1, max_restarts=0))
     info = server.start()
     os.kill(info.pid, signal.SIGKILL)
@@ -228,7 +228,7 @@ def test_an_engine_that_closed_its_port_and_lingers_is_restarted_at_once(config,
     try:
         server.start()
         wait_for(lambda: server.status().restarts == 1, "a restart")
-        assert "does not listen" in (server.status().error or "")
+        assert "no longer listens" in (server.status().error or "")
     finally:
         server.stop()
 
@@ -250,9 +250,9 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Server).serve_f
 
 @pytest.mark.parametrize(
     ("body", "words"),
-    [("", "HTTP 503: its engine is dead"), ('{"error":{"message":"it hangs","code":503}}', "HTTP 503: it hangs")],
+    [("", "HTTP 503: its engine has exited"), ('{"error":{"message":"it hangs","code":503}}', "HTTP 503: it hangs")],
 )
-def test_what_an_ill_engine_says_of_itself_is_why_it_is_restarted(
+def test_the_engines_own_error_is_the_reason_for_its_restart(
     config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, words: str
 ) -> None:
     monkeypatch.setattr("telescope.inference.server.HEALTH_INTERVAL_SECONDS", 0.1)
@@ -271,14 +271,14 @@ def test_what_an_ill_engine_says_of_itself_is_why_it_is_restarted(
         server.stop()
 
 
-def test_killed_shim_takes_a_command_with_it_that_has_not_got_far_enough_to_watch(tmp_path: Path) -> None:
+def test_a_killed_shim_ends_a_command_that_does_not_watch_yet(tmp_path: Path) -> None:
     process = EngineProcess([sys.executable, "-c", "import time; time.sleep(600)"], {}, tmp_path / "log")
     wait_for(lambda: len(group_members(process.pid)) == 2, "start of the command")
     os.kill(process.pid, signal.SIGKILL)
     wait_for(lambda: group_members(process.pid) == [], "end of the group")
 
 
-def test_failed_start_tells_the_last_lines_and_the_fix_at_once(make_server) -> None:
+def test_a_failed_start_shows_the_last_lines_and_the_fix(make_server) -> None:
     server = make_server(FakeEngineSettings(fail_start="ValueError: No available memory for the cache blocks."))
     started = time.monotonic()
     with pytest.raises(EngineStartError) as failure:
@@ -290,7 +290,7 @@ def test_failed_start_tells_the_last_lines_and_the_fix_at_once(make_server) -> N
     assert server.status().state == "failed"
 
 
-def test_start_that_takes_too_long_is_ended(make_server) -> None:
+def test_a_start_that_takes_too_long_is_ended(make_server) -> None:
     limits = SupervisionLimits(start_timeout=1.0, stop_grace=1.0)
     server = make_server(FakeEngineSettings(start_seconds=60), limits)
     with pytest.raises(EngineStartError, match="inference_start_timeout_seconds"):
@@ -299,7 +299,7 @@ def test_start_that_takes_too_long_is_ended(make_server) -> None:
     assert group_members(server._process.pid) == []
 
 
-def test_a_port_in_use_is_said_before_anything_starts(make_server) -> None:
+def test_a_port_in_use_is_refused_before_anything_starts(make_server) -> None:
     first = make_server()
     first.start()
     second = make_server(port=first.port)
@@ -308,7 +308,7 @@ def test_a_port_in_use_is_said_before_anything_starts(make_server) -> None:
     assert second._process is None
 
 
-def test_a_port_is_taken_from_the_moment_a_server_begins_to_start(make_server) -> None:
+def test_a_port_is_reserved_when_a_server_begins_to_start(make_server) -> None:
     """Long before vLLM binds it: a second run that starts meanwhile must not find out after its own vLLM has loaded."""
     first = make_server(FakeEngineSettings(start_seconds=600))
     starting = threading.Thread(target=pytest.raises, args=(EngineStartError, first.start))
@@ -325,7 +325,7 @@ def test_a_port_is_taken_from_the_moment_a_server_begins_to_start(make_server) -
     assert listen_problem("127.0.0.1", first.port) is None
 
 
-def test_a_server_that_could_not_start_lets_its_port_go(make_server) -> None:
+def test_a_failed_start_releases_the_port(make_server) -> None:
     server = make_server(FakeEngineSettings(fail_start="ValueError: no"))
     with pytest.raises(EngineStartError):
         server.start()
@@ -347,7 +347,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_engine_dies_with_its_parent(tmp_path: Path, how: signal.Signals) -> None:
+def test_the_engine_exits_with_its_parent(tmp_path: Path, how: signal.Signals) -> None:
     port = free_port()
     command = [sys.executable, "-m", "telescope.testing.fake_server", "--port", str(port)]
     command += ["--settings", '{"spawn_child": true}']
@@ -362,7 +362,7 @@ def test_engine_dies_with_its_parent(tmp_path: Path, how: signal.Signals) -> Non
     parent.stdout.close()
 
 
-def test_a_server_reports_its_metrics_while_it_is_ready_and_only_to_those_who_know_the_secret(make_server) -> None:
+def test_a_ready_server_reports_metrics_only_with_the_secret(make_server) -> None:
     server = make_server()
     assert server.metrics_text() is None
     server.start()

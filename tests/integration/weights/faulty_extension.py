@@ -52,9 +52,9 @@ class FaultyWorkerExtension(WeightsWorkerExtension):
         if rank is not None and rank != self.rank:  # type: ignore[attr-defined]
             return
         original = weights.reprocess_tied_layers
-        take_kernels = weights.take_expert_kernels
+        take_kernels = weights.remove_expert_kernels
         if fault == "unpacked":
-            weights.take_expert_kernels = lambda model: []
+            weights.remove_expert_kernels = lambda model: []
         other = name.replace("q_proj", "k_proj").replace("gate_proj", "up_proj").replace(".0.down_proj", ".1.down_proj")
 
         def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -91,7 +91,7 @@ class FaultyWorkerExtension(WeightsWorkerExtension):
                 type(engine).finish_weight_update(engine)
             finally:
                 weights.reprocess_tied_layers = original
-                weights.take_expert_kernels = take_kernels
+                weights.remove_expert_kernels = take_kernels
                 del engine._load, engine.finish_weight_update
                 if engine.shadows is not None:
                     vars(engine.shadows).pop("load")

@@ -31,7 +31,7 @@ def test_an_engine_killed_in_the_middle_of_a_sync_leaves_no_request_waiting_and_
         assert isinstance(failure, InfrastructureError)
         with pytest.raises(InfrastructureError):
             server.run(asking)
-        with pytest.raises(InfrastructureError, match="has died"):
+        with pytest.raises(InfrastructureError, match="has exited"):
             server.run(held[0])
         assert time.monotonic() - started < 30  # an update may take 60, and a request half an hour
         while server.process.poll() is None:

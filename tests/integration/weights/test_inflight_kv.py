@@ -18,7 +18,7 @@ from tests.integration.weights.vllm_server import (
 )
 from transformers import Qwen2ForCausalLM
 
-from telescope.inference.vllm.output_batching import HELD_TOKENS
+from telescope.inference.vllm.output_batching import BATCH_TOKENS
 from telescope.rollout.types import GenerateRequest, Generation
 
 pytestmark = pytest.mark.e2e
@@ -106,7 +106,7 @@ def test_with_keep_later_tokens_are_sampled_over_what_the_old_weights_made_of_th
 
 def test_tokens_of_whole_answers_leave_the_engine_some_at_a_time_and_those_of_others_one_by_one(server: Server) -> None:
     """vLLM measures the time between two messages with tokens of a request, and to the first token by the first."""
-    num_tokens = 3 * HELD_TOKENS + 1
+    num_tokens = 3 * BATCH_TOKENS + 1
     after_first, between = "vllm:time_to_first_token_seconds_count", "vllm:inter_token_latency_seconds_count"
 
     async def messages_of(request: Coroutine[Any, Any, object]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The secret stands in front of everything."""
+"""The secret protects every route."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers as arrays: the same tokens, logprobs and versions as in vLLM's JSON, and JSON wherever that cannot be."""
+"""Binary responses have the same tokens, logprobs and versions as vLLM's JSON, with JSON as the fallback."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ async def test_recorded_answers_arrive_as_they_were(version: str, name: str, cut
     assert len(packed) < len(body) / 3
 
 
-async def test_callers_who_do_not_ask_get_json() -> None:
+async def test_clients_that_do_not_accept_arrays_get_json() -> None:
     body, spans = recorded("0.32", "stop")
     for headers in ([], [(b"accept", b"application/json")]):
         assert (await through_middleware([body], headers=headers, spans=spans))[2] == body
     assert (await through_middleware([body], spans=spans, path="/v1/completions"))[2] == body
 
 
-async def test_errors_and_answers_that_cannot_be_read_pass_through() -> None:
+async def test_errors_and_unreadable_answers_pass_through() -> None:
     error, _ = recorded("0.32", "server_error")
     assert (await through_middleware([error], status=500))[::2] == (500, error)
     status, headers, body = await through_middleware([b'{"choices"', b": []}"])
@@ -82,12 +82,12 @@ async def test_errors_and_answers_that_cannot_be_read_pass_through() -> None:
 
 
 @given(st.binary(max_size=60))
-def test_bytes_that_are_no_packed_answer_are_refused(data: bytes) -> None:
-    with pytest.raises(InfrastructureError, match=r"no packed generation|not numbers"):
+def test_bytes_that_are_not_a_binary_response_are_refused(data: bytes) -> None:
+    with pytest.raises(InfrastructureError, match=r"not a binary response|NaN logprobs"):
         wire.unpack_answer(data)
 
 
-def test_an_unpacked_answer_outlives_the_buffer_that_it_came_in() -> None:
+def test_an_unpacked_answer_outlives_its_receive_buffer() -> None:
     labelled = wire.LabelledAnswer(
         np.array([7, 8], np.int32), np.array([-0.5, -1.5], np.float32), "stop", [("default", 0)]
     )
@@ -99,9 +99,9 @@ def test_an_unpacked_answer_outlives_the_buffer_that_it_came_in() -> None:
     assert answer.label_starts == [("default", 0)]
 
 
-def test_logprobs_that_are_no_numbers_are_a_failure_of_the_server() -> None:
+def test_nan_logprobs_are_a_failure_of_the_server() -> None:
     broken = wire.LabelledAnswer(np.array([7, 8], np.int32), np.array([-0.5, np.nan], np.float32), "stop", [])
-    with pytest.raises(InfrastructureError, match="not numbers"):
+    with pytest.raises(InfrastructureError, match="NaN logprobs"):
         wire.unpack_answer(wire.pack_answer(broken))
 
 
@@ -158,7 +158,7 @@ async def from_engine(engine: Engine, *, output_kind: int = wire.FINAL_ONLY, hea
 
 
 @given(st.lists(st.tuples(st.integers(0, 150_000), st.floats(-30, 0, width=32)), max_size=40))
-async def test_ids_and_logprobs_go_past_the_json_bit_for_bit(sampled: list[tuple[int, float]]) -> None:
+async def test_ids_and_logprobs_bypass_the_json_bit_for_bit(sampled: list[tuple[int, float]]) -> None:
     ids, logprobs = [i for i, _ in sampled], [p for _, p in sampled]
     engine = Engine(engine_output(ids, logprobs))
     answer = wire.unpack_answer(await from_engine(engine))
@@ -168,31 +168,31 @@ async def test_ids_and_logprobs_go_past_the_json_bit_for_bit(sampled: list[tuple
     assert engine.closed
 
 
-async def test_vllm_writes_no_tokens_of_an_answer_that_goes_as_arrays() -> None:
+async def test_vllm_writes_no_json_tokens_for_binary_responses() -> None:
     output = engine_output([4, 5], [-1.0, -2.0])
     await from_engine(Engine(output))
     assert (output.outputs[0].token_ids, output.outputs[0].logprobs) == ([], [])
 
 
-async def test_who_wants_json_gets_the_tokens_in_it_whoever_asked_before() -> None:
+async def test_a_json_client_gets_tokens_after_a_binary_client() -> None:
     engine = Engine(engine_output([4, 5], [-1.0, -2.0]))
     body = json.loads(await from_engine(engine, headers=[]))
     assert body["choices"][0]["token_ids"] == [4, 5]
 
 
 @pytest.mark.parametrize("kind", [0, 1])
-async def test_an_answer_that_comes_in_pieces_is_left_to_vllm(kind: int) -> None:
+async def test_a_streamed_answer_is_left_to_vllm(kind: int) -> None:
     output = engine_output([4, 5], [-1.0, -2.0])
     await from_engine(Engine(engine_output([4], [-1.0], finished=False), output), output_kind=kind)
     assert output.outputs[0].token_ids == [4, 5]
 
 
-async def test_an_answer_with_fewer_logprobs_than_tokens_is_not_made_whole() -> None:
+async def test_an_answer_with_missing_logprobs_is_not_packed() -> None:
     body = await from_engine(Engine(engine_output([4, 5], [-1.0])))
     assert json.loads(body)["choices"][0]["token_ids"] == [4, 5], "the driver says what is wrong with it"
 
 
-async def test_a_logprob_that_is_no_number_is_an_error_of_the_server() -> None:
+async def test_a_nan_logprob_is_an_error_of_the_server() -> None:
     body = await from_engine(Engine(engine_output([4], [float("nan")])))
-    with pytest.raises(InfrastructureError, match="not numbers"):
+    with pytest.raises(InfrastructureError, match="NaN logprobs"):
         wire.unpack_answer(body)

@@ -1,4 +1,4 @@
-"""Parsers of the OpenAI-compatible API are asked for by name, and only when a configuration names one."""
+"""Chat parsers are checked only when a configuration names one."""
 
 from __future__ import annotations
 
@@ -53,13 +53,15 @@ def test_a_refusal_names_field_value_nearest_name_and_all_names(answer: dict[str
     assert second == "vllm_reasoning_parser is 'hermes', which the installed vLLM does not have. It has: qwen3"
 
 
-def test_a_vllm_that_cannot_be_asked_is_said(answer: dict[str, Any]) -> None:
+def test_a_vllm_that_cannot_list_its_parsers_is_an_error(answer: dict[str, Any]) -> None:
     answer |= {"returncode": 1, "stderr": "ModuleNotFoundError: No module named 'vllm.tool_parsers'"}
-    with pytest.raises(ConfigError, match=r"vllm_tool_call_parser: vLLM could not be asked(.|\n)*No module named"):
+    with pytest.raises(
+        ConfigError, match=r"vllm_tool_call_parser: vLLM could not list its parsers(.|\n)*No module named"
+    ):
         check_chat_parsers(config(vllm_tool_call_parser="hermes"))
 
 
 def test_a_vllm_that_hangs_has_a_deadline(answer: dict[str, Any]) -> None:
     answer["hangs"] = True
-    with pytest.raises(ConfigError, match=r"vllm_reasoning_parser: vLLM did not say within 300 s"):
+    with pytest.raises(ConfigError, match=r"vllm_reasoning_parser: vLLM did not list its parsers within 300 s"):
         check_chat_parsers(config(vllm_reasoning_parser="qwen3"))

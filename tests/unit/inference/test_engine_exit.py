@@ -1,4 +1,4 @@
-"""Requests that wait for an engine that has died are answered; nothing else is touched."""
+"""Requests that wait for an engine that has exited are answered; nothing else is touched."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from telescope.inference.vllm import engine_health
-from telescope.inference.vllm.engine_health import EngineDeathMiddleware
+from telescope.inference.vllm.engine_health import EngineExitMiddleware
 
 
 class Server:
@@ -20,7 +20,7 @@ class Server:
         self.may_answer = asyncio.Event()
         self.num_cancelled = 0
         self._begins = begins
-        self._middleware = EngineDeathMiddleware(self._app)
+        self._middleware = EngineExitMiddleware(self._app)
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -58,7 +58,7 @@ async def ended(requests: list[asyncio.Task[Any]]) -> None:
     assert not waiting
 
 
-async def test_requests_that_wait_for_a_dead_engine_are_answered_and_their_handlers_ended() -> None:
+async def test_requests_waiting_for_an_exited_engine_are_answered() -> None:
     server = Server()
     requests = [asyncio.create_task(server.request()) for _ in range(3)]
     await asyncio.sleep(0.05)
@@ -67,12 +67,12 @@ async def test_requests_that_wait_for_a_dead_engine_are_answered_and_their_handl
     await ended(requests)
     for start, body in (request.result() for request in requests):
         assert start["status"] == 503
-        assert b"has died" in body["body"]
+        assert b"has exited" in body["body"]
         assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
     assert server.num_cancelled == 3
 
 
-async def test_a_request_that_comes_after_the_death_is_ended_too() -> None:
+async def test_a_request_after_the_exit_is_ended_too() -> None:
     server = Server()
     server.engine.errored = True
     for _ in range(2):
@@ -81,7 +81,7 @@ async def test_a_request_that_comes_after_the_death_is_ended_too() -> None:
         assert request.result()[0]["status"] == 503
 
 
-async def test_what_the_server_says_itself_of_a_dead_engine_is_what_the_caller_gets(
+async def test_the_servers_own_error_reaches_the_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engine_health, "GRACE_SECONDS", 30.0)
@@ -113,7 +113,7 @@ async def test_a_request_that_the_caller_gives_up_is_cancelled_and_not_answered(
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_requests_of_a_living_engine_are_left_alone(method: str) -> None:
+async def test_requests_of_a_running_engine_are_left_alone(method: str) -> None:
     server = Server()
     request = asyncio.create_task(server.request(method))
     await asyncio.sleep(0.2)
@@ -122,7 +122,7 @@ async def test_requests_of_a_living_engine_are_left_alone(method: str) -> None:
     assert (await request)[0]["status"] == 200
 
 
-async def test_a_request_that_only_reads_is_ended_too_since_some_ask_the_engine() -> None:
+async def test_a_get_request_is_ended_too() -> None:
     server = Server()
     request = asyncio.create_task(server.request("GET"))
     await asyncio.sleep(0.05)
@@ -131,7 +131,7 @@ async def test_a_request_that_only_reads_is_ended_too_since_some_ask_the_engine(
     assert request.result()[0]["status"] == 503
 
 
-async def test_a_request_that_comes_in_the_grace_of_others_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_during_the_grace_period_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_health, "GRACE_SECONDS", 0.5)
     server = Server()
     server.engine.errored = True
@@ -145,7 +145,7 @@ async def test_a_request_that_comes_in_the_grace_of_others_has_its_own(monkeypat
     assert second.result()[0]["status"] == 503
 
 
-async def test_a_server_that_gives_up_a_request_that_is_being_ended_is_obeyed() -> None:
+async def test_a_server_may_cancel_a_request_that_is_being_ended() -> None:
     server = Server()
     server.engine.errored = True
     request = asyncio.create_task(server.request())
@@ -157,7 +157,7 @@ async def test_a_server_that_gives_up_a_request_that_is_being_ended_is_obeyed() 
         await request
 
 
-async def test_an_engine_that_does_not_say_whether_it_is_dead_fails_the_request() -> None:
+async def test_an_engine_without_an_errored_attribute_fails_the_request() -> None:
     server = Server()
     del server.engine.errored
     with pytest.raises(AttributeError, match="errored"):

@@ -1,4 +1,4 @@
-"""An engine that lives and does nothing is told from one that is slow, paused, or taking weights."""
+"""A hanging engine is distinguished from one that is slow, paused, or updating weights."""
 
 from __future__ import annotations
 
@@ -66,22 +66,22 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     return Server()
 
 
-async def test_an_engine_that_answers_is_healthy_for_as_long_as_it_does(server: Server) -> None:
+async def test_an_engine_that_answers_stays_healthy(server: Server) -> None:
     assert await server.is_healthy_for(10 * STEP)
 
 
-async def test_an_engine_that_stops_answering_is_unhealthy_after_the_limit_and_not_before(server: Server) -> None:
+async def test_a_silent_engine_is_unhealthy_after_the_limit_but_not_before(server: Server) -> None:
     assert await server.is_healthy_for(STEP)
     server.loops.clear()
     assert await server.is_healthy_for(STEP)
     assert not await server.is_healthy_for(3 * 2.0)
     status, body = await server.request("/health")
     assert status == 503
-    assert b"lives, but has not answered for" in body
+    assert b"is running but has not responded for" in body
     assert b"inference_hang_timeout_seconds" in body
 
 
-async def test_a_step_that_takes_long_but_ends_is_nothing(server: Server) -> None:
+async def test_a_slow_step_that_ends_is_healthy(server: Server) -> None:
     for _ in range(5):
         server.loops.clear()
         assert await server.is_healthy_for(0.9 * STEP)
@@ -89,7 +89,7 @@ async def test_a_step_that_takes_long_but_ends_is_nothing(server: Server) -> Non
         assert await server.is_healthy_for(4)
 
 
-async def test_a_weight_update_keeps_the_engine_for_longer_than_a_step_may(server: Server) -> None:
+async def test_a_weight_update_may_take_longer_than_a_step(server: Server) -> None:
     server.loops.clear()
     update = asyncio.create_task(server.request("/update_weights"))
     await asyncio.sleep(0)
@@ -100,7 +100,7 @@ async def test_a_weight_update_keeps_the_engine_for_longer_than_a_step_may(serve
     assert not await server.is_healthy_for(STEP)
 
 
-async def test_a_weight_update_of_an_engine_that_hangs_does_not_hide_it_for_ever(server: Server) -> None:
+async def test_a_weight_update_does_not_hide_a_hang_indefinitely(server: Server) -> None:
     server.loops.clear()
     update = asyncio.create_task(server.request("/update_weights"))
     await asyncio.sleep(0)
@@ -109,7 +109,7 @@ async def test_a_weight_update_of_an_engine_that_hangs_does_not_hide_it_for_ever
     update.cancel()
 
 
-async def test_an_update_that_begins_after_the_hang_gives_it_no_more_time(server: Server) -> None:
+async def test_an_update_after_the_hang_does_not_extend_the_limit(server: Server) -> None:
     """The engine takes things in their order: what comes later is not what it is busy with."""
     server.loops.clear()
     assert await server.is_healthy_for(4)
@@ -119,7 +119,7 @@ async def test_an_update_that_begins_after_the_hang_gives_it_no_more_time(server
     update.cancel()
 
 
-async def test_calls_that_come_and_go_without_reaching_the_engine_do_not_hide_that_it_hangs(server: Server) -> None:
+async def test_calls_that_never_reach_the_engine_do_not_hide_a_hang(server: Server) -> None:
     server.loops.clear()
     server.call_may_end.set()
     assert await server.is_healthy_for(4)
@@ -135,13 +135,13 @@ async def test_time_in_which_the_server_itself_was_stopped_does_not_count(server
     assert await server.is_healthy_for(100 * STEP, every=100 * STEP)
 
 
-async def test_the_engine_is_asked_one_thing_at_a_time(server: Server) -> None:
+async def test_only_one_query_is_pending(server: Server) -> None:
     server.loops.clear()
     assert await server.is_healthy_for(STEP / 2)
     assert server.num_asked == 1
 
 
-async def test_a_question_that_fails_is_asked_again_and_vllms_own_answer_is_given(server: Server) -> None:
+async def test_a_failed_query_is_repeated_and_vllm_answers(server: Server) -> None:
     async def fail() -> bool:
         server.num_asked += 1
         raise RuntimeError("the engine is dead")

@@ -13,7 +13,7 @@ from telescope.inference.vllm.step_meter import StepReading, metrics_text
 ANSWER = (Path(__file__).parent / "metrics" / "0.32.txt").read_text()
 
 
-def test_gauges_and_counters_keep_vllm_s_names_and_the_labels_that_tell_them_apart():
+def test_gauges_and_counters_keep_names_and_distinguishing_labels():
     found = {(reading.name, reading.labels): reading.value for reading in parse(ANSWER, 5.0)}
     assert found["vllm:num_requests_running", ()] == 0.0
     assert found["vllm:kv_cache_usage_perc", ()] == 0.0
@@ -34,7 +34,7 @@ def test_a_histogram_is_its_sum_its_count_and_its_cumulative_buckets():
     assert sorted(value for _, value in buckets) == [value for _, value in buckets]
 
 
-def test_what_is_not_vllm_s_own_and_what_is_no_measurement_is_left_out():
+def test_other_metrics_and_non_measurements_are_left_out():
     names = {reading.name for reading in parse(ANSWER, 0.0)}
     assert all(name.startswith("vllm:") for name in names)
     assert not any(name.endswith(("_created", "_info")) for name in names)
@@ -47,7 +47,7 @@ def test_the_steps_that_the_meter_counts_are_read_too():
     assert found["telescope:engine_steps_total"] == 3
 
 
-def test_buckets_are_read_now_and_then(monkeypatch: pytest.MonkeyPatch):
+def test_buckets_are_read_at_intervals(monkeypatch: pytest.MonkeyPatch):
     clock = [100.0]
     monkeypatch.setattr(engine_metrics.time, "monotonic", lambda: clock[0])
     read = metrics_reader(lambda: ANSWER)
@@ -64,5 +64,5 @@ def test_buckets_are_read_now_and_then(monkeypatch: pytest.MonkeyPatch):
     assert found == [True, *[False] * 9, True, False]
 
 
-def test_a_server_that_is_not_there_is_no_reading_and_no_failure():
+def test_an_absent_server_gives_no_reading_and_no_failure():
     assert metrics_reader(lambda: None)() == []

@@ -1,4 +1,4 @@
-"""The pretend engine keeps its promises, or tests that lean on it prove nothing."""
+"""The fake engine behaves as documented; other tests depend on it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_only_max_running_run_and_the_lowest_priority_value_goes_first() -
 
 @given(st.lists(st.sampled_from(["submit", "abort", "pause", "resume", "update", "wait"]), max_size=40))
 @settings(max_examples=40, deadline=None)
-def test_no_order_of_events_loses_a_request_or_a_place(events: list[str]) -> None:
+def test_no_order_of_events_loses_a_request_or_a_slot(events: list[str]) -> None:
     async def play() -> None:
         engine = FakeEngine(FakeEngineSettings(mean_tokens=20, tokens_per_second=5_000, max_running=3))
         requests: list[FakeRequest] = []

@@ -1,6 +1,4 @@
-"""What a server on a shared GPU asks for, alone and beside a trainer that holds its part.
-
-`starts` is what vLLM 0.26 and 0.32 compute (`request_memory`), on numbers."""
+"""Memory flags of a server on a shared GPU, alone and beside a trainer."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ shares = st.integers(30, 85).map(lambda percent: percent / 100)
 
 
 @given(memories, shares, st.integers(0, 8))
-def test_a_restart_finds_its_share_beside_a_trainer_that_holds_all_it_may(memory: int, share: float, shadows: int):
+def test_a_restart_fits_beside_a_trainer_at_its_limit(memory: int, share: float, shadows: int):
     config = config_of(gpu_memory_utilization=share)
     beside = trainer_share(config, memory) + CUDA_CONTEXT_BYTES
     free = memory - beside - CUDA_CONTEXT_BYTES
@@ -53,7 +51,7 @@ def test_a_restart_finds_its_share_beside_a_trainer_that_holds_all_it_may(memory
 
 
 @given(memories, shares)
-def test_without_the_size_of_its_cache_a_restart_would_be_refused_or_left_without_a_context(memory: int, share: float):
+def test_a_restart_without_its_cache_size_would_fail(memory: int, share: float):
     """A trainer that held the whole rest, as it could before, and a restart with the flags of the first start."""
     first = arguments_of(config_of(gpu_memory_utilization=share), memory, 0, None)
     assert starts(memory, memory - CUDA_CONTEXT_BYTES, first["--gpu-memory-utilization"])
@@ -61,7 +59,7 @@ def test_without_the_size_of_its_cache_a_restart_would_be_refused_or_left_withou
     assert not starts(memory, memory - rest - 2 * CUDA_CONTEXT_BYTES, first["--gpu-memory-utilization"])
 
 
-def test_the_first_start_measures_and_a_restart_is_told():
+def test_only_a_restart_gets_the_cache_size():
     config = config_of(gpu_memory_utilization=0.5)
     assert arguments_of(config, 80 * GIB, 0, None) == {"--gpu-memory-utilization": "0.5"}
     assert arguments_of(config, 80 * GIB, 8 * GIB, None) == {"--gpu-memory-utilization": "0.4"}
@@ -71,7 +69,7 @@ def test_the_first_start_measures_and_a_restart_is_told():
 
 
 @pytest.mark.parametrize("version_before", [[], ["Available KV cache memory: 9.00 GiB"]])
-def test_the_size_is_the_last_that_the_log_says_rounded_down(version_before: list[str]):
+def test_the_cache_size_is_the_logs_last_rounded_down(version_before: list[str]):
     size = measured_kv_cache([*version_before, *LOG])
     assert size is not None
     assert 23.45 * GIB < size <= 23.455 * GIB + 1
@@ -79,14 +77,14 @@ def test_the_size_is_the_last_that_the_log_says_rounded_down(version_before: lis
     assert measured_kv_cache(["Available KV cache memory: 0.00 GiB"]) is None
 
 
-def test_a_log_that_does_not_say_it_leaves_the_estimate():
+def test_a_log_without_the_size_falls_back_to_the_estimate():
     estimate = EngineMemory(1, 0, 5 * GIB, 1, 1, 1, 1)
     assert kv_cache_of_a_restart(["no such line"], estimate) == 5 * GIB
     assert kv_cache_of_a_restart(LOG, estimate) == measured_kv_cache(LOG)
     assert kv_cache_of_a_restart(["no such line"], None) is None
 
 
-def test_the_trainers_part_is_the_rest_less_the_contexts_of_both():
+def test_the_trainers_share_is_the_rest_minus_both_contexts():
     config = config_of(gpu_memory_utilization=0.4)
     assert trainer_share(config, 80 * GIB) == 48 * GIB - 2 * CUDA_CONTEXT_BYTES
     assert trainer_share(config, GIB) == 0

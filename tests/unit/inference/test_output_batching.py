@@ -1,4 +1,4 @@
-"""Tokens that an engine hands out some at a time: all of them arrive, in order, and what must not wait does not."""
+"""Batched tokens all arrive in order, and outputs that must not wait are sent at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.inference.vllm.output_batching import OutputBatcher, is_plain
+from telescope.inference.vllm.output_batching import OutputBatcher, carries_tokens_only
 
 CLIENT = 0
 
@@ -51,15 +51,15 @@ def output(request_id: str, tokens: list[int], **fields: Any) -> Output:
     return Output(request_id, tokens, logprobs_of(tokens), **fields)
 
 
-def sent(gatherer: OutputBatcher, *outputs: Output, may_hold: bool = True, client: int = CLIENT) -> list[Output]:
+def sent(batcher: OutputBatcher, *outputs: Output, may_wait: bool = True, client: int = CLIENT) -> list[Output]:
     messages = {client: Message(list(outputs))}
-    gatherer.gather(messages, lambda _: may_hold)
+    batcher.buffer(messages, lambda _: may_wait)
     return list(messages[client].outputs)
 
 
-def released(gatherer: OutputBatcher, *outputs: Output) -> dict[int, list[Output]]:
+def released(batcher: OutputBatcher, *outputs: Output) -> dict[int, list[Output]]:
     messages = {CLIENT: Message(list(outputs))} if outputs else {}
-    gatherer.release(messages, Message)
+    batcher.release(messages, Message)
     return {client: list(message.outputs) for client, message in messages.items()}
 
 
@@ -76,10 +76,8 @@ EVENTS = st.lists(
 
 
 @given(EVENTS, st.integers(1, 20))
-def test_whatever_happens_every_token_arrives_once_in_order_with_its_own_logprob(
-    events: list[Event], most: int
-) -> None:
-    gatherer = OutputBatcher(most)
+def test_every_token_arrives_once_in_order_with_its_logprob(events: list[Event], most: int) -> None:
+    batcher = OutputBatcher(most)
     made: dict[str, list[int]] = {}
     arrived: dict[str, list[int]] = {}
     number = 0
@@ -89,14 +87,14 @@ def test_whatever_happens_every_token_arrives_once_in_order_with_its_own_logprob
         tokens = list(range(number, number + count))
         number += count
         if kind == "release":
-            came = [out for outputs in released(gatherer).values() for out in outputs]
-            assert gatherer.num_held == 0
+            came = [out for outputs in released(batcher).values() for out in outputs]
+            assert batcher.num_buffered == 0
         else:
             made.setdefault(request, []).extend(tokens)
             fields: dict[str, Any] = {"other": {"prefill_stats": object()}, "finish": {"finish_reason": 1}}.get(
                 kind, {}
             )
-            came = sent(gatherer, output(request, tokens, **fields))
+            came = sent(batcher, output(request, tokens, **fields))
             if kind != "step":
                 assert came, "an output that must not wait has waited"
             generation += kind == "finish"
@@ -106,58 +104,58 @@ def test_whatever_happens_every_token_arrives_once_in_order_with_its_own_logprob
             assert out.new_logprobs.logprob_token_ids[:, 0].tolist() == out.new_token_ids
             assert out.new_logprobs.logprobs[:, 0].tolist() == [-token / 10 for token in out.new_token_ids]
             assert out.new_logprobs.sampled_token_ranks.tolist() == [token % 7 for token in out.new_token_ids]
-    for outputs in released(gatherer).values():
+    for outputs in released(batcher).values():
         for out in outputs:
             arrived.setdefault(out.request_id, []).extend(out.new_token_ids)
     assert arrived == made
 
 
-def test_tokens_go_out_when_there_are_enough_of_them() -> None:
-    gatherer = OutputBatcher(3)
-    assert sent(gatherer, output("a", [1])) == []
-    assert sent(gatherer, output("a", [2])) == []
-    (out,) = sent(gatherer, output("a", [3]))
+def test_a_full_batch_of_tokens_is_sent() -> None:
+    batcher = OutputBatcher(3)
+    assert sent(batcher, output("a", [1])) == []
+    assert sent(batcher, output("a", [2])) == []
+    (out,) = sent(batcher, output("a", [3]))
     assert out.new_token_ids == [1, 2, 3]
-    assert gatherer.num_held == 0
+    assert batcher.num_buffered == 0
 
 
-def test_what_finishes_a_request_takes_with_it_what_was_held_and_keeps_its_reason() -> None:
-    gatherer = OutputBatcher(16)
-    sent(gatherer, output("a", [1]), output("b", [7]))
-    (out,) = sent(gatherer, output("a", [2], finish_reason=1, stop_reason=2))
+def test_a_finishing_output_carries_the_buffered_tokens_and_its_reason() -> None:
+    batcher = OutputBatcher(16)
+    sent(batcher, output("a", [1]), output("b", [7]))
+    (out,) = sent(batcher, output("a", [2], finish_reason=1, stop_reason=2))
     assert (out.new_token_ids, out.finish_reason, out.stop_reason) == ([1, 2], 1, 2)
-    assert gatherer.num_held == 1
+    assert batcher.num_buffered == 1
 
 
 def test_a_request_that_may_not_wait_gets_every_token_at_once() -> None:
-    gatherer = OutputBatcher(16)
-    assert [out.new_token_ids for out in sent(gatherer, output("a", [1]), may_hold=False)] == [[1]]
-    assert [out.new_token_ids for out in sent(gatherer, output("a", [2]), may_hold=False)] == [[2]]
-    assert gatherer.num_held == 0
+    batcher = OutputBatcher(16)
+    assert [out.new_token_ids for out in sent(batcher, output("a", [1]), may_wait=False)] == [[1]]
+    assert [out.new_token_ids for out in sent(batcher, output("a", [2]), may_wait=False)] == [[2]]
+    assert batcher.num_buffered == 0
 
 
-def test_a_release_puts_held_tokens_before_those_of_its_own_step_and_names_each_client() -> None:
-    gatherer = OutputBatcher(16)
-    sent(gatherer, output("a", [1]), output("b", [5]))
-    sent(gatherer, output("c", [9]), client=4)
-    came = released(gatherer, output("a", [2]))
+def test_a_release_sends_buffered_tokens_first_to_each_client() -> None:
+    batcher = OutputBatcher(16)
+    sent(batcher, output("a", [1]), output("b", [5]))
+    sent(batcher, output("c", [9]), client=4)
+    came = released(batcher, output("a", [2]))
     assert {client: [(out.request_id, out.new_token_ids) for out in outputs] for client, outputs in came.items()} == {
         CLIENT: [("a", [1, 2]), ("b", [5])],
         4: [("c", [9])],
     }
 
 
-def test_a_request_that_was_ended_from_outside_is_forgotten_and_others_are_not() -> None:
-    gatherer = OutputBatcher(16)
-    sent(gatherer, output("a", [1]), output("b", [2]))
-    gatherer.forget(lambda request_id: request_id == "a")
-    assert [out.request_id for outputs in released(gatherer).values() for out in outputs] == ["b"]
+def test_only_an_aborted_request_is_dropped() -> None:
+    batcher = OutputBatcher(16)
+    sent(batcher, output("a", [1]), output("b", [2]))
+    batcher.forget(lambda request_id: request_id == "a")
+    assert [out.request_id for outputs in released(batcher).values() for out in outputs] == ["b"]
 
 
-def test_outputs_without_logprobs_are_gathered_too() -> None:
-    gatherer = OutputBatcher(2)
-    sent(gatherer, Output("a", [1]))
-    (out,) = sent(gatherer, Output("a", [2]))
+def test_outputs_without_logprobs_are_buffered_too() -> None:
+    batcher = OutputBatcher(2)
+    sent(batcher, Output("a", [1]))
+    (out,) = sent(batcher, Output("a", [2]))
     assert (out.new_token_ids, out.new_logprobs) == ([1, 2], None)
 
 
@@ -166,8 +164,8 @@ def test_outputs_without_logprobs_are_gathered_too() -> None:
     [{"finish_reason": 0}, {"prefill_stats": object()}, {"num_nans_in_logits": 3}],
     ids=lambda f: next(iter(f)),
 )
-def test_an_output_that_carries_anything_but_tokens_is_not_plain(fields: dict[str, Any]) -> None:
-    assert is_plain(output("a", [1]))
-    assert is_plain(output("a", [1], trace_headers={"traceparent": "00-1"}))
-    assert not is_plain(output("a", [1], **fields))
-    assert not is_plain(Output("a", []))
+def test_an_output_with_other_fields_is_not_buffered(fields: dict[str, Any]) -> None:
+    assert carries_tokens_only(output("a", [1]))
+    assert carries_tokens_only(output("a", [1], trace_headers={"traceparent": "00-1"}))
+    assert not carries_tokens_only(output("a", [1], **fields))
+    assert not carries_tokens_only(Output("a", []))

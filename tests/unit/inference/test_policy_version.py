@@ -1,4 +1,4 @@
-"""Salts, holding and spans, against a plain ASGI application and no clock."""
+"""Salts, waiting and spans, against a simple ASGI application without a clock."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_every_route_that_samples_is_salted_and_the_callers_salt_is_replac
     assert first != second
 
 
-async def test_a_salt_never_comes_back_even_when_a_version_does() -> None:
+async def test_a_salt_never_repeats_even_when_a_version_does() -> None:
     caller = Caller(Engine())
     for version in (1, 2, 1, 1):
         await caller.generate()
@@ -120,7 +120,7 @@ async def test_a_failed_update_changes_the_salt_too() -> None:
     assert len(set(caller.engine.salts)) == 2
 
 
-async def test_a_request_during_the_pause_waits_and_is_of_the_new_version() -> None:
+async def test_a_request_during_a_pause_waits_for_the_new_version() -> None:
     caller = Caller(Engine())
     await caller.post(wire.PAUSE_ROUTE)
     waiting = asyncio.create_task(caller.generate())
@@ -134,7 +134,7 @@ async def test_a_request_during_the_pause_waits_and_is_of_the_new_version() -> N
     assert caller.engine.salts == [caller.middleware.salt]
 
 
-async def test_a_second_pause_right_after_resume_holds_the_request_again_or_admits_it_before() -> None:
+async def test_a_second_pause_after_resume_admits_or_delays_the_request() -> None:
     caller = Caller(Engine())
     await caller.post(wire.PAUSE_ROUTE)
     waiting = asyncio.create_task(caller.generate())
@@ -150,7 +150,7 @@ async def test_a_second_pause_right_after_resume_holds_the_request_again_or_admi
     assert len(caller.engine.salts) == 1
 
 
-async def test_aborting_a_held_request_answers_it_and_never_admits_it() -> None:
+async def test_aborting_a_waiting_request_answers_it_without_admitting_it() -> None:
     caller = Caller(Engine())
     await caller.post(wire.PAUSE_ROUTE)
     waiting = asyncio.create_task(caller.generate("gone"))
@@ -165,7 +165,7 @@ async def test_aborting_a_held_request_answers_it_and_never_admits_it() -> None:
     assert wire.ABORT_ROUTE in [path for path, _ in caller.engine.seen]
 
 
-async def test_a_caller_that_leaves_while_held_is_forgotten() -> None:
+async def test_a_caller_that_disconnects_while_waiting_is_dropped() -> None:
     caller = Caller(Engine())
     await caller.post(wire.PAUSE_ROUTE)
     leave = asyncio.Event()
@@ -179,7 +179,7 @@ async def test_a_caller_that_leaves_while_held_is_forgotten() -> None:
     assert caller.engine.salts == []
 
 
-async def test_a_failed_pause_lets_requests_go_on() -> None:
+async def test_requests_continue_after_a_failed_pause() -> None:
     caller = Caller(Engine())
     caller.engine.status = 500
     await caller.post(wire.PAUSE_ROUTE)

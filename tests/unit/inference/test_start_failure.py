@@ -1,10 +1,10 @@
-"""What a person is told of a server that did not start: few lines, of which the first says what to do."""
+"""The message of a failed start: few lines, the fix first."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from telescope.inference.start_report import NUM_LINES, start_failure, telling_lines
+from telescope.inference.start_report import NUM_LINES, error_lines, start_failure
 
 LOG = Path("/runs/demo/logs/inference-0.log")
 BANNER = "(APIServer pid=28802) INFO 11-21 18:36:17 [api_utils.py:347]   \u2588\u2584\u2588\u2580 version 0.32.0\r"
@@ -21,7 +21,7 @@ OSError: [Errno 98] Address already in use
 telescope: engine process 28802 ended with code 1""".splitlines()
 
 
-def test_a_traceback_of_vllm_becomes_its_last_words() -> None:
+def test_a_traceback_is_reduced_to_its_error() -> None:
     message = start_failure(
         "inference server 0 (http://127.0.0.1:8100)",
         "ended with exit code 1",
@@ -32,13 +32,13 @@ def test_a_traceback_of_vllm_becomes_its_last_words() -> None:
     assert message.splitlines() == [
         "inference server 0 (http://127.0.0.1:8100) ended with exit code 1. Likely fix: the port is in use: change "
         "inference_base_port",
-        "Its log says:",
+        "Its log:",
         "  OSError: [Errno 98] Address already in use",
         f"Log: {LOG}",
     ]
 
 
-def test_the_cause_in_another_process_of_the_engine_is_told_before_what_followed_from_it() -> None:
+def test_the_cause_comes_before_the_errors_that_follow() -> None:
     core, api = "(EngineCore pid=7) ERROR 11-21 18:36:17 [core.py:1130] ", "(APIServer pid=8) "
     log = [
         f"{core}EngineCore failed to start.",
@@ -51,21 +51,21 @@ def test_the_cause_in_another_process_of_the_engine_is_told_before_what_followed
         f"{api}    raise RuntimeError(",
         f"{api}RuntimeError: Engine core initialization failed.",
     ]
-    assert telling_lines(log) == [
+    assert error_lines(log) == [
         "EngineCore failed to start.",
         "ValueError: the model is odd",
         "RuntimeError: Engine core initialization failed.",
     ]
 
 
-def test_without_a_known_error_every_line_that_is_no_progress_is_told() -> None:
-    assert telling_lines([BANNER, "usage: api_server.py", "api_server.py: error: unrecognized arguments: --x"]) == [
+def test_without_a_known_error_all_lines_but_progress_are_shown() -> None:
+    assert error_lines([BANNER, "usage: api_server.py", "api_server.py: error: unrecognized arguments: --x"]) == [
         "usage: api_server.py",
         "api_server.py: error: unrecognized arguments: --x",
     ]
 
 
-def test_of_a_server_that_hangs_the_newest_lines_are_told() -> None:
+def test_a_hanging_server_shows_its_newest_lines() -> None:
     log = [f"(APIServer pid=8) INFO 11-21 18:36:17 [loader.py:1] \x1b[32mshard {number}\x1b[0m" for number in range(50)]
     message = start_failure("inference server 1 (u)", "did not answer within 900 s", log, LOG, ended=False)
     assert len(message.splitlines()) == NUM_LINES + 3
@@ -73,6 +73,6 @@ def test_of_a_server_that_hangs_the_newest_lines_are_told() -> None:
     assert "\x1b" not in message
 
 
-def test_a_server_that_said_nothing_still_has_its_log_named() -> None:
+def test_a_silent_server_still_has_its_log_named() -> None:
     message = start_failure("inference server 0 (u)", "ended with exit code -9", [], LOG, ended=True)
     assert message == f"inference server 0 (u) ended with exit code -9\nLog: {LOG}"

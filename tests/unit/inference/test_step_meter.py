@@ -1,4 +1,4 @@
-"""How busy an engine was, to the step: what is counted, what a reader sees, and what `/metrics` says of it."""
+"""The step meter: what is counted, what a reader sees, and what `/metrics` reports."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_steps_that_overlap_count_their_time_once(tmp_path: Path) -> None:
     assert (reading.busy_seconds, reading.steps) == (7.0, 4)
 
 
-def test_the_step_under_way_counts_up_to_the_reading(tmp_path: Path) -> None:
+def test_the_current_step_counts_up_to_the_reading(tmp_path: Path) -> None:
     meter = StepMeter(tmp_path / "steps")
     meter.scheduled()
     first, second = read_meter(tmp_path / "steps"), read_meter(tmp_path / "steps")
@@ -93,7 +93,7 @@ def test_a_new_engine_begins_with_zeros_and_a_missing_one_has_no_reading(tmp_pat
         meter.finished(1, 1)
 
 
-def test_an_engine_that_was_killed_in_mid_step_is_not_busy_for_ever(tmp_path: Path) -> None:
+def test_an_engine_killed_during_a_step_does_not_stay_busy(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from telescope.inference.vllm.step_meter import StepMeter\n"
         "meter = StepMeter(Path(sys.argv[1])); meter.scheduled(); print('scheduled', flush=True); time.sleep(600)"
@@ -159,7 +159,7 @@ async def through_middleware(path: Path | None, route: str) -> tuple[dict[bytes,
     return dict(sent[0]["headers"]), b"".join(message["body"] for message in sent[1:])
 
 
-async def test_metrics_hold_the_meter_beside_vllms_own(tmp_path: Path) -> None:
+async def test_metrics_include_the_meter_and_vllms_own(tmp_path: Path) -> None:
     clock = Clock()
     meter = StepMeter(tmp_path / "steps", now=clock)
     meter.scheduled()

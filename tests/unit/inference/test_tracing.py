@@ -1,4 +1,4 @@
-"""Traces of requests, as vLLM 0.32 really sent them, through a real receiver."""
+"""Request traces recorded from vLLM 0.32, through a real receiver."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ def test_a_request_is_queue_prefill_and_decode_end_to_end() -> None:
     assert queue["attributes"]["scheduler_seconds"] == "0.500000"
 
 
-def test_clocks_that_disagree_give_no_interval_that_runs_backwards() -> None:
+def test_clock_skew_gives_no_negative_interval() -> None:
     rows = list(request_rows(100.0, TIMES | {"gen_ai.latency.e2e": 1.0}, server=0))
     assert all(100.0 <= row["start"] <= row["end"] <= 101.0 for row in rows)
 
 
 @pytest.mark.parametrize("text", ["", "probe-123", "a.b.c@d", "5-0.0.0", "generate"])
-def test_ids_of_requests_that_no_rollout_sent_name_no_sample(text: str) -> None:
+def test_foreign_request_ids_name_no_sample(text: str) -> None:
     assert parse_request_id(text) is None
     rows = list(request_rows(100.0, TIMES | {"gen_ai.request.id": text}, server=0))
     assert [row["sample_id"] for row in rows] == [None] * 3
 
 
-def test_a_request_id_says_what_it_was_made_of() -> None:
+def test_a_request_id_is_parsed_into_its_components() -> None:
     made = RequestId("eval.countdown.12-3", turn=11, attempt=2, lane=255)
     assert parse_request_id(str(made)) == made
 
@@ -89,14 +89,14 @@ def test_what_vllm_sends_becomes_spans(receiver: TraceReceiver, rows: list[dict[
     assert {row["attributes"]["tokens"] for row in rows if row["name"] == "decode"} <= {"7", "10", "20"}
 
 
-def test_nobody_writes_traces_without_the_secret(receiver: TraceReceiver, rows: list[dict[str, Any]]) -> None:
+def test_traces_without_the_secret_are_refused(receiver: TraceReceiver, rows: list[dict[str, Any]]) -> None:
     assert [send(receiver, MESSAGE, authorization=given) for given in ("", "Bearer wrong")] == [401, 401]
     assert send(receiver, MESSAGE, path="/v1/metrics") == 404
     assert rows == []
     assert "a-secret" not in receiver.target.url
 
 
-def test_bytes_that_are_no_trace_cost_one_warning(
+def test_unreadable_traces_cost_one_warning(
     receiver: TraceReceiver, rows: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -106,7 +106,7 @@ def test_bytes_that_are_no_trace_cost_one_warning(
     assert len(rows) == 9
 
 
-def test_a_port_that_is_taken_is_replaced_by_a_free_one() -> None:
+def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         receiver = TraceReceiver("127.0.0.1", port, "s", lambda row: None)

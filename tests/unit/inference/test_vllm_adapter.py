@@ -119,12 +119,12 @@ def answer(num_tokens: int, spans: list[tuple[str, int, int]] | None, **choice: 
         (b'{"choices": []}', "not a generate answer"),
         (answer(3, [("1", 0, 3)], logprobs=None), "0 logprobs for 3 tokens"),
         (answer(3, [("1", 0, 3)], finish_reason="error"), "'error'"),
-        (answer(3, None), "does not say which weights"),
+        (answer(3, None), "does not report which weights"),
         (answer(3, [("blue", 0, 3)]), "'blue'"),
         (answer(3, [("1", 1, 3)]), "do not cover"),
     ],
 )
-def test_answers_out_of_form_are_failures_of_the_engine(body: bytes, complaint: str) -> None:
+def test_malformed_answers_are_failures_of_the_engine(body: bytes, complaint: str) -> None:
     with pytest.raises(InfrastructureError, match=complaint):
         wire.parse_generate(body)
 

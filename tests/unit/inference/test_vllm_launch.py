@@ -88,7 +88,7 @@ def test_the_secret_check_is_the_outermost_middleware(tmp_path: Path) -> None:
     assert given[-1] == "telescope.inference.auth.RunSecretMiddleware"  # vLLM adds them inside out
 
 
-def test_only_versions_that_know_the_scale_out_flag_get_it(tmp_path: Path) -> None:
+def test_only_versions_with_the_scale_out_flag_get_it(tmp_path: Path) -> None:
     assert "--enable-scale-out" in launch(tmp_path, "0.32.0").arguments
     assert "--enable-scale-out" in launch(tmp_path, "0.30.1").arguments
     older = launch(tmp_path, "0.29.0")
@@ -104,7 +104,7 @@ def test_the_engine_computes_in_the_runs_inference_dtype(tmp_path: Path) -> None
     assert value_of(launch(tmp_path, inference_dtype="float32"), "--dtype") == "float32"
 
 
-def test_every_lane_fits_into_the_engine(tmp_path: Path) -> None:
+def test_the_engine_runs_all_request_slots(tmp_path: Path) -> None:
     command = launch(tmp_path, max_concurrent_prompts_per_server=512, group_size=8)
     assert value_of(command, "--max-num-seqs") == "4096"
     assert int(value_of(command, "--max-num-batched-tokens")) >= 4096
@@ -157,7 +157,7 @@ def test_the_workers_of_a_server_meet_on_loopback(tmp_path: Path, monkeypatch: p
     assert "GLOO_SOCKET_IFNAME" not in launch(tmp_path, **shape).environment
 
 
-def test_experts_on_a_gpu_are_kept_as_they_are_loaded(tmp_path: Path) -> None:
+def test_experts_on_a_gpu_keep_their_loaded_layout(tmp_path: Path) -> None:
     model = write_model_folder(tmp_path / "m", model_type="qwen3_moe", num_experts=4, moe_intermediate_size=64)
     assert value_of(launch_on_gpu(tmp_path, str(model), None), "--moe-backend") == "triton"
     dense = write_model_folder(tmp_path / "dense")
@@ -191,7 +191,7 @@ def test_chat_settings_reach_the_openai_compatible_api(tmp_path: Path) -> None:
     assert not {"--chat-template", "--tool-call-parser", "--reasoning-parser"} & set(plain)
 
 
-def test_a_users_own_vllm_plugins_stay_and_ours_joins_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_vllm_plugins_stay_enabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "theirs")
     assert launch(tmp_path).environment["VLLM_PLUGINS"] == "theirs,telescope"
     monkeypatch.delenv("VLLM_PLUGINS")
@@ -213,7 +213,7 @@ def test_every_engine_counts_its_steps_into_a_file_of_its_own(tmp_path: Path) ->
     assert command.environment[STEP_METER_VARIABLE] == str(tmp_path / "steps-8100")
 
 
-def test_kv_cache_on_the_cpu_holds_all_lanes_but_leaves_most_memory() -> None:
+def test_the_cpu_kv_cache_fits_all_slots_but_leaves_most_memory() -> None:
     fields = {"max_model_len": 1024, "max_tokens": 512, "inference_dtype": "float32", "max_num_seqs": 64}
     shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
     per_token = 2 * 4 * 2 * 32 * 4
@@ -264,14 +264,14 @@ def test_what_every_start_logs_explains_no_failure(line: str) -> None:
     assert "gpu_memory_utilization" in str(hint_for(f"{line}\n{full}"))
 
 
-def test_room_for_a_second_copy_of_the_weights_is_kept_free_of_kv_cache(tmp_path: Path) -> None:
+def test_memory_for_the_staging_buffer_is_kept_free_of_kv_cache(tmp_path: Path) -> None:
     command = launch_on_gpu(tmp_path, "Qwen/Qwen3-4B", 140 << 30)
     second_copy = 2 * 4_022_468_096 + 2 * 151936 * 2560 + (256 << 20)
     assert float(value_of(command, "--gpu-memory-utilization")) == pytest.approx(0.9 - second_copy / (140 << 30), 1e-3)
     assert command.environment[TRANSFER_VARIABLE] == "auto"
 
 
-def test_a_server_is_told_why_its_weights_come_in_place(tmp_path: Path) -> None:
+def test_a_server_gets_the_reason_for_weights_in_place(tmp_path: Path) -> None:
     for command in (
         launch_on_gpu(tmp_path, "acme/unknown", 140 << 30),
         launch_on_gpu(tmp_path, "Qwen/Qwen3-4B", None),
@@ -284,10 +284,10 @@ def test_a_server_is_told_why_its_weights_come_in_place(tmp_path: Path) -> None:
     assert value_of(chosen, "--gpu-memory-utilization") == "0.9"
 
 
-def test_the_weight_transfer_of_the_cpu_is_the_engines_own_affair(tmp_path: Path) -> None:
+def test_the_engine_decides_the_weight_transfer_on_a_cpu(tmp_path: Path) -> None:
     assert launch(tmp_path, weight_transfer="background").environment[TRANSFER_VARIABLE] == "background"
 
 
-def test_a_second_copy_that_leaves_no_room_for_a_sequence_is_refused_with_the_numbers(tmp_path: Path) -> None:
+def test_a_staging_buffer_that_leaves_no_kv_cache_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds 0 tokens.*in_place, which saves 30\.4 GiB"):
         launch_on_gpu(tmp_path, "Qwen/Qwen3-14B", 66 << 30, weight_transfer="background")

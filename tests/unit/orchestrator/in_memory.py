@@ -61,7 +61,7 @@ class CountingEngine:
     requests: list[GenerateRequest] = field(default_factory=list)
 
     @property
-    def held_version(self) -> int:
+    def loaded_version(self) -> int:
         return self.trainer.version
 
     async def generate(self, request: GenerateRequest) -> Generation:

@@ -72,7 +72,7 @@ class SimulatedServer:
 
     def __init__(self, index: int, pace: Pace, rng: random.Random, answer: AnswerFunction | None = None) -> None:
         self.index = index
-        self.held_version = 0
+        self.loaded_version = 0
         self.alive = True
         self.aborted: set[str] = set()
         self.num_tokens_answered = 0
@@ -85,7 +85,7 @@ class SimulatedServer:
 
     def _fresh(self) -> None:
         self.engine = FakeEngine(self._settings, self._answer)
-        self.engine.label = str(self.held_version)
+        self.engine.label = str(self.loaded_version)
 
     def _drawn_answer(self, request: FakeRequest) -> list[int]:
         return [self._rng.randrange(2, 100) for _ in range(self._rng.randint(*self._pace.tokens))]
@@ -134,7 +134,7 @@ class SimulatedServer:
 
     def update(self, version: int) -> None:
         self.engine.finish_update(str(version))
-        self.held_version = version
+        self.loaded_version = version
 
 
 class SimulatedEnvironment:

@@ -37,7 +37,7 @@ class FakeEngine:
     answers: Iterable[Any] = ()
     requests: list[GenerateRequest] = field(default_factory=list)
     wait: Callable[[], Any] | None = None
-    held_version: int = 0
+    loaded_version: int = 0
 
     def __post_init__(self) -> None:
         self._answers: Iterator[Any] = iter(self.answers)

@@ -86,7 +86,7 @@ async def test_an_engine_that_aborts_by_itself_has_failed() -> None:
 
 async def test_an_answer_of_a_server_that_restarted_unnoticed_is_not_used() -> None:
     """It holds the weights of the run's beginning again, and the staleness of its group would never show it."""
-    bench = Bench(FakeEngine([generation([7], version=0), generation([7, 8], version=3)], held_version=3))
+    bench = Bench(FakeEngine([generation([7], version=0), generation([7, 8], version=3)], loaded_version=3))
     trajectory = await bench.run()
     assert trajectory.num_infrastructure_retries == 1 and trajectory.version_range == (3, 3)
     assert "sampled with policy version 0, but the server had received version 3" in str(bench.failures[0][1])

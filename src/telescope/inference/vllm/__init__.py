@@ -1,1 +1,1 @@
-"""Everything that knows vLLM: how it is started, its wire format, and the code loaded into its processes."""
+"""Everything that depends on vLLM: its start, its wire format, and the code loaded into its processes."""

@@ -1,17 +1,16 @@
-"""What Telescope knows of vLLM's wire format: routes, request bodies, answers, and the versions it was read from.
+"""vLLM's wire format: routes, request bodies and answers of the supported versions.
 
-Owns the translation between `GenerateRequest`/`Generation` and vLLM's HTTP bodies, for every supported version, and the
-names of the control routes. How the process is launched is `vllm/launch`; who sends the bytes is `client`. Imports
-neither vllm nor torch, so the driver can use it without them.
+Translates between `GenerateRequest`/`Generation` and vLLM's HTTP bodies. `launch` builds the process, `client` sends
+the bytes. Imports neither vllm nor torch, so the driver can use it.
 
-Invariants: token ids go in and come out, text never; logprobs are those of the sampled distribution (the server runs
-with `--logprobs-mode processed_logprobs`: after temperature and, where set, after top-p, whose kept mass is then
-renormalised); every sampled token has exactly one policy version.
+Invariants: token ids in both directions, never text; logprobs are those of the sampled distribution (the server runs
+with `--logprobs-mode processed_logprobs`: after temperature and, where set, after top-p, renormalized over the kept
+mass); every sampled token has exactly one policy version.
 
 Answers differ between versions. 0.26 writes a logprob entry in OpenAI's chat format with `token: "token_id:<n>"` and
-does not know which weights sampled a token; 0.32 writes `token_id: <n>` and reports spans of weight versions. One
-parser reads both: it takes ids from `token_ids`, values from `logprob`, and spans from the body, else from the header
-that `policy_version.PolicyVersionMiddleware` adds.
+does not report which weights sampled a token; 0.32 writes `token_id: <n>` and reports spans of weight versions. One
+parser reads both: ids from `token_ids`, values from `logprob`, and spans from the body, else from the header of
+`policy_version.PolicyVersionMiddleware`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from telescope.rollout.types import GenerateRequest
 
 GENERATE_ROUTE = "/inference/v1/generate"
 NOT_FINITE = "Out of range float values are not JSON compliant"
-"""What a 400 of vLLM says when its answer holds NaN or an infinity: the words of the JSON writer that it uses."""
+"""Message of vLLM's 400 when its answer has NaN or an infinity; the text comes from its JSON writer."""
 PAUSE_ROUTE = "/pause"
 RESUME_ROUTE = "/resume"
 ABORT_ROUTE = "/abort_requests"
@@ -44,21 +43,21 @@ FINISH_UPDATE_ROUTE = "/finish_weight_update"
 COLLECTIVE_RPC_ROUTE = "/collective_rpc"
 
 REQUEST_ID_PREFIX = "generate-tokens-"
-"""What vLLM puts before the caller's request id; aborts must name the prefixed form."""
+"""Prefix that vLLM adds to the caller's request id; aborts must name the prefixed form."""
 
 VERSION_SPANS_HEADER = "x-telescope-version-spans"
-"""Header with `label:first_token` pairs, for engines that do not report spans themselves."""
+"""Header with `label:first_token` pairs, for engines that do not report spans."""
 
 FINAL_ONLY = 2
-"""vLLM's `RequestOutputKind`: the answer is wanted whole. 0.32 knows that of this route; 0.26 would make an answer of
-all tokens so far for every token, and throw all but the last away."""
+"""vLLM's `RequestOutputKind` for a whole answer. 0.32 assumes it on this route; 0.26 would build an answer of all
+tokens so far for every token and discard all but the last."""
 
 INITIAL_LABEL = "default"
 """vLLM's label of the weights that a server started with."""
 
 
 def engine_request_id(request_id: str) -> str:
-    """The id under which vLLM's engine knows a request sent with `request_id`."""
+    """Returns the engine's id of a request sent with `request_id`."""
     return REQUEST_ID_PREFIX + request_id
 
 
@@ -66,7 +65,7 @@ def engine_request_id(request_id: str) -> str:
 
 
 def encode_generate(request: GenerateRequest, *, with_priority: bool = True) -> bytes:
-    """Body of one generate request. `cache_salt` is never here: the server stamps it itself.
+    """Returns the body of one generate request. The server itself stamps `cache_salt`.
 
     `with_priority` is False for a server with the `fcfs` policy, which refuses any priority but 0.
     """
@@ -94,7 +93,7 @@ def encode_generate(request: GenerateRequest, *, with_priority: bool = True) -> 
 
 
 def encode_prompt_logprobs(token_ids: list[int], request_id: str) -> bytes:
-    """Body that asks for the logprobs of a fixed text. They ignore temperature, and bypass the prefix cache."""
+    """Returns a body that asks for the logprobs of a fixed text, without temperature and prefix cache."""
     return msgspec.json.encode(
         {
             "request_id": request_id,
@@ -105,7 +104,7 @@ def encode_prompt_logprobs(token_ids: list[int], request_id: str) -> bytes:
 
 
 def encode_abort(request_ids: list[str]) -> bytes:
-    """Body that aborts these requests. The list must not be empty: an empty one aborts everything."""
+    """Returns a body that aborts these requests. An empty list would abort everything."""
     assert request_ids, "an empty abort list means everything to vLLM"
     return msgspec.json.encode({"request_ids": [engine_request_id(r) for r in request_ids]})
 
@@ -166,7 +165,7 @@ class ParsedAnswer:
 
 @dataclass(slots=True)
 class LabelledAnswer:
-    """The same with the server's own names of its weights: (label, first token) pairs, None where it does not say."""
+    """The same with the server's weight labels: (label, first token) pairs, None where it reports none."""
 
     token_ids_N: np.ndarray
     logprobs_N: np.ndarray
@@ -175,10 +174,10 @@ class LabelledAnswer:
 
 
 def read_generate(body: bytes | memoryview, *, spans_header: str | None = None) -> LabelledAnswer:
-    """Read a generate answer of any supported version.
+    """Parses a generate answer of any supported version.
 
-    int32 ids and float32 logprobs, both [N]; N may be 0 for an aborted request. Raises `InfrastructureError` for an
-    answer that is not of vLLM's form.
+    Returns int32 ids and float32 logprobs, both [N]; N may be 0 for an aborted request. Raises `InfrastructureError`
+    for anything else.
     """
     try:
         answer = _generate_decoder.decode(body)
@@ -202,13 +201,13 @@ def read_generate(body: bytes | memoryview, *, spans_header: str | None = None) 
 
 
 def resolve_versions(answer: LabelledAnswer, *, initial_version: int = 0) -> ParsedAnswer:
-    """Labels to policy versions; `initial_version` is what the weights are called that the server started with.
+    """Converts labels to policy versions; `initial_version` is that of the weights at the server's start.
 
-    Raises `InfrastructureError` where a token's weights are not known.
+    Raises `InfrastructureError` when a token's weights are unknown.
     """
     num_tokens = len(answer.token_ids_N)
     if answer.label_starts is None and num_tokens:
-        raise InfrastructureError("the engine does not say which weights sampled the tokens")
+        raise InfrastructureError("the engine does not report which weights sampled the tokens")
     spans = _close_spans(answer.label_starts or [], num_tokens, initial_version=initial_version)
     return ParsedAnswer(answer.token_ids_N, answer.logprobs_N, answer.finish_reason, spans)
 
@@ -216,14 +215,14 @@ def resolve_versions(answer: LabelledAnswer, *, initial_version: int = 0) -> Par
 def parse_generate(
     body: bytes | memoryview, *, spans_header: str | None = None, initial_version: int = 0
 ) -> ParsedAnswer:
-    """`read_generate` and `resolve_versions` in one."""
+    """Combines `read_generate` and `resolve_versions`."""
     return resolve_versions(read_generate(body, spans_header=spans_header), initial_version=initial_version)
 
 
 # --- answers as arrays ----------------------------------------------------------------------------------------------
 
 PACKED_TYPE = "application/x-telescope-generation"
-"""Media type of an answer that `pack_answer` wrote; a caller that can read it says so in its `Accept` header."""
+"""Media type of an answer of `pack_answer`; a client that reads it lists it in its `Accept` header."""
 
 _PACKED_LENGTHS = struct.Struct("<II")
 
@@ -237,15 +236,17 @@ _packed_decoder = msgspec.json.Decoder(_PackedRest)
 
 
 def pack_answer(answer: LabelledAnswer) -> bytes:
-    """Number of tokens N and length of the rest as little-endian uint32, N int32 ids, N float32 logprobs, the rest
-    (JSON)."""
+    """Packs N tokens and the rest as bytes.
+
+    Layout: N and the length of the rest as little-endian uint32, N int32 ids, N float32 logprobs, the rest (JSON).
+    """
     rest = msgspec.json.encode(_PackedRest(answer.finish_reason, answer.label_starts))
     ids_N, logprobs_N = answer.token_ids_N.astype("<i4", copy=False), answer.logprobs_N.astype("<f4", copy=False)
     return b"".join((_PACKED_LENGTHS.pack(len(ids_N), len(rest)), ids_N.tobytes(), logprobs_N.tobytes(), rest))
 
 
 def unpack_answer(data: bytes | memoryview) -> LabelledAnswer:
-    """The inverse of `pack_answer`. Raises `InfrastructureError` for other bytes."""
+    """Inverse of `pack_answer`. Raises `InfrastructureError` for other bytes."""
     try:
         num_tokens, num_rest = _PACKED_LENGTHS.unpack_from(data)
         at = _PACKED_LENGTHS.size + 8 * num_tokens
@@ -255,21 +256,19 @@ def unpack_answer(data: bytes | memoryview) -> LabelledAnswer:
         logprobs_N = np.frombuffer(data, "<f4", num_tokens, at - 4 * num_tokens).astype(np.float32)
         rest = _packed_decoder.decode(memoryview(data)[at:])
     except (struct.error, ValueError, msgspec.DecodeError) as error:
-        raise InfrastructureError(f"the server's answer is no packed generation: {error}") from error
+        raise InfrastructureError(f"the server's answer is not a binary response: {error}") from error
     if np.isnan(logprobs_N).any():
-        raise InfrastructureError(
-            "the server's answer has logprobs that are not numbers: its weights or its cache are bad"
-        )
+        raise InfrastructureError("the server's answer has NaN logprobs: its weights or its cache are corrupt")
     return LabelledAnswer(ids_N, logprobs_N, rest.finish_reason, rest.label_starts)
 
 
 def format_spans_header(starts: list[tuple[str, int]]) -> str:
-    """(label, first token) pairs as a header value; labels are version numbers or `default`."""
+    """Formats (label, first token) pairs as a header value; labels are version numbers or `default`."""
     return ",".join(f"{label}:{start}" for label, start in starts)
 
 
 def parse_spans_header(value: str) -> list[tuple[str, int]]:
-    """Inverse of `format_spans_header`. Raises `InfrastructureError` for another form."""
+    """Inverse of `format_spans_header`. Raises `InfrastructureError` for other text."""
     try:
         pairs = [part.rsplit(":", 1) for part in value.split(",") if part]
         return [(label, int(start)) for label, start in pairs]
@@ -278,17 +277,18 @@ def parse_spans_header(value: str) -> list[tuple[str, int]]:
 
 
 def version_of_label(label: str, *, initial_version: int = 0) -> int:
-    """Policy version of a weight label. Raises `InfrastructureError` for a label that is no version."""
+    """Returns the policy version of a weight label. Raises `InfrastructureError` for other labels."""
     if label == INITIAL_LABEL:
         return initial_version
     try:
         return int(label)
     except ValueError as error:
-        raise InfrastructureError(f"the engine names its weights {label!r}, which is no policy version") from error
+        raise InfrastructureError(f"the engine reports weight version {label!r}, not a policy version") from error
 
 
 def _close_spans(starts: list[tuple[str, int]], num_tokens: int, *, initial_version: int) -> list[tuple[int, int, int]]:
-    """(version, start, end) spans, contiguous from 0 to `num_tokens`, empty ones dropped, equal neighbours joined."""
+    """Returns (version, start, end) spans, contiguous from 0 to `num_tokens`, without empty ones, equal neighbors
+    joined."""
     spans: list[tuple[int, int, int]] = []
     for position, (label, start) in enumerate(starts):
         following = starts[position + 1][1] if position + 1 < len(starts) else num_tokens
@@ -308,11 +308,11 @@ def _close_spans(starts: list[tuple[str, int]], num_tokens: int, *, initial_vers
 
 
 def parse_prompt_logprobs(body: bytes, token_ids: list[int]) -> list[float]:
-    """Logprobs of tokens 1..L-1 given what precedes them (L - 1 values). Raises `InfrastructureError`."""
+    """Parses logprobs of tokens 1..L-1 given what precedes them (L - 1 values). Raises `InfrastructureError`."""
     try:
         entries = _prompt_decoder.decode(body).prompt_logprobs
     except msgspec.DecodeError as error:
-        raise InfrastructureError(f"the engine's answer holds no prompt logprobs: {error}") from error
+        raise InfrastructureError(f"the engine's answer has no prompt logprobs: {error}") from error
     if entries is None or len(entries) != len(token_ids):
         found = "none" if entries is None else len(entries)
         raise InfrastructureError(f"asked for prompt logprobs of {len(token_ids)} tokens, the answer has {found}")
@@ -326,7 +326,7 @@ def parse_prompt_logprobs(body: bytes, token_ids: list[int]) -> list[float]:
 
 
 def error_message(body: bytes) -> str:
-    """The human part of an error answer, whichever of vLLM's and Starlette's forms it has."""
+    """Returns the readable part of an error answer in any of vLLM's and Starlette's forms."""
     try:
         decoded = msgspec.json.decode(body)
     except msgspec.DecodeError:
@@ -340,7 +340,7 @@ def error_message(body: bytes) -> str:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Prometheus text as name -> value, summed over labels; histogram buckets and comments left out."""
+    """Parses Prometheus text to name -> value, summed over labels, without histogram buckets and comments."""
     values: dict[str, float] = {}
     for line in text.splitlines():
         if not line or line.startswith("#"):

@@ -1,14 +1,13 @@
-"""Answers as arrays in place of JSON: what a server sends to a driver that says it can read them.
+"""Sends answers as binary arrays instead of JSON to clients that accept them.
 
-vLLM writes 140 bytes of JSON per sampled token, most of it the names of fields. Reading that is the largest single cost
-of an answer, and in the driver it is paid for all servers by one event loop; writing it is as dear, and the server's
-process has one loop too. So ids and logprobs of such an answer are taken from what the engine gave, before vLLM makes
-JSON of them, and are sent as 8 bytes per token. The rest of the answer (why it ended, which weights sampled it, or an
-error) is read from vLLM's own, which is written as if it had no tokens.
+vLLM writes 140 bytes of JSON per sampled token, most of it field names. Reading that is the largest single cost of an
+answer, and one event loop in the driver pays it for all servers; writing it costs as much in the server's only loop. So
+ids and logprobs are taken from the engine's output before vLLM writes JSON, and are sent as 8 bytes per token. The rest
+of the answer (finish reason, weight versions, or an error) comes from vLLM's own JSON, which it then writes without
+tokens.
 
-Owns the middleware and the arrays' way past the JSON, not the format (`vllm/adapter`). Callers that do not ask for
-arrays, errors, and answers that cannot be read pass through untouched; where the engine is not found in the application
-(a fake of vLLM), the arrays are read from its JSON.
+Owns the middleware, not the format (`adapter`). Clients that do not accept arrays, errors, and unreadable answers pass
+through unchanged. Where the application has no engine (a fake of vLLM), the arrays are read from its JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SPANS_HEADER = wire.VERSION_SPANS_HEADER.encode()
 
 
 class Arrays:
-    """Ids and logprobs of one answer, once the engine has given them. Both [N]."""
+    """Ids and logprobs of one answer, once the engine has produced them. Both [N]."""
 
     __slots__ = ("logprobs_N", "token_ids_N")
 
@@ -38,7 +37,7 @@ class Arrays:
         self.logprobs_N: np.ndarray | None = None
 
     def take_from(self, output: Any) -> None:
-        """Take them out of the engine's `RequestOutput`, if it is a whole answer with one logprob for each token."""
+        """Moves them out of the engine's `RequestOutput` if it is a whole answer with one logprob per token."""
         if not output.finished or len(output.outputs) != 1:
             return
         answer = output.outputs[0]
@@ -55,7 +54,7 @@ _wanted: ContextVar[Arrays | None] = ContextVar("arrays of the answer to this re
 
 
 class EngineWithArrays:
-    """vLLM's engine client, as the generate route has it; answers that are wanted as arrays leave theirs here."""
+    """Wraps vLLM's engine client for the generate route and captures arrays for clients that accept them."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -74,7 +73,7 @@ class EngineWithArrays:
 
 
 class BinaryResponseMiddleware:
-    """ASGI middleware outside of the policy version's, whose spans it packs too."""
+    """ASGI middleware outside the policy version's, whose spans it packs too."""
 
     def __init__(self, app: Application) -> None:
         self._app = app
@@ -95,7 +94,7 @@ class BinaryResponseMiddleware:
 
 
 class _Packer:
-    """Holds an answer back until it is whole, and sends it on as arrays."""
+    """Collects an answer until it is complete and sends it as arrays."""
 
     def __init__(self, send: Send, arrays: Arrays) -> None:
         self._send = send
@@ -120,7 +119,7 @@ class _Packer:
         try:
             answer = wire.read_generate(body, spans_header=spans.decode() if spans else None)
         except InfrastructureError:
-            pass  # the driver reads it for itself, and says what is wrong with it
+            pass  # the driver reads and reports it
         else:
             ids_N, logprobs_N = self._arrays.token_ids_N, self._arrays.logprobs_N
             if ids_N is not None and logprobs_N is not None:

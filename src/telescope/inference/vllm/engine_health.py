@@ -1,22 +1,16 @@
-"""Requests whose engine has died are answered, so that its HTTP process ends instead of waiting for them.
+"""Middlewares that detect an engine process that has exited or hangs.
 
-vLLM's HTTP process notices within milliseconds that the process of its engine is gone, fails the requests that sample,
-and shuts down. But calls into the engine (pauses, whether it is paused, weight updates, collective RPC) wait for an
-answer that nobody will send, requests that a pause holds back for a pause that nobody will end, and the shutdown waits
-for both: the process would go on for ever without an engine (vLLM 0.26 and 0.32).
+vLLM's HTTP process notices within milliseconds that its engine process is gone, fails the requests that sample, and
+shuts down. But calls into the engine (pause, weight updates, collective RPC) wait for an answer that never comes, and
+requests that a pause holds back wait for its end. The shutdown waits for both: without `EngineExitMiddleware` the
+process would never exit (vLLM 0.26 and 0.32). It touches nothing while the engine runs, begins no answer twice, and
+leaves vLLM `GRACE_SECONDS` to answer by itself, since its message says more.
 
-Owns the middleware that ends those requests. Invariants: nothing is touched while the engine lives; an answer that has
-begun is not begun again; vLLM, whose words say more, has `GRACE_SECONDS` to answer for itself.
-
-The health route of a server says so when the process of its engine lives but no longer does anything.
-
-vLLM's health route asks whether that process has ended. One that hangs (a kernel that never returns, a deadlock, a
-process that was stopped) is healthy to it, for ever, and its requests would wait for their own deadlines. So each
-health check has the engine process answer a question of its own, for which its loop has to come around.
-
-Owns the middleware that asks. Invariants: one question at a time waits for its answer; time in which this process
-itself did not run (a machine or container that was paused) does not count; a call into the workers, a weight update
-say, which keeps the loop for as long as it takes, has its own limit.
+vLLM's health route only checks that the engine process exists. A process that hangs (a kernel that never returns, a
+deadlock, SIGSTOP) stays healthy to it, and its requests would wait for their own deadlines. So `EngineHangMiddleware`
+sends a query through the engine's own loop with each health check, and answers 503 after too long a silence. At most
+one query is pending; time in which this HTTP process did not run (a paused machine or container) does not count; a call
+into the workers, such as a weight update, keeps the loop busy and has its own limit.
 """
 
 from __future__ import annotations
@@ -32,11 +26,11 @@ from telescope.inference.vllm import adapter as wire
 
 POLL_SECONDS = 0.25
 GRACE_SECONDS = 1.0
-ANSWER = b'{"error":{"message":"the engine process of this inference server has died","code":503}}'
+ANSWER = b'{"error":{"message":"the engine process of this inference server has exited","code":503}}'
 
 
-class EngineDeathMiddleware:
-    """ASGI middleware inside the secret check and outside all that waits; one per server process."""
+class EngineExitMiddleware:
+    """ASGI middleware inside the secret check and outside everything that waits; one per server process."""
 
     def __init__(self, app: Application) -> None:
         self._app = app
@@ -49,7 +43,7 @@ class EngineDeathMiddleware:
         if scope["type"] != "http" or engine is None:
             await self._app(scope, receive, send)
             return
-        _ = engine.errored  # a vLLM that does not say fails the request here, and not a watch that nobody looks at
+        _ = engine.errored  # an unexpected vLLM fails the request here instead of the watch task
         has_begun = False
 
         async def send_on(message: Message) -> None:
@@ -57,11 +51,11 @@ class EngineDeathMiddleware:
             has_begun = True
             await send(message)
 
-        # A task of its own: the server's is its own to cancel.
+        # A separate task, because only the server may cancel its own.
         request = asyncio.ensure_future(self._app(scope, receive, send_on))
         self._in_flight.add(request)
         if self._watch is None or self._watch.done():
-            self._watch = asyncio.create_task(self._end_when_dead(engine))
+            self._watch = asyncio.create_task(self._end_after_exit(engine))
         try:
             await request
         except asyncio.CancelledError:
@@ -74,8 +68,8 @@ class EngineDeathMiddleware:
             self._in_flight.discard(request)
             self._ended.discard(request)
 
-    async def _end_when_dead(self, engine: Any) -> None:
-        """Look at the engine while there are requests, and end them when it has died."""
+    async def _end_after_exit(self, engine: Any) -> None:
+        """Watches the engine while requests run, and ends them when it has exited."""
         while self._in_flight:
             if engine.errored:
                 waiting = set(self._in_flight)
@@ -89,8 +83,8 @@ class EngineDeathMiddleware:
 STEP_FIELD, CALL_FIELD = "inference_hang_timeout_seconds", "weight_sync_timeout_seconds"
 STEP_LIMIT_VARIABLE = "TELESCOPE_ENGINE_STEP_SECONDS"
 CALL_LIMIT_VARIABLE = "TELESCOPE_ENGINE_CALL_SECONDS"
-"""Environment of the server: how long a step may keep the loop, and how long a call into the workers may, which those
-fields say."""
+"""Environment variables of the server: seconds that a step, and a call into the workers, may block the engine's loop.
+The values come from the two fields above."""
 
 CALLS = frozenset(
     {
@@ -103,11 +97,11 @@ CALLS = frozenset(
 )
 
 LONGEST_LOOK_SECONDS = 10.0
-"""Counted at most between two health checks, which come every few seconds."""
+"""Most silence counted between two health checks, which come every few seconds."""
 
 
 class EngineHangMiddleware:
-    """ASGI middleware that answers 503 on the health route once the engine has been silent for too long."""
+    """ASGI middleware that answers 503 on the health route once the engine was silent for too long."""
 
     def __init__(self, app: Application, now: Callable[[], float] = time.monotonic) -> None:
         self._app = app
@@ -131,21 +125,21 @@ class EngineHangMiddleware:
             finally:
                 self._num_calls -= 1
                 if self._asked_in_call:
-                    self._silent = 0.0  # the step after it has all of its time
+                    self._silent = 0.0  # the next step gets its full time
         elif scope["path"] == wire.HEALTH_ROUTE and (silent := self._silence_of(engine)) > self._limit:
             field = STEP_FIELD if self._limit == self._step_limit else CALL_FIELD
-            words = f"the process of its engine lives, but has not answered for {silent:.0f} s ({field})"
+            words = f"the engine process is running but has not responded for {silent:.0f} s ({field})"
             await answer_json(503, f'{{"error":{{"message":"{words}","code":503}}}}'.encode(), send)
         else:
             await self._app(scope, receive, send)
 
     @property
     def _limit(self) -> float:
-        # The engine takes things in their order: a call that came after the question does not keep it from answering.
+        # The engine works in order: a call that came after the query does not delay its answer.
         return self._call_limit if self._asked_in_call and self._num_calls else self._step_limit
 
     def _silence_of(self, engine: Any) -> float:
-        """Seconds for which the question has waited for its answer. Asks the next one when there is one."""
+        """Returns seconds for which the pending query has had no answer. Sends the next one after an answer."""
         now = self._now()
         if self._question is None or self._question.done():
             self._question = asyncio.ensure_future(engine.is_paused())
@@ -159,6 +153,6 @@ class EngineHangMiddleware:
 
 
 def _seen(question: asyncio.Future[Any]) -> None:
-    """Of an engine that has died, vLLM's own health route tells: asyncio need not report it a second time."""
+    """Retrieves the exception, which vLLM's own health route already reports."""
     if not question.cancelled():
         question.exception()

@@ -1,7 +1,8 @@
-"""How a vLLM process is started: command, environment, and what its failures to start mean.
+"""Builds the command and environment of a vLLM process.
 
-Owns every flag and environment variable that Telescope gives to vLLM, per supported version. Pure but for reading the
-model's `config.json`; `server` runs the result. The run's secret travels in the environment only.
+Owns every flag and environment variable that Telescope passes to vLLM, per supported version, and hints for failed
+starts. Pure except for reading the model's `config.json`; `server` runs the result. The run's secret travels in the
+environment only.
 """
 
 from __future__ import annotations
@@ -29,29 +30,29 @@ from telescope.inference.vllm.step_meter import STEP_METER_VARIABLE, meter_path
 from telescope.inference.vllm.support import check_supported, is_cpu_build
 
 SCALE_OUT_FLAG_SINCE = (0, 30)
-"""`--enable-scale-out` opens the token-in-token-out route since 0.30; an environment variable did before."""
+"""`--enable-scale-out` opens the token-in-token-out route since 0.30; before, an environment variable did."""
 
 MIDDLEWARES = (
     "telescope.inference.vllm.policy_version.PolicyVersionMiddleware",
     "telescope.inference.vllm.binary_responses.BinaryResponseMiddleware",
     "telescope.inference.vllm.step_meter.StepMetricsMiddleware",
     "telescope.inference.vllm.engine_health.EngineHangMiddleware",
-    "telescope.inference.vllm.engine_health.EngineDeathMiddleware",
+    "telescope.inference.vllm.engine_health.EngineExitMiddleware",
     "telescope.inference.auth.RunSecretMiddleware",
 )
-"""In vLLM's order: the last one is outermost, so nothing is seen without the secret."""
+"""In vLLM's order: the last one is outermost, so nothing is reached without the secret."""
 
 WORKER_EXTENSION = "telescope.inference.vllm.weights.WeightsWorkerExtension"
 SCHEDULER = "telescope.inference.vllm.scheduler.make_scheduler"
 DEFAULT_BATCHED_TOKENS = 2048
-"""vLLM's smallest default of max_num_batched_tokens; with more sequences than that it must be set."""
+"""vLLM's smallest default of max_num_batched_tokens; more sequences than that require setting it."""
 
 SERVER_KEEP_ALIVE_SECONDS = 600
-"""vLLM closes idle connections after 5 s by default, just when a driver may be using one again."""
+"""vLLM closes idle connections after 5 s by default, which races with their reuse by the driver."""
 
 HANG_TIMEOUT_SECONDS = {"cuda": 300.0, "cpu": 600.0}
-"""`inference_hang_timeout_seconds` by default. On GPUs what vLLM gives a step of several workers; on CPUs a prompt is
-prefilled whole: 8,192 tokens of a 1.5B model take some 300 s at 80 GFLOP/s."""
+"""Default of `inference_hang_timeout_seconds`. On GPUs it is vLLM's own limit for a step of several workers. On CPUs a
+prompt is prefilled whole: 8,192 tokens of a 1.5B model take some 300 s at 80 GFLOP/s."""
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 GIB = 2**30
@@ -59,21 +60,21 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class LaunchCommand:
-    """A process to start: its arguments, and what is added to the environment."""
+    """Arguments of a process, and what is added to its environment."""
 
     arguments: list[str]
     environment: dict[str, str]
 
 
 def runs_on_cpu(config: TelescopeConfig) -> bool:
-    """Whether the engine computes on the CPU: `device` decides, else which build of vLLM is installed."""
+    """Returns whether the engine computes on the CPU: by `device`, else by the installed build of vLLM."""
     if config.device != "auto":
         return config.device == "cpu"
     return is_cpu_build()
 
 
 def hang_timeout(config: TelescopeConfig, *, on_cpu: bool) -> float:
-    """Seconds after which an engine that gives no sign of life is restarted."""
+    """Returns seconds without a response after which an engine is restarted."""
     return config.inference_hang_timeout_seconds or HANG_TIMEOUT_SECONDS["cpu" if on_cpu else "cuda"]
 
 
@@ -93,14 +94,13 @@ def launch_command(
     traces: TraceTarget | None = None,
     index: int = 0,
 ) -> LaunchCommand:
-    """What starts one server of a run.
+    """Returns the command that starts one server of a run.
 
-    `model` is a local folder or a hub id; `directory` takes small files (the chat template). `restarted` makes the
-    server refuse to sample until it has been given the current weights. `gpu_memory_bytes` is its GPU's, of which the
-    second copy of the weights is kept free where they come in the background. `kv_cache_bytes` is the KV cache of a
-    server that starts again on a GPU that it shares (`gpu_share`). `traces` is where it sends the traces of
-    its requests, as server `index`. Raises `UserError` for an unsupported vLLM, `ConfigError` when a second copy that
-    the config insists on leaves no room for a sequence.
+    `model` is a local folder or a hub id; `directory` is for small files (the chat template). `restarted`: the server
+    refuses to sample until it receives the current weights. `gpu_memory_bytes` is its GPU's memory, part of which stays
+    free for a staging buffer. `kv_cache_bytes` is the KV cache size of a server that restarts on a shared GPU
+    (`gpu_share`). `traces` is where it sends request traces, as server `index`. Raises `UserError` for an unsupported
+    vLLM, and `ConfigError` when a required staging buffer leaves no memory for a sequence.
     """
     version = check_supported(vllm_version)
     arguments = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
@@ -111,18 +111,18 @@ def launch_command(
     arguments += ["--scheduling-policy", config.vllm_scheduling_policy, "--enable-prefix-caching"]
     arguments += ["--tensor-parallel-size", str(config.inference_tensor_parallel_size)]
     if config.inference_tensor_parallel_size > 1:
-        # Inside a Ray actor vLLM would take Ray's own executor, whose workers nobody here supervises.
+        # Inside a Ray actor vLLM would choose Ray's executor, whose workers are not supervised here.
         arguments += ["--distributed-executor-backend", "mp"]
-    # Logprobs of the distribution that was sampled from, not of the raw model output.
+    # Logprobs of the sampled distribution, not of the raw model output.
     arguments += ["--logprobs-mode", "processed_logprobs"]
     arguments += ["--weight-transfer-config", json.dumps({"backend": "telescope"})]
     arguments += ["--worker-extension-cls", WORKER_EXTENSION, "--scheduler-cls", SCHEDULER]
     for middleware in MIDDLEWARES:
         arguments += ["--middleware", middleware]
-    # A line per request would make the log grow with the run.
+    # A line per request would grow the log with the run.
     arguments += ["--disable-uvicorn-access-log", "--no-enable-log-requests"]
-    # All requests of an engine that dies are given one exception, whose traceback grows with each that raises it. With
-    # their stacks logged (the default in development mode) that would be thousands of requests squared.
+    # All requests of a failed engine share one exception, whose traceback grows each time it is raised. Logging stacks
+    # (the default in development mode) would write the number of requests squared.
     arguments.append("--no-log-error-stack")
     eager = config.inference_enforce_eager
     if eager or (eager is None and on_cpu):
@@ -131,7 +131,7 @@ def launch_command(
     if not on_cpu:
         shape = shape_of(model)
         if shape is not None and shape.num_experts:
-            # vLLM's own choice on Hopper. Others keep experts in layouts that a reload or the probe does not know.
+            # vLLM's own choice on Hopper. Other backends keep experts in layouts that reload and probe do not support.
             arguments += ["--moe-backend", "triton"]
         shadows = plan_staging(config, shape, gpu_memory_bytes)
         if shadows.num_bytes and shape is not None:
@@ -165,10 +165,10 @@ def launch_command(
 
 
 def _batch_arguments(config: TelescopeConfig, *, on_cpu: bool) -> list[str]:
-    """How many sequences run at once: all lanes of a server, so that a lane never waits inside the engine.
+    """Returns the batch size flags: all request slots of a server, so that none waits inside the engine.
 
-    On the CPU a prompt is always prefilled whole: after a part of a prompt, vLLM takes back the random numbers of a
-    request that has a seed (`Generator.set_offset`), which only GPU generators can do, and the engine dies of it.
+    On the CPU a prompt is always prefilled whole: after part of a prompt, vLLM rewinds the random numbers of a seeded
+    request (`Generator.set_offset`), which only GPU generators support, and the engine fails.
     """
     sequences = config.max_num_seqs or config.lanes_per_server
     arguments = ["--max-num-seqs", str(sequences)]
@@ -184,7 +184,7 @@ def _batch_arguments(config: TelescopeConfig, *, on_cpu: bool) -> list[str]:
 
 
 def _chat_arguments(config: TelescopeConfig, directory: Path) -> list[str]:
-    """Template and parsers of the OpenAI-compatible API; rollouts send token ids and need none of them."""
+    """Returns template and parser flags of the OpenAI-compatible API; rollouts send token ids and need none."""
     arguments: list[str] = []
     if config.chat_template is not None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -220,19 +220,19 @@ def _environment(config: TelescopeConfig, secret: str, model: str, *, on_cpu: bo
         environment |= {
             "OMP_NUM_THREADS": str(min(threads, os.cpu_count() or threads)),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several servers may share the cores
-            # Of each worker, which holds its share of the heads.
+            # Per worker, which has its share of the heads.
             "VLLM_CPU_KVCACHE_SPACE": str(
                 math.ceil(kv_cache_gib(config, read_model_shape(model)) / config.inference_tensor_parallel_size)
             ),
         }
     if config.inference_tensor_parallel_size > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # The workers of a server are on one host; gloo would listen on whatever the host's name resolves to.
+        # The workers of a server are on one host; gloo would listen on the address of the host's name.
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     return environment
 
 
 def shape_of(model: str) -> ModelShape | None:
-    """The model's shape, as far as it can be known without asking the hub."""
+    """Returns the model's shape if known without asking the hub."""
     path = Path(model) / "config.json"
     if not path.is_file():
         return known_shape(model)
@@ -243,7 +243,7 @@ def shape_of(model: str) -> ModelShape | None:
 
 
 def read_model_shape(model: str) -> Mapping[str, int] | None:
-    """The model's `config.json`, or None when `model` is a hub id that is not on this machine."""
+    """Returns the integers of the model's `config.json`; None when it is not on this machine."""
     path = Path(model) / "config.json"
     if not path.is_file():
         return None
@@ -277,34 +277,34 @@ HINTS = (
     (r"[Aa]ddress already in use", "the port is in use: change inference_base_port"),
     (
         r"No available memory for the cache blocks|KV cache is needed, which is larger|max seq len .* is larger than",
-        "the KV cache does not hold one sequence: lower max_model_len, or raise gpu_memory_utilization (on the CPU: "
+        "the KV cache is too small for one sequence: lower max_model_len, or raise gpu_memory_utilization (on the CPU: "
         "inference_kv_cache_gib)",
     ),
     (
         r"CUDA out of memory|OutOfMemoryError|less than desired GPU memory utilization",
-        "the GPU is full: lower gpu_memory_utilization or max_num_seqs, or end other processes on it",
+        "the GPU is full: lower gpu_memory_utilization or max_num_seqs, or stop other processes on it",
     ),
     (r"weight_transfer is background, but", "set weight_transfer to auto or in_place"),
     (
         r"`trust_remote_code=True`|`--trust-remote-code`",
         "the model ships its own code: read it, then set trust_remote_code: true",
     ),
-    (r"User-specified max_model_len", "the model is not made for that length: lower max_model_len"),
+    (r"User-specified max_model_len", "the model does not support that length: lower max_model_len"),
     (
         r"Repository Not Found|is not a valid model identifier|not a local folder|LocalEntryNotFoundError|OfflineMode|"
         r"Repo id must be",
         "the model cannot be found: check `model` (a folder, or a hub id that is cached or reachable)",
     ),
-    (r"[Ii]nvalid tool call parser", "vllm_tool_call_parser is none that this vLLM knows"),
-    (r"[Ii]nvalid reasoning parser", "vllm_reasoning_parser is none that this vLLM knows"),
+    (r"[Ii]nvalid tool call parser", "this vLLM does not have that vllm_tool_call_parser"),
+    (r"[Ii]nvalid reasoning parser", "this vLLM does not have that vllm_reasoning_parser"),
     (r"Bfloat16 is only supported|float16 is not supported|dtype .* is not supported", "set inference_dtype: float32"),
-    (r"unrecognized arguments", "this vLLM does not know a flag that Telescope uses: install the pinned version"),
+    (r"unrecognized arguments", "this vLLM does not support a flag that Telescope uses: install the pinned version"),
     (r"No module named 'telescope", "vLLM's Python cannot import telescope: install it into the same environment"),
 )
 
 
 def hint_for(log: str) -> str | None:
-    """The fix for a failure to start that its log shows, or None when nobody has met it yet."""
+    """Returns the fix for a failed start by its log, or None when unknown."""
     for pattern, hint in HINTS:
         if re.search(pattern, log):
             return hint

@@ -1,16 +1,16 @@
-"""What running requests sampled, sent out of the engine some tokens at a time in place of one by one.
+"""Batches the outputs of running requests: tokens leave the engine 16 at a time.
 
-vLLM sends a message for every token of every request from the process that computes to the one that speaks HTTP. For an
-answer that is only wanted whole, this is work for nobody, and with logprobs it is most of what either process does: at
-256 requests on an H200 the engine's steps took 10.4 ms instead of 6.4, and the other process, at 40 to 70 microseconds
-a token, could not keep up at all. It then has no time for its connections, so that for seconds no answer leaves it and
-the engine runs out of requests (`benchmarks/engine_steps.py`, docs/log.md).
+vLLM sends a message for every token of every request from the engine process to the HTTP process. For an answer that is
+only wanted whole, this is wasted, and with logprobs it is most of the work of both processes: at 256 requests on an
+H200 the engine's steps took 10.4 ms instead of 6.4, and the HTTP process, at 40 to 70 microseconds a token, could not
+keep up. It then answers nothing for seconds, and the engine runs out of requests (`benchmarks/engine_steps.py`,
+docs/performance.md).
 
-Owns what is held. Which requests are, is the scheduler's to say (`vllm/scheduler`). Invariants: tokens and logprobs of
-a request come out as they went in, none missing, in order; the output that finishes a request is never held, nor one
-that carries anything but tokens and logprobs, and what was held goes out with it; nothing is held after `release`.
+Owns the buffered outputs. `scheduler` decides which requests may be buffered. Invariants: tokens and logprobs of a
+request leave complete and in order; an output that finishes a request, or carries anything but tokens and logprobs, is
+sent at once together with what was buffered; nothing is buffered after `release`.
 
-Knows vLLM's structs by the names of their fields and imports nothing of it.
+Accesses vLLM's structs by field names and imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import Any
 
 import numpy as np
 
-HELD_TOKENS = 16
-"""A request's tokens go out when there are so many: nearly all of the gain, and counters of vLLM that lag by little."""
+BATCH_TOKENS = 16
+"""Tokens per message: nearly all of the gain, while vLLM's counters lag by little."""
 
-PLAIN = frozenset(("request_id", "new_token_ids", "new_logprobs", "stop_reason", "trace_headers"))
-"""Fields of an output that may be held. One with a value in any other field is passed on."""
+TOKEN_FIELDS = frozenset(("request_id", "new_token_ids", "new_logprobs", "stop_reason", "trace_headers"))
+"""Fields of an output that may be buffered. An output with a value in any other field is sent at once."""
 
 LOGPROB_ARRAYS = ("logprob_token_ids", "logprobs", "sampled_token_ranks")
 
 
-class _Held:
-    """Outputs of one request in a row. The first of them carries the tokens of all."""
+class _Buffered:
+    """Buffered outputs of one request, merged into the first of them."""
 
     __slots__ = ("client", "logprobs", "output")
 
@@ -47,68 +47,68 @@ class _Held:
         if output.new_logprobs is not None:
             self.logprobs.append(output.new_logprobs)
 
-    def into(self, output: Any) -> Any:
-        """`output` with everything that was held in it."""
+    def move_into(self, output: Any) -> Any:
+        """Moves everything that is buffered into `output` and returns it."""
         output.new_token_ids = self.output.new_token_ids
         output.new_logprobs = _joined(self.logprobs)
         return output
 
 
 class OutputBatcher:
-    """Holds outputs back until there are `most` tokens of a request, or there is a reason to send them."""
+    """Buffers outputs until a request has `most` tokens, or must be sent for another reason."""
 
-    def __init__(self, most: int = HELD_TOKENS) -> None:
+    def __init__(self, most: int = BATCH_TOKENS) -> None:
         self._most = most
-        self._held: dict[str, _Held] = {}
+        self._buffered: dict[str, _Buffered] = {}
 
     @property
-    def num_held(self) -> int:
-        """Requests of which something is held."""
-        return len(self._held)
+    def num_buffered(self) -> int:
+        """Number of requests with buffered outputs."""
+        return len(self._buffered)
 
-    def gather(self, messages: dict[int, Any], may_hold: Callable[[Any], bool]) -> None:
-        """Take out of one step's messages, by client, what can wait; add what has waited long enough.
+    def buffer(self, messages: dict[int, Any], may_wait: Callable[[Any], bool]) -> None:
+        """Removes from one step's messages, by client, what can wait; adds what has waited long enough.
 
-        `may_hold(output)` says whether the request of a plain output may wait; it is asked when nothing of it is held.
-        This runs for every token of every request in the engine's own loop, so it is written to be quick.
+        `may_wait(output)` decides for a request with nothing buffered. This runs for every token of every request in
+        the engine's own loop, so it is optimized for speed.
         """
-        held_by_request, most = self._held, self._most
+        buffered_by_request, most = self._buffered, self._most
         for client, message in messages.items():
             sent = []
             for output in message.outputs:
-                held = held_by_request.get(output.request_id)
-                if held is not None:
-                    held.add(output)
-                    if len(held.output.new_token_ids) >= most or not is_plain(output):
-                        del held_by_request[output.request_id]
-                        sent.append(held.into(output))
-                elif len(output.new_token_ids) < most and is_plain(output) and may_hold(output):
-                    held_by_request[output.request_id] = _Held(client, output)
+                buffered = buffered_by_request.get(output.request_id)
+                if buffered is not None:
+                    buffered.add(output)
+                    if len(buffered.output.new_token_ids) >= most or not carries_tokens_only(output):
+                        del buffered_by_request[output.request_id]
+                        sent.append(buffered.move_into(output))
+                elif len(output.new_token_ids) < most and carries_tokens_only(output) and may_wait(output):
+                    buffered_by_request[output.request_id] = _Buffered(client, output)
                 else:
                     sent.append(output)
             message.outputs = sent
 
     def release(self, messages: dict[int, Any], new_message: Callable[[], Any]) -> None:
-        """Add everything that is held to one step's messages, before what the step itself brought of a request."""
+        """Adds everything that is buffered to one step's messages, before the step's own outputs of a request."""
         for message in messages.values():
             message.outputs = [
-                output if (held := self._held.pop(output.request_id, None)) is None else _with(held, output)
+                output if (buffered := self._buffered.pop(output.request_id, None)) is None else _with(buffered, output)
                 for output in message.outputs
             ]
-        for held in self._held.values():
-            if held.client not in messages:
-                messages[held.client] = new_message()
-            messages[held.client].outputs.append(held.into(held.output))
-        self._held.clear()
+        for buffered in self._buffered.values():
+            if buffered.client not in messages:
+                messages[buffered.client] = new_message()
+            messages[buffered.client].outputs.append(buffered.move_into(buffered.output))
+        self._buffered.clear()
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
-        """Drop what is held of requests that were ended from outside: vLLM has answered them."""
-        for request_id in [request_id for request_id in self._held if is_gone(request_id)]:
-            del self._held[request_id]
+        """Drops what is buffered of aborted requests: vLLM has already answered them."""
+        for request_id in [request_id for request_id in self._buffered if is_gone(request_id)]:
+            del self._buffered[request_id]
 
 
-def is_plain(output: Any) -> bool:
-    """Whether it carries tokens, and nothing but them and their logprobs."""
+def carries_tokens_only(output: Any) -> bool:
+    """Returns whether the output carries tokens and nothing but them and their logprobs."""
     kind: Any = type(output)
     values_of, defaults = _other_fields(kind)
     return bool(output.new_token_ids) and not any(map(is_not, values_of(output), defaults))
@@ -116,20 +116,20 @@ def is_plain(output: Any) -> bool:
 
 @cache
 def _other_fields(kind: Any) -> tuple[Callable[[Any], tuple[Any, ...]], tuple[Any, ...]]:
-    """Of vLLM's struct: the values of all fields that a plain output does not use, and what they are then."""
+    """Returns a getter of vLLM's other fields, and their defaults."""
     defaults = kind.__struct_defaults__
     fields = zip(kind.__struct_fields__[-len(defaults) :], defaults, strict=True)
-    others = {name: default for name, default in fields if name not in PLAIN}
+    others = {name: default for name, default in fields if name not in TOKEN_FIELDS}
     return attrgetter(*others), tuple(others.values())
 
 
-def _with(held: _Held, output: Any) -> Any:
-    held.add(output)
-    return held.into(output)
+def _with(buffered: _Buffered, output: Any) -> Any:
+    buffered.add(output)
+    return buffered.move_into(output)
 
 
 def _joined(parts: list[Any]) -> Any | None:
-    """vLLM's logprobs of several steps as those of one."""
+    """Concatenates vLLM's logprobs of several steps."""
     if len(parts) < 2:
         return parts[0] if parts else None
     arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in LOGPROB_ARRAYS}

@@ -1,17 +1,18 @@
-"""Which weights an engine holds, kept where it cannot be wrong: inside the server, between HTTP and vLLM.
+"""Tracks the policy version of an engine's weights inside the server.
 
-Owns the server's own version counter, and what hangs on it:
-- **Salt.** Every request that samples gets `cache_salt` from the counter as it is admitted, replacing what the caller
-  sent. A salt that the driver stamps would race the swap: the request could be stamped before and admitted after.
-- **Holding.** Between pause and resume nothing is admitted: such requests wait here and are stamped when they go on, so
-  a request admitted after a swap never reads KV blocks from before it. Requests admitted earlier keep salt and cache.
-- **Spans.** For a vLLM that does not say which weights sampled a token, the number of tokens of every running request
-  is noted at each finished update, inside the pause, and the answer gets the spans as a header.
-- **Staleness.** A server that was restarted holds the weights of the run's start; it samples nothing (503) until an
-  update has finished.
+A middleware between HTTP and vLLM owns the server's version counter, and with it:
+- **Salt.** Every request that samples gets `cache_salt` from the counter as it is admitted, replacing the caller's. A
+  salt stamped by the driver would race the swap: stamped before, admitted after.
+- **Waiting.** Between pause and resume nothing is admitted. Such requests wait here and are stamped when they continue,
+  so a request admitted after a swap never reads KV blocks from before it. Requests admitted earlier keep salt and
+  cache.
+- **Spans.** For a vLLM that does not report which weights sampled a token, the token count of every running request is
+  noted at each finished update, inside the pause, and the answer gets the spans as a header.
+- **Staleness.** A restarted server has the weights of the run's start; it samples nothing (503) until an update has
+  finished.
 
-Does not own the pause itself, nor the secret (`auth`). The counter moves with every `finish_weight_update`, the failed
-ones included, because they may have changed weights too; so a salt never comes back.
+Does not own the pause itself, nor the secret (`auth`). The counter moves with every `finish_weight_update`, failed ones
+included, because those may have changed weights too; so a salt never repeats.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SALTED_ROUTES = frozenset(
         "/invocations",
     )
 )
-"""Routes that sample or score. All of them take `cache_salt` at the top level of their body."""
+"""Routes that sample or score. All of them accept `cache_salt` at the top level of their body."""
 
 ABORT_ROUTES = (wire.ABORT_ROUTE, "/inference/v1/abort_requests")
 
@@ -50,9 +51,9 @@ NOTE_SPANS_VARIABLE = "TELESCOPE_NOTE_VERSION_SPANS"
 
 
 REQUIRE_UPDATE_VARIABLE = "TELESCOPE_REQUIRE_WEIGHT_UPDATE"
-"""`1` in the environment of a restarted server: it holds old weights and must not sample before an update."""
+"""`1` in the environment of a restarted server: it must not sample before a weight update."""
 
-STALE = b'{"error":{"message":"this server was restarted and has not been given the current weights yet","code":503}}'
+STALE = b'{"error":{"message":"this server was restarted and has not received the current weights yet","code":503}}'
 
 
 class FrozenRequest:
@@ -80,12 +81,12 @@ class PolicyVersionMiddleware:
         self._updates = 0
         self._label = wire.INITIAL_LABEL
         self._paused = False
-        self._held: dict[str, FrozenRequest] = {}
+        self._waiting: dict[str, FrozenRequest] = {}
         self._spans: dict[str, list[tuple[str, int]]] = {}
 
     @property
     def salt(self) -> str:
-        """Salt of a request that is admitted now: how many updates there were, and the version they left."""
+        """Salt of a request that is admitted now: number of updates and the version after them."""
         return f"telescope-{self._updates}-{self._label}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,7 +105,7 @@ class PolicyVersionMiddleware:
             await self._finish_update(scope, receive, send)
         elif path in ABORT_ROUTES:
             body = await read_body(receive)
-            self._abort_held(body)
+            self._abort_waiting(body)
             await self._app(scope, replay(body, receive), send)
         else:
             await self._app(scope, receive, send)
@@ -116,10 +117,10 @@ class PolicyVersionMiddleware:
         try:
             body = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         except msgspec.DecodeError:
-            await self._app(scope, replay(raw, receive), send)  # vLLM words the complaint
+            await self._app(scope, replay(raw, receive), send)  # vLLM reports the error
             return
         request_id = _text(body.get("request_id"))
-        if self._paused and not await self._hold(request_id, receive, send):
+        if self._paused and not await self._wait_for_resume(request_id, receive, send):
             return
         body["cache_salt"] = msgspec.Raw(msgspec.json.encode(self.salt))
         stamped = msgspec.json.encode(body)
@@ -140,44 +141,44 @@ class PolicyVersionMiddleware:
         finally:
             del self._spans[engine_id]
 
-    async def _hold(self, request_id: str | None, receive: Receive, send: Send) -> bool:
-        """Wait for the end of the pause. False: the caller left, or the request was aborted and has its answer."""
-        held = FrozenRequest()
-        key = request_id if request_id is not None else f"anonymous-{id(held)}"
-        self._held[key] = held
+    async def _wait_for_resume(self, request_id: str | None, receive: Receive, send: Send) -> bool:
+        """Waits for the end of the pause. False: the caller disconnected, or the request was aborted and answered."""
+        request = FrozenRequest()
+        key = request_id if request_id is not None else f"anonymous-{id(request)}"
+        self._waiting[key] = request
         left = asyncio.ensure_future(_disconnected(receive))
-        woken = asyncio.ensure_future(held.wake.wait())
+        woken = asyncio.ensure_future(request.wake.wait())
         try:
             # A second pause may begin before this task runs again.
-            while self._paused and not held.aborted and not left.done():
-                held.wake.clear()
+            while self._paused and not request.aborted and not left.done():
+                request.wake.clear()
                 if woken.done():
-                    woken = asyncio.ensure_future(held.wake.wait())
+                    woken = asyncio.ensure_future(request.wake.wait())
                 await asyncio.wait((left, woken), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            del self._held[key]
+            del self._waiting[key]
             woken.cancel()
             left.cancel()
-        if held.aborted:
+        if request.aborted:
             await _answer_aborted(request_id or "", send)
             return False
         return not (left.done() and not left.cancelled())
 
-    def _abort_held(self, body: bytes) -> None:
+    def _abort_waiting(self, body: bytes) -> None:
         try:
             ids = msgspec.json.decode(body).get("request_ids") or []
         except (msgspec.DecodeError, AttributeError):
             return  # vLLM answers 400
         named = {str(i).removeprefix(wire.REQUEST_ID_PREFIX) for i in ids}
-        for key, held in self._held.items():
+        for key, request in self._waiting.items():
             if not ids or key in named:  # an empty list means everything
-                held.aborted = True
-                held.wake.set()
+                request.aborted = True
+                request.wake.set()
 
     # --- pauses and updates -----------------------------------------------------------------------------------------
 
     async def _pause(self, scope: Scope, receive: Receive, send: Send) -> None:
-        was_paused, self._paused = self._paused, True  # before vLLM hears of it, so nothing slips in between
+        was_paused, self._paused = self._paused, True  # before vLLM knows, so no request is admitted in between
         status = await self._forward(scope, receive, send)
         if status >= 400 and not was_paused:
             self._release()
@@ -187,8 +188,8 @@ class PolicyVersionMiddleware:
 
     def _release(self) -> None:
         self._paused = False
-        for held in self._held.values():
-            held.wake.set()
+        for request in self._waiting.values():
+            request.wake.set()
 
     async def _finish_update(self, scope: Scope, receive: Receive, send: Send) -> None:
         raw = await read_body(receive)
@@ -212,7 +213,7 @@ class PolicyVersionMiddleware:
     async def _forward(
         self, scope: Scope, receive: Receive, send: Send, *, before_answer: Callable[[int], None] | None = None
     ) -> int:
-        """Pass a request on; `before_answer(status)` runs once vLLM has done it and before the caller can know."""
+        """Forwards a request; `before_answer(status)` runs after vLLM is done and before the caller is notified."""
         status = 500
 
         async def watching_send(message: Message) -> None:
@@ -228,16 +229,16 @@ class PolicyVersionMiddleware:
 
 
 def token_counts(app: Any) -> dict[str, int]:
-    """Tokens sampled so far for every request that the engine runs, by the id it was sent with.
+    """Returns tokens sampled so far by the id of each running request.
 
-    Read inside a pause, when the engine's outputs have all arrived: the pause completes after the last of them.
+    Read inside a pause, when all outputs of the engine have arrived: the pause completes after the last of them.
     """
     states = app.state.engine_client.output_processor.request_states.values()
     return {s.external_req_id: s.detokenizer.num_output_tokens() for s in states if s.detokenizer is not None}
 
 
 async def read_body(receive: Receive) -> bytes:
-    """The whole body of a request; empty when the caller left before it ended."""
+    """Reads the whole body of a request; empty when the caller disconnects first."""
     chunks: list[bytes] = []
     while True:
         message = await receive()
@@ -249,7 +250,7 @@ async def read_body(receive: Receive) -> bytes:
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """A receive channel that gives `body` first, and then what the original gives (the disconnect)."""
+    """Returns a receive channel that yields `body` first, then the original's messages (the disconnect)."""
     sent = False
 
     async def channel() -> Message:
@@ -263,13 +264,13 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 
 def with_length(scope: Scope, length: int) -> Scope:
-    """The scope with the content length of a rewritten body."""
+    """Returns the scope with the content length of a rewritten body."""
     headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
     return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}
 
 
 def _text(raw: msgspec.Raw | None) -> str | None:
-    """A JSON value as text; None when it is absent or null."""
+    """Returns a JSON value as text; None when absent or null."""
     if raw is None:
         return None
     value = msgspec.json.decode(raw)
@@ -282,7 +283,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _answer_aborted(request_id: str, send: Send) -> None:
-    """The answer vLLM gives to a request that was aborted before its first token."""
+    """Sends the answer that vLLM gives to a request aborted before its first token."""
     choice = {"index": 0, "token_ids": [], "logprobs": {"content": []}, "finish_reason": "abort", "weight_versions": []}
     body = msgspec.json.encode({"request_id": wire.engine_request_id(request_id), "choices": [choice]})
     await answer_json(200, body, send)

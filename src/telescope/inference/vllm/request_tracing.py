@@ -1,11 +1,10 @@
-"""vLLM's traces of requests: a small OTLP receiver, and the spans that it makes of them.
+"""Receives vLLM's request traces over OTLP and turns them into spans.
 
     vLLM --a batch of traces a second, OTLP over HTTP--> TraceReceiver (threads of the driver) --> spans
 
-Owns the receiver and what is read of a trace. vLLM traces a request as one span when it has ended, with durations in
-its attributes; they become intervals that lie end to end. It does not trace requests that were aborted. Invariants: the
-receiver asks for the run's secret, as the servers do; a trace that cannot be read costs a warning, said once; no
-request waits for its trace.
+vLLM traces a request as one span when it has ended, with durations as attributes; they become consecutive intervals. It
+does not trace aborted requests. Invariants: the receiver requires the run's secret, as the servers do; an unreadable
+trace costs one warning; no request waits for its trace.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ logger = logging.getLogger(__name__)
 
 ROUTE = "/v1/traces"
 SERVER_ATTRIBUTE = "telescope.server"
-"""Attribute by which a server says which one it is."""
+"""Attribute with the index of the server."""
 
 REQUEST_SPAN = "llm_request"
-"""What vLLM calls the span of a request; it sends others about its start."""
+"""Name of vLLM's span of a request; it sends others about its start."""
 
 MAX_BODY_BYTES = 64 * 2**20
 EXPORT_EVERY_MS = 1000
 EXPORT_QUEUE_SIZE = 16_384
-"""How often a server sends its traces, and how many may wait until then; vLLM drops what is more."""
+"""Interval between a server's exports, and the traces that may wait until then; vLLM drops the rest."""
 
 PACKAGES = (
     "opentelemetry.sdk",
@@ -44,20 +43,21 @@ PACKAGES = (
     "opentelemetry.exporter.otlp.proto.grpc",
     "grpc",
 )
-"""What the two ends need. They come with vLLM, which refuses to start with tracing where one is missing, gRPC's too."""
+"""Packages of both ends. They come with vLLM, which refuses to start with tracing without any one of them, gRPC
+included."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class TraceTarget:
-    """Where a server sends its traces, and the secret that it sends along."""
+    """Where a server sends its traces, and the secret that it sends with them."""
 
     url: str
     secret: str
 
     def environment(self, server: int) -> dict[str, str]:
-        """The environment that OpenTelemetry reads in the process of this server. Its secret is in no command line."""
+        """Returns OpenTelemetry's environment for this server's process. The secret is in no command line."""
         return {
             "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
             "OTEL_EXPORTER_OTLP_TRACES_HEADERS": f"authorization={quote(f'Bearer {self.secret}')}",
@@ -68,7 +68,7 @@ class TraceTarget:
 
 
 def why_not_available() -> str | None:
-    """What is missing for traces on this machine; None when nothing is."""
+    """Returns what is missing for traces on this machine, or None."""
     for package in PACKAGES:
         try:
             found = importlib.util.find_spec(package) is not None
@@ -80,9 +80,9 @@ def why_not_available() -> str | None:
 
 
 class TraceReceiver:
-    """Listens on `host`:`port` from `start` to `stop`, and gives `write` a row of the table `spans` at a time.
+    """Listens on `host`:`port` and passes each row of the table `spans` to `write`.
 
-    When the port is taken it listens on a free one, since two runs may share a machine.
+    If the port is in use it listens on a free one, since two runs may share a machine.
     """
 
     def __init__(self, host: str, port: int, secret: str, write: Callable[[Row], None]) -> None:
@@ -93,14 +93,14 @@ class TraceReceiver:
         try:
             self._server = ThreadingHTTPServer((host, port), self._handler())
         except OSError as error:
-            logger.info("otlp_receiver_port %d is not free (%s); traces are received on another", port, error.strerror)
+            logger.info("otlp_receiver_port %d is in use (%s); using a free port for traces", port, error.strerror)
             self._server = ThreadingHTTPServer((host, 0), self._handler())
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, name="telescope-traces", daemon=True)
 
     @property
     def target(self) -> TraceTarget:
-        """What the servers must be told."""
+        """Where the servers send their traces."""
         host, port = self._server.server_address[:2]
         return TraceTarget(f"http://{host!s}:{port}{ROUTE}", self._secret)
 
@@ -108,19 +108,19 @@ class TraceReceiver:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop listening. Traces that servers have not sent are lost."""
+        """Stops listening. Traces that servers have not sent are lost."""
         self._server.shutdown()
         self._server.server_close()
 
     def receive(self, body: bytes) -> None:
-        """Write the spans of one message. One that cannot be read is a warning."""
+        """Writes the spans of one message. An unreadable message is a warning."""
         try:
             for row in read_traces(body):
                 self._write(row)
-        except Exception as error:  # whatever an engine sends, a run does not end for want of a trace
+        except Exception as error:  # an unreadable trace must not end a run
             if not self._has_warned:
                 self._has_warned = True
-                logger.warning("Traces of requests cannot be read (%r); it is tried with the next, silently", error)
+                logger.warning("Request traces cannot be read (%r). Further failures are not logged.", error)
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         receiver = self
@@ -145,19 +145,19 @@ class TraceReceiver:
             def _answer(self, status: int) -> None:
                 self.send_response(status)
                 self.send_header("Content-Length", "0")
-                if status != 200:  # its body has not been read
+                if status != 200:  # its body was not read
                     self.send_header("Connection", "close")
                     self.close_connection = True
                 self.end_headers()
 
             def log_message(self, format: str, *args: object) -> None:
-                """No line per message."""
+                """Logs nothing per message."""
 
         return Handler
 
 
 def read_traces(body: bytes) -> Iterator[Row]:
-    """Rows of `spans` of the requests in one OTLP message. Raises `DecodeError` for bytes that are none."""
+    """Yields rows of `spans` for the requests in one OTLP message. Raises `DecodeError` for other bytes."""
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
@@ -170,10 +170,10 @@ def read_traces(body: bytes) -> Iterator[Row]:
 
 
 def request_rows(arrived_at: float, values: dict[str, Any], server: int) -> Iterator[Row]:
-    """`queue`, `prefill` and `decode` of one request, which lie end to end from its arrival to its end.
+    """Yields consecutive `queue`, `prefill` and `decode` spans of one request.
 
-    What vLLM calls the queue is the scheduler's alone; here it is all the time before the engine began to work on the
-    request, and vLLM's own number is an attribute.
+    vLLM's queue time is the scheduler's alone. Here `queue` is all the time before the engine began to work on the
+    request, and vLLM's number is an attribute.
     """
     request_id = str(values.get("gen_ai.request.id", "")).removeprefix(REQUEST_ID_PREFIX)
     known = parse_request_id(request_id)

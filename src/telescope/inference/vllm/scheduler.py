@@ -1,13 +1,13 @@
-"""The scheduler of an engine, which is vLLM's own with a meter beside it and another way of handing out tokens.
+"""vLLM's scheduler with a step meter and output batching.
 
-Named to vLLM with `--scheduler-cls`, so that nothing of vLLM is patched. Decides nothing about which request runs when:
-every call goes through. The step that comes out is counted (`step_meter`), and the tokens that it brought are gathered
-(`gathered_outputs`) for requests whose answer is wanted whole and in token ids, as all of a run are. Others, such as
-those of a streaming client, get every token at once.
+Passed to vLLM with `--scheduler-cls`, so nothing of vLLM is patched. Makes no scheduling decision: every call goes to
+vLLM's scheduler. Its steps are counted (`step_meter`), and their tokens are batched (`output_batching`) for requests
+whose answer is wanted whole and as token ids, as all of a run are. Others, such as a streaming client's, get every
+token at once.
 
-Invariant: when a pause for weights is over, every token sampled before it has been handed out, so that what counts
-tokens by the weights that sampled them (`policy_version`, or vLLM itself) counts them all. A request that is aborted
-loses what was held of it, `HELD_TOKENS` - 1 tokens at most. Imports vllm; only an engine's process does so.
+Invariant: when a pause for weights completes, every token sampled before it has been sent, so that `policy_version` and
+vLLM count it under the weights that sampled it. An aborted request loses its buffered tokens, at most `BATCH_TOKENS` -
+1. Imports vllm; only engine processes import this module.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from telescope.inference.vllm.step_meter import STEP_METER_VARIABLE, StepMeter
 
 
 class BatchingScheduler(Scheduler):
-    """For an engine that waits for a step before it schedules the next. A step without tokens (nothing could be
-    scheduled) is not counted."""
+    """Scheduler that waits for each step. Steps without tokens (nothing could be scheduled) do not count."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._meter = StepMeter(Path(os.environ[STEP_METER_VARIABLE]))
-        self._gatherer = OutputBatcher()
+        self._batcher = OutputBatcher()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         step = super().schedule(*args, **kwargs)
@@ -47,20 +46,19 @@ class BatchingScheduler(Scheduler):
         if tokens > 0:
             self._meter.finished(tokens, len(self.running), began=bool(scheduler_output.scheduled_new_reqs))
         if self._is_stopped():
-            self._gatherer.release(outputs, EngineCoreOutputs)
+            self._batcher.release(outputs, EngineCoreOutputs)
         else:
-            self._gatherer.gather(outputs, self._may_hold)
+            self._batcher.buffer(outputs, self._may_wait)
         return outputs
 
     def has_finished_requests(self) -> bool:
-        """As vLLM has it, and whether tokens wait that are to go out: one more step, of nothing, hands them out, and a
-        pause is not over before it."""
-        waiting = self._is_stopped() and self._gatherer.num_held > 0
+        """Also True while buffered tokens must be sent: one more, empty step sends them before the pause completes."""
+        waiting = self._is_stopped() and self._batcher.num_buffered > 0
         return waiting or super().has_finished_requests()
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         ended = super().finish_requests(*args, **kwargs)
-        self._gatherer.forget(self._is_gone)
+        self._batcher.forget(self._is_gone)
         return ended
 
     def _is_stopped(self) -> bool:
@@ -70,8 +68,8 @@ class BatchingScheduler(Scheduler):
         request = self.requests.get(request_id)
         return request is None or bool(request.is_finished())
 
-    def _may_hold(self, output: Any) -> bool:
-        """The first tokens of a request go out at once: vLLM measures from them how long its prompt took."""
+    def _may_wait(self, output: Any) -> bool:
+        """The first tokens of a request are sent at once: vLLM measures its prefill time by them."""
         request = self.requests.get(output.request_id)
         if request is None or request.sampling_params is None:
             return False
@@ -85,10 +83,10 @@ class BatchingScheduler(Scheduler):
 
 
 class BatchingAsyncScheduler(BatchingScheduler, AsyncScheduler):
-    """For an engine that schedules ahead. What comes behind `super()` there is vLLM's scheduler for that."""
+    """Scheduler that schedules ahead: `super()` resolves to vLLM's asynchronous scheduler."""
 
 
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
-    """The scheduler that vLLM would take, with these additions; what `--scheduler-cls` names."""
+    """Returns the scheduler that vLLM would choose, with these additions; the target of `--scheduler-cls`."""
     chosen = BatchingAsyncScheduler if vllm_config.scheduler_config.async_scheduling else BatchingScheduler
     return chosen(vllm_config=vllm_config, **kwargs)

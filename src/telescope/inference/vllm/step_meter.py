@@ -1,12 +1,12 @@
-"""How busy an engine is, to the step: seconds in which a step was scheduled and not finished, steps, and tokens.
+"""Counts an engine's steps: busy seconds, steps and tokens.
 
-Owns the counters, the small file in shared memory that carries them out of the engine's process, and the middleware
-that adds them to the server's `/metrics`. Who counts is `vllm/scheduler`. vLLM's own metrics say how many requests run,
-which is no measure of work: in a pause they are all still "running".
+Owns the counters, the small memory-mapped file that carries them out of the engine's process, and the middleware that
+adds them to the server's `/metrics`. `scheduler` does the counting. vLLM's own metrics count running requests, which
+does not measure work: during a pause they all still count as running.
 
 Invariants: one process writes a file, any number read it at any time; a reader never sees a half-written state; a new
-engine begins with zeros. `busy_seconds` of a reading holds the part of the step under way that has passed, so that the
-difference of two readings, over the difference of their `clock`, is exactly the share of time with a scheduled step.
+engine begins with zeros. `busy_seconds` of a reading includes the elapsed part of the current step, so the difference
+of two readings, divided by the difference of their `clock`, is exactly the share of time with a scheduled step.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from telescope.inference.auth import Application, Message, Receive, Scope, Send
 from telescope.inference.vllm import adapter as wire
 
 STEP_METER_VARIABLE = "TELESCOPE_STEP_METER"
-"""Path of the file, in the environment of every process of a server."""
+"""Environment variable with the path of the file, set in every process of a server."""
 
 _LAYOUT = struct.Struct("<QQddQQQQ")
-"""Number of writes begun and ended (odd while one is under way), the writer's pid, busy seconds so far, since when
-a step is scheduled (0: none is), steps, tokens, running requests, steps that began requests."""
+"""Number of writes begun and ended (odd during a write), the writer's pid, busy seconds so far, start of the current
+step (0: none), steps, tokens, running requests, steps that began requests."""
 _WRITES = struct.Struct("<Q")
 
 READ_ATTEMPTS = 1000
-"""A write takes microseconds; this many in a row that are under way mean that the writer died in one."""
+"""A write takes microseconds, so this many unfinished ones in a row mean that the writer exited during one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class StepReading:
     busy_seconds: float
     steps: int
     tokens: int
-    """Tokens that finished steps computed: sampled ones and those of prompts."""
+    """Tokens computed by finished steps, sampled and prompt tokens together."""
     running: int
-    """Requests that the last finished step left in the batch."""
+    """Requests in the batch after the last finished step."""
     beginning_steps: int = 0
-    """Of `steps`, those that began requests. They compute prompts, and a GPU cannot replay them whole as a graph."""
+    """Steps that began requests. They compute prompts, so a GPU cannot replay them whole as a graph."""
 
 
 class StepMeter:
@@ -54,7 +54,7 @@ class StepMeter:
 
     def __init__(self, path: Path, now: Callable[[], float] = time.monotonic) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A new file, so that a reader which still holds that of a dead engine does not see counters jump about.
+        # A new file, so that a reader of the previous engine's file does not see its counters jump.
         path.unlink(missing_ok=True)
         with open(path, "xb+") as file:
             file.truncate(_LAYOUT.size)
@@ -72,14 +72,14 @@ class StepMeter:
         self._write()
 
     def scheduled(self) -> None:
-        """A step that computes something was scheduled."""
+        """Notes that a step with tokens was scheduled."""
         self._in_flight += 1
         if self._in_flight == 1:
             self._busy_since = self._now()
             self._write()
 
     def finished(self, tokens: int, running: int, *, began: bool = False) -> None:
-        """The oldest of them has finished: it computed `tokens`, began requests or not, and left `running` of them."""
+        """Notes that the oldest scheduled step has finished: its tokens, the requests left, whether it began any."""
         assert self._in_flight > 0, "a step finished that was not scheduled"
         self._in_flight -= 1
         self._steps += 1
@@ -101,18 +101,18 @@ class StepMeter:
 
 
 def read_meter(path: Path) -> StepReading | None:
-    """The counters now; None while no engine has made the file, and when the one that made it is gone."""
+    """Returns the counters; None before an engine has created the file, and after its exit."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), _LAYOUT.size, access=mmap.ACCESS_READ) as memory:
             for _ in range(READ_ATTEMPTS):
                 writes, pid, busy_seconds, busy_since, *counters = _LAYOUT.unpack_from(memory)
                 clock = time.monotonic()
                 if not _runs(pid):
-                    return None  # killed in mid-step, it would be busy for ever
+                    return None  # killed during a step, it would stay busy
                 if writes % 2 == 0 and _WRITES.unpack_from(memory)[0] == writes:
                     busy = busy_seconds + (max(clock - busy_since, 0.0) if busy_since else 0.0)
                     return StepReading(clock, busy, *counters)
-    except (FileNotFoundError, ValueError):  # not there yet, or still empty
+    except (FileNotFoundError, ValueError):  # not created yet, or still empty
         return None
     return None
 
@@ -122,13 +122,13 @@ def _runs(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is another user's
+    except PermissionError:  # another user's process
         return True
     return True
 
 
 def meter_path(directory: Path, port: int) -> Path:
-    """Where the server on `port` keeps its meter; `directory` is the servers' own in the run directory."""
+    """Returns the meter path of the server on `port`; `directory` is the servers' own in the run directory."""
     return directory / f"steps-{port}"
 
 
@@ -144,7 +144,7 @@ METRICS = (
 
 
 def metrics_text(reading: StepReading) -> bytes:
-    """The reading in Prometheus' text form."""
+    """Formats the reading as Prometheus text."""
     lines = []
     for name, kind, meaning, field in METRICS:
         name += "_total" if kind == "counter" else ""
@@ -153,7 +153,7 @@ def metrics_text(reading: StepReading) -> bytes:
 
 
 class StepMetricsMiddleware:
-    """ASGI middleware that adds the meter to what the server says at `/metrics`."""
+    """ASGI middleware that adds the meter to the server's `/metrics`."""
 
     def __init__(self, app: Application, path: Path | None = None) -> None:
         self._app = app
@@ -179,6 +179,6 @@ class StepMetricsMiddleware:
                 message["body"] = message.get("body", b"") + more
             await send(message)
 
-        # Compressed text could not be added to.
+        # Nothing can be appended to compressed text.
         headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"accept-encoding"]
         await self._app({**scope, "headers": headers}, receive, send_with_meter)

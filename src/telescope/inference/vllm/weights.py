@@ -1,25 +1,25 @@
-"""The vLLM side of a weight sync: an engine for vLLM's weight transfer interface, and the worker's part of the probe.
+"""vLLM's side of a weight sync: the transfer engine and the worker's part of the probe.
 
-Owns what happens to a vLLM model between `start_weight_update` and `finish_weight_update`, and knows vLLM's
-layer-wise reload. Weights come in place, layer by layer inside the pause, or in the background: `begin_background`
-fills shadow tensors while the engine samples, and `finish_weight_update` copies them over. The bytes come through
-`telescope.weights.receiver`; which slice is which tensor is `telescope.weights.engine_weights`. Imported in
-vLLM's processes only, by name: `plugin` registers the engine, `launch` names the worker extension.
+Owns what happens to a vLLM model between `start_weight_update` and `finish_weight_update`, and knows vLLM's layer-wise
+reload. Weights come in place, layer by layer inside the pause, or in the background: `begin_background` fills staging
+buffers while the engine samples, and `finish_weight_update` copies them over. `telescope.weights.receiver` receives the
+bytes; `telescope.weights.engine_weights` maps tensors to slices. Imported in vLLM's processes only, by name: `plugin`
+registers the engine, `launch` names the worker extension.
 
 Invariants:
-- Parameters keep their storage across a sync (captured CUDA graphs hold addresses); the probe checks the addresses.
-- An update that broke off leaves nothing behind that the next `start_weight_update` does not undo; the engine must not
-  sample before that next update ends, because some layers are new by then and others are not.
-- A parameter that two layers share is processed for both of them. vLLM's layer-wise reload processes it for the layer
-  that loaded it and puts the other one's old state back; on the CPU that state is a packed copy of old weights, and a
-  tied output layer would go on computing with it, without an error.
-- Experts that a kernel packs are packed anew. vLLM packs them when it makes the kernel, once: after a reload the plain
-  weights would lie where the kernel expects packed ones, without an error.
-- In a server of several workers no method that vLLM calls on all of them raises: `failure` keeps what went wrong, and
-  the driver asks for it. vLLM stops reading the workers' answers at the first error, and hands the ones that it left
-  out as answers to the next call, so that one failure would make every later answer that of the call before.
-- A background update opens vLLM's update session only when all of it has arrived, and changes no weight before the
-  session ends; one that broke off has changed nothing.
+- Parameters keep their storage across a sync (captured CUDA graphs contain addresses); the probe checks the addresses.
+- The next `start_weight_update` undoes whatever an unfinished update left. The engine must not sample before that next
+  update ends, because some layers are new by then and others are not.
+- A parameter that two layers share is processed for both. vLLM's layer-wise reload processes it for the layer that
+  loaded it and restores the other's old state. On the CPU that state is a packed copy of old weights, and a tied output
+  layer would silently compute with it.
+- Experts that a kernel packs are packed again. vLLM packs them once, when it creates the kernel: after a reload
+  unpacked weights would silently be where the kernel expects packed ones.
+- In a server of several workers no method that vLLM calls on all of them raises: `failure` stores the error, and the
+  driver asks for it. vLLM stops reading the workers' answers at the first error and returns the unread ones as answers
+  to the next call, so one failure would shift every later answer.
+- A background update opens vLLM's update session only after all of it has arrived, and changes no weight before the
+  session ends; an aborted one has changed nothing.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ GIB = 1 << 30
 logger = logging.getLogger("vllm.telescope.weights")
 
 
-def kept_for_the_driver(method: Callable[..., None]) -> Callable[..., None]:
-    """Keep in `failure` what `method` raises in a worker that is not alone (see the invariants)."""
+def stores_failure(method: Callable[..., None]) -> Callable[..., None]:
+    """Stores in `failure` what `method` raises in one of several workers (see the invariants)."""
 
     @functools.wraps(method)
     def call(self: TelescopeWeightTransferEngine, *args: Any) -> None:
@@ -84,16 +84,16 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         super().__init__(config, vllm_config, device, model)
         self.communicator: Communicator | None = None
         self.failure: str | None = None
-        """What went wrong in this worker, of several, since the driver last asked."""
+        """Error in this worker, of several, since the driver last asked."""
         self.pin_memory = True
         self.update: UpdateInfo | None = None
         """The last update whose tensors all arrived."""
         self.received: ReceiveReport | None = None
-        # Before anything is reloaded: a reload takes the parameters apart, and the tie with them.
+        # Before any reload, which separates tied parameters.
         self.tied = tied_names(model)
         self.addresses = storage_addresses(model)
         self._expert_kernels: list[tuple[Any, Any]] = []
-        """Taken away for the time of an update in place: what computes with experts, and its kernel."""
+        """Removed during an update in place: expert layers' methods and their kernels."""
         self.shadows: StagingBuffers | None = None
         self.receiving: OverlappedReceive | None = None
         self.swap_seconds = 0.0
@@ -104,9 +104,9 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         if self._wish == "background" and self.in_place_because is not None:
             raise ValueError(f"weight_transfer is background, but {self.in_place_because}")
 
-    @kept_for_the_driver
+    @stores_failure
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join the sender's communicator; a former one is dropped. All workers of the engine do this at once."""
+        """Joins the sender's communicator and drops an earlier one. All workers of the engine do this at once."""
         self.shutdown()
         self.pin_memory = init_info.pin_memory
         self.communicator = Communicator.connect(
@@ -121,9 +121,9 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         )
 
     def make_shadows(self) -> str | None:
-        """Allocate the shadow weights if they may exist and do not yet; why weights come in place, else None.
+        """Allocates the staging buffer if allowed; returns why weights come in place, else None.
 
-        Raises `RuntimeError` when the memory for them is missing and the config insists.
+        Raises `RuntimeError` when memory is missing and the config requires background transfer.
         """
         if self.shadows is None and self.in_place_because is None:
             try:
@@ -132,7 +132,9 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
                 torch.accelerator.empty_cache()
                 needed = sum(p.numel() * p.element_size() for p in self.model.parameters()) / GIB
                 free = torch.accelerator.get_memory_info(self.device)[0] / GIB
-                self.in_place_because = f"shadow weights need {needed:.1f} GiB, and {free:.1f} GiB of the GPU are free"
+                self.in_place_because = (
+                    f"the staging buffer needs {needed:.1f} GiB, and the GPU has {free:.1f} GiB free"
+                )
                 if self._wish == "background":
                     raise RuntimeError(
                         f"weight_transfer is background, but {self.in_place_because}: lower gpu_memory_utilization, or "
@@ -141,9 +143,9 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         return self.in_place_because
 
     def begin_background(self, update: UpdateInfo) -> None:
-        """Start to receive `update` into the shadows, and return at once. A former one that nobody ended is dropped."""
+        """Starts to receive `update` into the staging buffer and returns at once. Drops an unfinished earlier one."""
         if self.communicator is None or self.shadows is None:
-            raise TransferError("weight transfer: no sender has been connected yet, or there are no shadow weights")
+            raise TransferError("weight transfer: no sender has connected yet, or there is no staging buffer")
         self._drop_background("another update begins")
         self.update = None
         self.receiving = OverlappedReceive(
@@ -156,25 +158,25 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
             pin_memory=self.pin_memory,
         )
 
-    @kept_for_the_driver
+    @stores_failure
     def start_weight_update(self) -> None:
-        """Make the layers ready to be loaded, from the state that a broken-off update may have left.
+        """Prepares the layers for loading, also after an unfinished update.
 
         Does nothing for weights that came in the background.
         """
         if self.receiving is not None:
             return
-        # vLLM 0.26 leaves setting the current config to the engine, 0.32 does it around these calls; layers ask for it.
+        # Layers read the current config. vLLM 0.26 leaves setting it to the engine, 0.32 sets it around these calls.
         with set_current_vllm_config(self.vllm_config):
             undo_unfinished_reload(self.model)
-            give_back_kernels(self._expert_kernels)
+            restore_kernels(self._expert_kernels)
             initialize_layerwise_reload(self.model)
             if self.device.type == "cpu":
-                self._expert_kernels = take_expert_kernels(self.model)
+                self._expert_kernels = remove_expert_kernels(self.model)
 
-    @kept_for_the_driver
+    @stores_failure
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load what `UpdateInfo` describes. On an accelerator, returns when the device is done with it."""
+        """Receives and loads what `UpdateInfo` describes. On an accelerator, returns when the device is done."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -184,7 +186,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
             self._finish_background(update_info)
             return
         if self.communicator is None:
-            raise TransferError("weight transfer: no sender has been connected yet")
+            raise TransferError("weight transfer: no sender has connected yet")
         self.update = None
         with set_current_vllm_config(self.vllm_config):
             self.received = receive(
@@ -192,44 +194,44 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
             )
         self.update = update_info
 
-    @kept_for_the_driver
+    @stores_failure
     def finish_weight_update(self) -> None:
         if self.receiving is not None:
             self._swap()
             return
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model, self.model_config)
-            give_back_kernels(self._expert_kernels)
+            restore_kernels(self._expert_kernels)
             reprocess_tied_layers(self.model)
 
     def shutdown(self) -> None:
-        self._drop_background("the sender is being connected anew")
+        self._drop_background("the sender is reconnecting")
         if self.communicator is not None:
             self.communicator.close()
             self.communicator = None
 
     @staticmethod
     def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
-        """vLLM 0.26 wants its engines to hold the trainer's half too; ours is `telescope.weights.sender`."""
+        """Abstract in vLLM 0.26; ours is `telescope.weights.sender`."""
         raise NotImplementedError("send weights with telescope.weights.sender.WeightSender")
 
     def _why_in_place(self) -> str | None:
         if self._wish.startswith("in_place"):
             return self._wish.partition(": ")[2] or "weight_transfer is in_place"
         if self.parallel_config.world_size > 1:
-            return "collectives of a tensor-parallel engine must not run beside a transfer"
+            return "collectives of a tensor-parallel engine must not run during a transfer"
         changed = changed_layers(self.model)
         return (
-            f"{changed[0]} does not compute with its weights as they are loaded"
+            f"{changed[0]} does not compute with its weights in the form in which they are loaded"
             if changed
             else why_in_place(self.model)
         )
 
     def _finish_background(self, update_info: UpdateInfo) -> None:
-        """Make sure that the shadows hold this update. Raises what its transfer failed with."""
+        """Waits until the staging buffer has this update. Raises the error of its transfer."""
         receiving = self.receiving
         if receiving is None or receiving.update.version != update_info.version:
-            raise TransferError(f"weight transfer: version {update_info.version} has not been begun")
+            raise TransferError(f"weight transfer: version {update_info.version} has not begun")
         try:
             self.received = receiving.finish()
         except Exception:
@@ -237,7 +239,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
             raise
 
     def _swap(self) -> None:
-        """Make the received shadows the model's weights."""
+        """Copies the staging buffer over the model's weights."""
         assert self.shadows is not None
         assert self.receiving is not None
         started = time.monotonic()
@@ -254,7 +256,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
             self._buffers = ReceiveBuffers()
 
     def _load(self, tensors: NamedTensors) -> None:
-        """Give a bucket to the model's own loader. A second name of a tied parameter needs no loading."""
+        """Passes a bucket to the model's own loader. The second name of a tied parameter needs no loading."""
         model: Any = self.model
         model.load_weights((name, tensor) for name, tensor in tensors if name not in self.tied)
 
@@ -263,10 +265,11 @@ class WeightsWorkerExtension:
     """Methods that vLLM adds to its worker class, called over `/collective_rpc`."""
 
     def telescope_transfer_mode(self) -> dict[str, Any]:
-        """Whether this worker receives in the `background` (it makes its shadow weights now), else the `reason`.
+        """Returns whether this worker receives in the `background` (it allocates its staging buffer now), else the
+        `reason`.
 
-        Asked when a sender has been connected, so no update is in progress: a session of vLLM's that one before left
-        open is over. A worker closes it when its own part fails, and its neighbour, which had all of it, does not.
+        Called after a sender has connected, so no update is in progress: an open vLLM session of an earlier update is
+        over. A worker closes it when its own part fails; a worker that received everything does not.
         """
         self._weight_update_active = False
         engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
@@ -275,23 +278,23 @@ class WeightsWorkerExtension:
         return {"background": reason is None, "reason": reason, "shadow_bytes": size}
 
     def telescope_failure(self) -> dict[str, Any]:
-        """What went wrong in this worker since this was last asked, under `failure`; None if nothing did."""
+        """Returns the error in this worker since the last call under `failure`, or None."""
         engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
         failure, engine.failure = engine.failure, None
         return {"failure": failure}
 
     def telescope_begin_background(self, update: str) -> dict[str, Any]:
-        """Start to receive an `UpdateInfo` (JSON) beside the engine's work, and return at once."""
+        """Starts to receive an `UpdateInfo` (JSON) while the engine works, and returns at once."""
         engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
         engine.begin_background(UpdateInfo(**json.loads(update)))
-        # A session of vLLM's that an update before this one opened and never ended would refuse the next.
+        # An unfinished vLLM session of an earlier update would refuse the next.
         self._weight_update_active = False
         return {"started": True}
 
     def telescope_fingerprints(self) -> dict[str, Any]:
-        """What this worker holds of the tensors of its last update; input of `weights.probe.compare`.
+        """Returns fingerprints of the tensors of this worker's last update; input of `weights.probe.compare`.
 
-        Keys: `version`, `tensors`, `shapes`, `unaccounted`, `moved`, and `seconds` that the reading took.
+        Keys: `version`, `tensors`, `shapes`, `unaccounted`, `moved`, and `seconds` of the reading.
         """
         start = time.monotonic()
         engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
@@ -308,7 +311,7 @@ class WeightsWorkerExtension:
         return answer
 
     def telescope_sync_timings(self) -> dict[str, float]:
-        """Seconds of this worker's last transfer: `seconds`, `wait_seconds`, `load_seconds`, `swap_seconds`."""
+        """Returns `seconds`, `wait_seconds`, `load_seconds` and `swap_seconds` of this worker's last transfer."""
         engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
         report = engine.received
         if report is None:
@@ -322,17 +325,17 @@ class WeightsWorkerExtension:
 
 
 def storage_addresses(model: nn.Module) -> dict[str, int]:
-    """Where each parameter that is not empty lies. Packed layers on the CPU keep an empty one."""
+    """Returns the address of each non-empty parameter. Packed layers on the CPU keep an empty one."""
     return {name: p.data_ptr() for name, p in model.named_parameters() if p.numel() > 0}
 
 
 def changed_layers(model: nn.Module) -> list[str]:
-    """Layers whose parameters do not have the form any more in which vLLM loaded their weights."""
+    """Returns layers whose parameters no longer have the form in which vLLM loaded them."""
     changed = []
     for place, layer in model.named_modules():
         loaded, _ = get_layerwise_info(layer).restore_metadata
-        held = dict(layer.named_parameters(recurse=False))
-        if any(name not in held or _form(held[name]) != _form(tensor) for name, tensor in loaded.items()):
+        current = dict(layer.named_parameters(recurse=False))
+        if any(name not in current or _form(current[name]) != _form(tensor) for name, tensor in loaded.items()):
             changed.append(place)
     return changed
 
@@ -342,7 +345,7 @@ def _form(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch
 
 
 def undo_unfinished_reload(model: nn.Module) -> None:
-    """Put back the tensors of layers whose reload began and did not end; does nothing after a whole update."""
+    """Restores the tensors of layers whose reload did not finish; does nothing after a complete update."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if not info.can_load():
@@ -352,9 +355,10 @@ def undo_unfinished_reload(model: nn.Module) -> None:
         info.reset()
 
 
-def take_expert_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Take the kernels of all experts away, so that new weights are processed as those of the first load are: packed,
-    with a new kernel. Only where no CUDA graph holds a kernel. Returns the methods with the kernels that they had.
+def remove_expert_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Removes the kernels of all experts, so that new weights are packed with new kernels as in the first load.
+
+    Only where no CUDA graph refers to a kernel. Returns the methods with their previous kernels.
     """
     methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
     taken = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
@@ -363,8 +367,8 @@ def take_expert_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
     return taken
 
 
-def give_back_kernels(taken: list[tuple[Any, Any]]) -> None:
-    """Give back the kernels of those experts that no new weights came for, and forget the others."""
+def restore_kernels(taken: list[tuple[Any, Any]]) -> None:
+    """Restores the kernels of experts that received no new weights, and clears the list."""
     for method, kernel in taken:
         if method.moe_kernel is None:
             method.moe_kernel = kernel
@@ -372,9 +376,9 @@ def give_back_kernels(taken: list[tuple[Any, Any]]) -> None:
 
 
 def reprocess_tied_layers(model: nn.Module) -> None:
-    """Process the weights of every layer that shares its parameter with another, now that the parameter is new.
+    """Processes the weights of every layer with a shared parameter after an update.
 
-    For unquantised layers this packs the weight for the CPU's kernels and does nothing on a GPU.
+    For unquantized layers this packs the weight for the CPU's kernels and does nothing on a GPU.
     """
     tied = tied_names(model)
     for name in tied:
