@@ -1,4 +1,4 @@
-"""Commands to the trainer's ranks: what a rank that is compiling is not asked."""
+"""Commands to the trainer's ranks: the count of their steps, and what a rank that is compiling is not asked."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from telescope.cluster.ray_cluster import Cluster
 from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded
+from telescope.trainer.batch import StepInput, StepResult
 
 CONFIG = TelescopeConfig.model_validate(
     {"model": "m", "environments": [{"name": "countdown"}], "trainer_num_workers": 1}
@@ -26,6 +27,7 @@ class Rank:
 
     def __init__(self, compiled: asyncio.Event) -> None:
         self.asked: list[str] = []
+        self.fails_at = ""
         self.is_asked = asyncio.Event()
         self._compiled = compiled
 
@@ -35,9 +37,11 @@ class Rank:
     async def _answer(self, name: str) -> str:
         self.asked.append(name)
         self.is_asked.set()
+        if name == self.fails_at:
+            raise ArithmeticError("the gradient is not finite")
         if name == "warm_up":
             await self._compiled.wait()
-        return name
+        return StepResult({"loss": 0.5}, []) if name == "train_step" else name
 
 
 @pytest.fixture
@@ -78,3 +82,19 @@ async def test_compiling_has_a_deadline_that_says_what_it_was(group, monkeypatch
     monkeypatch.setattr(trainer_group, "SETUP_TIMEOUT_SECONDS", 0.01)
     with pytest.raises(DeadlineExceeded, match="compiling the model's blocks"):
         await group.warm_up()
+
+
+async def test_the_version_counts_steps_that_all_ranks_have_finished_and_starts_over_at_a_restart(group, rank):
+    inputs = [StepInput(step=0, version=0, minibatches=[])]
+    identities = [group.weights_identity]
+    for steps in (1, 2):
+        await group.train_step(inputs)
+        assert group.version == steps
+        identities.append(group.weights_identity)
+    rank.fails_at = "train_step"
+    with pytest.raises(ArithmeticError):
+        await group.train_step(inputs)
+    assert group.version == 2
+    await group.restart()
+    assert group.version == 0
+    assert len({*identities, group.weights_identity}) == 4

@@ -30,11 +30,11 @@ async def score(rubric, completion="4", **more):
 
 async def test_total_is_the_weighted_sum_and_metrics_are_what_the_functions_said():
     rubric = Rubric()
-    rubric.add_reward(correct, weight=2.0)
-    rubric.add_reward(later, weight=0.5)
+    rubric.add_reward(correct, weight=3.0)
+    rubric.add_reward(later, weight=-0.5)
     rubric.add_metric(length)
     result = await score(rubric)
-    assert result.total_reward == 3.0
+    assert result.total_reward == 3.0 * 1.0 - 0.5 * 2.0
     assert result.sample_metrics == {"correct": 1.0, "later": 2.0, "length": 1.0}
 
 

@@ -38,6 +38,10 @@ def test_samples_are_in_the_order_of_their_index_whoever_came_first() -> None:
     made = group([0.0, 1.0, 0.5])
     made.samples.reverse()
     assert made.rewards_n.tolist() == [0.0, 1.0, 0.5]
+    assert made.training_rewards_n.tolist() == [0.0, 1.0, 0.5]
+    for sample in made.samples:
+        sample.training_reward = 10.0 * sample.total_reward
+    assert made.training_rewards_n.tolist() == [0.0, 10.0, 5.0]
 
 
 def test_a_group_is_finished_when_every_sample_is_there_masked_or_not() -> None:

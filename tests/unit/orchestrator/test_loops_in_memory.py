@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tests.unit.orchestrator.fakes import config_of
 from tests.unit.orchestrator.in_memory import InMemoryRun
-from tests.unit.rollout.fakes import tick
+from tests.unit.rollout.fakes import reward, tick
 
+from telescope.environments.worker_pool.messages import Advance, EnvironmentInfo, FirstPrompt
 from telescope.errors import EnvironmentFailure
 from telescope.orchestrator.filters import normalized
+from telescope.orchestrator.run import make_orchestrator
+from telescope.rollout.sample import RolloutSettings
 from telescope.trainer.batch import StepInput, StepResult, TrainSample
 
 
@@ -81,6 +87,60 @@ async def test_where_the_run_stands_in_its_draws_is_on_record_with_every_step() 
         assert not settled & set(row["unfinished_draws"]), "and is never asked again"
     position = run.orchestrator.position()
     assert (row["next_draw"], row["unfinished_draws"]) == (position.next_draw, list(position.unfinished))
+
+
+async def test_a_step_is_counted_when_its_weights_are_in_the_engines_and_not_before() -> None:
+    run = InMemoryRun(config_of(number_of_steps=3, max_async_rollout=0))
+    sync, counted = run.trainer.sync, []
+
+    async def slow_sync() -> dict[str, float]:
+        counted.append((run.orchestrator.window.version, len(run.engine.requests)))
+        await tick(50)  # groups that the window allows are opened meanwhile
+        counted.append((run.orchestrator.window.version, len(run.engine.requests)))
+        return await sync()
+
+    run.trainer.sync = slow_sync  # type: ignore[method-assign]
+    await run.run()
+    before, after = counted[::2], counted[1::2]
+    assert [version for version, _ in after] == [0, 1, 2]
+    assert before == after, "a synchronous run opens no group during a sync"
+
+
+async def test_every_turn_of_every_sample_has_a_seed_of_its_own() -> None:
+    run = InMemoryRun(config_of(number_of_steps=1, discard_group_zero_advantage=False))
+    turns: Counter[str] = Counter()
+
+    async def begin(rollout: str, key: str, index: int, **_: object) -> FirstPrompt:
+        return FirstPrompt([index + 1], [])
+
+    async def respond(rollout: str, *_: object, **__: object) -> Advance:
+        turns[rollout] += 1
+        return Advance(turns[rollout] == 2, [9], "text", reward())
+
+    run.environments.begin, run.environments.respond = begin, respond
+    run.orchestrator.services.infos[0] = EnvironmentInfo("arithmetic", 64, is_multi_turn=True)
+    await run.run()
+    assert set(turns.values()) == {2}
+    assert len(run.engine.requests) == 2 * len(turns)
+    assert len({request.seed for request in run.engine.requests}) == len(run.engine.requests)
+
+
+async def test_held_out_items_are_not_trained_on() -> None:
+    made = InMemoryRun(config_of(number_of_steps=8))
+    components = SimpleNamespace(
+        environments=made.environments, keys=SimpleNamespace(training=["arithmetic"], evals=[]), lanes=made.lanes,
+        servers=SimpleNamespace(clients=[made.engine], report_failure=None), trainer=made.trainer,
+        weights=made.trainer, settings=RolloutSettings.from_config(made.config),
+    )  # fmt: skip
+    evaluation = SimpleNamespace(num_reserved=lambda key: 8, held_out_uids=frozenset(f"uid {n}" for n in range(8, 32)))
+    directory = SimpleNamespace(recorder=made.recorder, step_log=made.step_log)
+    made.orchestrator = await make_orchestrator(
+        made.config, cast(Any, components), cast(Any, evaluation), cast(Any, directory), made.status
+    )
+    await made.run()
+    items = {request.prompt_token_ids[0] - 1 for request in made.engine.requests}
+    assert len(items) > 8
+    assert items <= set(range(32, 64))
 
 
 async def test_discarded_groups_are_on_record_with_their_reason_and_step() -> None:

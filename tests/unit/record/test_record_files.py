@@ -1,4 +1,4 @@
-"""A small file is replaced by the JSON of any value, with or without line breaks."""
+"""A small file is replaced as a whole, by bytes or by the JSON of any value."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from telescope.record.files import read_json, replace_json
+from telescope.record.files import read_json, replace_file, replace_json
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -31,3 +31,29 @@ def test_numbers_that_json_does_not_know_are_read_back_too(tmp_path, indent):
     nan, infinite = json.loads((tmp_path / "file.json").read_text())
     assert math.isnan(nan)
     assert infinite == math.inf
+
+
+def test_a_reader_of_the_old_file_goes_on_reading_it(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with path.open("rb") as reader:
+        replace_file(path, b"new and longer")
+        assert reader.read() == b"old"
+    assert path.read_bytes() == b"new and longer"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def full(self, content):
+        with open(self, "wb") as file:
+            file.write(content[:3])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(path), "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        replace_file(path, b"new and longer")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,47 @@
+"""A training batch: which advantage each token gets, and which step and version it is trained as."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.unit.orchestrator.fakes import config_of, group
+
+from telescope.orchestrator.groups import Batch, form_batch
+
+
+def advantages_by_sample(batch: Batch) -> dict[str, float]:
+    """The advantage of each sample's trained tokens in the micro-batches, which must be one number."""
+    found: dict[str, float] = {}
+    for step_input in batch.inputs:
+        for row in (row for minibatch in step_input.minibatches for row in minibatch.micro_batches):
+            for index, name in enumerate(row.sample_ids):
+                values = set(row.advantage_T[row.trained_T & (row.sample_index_T == index)].tolist())
+                assert len(values) == 1
+                found[name] = values.pop()
+    return found
+
+
+def test_rewards_are_compared_within_their_group() -> None:
+    config = config_of(algorithm="dr_grpo", trainer_num_workers=2)
+    batch = form_batch(config, [group([0.0, 1.0], n=3), group([10.0, 14.0], n=8)], 0)
+    assert batch.advantages.tolist() == [-0.5, 0.5, -2.0, 2.0]
+    assert advantages_by_sample(batch) == {"3-0": -0.5, "3-1": 0.5, "8-0": -2.0, "8-1": 2.0}
+
+
+def test_each_sample_gets_the_advantage_of_its_own_reward_whoever_came_first() -> None:
+    made = group([0.0, 1.0, 5.0], n=3)
+    made.samples = [made.samples[index] for index in (2, 0, 1)]
+    batch = form_batch(config_of(algorithm="dr_grpo", group_size=3), [made], 0)
+    assert advantages_by_sample(batch) == {"3-0": -2.0, "3-1": -1.0, "3-2": 3.0}
+
+
+@pytest.mark.parametrize("step", [0, 7])
+def test_a_batch_starts_from_the_version_that_its_step_number_says(step: int) -> None:
+    batch = form_batch(config_of(), [group([0.0, 1.0])], step)
+    assert [(step_input.step, step_input.version) for step_input in batch.inputs] == [(step, step)]
+
+
+def test_masked_samples_are_not_packed_and_leave_the_others_advantages_alone() -> None:
+    batch = form_batch(config_of(algorithm="dr_grpo", group_size=3), [group([None, 0.0, 1.0], n=3)], 0)
+    assert advantages_by_sample(batch) == {"3-1": -0.5, "3-2": 0.5}
+    assert np.isfinite(batch.advantages).all()
