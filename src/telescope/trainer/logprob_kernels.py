@@ -147,7 +147,7 @@ class Tiles:
 
 SUMS = Tiles()
 GRADIENT = Tiles(columns=128, group=1, max_registers=128)
-"""Of the ways measured on an H200 the fastest at a hidden size of 2,560, and within 1.5 % of it at 1,024 (docs/log.md;
+"""The fastest measured on an H200 at a hidden size of 2,560, and within 1.5 % of it at 1,024 (docs/performance.md;
 `benchmarks/logprob_tiles.py`)."""
 
 
