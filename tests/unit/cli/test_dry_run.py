@@ -13,7 +13,7 @@ from tests.model_folder import write_model_folder
 
 from telescope.cli import train, verify
 from telescope.cli.dry_run import MOST_WORKERS_SHOWN, print_dry_run
-from telescope.config import load_config, preflight
+from telescope.config import load_config, machine, preflight
 from telescope.config.model_files import inspect_model
 from telescope.config.plan import ClusterResources, NodeResources
 from telescope.errors import ConfigError
@@ -24,11 +24,12 @@ HERE = {"device": "cpu", "ray_address": "local", "ray_inference_cpus_per_worker"
 
 @pytest.fixture(autouse=True)
 def small_machine(monkeypatch, tmp_path):
-    """Two cores, 8 GiB and no GPU, with everything installed and no cluster running."""
+    """Two cores, 8 GiB and no GPU, with everything installed, all ports free and no cluster running."""
     node = NodeResources("here", cpus=2.0, gpus=0, memory_bytes=8 << 30)
     for module in ("telescope.cli.dry_run", "telescope.config.preflight"):
         monkeypatch.setattr(f"{module}.local_resources", lambda: ClusterResources((node,)))
     monkeypatch.setattr(preflight, "TRAINING_PACKAGES", ())
+    monkeypatch.setattr(preflight, "require_port", lambda host, port, **server: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
 
@@ -148,7 +149,8 @@ def test_a_run_that_this_machine_is_too_small_for_is_an_error_after_the_plan(dry
     assert "nothing was started" in printed
 
 
-def test_a_port_in_use_is_an_error(dry_run):
+def test_a_port_in_use_is_an_error(dry_run, monkeypatch):
+    monkeypatch.setattr(preflight, "require_port", machine.require_port)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
