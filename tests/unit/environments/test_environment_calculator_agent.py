@@ -1,5 +1,7 @@
 """The calculator agent: what earns its reward, and what only looks as if it should."""
 
+from functools import cache
+
 import pytest
 
 from telescope.environments.base import TrajectoryStep, conversation
@@ -21,8 +23,11 @@ def play(*completions, style="short", question=QUESTION, **kwargs):
     return result.total_reward, result.sample_metrics, replies
 
 
+make_environment = cache(get_environment)
+
+
 def result_of(*completions, style="short", question=QUESTION, **kwargs):
-    environment = get_environment("calculator_agent", prompt_style=style, **kwargs)
+    environment = make_environment("calculator_agent", prompt_style=style, **kwargs)
     state = environment.create_initial_state(environment.sample_of(question))
     prompt, replies = environment.get_initial_prompt(state.sample), []
     for completion in completions:

@@ -17,6 +17,7 @@ from telescope.tiny_model.settings import TinyModelSettings
 from telescope.tiny_model.warm_start import encode_examples
 
 SETTINGS = TinyModelSettings(task="calculator_agent")
+ENVIRONMENT = CalculatorAgentEnvironment(prompt_style="short")
 
 
 def question_in(text: str) -> Question:
@@ -39,18 +40,17 @@ def read(message: ChatMessage) -> tuple[str, str]:
 
 def rewarded(turns: tuple[Turn, ...], question: Question) -> bool:
     """Whether the environment rewards these turns; the replies in them must be its own."""
-    environment = CalculatorAgentEnvironment(prompt_style="short")
-    state = environment.create_initial_state(environment.sample_of(question))
-    prompt = response = environment.get_initial_prompt(state.sample)
+    state = ENVIRONMENT.create_initial_state(ENVIRONMENT.sample_of(question))
+    prompt = response = ENVIRONMENT.get_initial_prompt(state.sample)
     for turn in turns:
         assert [read(message) for message in turn.messages] == [read(message) for message in response]
         state.trajectory.append(TrajectoryStep(prompt, turn.answer))
-        done, state.stop_reason = environment.is_done(state)
+        done, state.stop_reason = ENVIRONMENT.is_done(state)
         assert done == (turn is turns[-1])
         if not done:
-            response = environment.env_response(conversation(state), state)
-            prompt = environment.get_next_prompt_messages(state, response)
-    return environment.compute_reward(state).total_reward == 1.0
+            response = ENVIRONMENT.env_response(conversation(state), state)
+            prompt = ENVIRONMENT.get_next_prompt_messages(state, response)
+    return ENVIRONMENT.compute_reward(state).total_reward == 1.0
 
 
 @pytest.mark.parametrize(("share", "low", "high"), [(0.0, 1.0, 1.0), (0.7, 0.4, 0.55), (1.0, 0.2, 0.4)])
