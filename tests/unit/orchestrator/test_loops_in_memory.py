@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,10 +16,12 @@ from tests.unit.rollout.fakes import reward, tick
 
 from telescope.environments.worker_pool.messages import Advance, EnvironmentInfo, FirstPrompt
 from telescope.errors import EnvironmentFailure
+from telescope.orchestrator import orchestrator
 from telescope.orchestrator.filters import normalized
 from telescope.orchestrator.run import make_orchestrator
 from telescope.rollout.sample import RolloutSettings
 from telescope.trainer.batch import StepInput, StepResult, TrainSample
+from telescope.utils.process import rare_full_collections
 
 
 async def test_every_row_of_a_run_fits_its_table_and_every_step_has_its_groups() -> None:
@@ -43,6 +46,22 @@ async def test_tokens_of_each_step_add_up_to_all_that_was_generated() -> None:
     await run.run()
     assert sum(row["num_tokens_generated"] for row in run.recorder.of("steps")) == run.status.num_tokens_generated
     assert run.status.num_tokens_generated == 3 * len(run.engine.requests)
+
+
+async def test_full_collections_are_rare_while_a_run_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orchestrator, "rare_full_collections", rare_full_collections)
+    run = InMemoryRun(config_of(number_of_steps=1))
+    frozen: list[int] = []
+    train_step = run.trainer.train_step
+
+    async def watched(inputs: list[StepInput]) -> StepResult:
+        frozen.append(gc.get_freeze_count())
+        return await train_step(inputs)
+
+    monkeypatch.setattr(run.trainer, "train_step", watched)
+    await run.run()
+    assert frozen[0] > 0
+    assert gc.get_freeze_count() == 0
 
 
 async def test_nothing_is_generated_that_no_step_is_left_for() -> None:
