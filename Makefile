@@ -5,10 +5,13 @@
 #   make demo ARGS="--seed 1"                 with other settings of the run
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types test-unit test-reference test-integration e2e doctor pin clean
+.PHONY: help setup demo test test-all lint types test-unit test-reference test-integration e2e doctor pin clean
 
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
+# For tests that start no engine: a file is the work of one process, and files with long tests come first.
+JOBS := 2
+PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # Bytecode that is not kept would be compiled again by every process of every run.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -32,24 +35,28 @@ demo: setup  ## watch a small language model learn arithmetic on this machine (1
 	exec $(PY) train.py --config configs/examples/demo_countdown.yaml --model $$model $$where $(ARGS)
 
 # One recipe, so that the tiers run in this order whatever -j says, and the first that fails ends it.
-test: setup  ## everything: lint, types, unit, reference, integration, e2e
+test: setup  ## before every change lands: lint, types and all tests but the slow ones (15 minutes on two cores)
 	@echo "== lint";        $(MAKE) --no-print-directory run-lint
 	@echo "== types";       $(MAKE) --no-print-directory run-types
-	@echo "== unit";        $(PYTEST) tests/unit
-	@echo "== reference";   $(PYTEST) tests/reference
-	@echo "== integration"; $(PYTEST) tests/integration
-	@echo "== e2e: Ray, vLLM and the trainer, for real"; $(PYTEST) tests/e2e
+	@echo "== unit, reference, integration"
+	@$(PYTEST) -m "not e2e and not slow" $(PARALLEL) tests/integration tests/reference tests/unit
+	@echo "== e2e: Ray, vLLM and the trainer, for real"
+	@$(PYTEST) -m "e2e and not slow" tests/integration tests/e2e
+
+test-all: test  ## also the slow tests, which rarely fail
+	@echo "== slow"
+	@$(PYTEST) -m slow tests/integration tests/e2e
 
 lint: setup run-lint  ## ruff
 types: setup run-types  ## mypy
 test-unit: setup  ## unit tests (ARGS="-k name" for some)
-	@$(PYTEST) tests/unit $(ARGS)
+	@$(PYTEST) $(PARALLEL) tests/unit $(ARGS)
 test-reference: setup  ## every algorithm against loops written from the papers
 	@$(PYTEST) tests/reference $(ARGS)
 test-integration: setup  ## tests with a fake engine
-	@$(PYTEST) tests/integration $(ARGS)
+	@$(PYTEST) -m "not e2e and not slow" $(PARALLEL) tests/integration $(ARGS)
 e2e: setup  ## tests with Ray, vLLM and the trainer
-	@$(PYTEST) tests/e2e $(ARGS)
+	@$(PYTEST) -m "e2e and not slow" tests/integration tests/e2e $(ARGS)
 
 doctor: setup  ## what works on this machine, and what is missing
 	@$(PY) -m telescope.cli.main doctor

@@ -1,9 +1,14 @@
-"""What all tests share: property tests run without a deadline, because a busy machine is not a fault, and tests that
-say so are the first or the last of their server.
+"""What all tests share: property tests without a deadline, because a busy machine is not a fault, one thread for each
+of several processes of tests, and the first and last tests of a server.
 """
+
+import os
 
 import pytest
 from hypothesis import settings
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 settings.register_profile("telescope", deadline=None)
 settings.load_profile("telescope")
