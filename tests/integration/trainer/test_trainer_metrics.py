@@ -50,6 +50,18 @@ def step(one_rank: Any, **changes: Any) -> tuple[Tokens, dict[str, float]]:
     return tokens, trainer.train_step(mine).metrics
 
 
+def test_timing_metrics_do_not_depend_on_recording_the_timeline(one_rank):
+    metrics = {}
+    for tracked in (True, False):
+        trainer = one_rank(track_gpu_events=tracked)
+        (mine,) = pack_step(make_samples(LENGTHS), step=0, version=0, seq_len=40, num_ranks=1, pad_to_multiple_of=8)
+        result = trainer.train_step(mine)
+        metrics[tracked] = {name: value for name, value in result.metrics.items() if name.startswith("timing_")}
+        assert ("forward" in {span.name for span in result.spans}) == tracked
+    assert metrics[False].keys() == metrics[True].keys()
+    assert all(metrics[False][f"timing_{operation}_total"] > 0 for operation in ("forward", "backward", "optimizer"))
+
+
 def test_mismatch_by_environment_counts_on_policy_samples_alone(one_rank):
     tokens, metrics = step(one_rank)
     for name, label in (("countdown", "countdown"), ("wordle", "wordle"), ("unlisted", "other")):

@@ -109,5 +109,5 @@ class LoggingSection(Section):
     rollout_block_size: Count = 500
     """Block size for rollout event grouping, in rollouts."""
     track_gpu_events: bool = True
-    """Record the timeline of each trainer rank: forward, backward, loss, gradient reduction and the rest, per
-    micro-batch, by CUDA events. Without it the metrics `timing_<operation>_*` are left out too."""
+    """Record the timeline of each trainer rank in the table `spans`: forward, backward, loss, gradient reduction and
+    the other operations, per micro-batch. The metrics `timing_<operation>_*` do not depend on it."""

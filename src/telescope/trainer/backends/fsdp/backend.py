@@ -71,8 +71,7 @@ class FSDPBackend(TrainingBackend):
         self.kernel = choose_kernel(self.device, compute_dtype(config), self.policy.head_dim)
         self.loss_dtype = torch.float64 if compute_dtype(config) == torch.float64 else torch.float32
         self.reduction = TimedReduceScatter()
-        if config.track_gpu_events:
-            self.reduction.measure(self.policy)
+        self.reduction.measure(self.policy)
         self._keeps_gathered = not reshards_after_forward(config.fsdp_reshard_after_forward, self.device.type)
         self._spans: list[Span] = []
 
@@ -100,7 +99,7 @@ class FSDPBackend(TrainingBackend):
         step, version = int(trainer_data["step"]), int(trainer_data["version"])
         minibatches: list[OptimizerStepBatch] = trainer_data["minibatches"]
         rate = self.learning_rate(step)
-        timeline = Timeline(self.device, self.rank, enabled=self.config.track_gpu_events)
+        timeline = Timeline(self.device, self.rank)
         sums = StepMetrics(self.device, self.environments)
         norms = []
         references = self.reference_logprobs(minibatches, version, timeline)
@@ -109,10 +108,10 @@ class FSDPBackend(TrainingBackend):
             norms.append(self.update(rate, denominator(self.algorithm, batch, self.config), step, timeline))
         metrics = sums.reduce()
         spans = timeline.finish()
-        self._spans += spans
-        num_micro_batches = sum(len(batch.micro_batches) for batch in minibatches)
         if self.config.track_gpu_events:
-            metrics |= reduce_max(timing_metrics(spans, num_micro_batches), self.device)
+            self._spans += spans
+        num_micro_batches = sum(len(batch.micro_batches) for batch in minibatches)
+        metrics |= reduce_max(timing_metrics(spans, num_micro_batches), self.device)
         metrics |= {
             "grad_norm": sum(norms) / len(norms) if norms else 0.0,
             "learning_rate": rate,
