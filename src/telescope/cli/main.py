@@ -45,10 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_problems(str(error).splitlines())
         return EXIT_BAD_INPUT
     except UserError as error:
-        _print_error(str(error))
+        _print_error(error)
         return EXIT_BAD_INPUT
     except RunError as error:
-        _print_error(str(error))
+        _print_error(error)
         return EXIT_FAILED
     except KeyboardInterrupt:
         print("Interrupted", file=sys.stderr)
@@ -95,14 +95,14 @@ def _dispatch(arguments: list[str]) -> int:
     return int(parsed.func(parsed) or 0)
 
 
-def _print_error(message: str) -> None:
-    """One error, whose message may go on over several lines."""
-    print(f"telescope: {message}", file=sys.stderr)
+def _print_error(error: Exception) -> None:
+    """Print the message of an error and its notes."""
+    print("\n".join([f"telescope: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
 
 
 def _print_problems(problems: list[str]) -> None:
     if len(problems) == 1:
-        _print_error(problems[0])
+        print(f"telescope: {problems[0]}", file=sys.stderr)
         return
     print(f"telescope: {len(problems)} problems:", file=sys.stderr)
     for problem in problems:

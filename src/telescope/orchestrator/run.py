@@ -16,7 +16,6 @@ from telescope.cluster.actors import HostGroup
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig
 from telescope.config.model_files import vocabulary_size
-from telescope.errors import RunError
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.collectors import Collectors, sources_of
 from telescope.orchestrator.evaluation import Evaluation
@@ -25,7 +24,7 @@ from telescope.orchestrator.interrupt import Interrupt
 from telescope.orchestrator.orchestrator import Orchestrator
 from telescope.orchestrator.prompt_sampler import PromptSampler
 from telescope.orchestrator.run_components import RunComponents, start_components
-from telescope.orchestrator.run_directory import RunDirectory
+from telescope.orchestrator.run_directory import RunDirectory, save_where_possible
 from telescope.orchestrator.services import Services
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.summary import Interrupted, RunSummary, headline_of, summarise
@@ -91,6 +90,8 @@ class _TrainingRun:
             self._directory.ended(summary)
             self._status.phase = summary.sentence
         if error is not None and not isinstance(error, Interrupted):
+            if summary.record_error is not None:
+                error.add_note(f"The record in {self._directory.path} is incomplete: {summary.record_error}")
             raise error
         return summary
 
@@ -134,13 +135,12 @@ class _TrainingRun:
 
     async def _save_model(self, parts: RunComponents) -> Path:
         """Write the trained model; returns its folder."""
-        folder = RunFiles(self._directory.path).model
-        try:
+
+        async def save(folder: Path) -> None:
             async with parts.trainer.queue:
                 await parts.trainer.save_hf(folder)
-        except OSError as error:
-            raise RunError(f"The trained model cannot be written to {folder}: {error}") from error
-        return folder
+
+        return await save_where_possible(save, RunFiles(self._directory.path).model, self._status)
 
     async def _take_gauges(self, parts: RunComponents) -> None:
         """Keep the numbers of the live view, and the record's gauges, up to date."""

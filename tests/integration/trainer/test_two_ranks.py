@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,7 @@ def whole_job(trainer: Trainer, folder: Path) -> dict[str, Any]:
         found[f"dummies_{name}"] = sum(not row.sample_ids for mb in mine.minibatches for row in mb.micro_batches)
     results = [trainer.train_step(_packed(trainer, BATCHES["even"], step=step)) for step in range(2)]
     trainer.save_checkpoint(2, folder / "checkpoint")
+    found["save_error"] = _save_without_space(trainer, folder / "hf")
     trainer.save_hf(folder / "hf")
     found["weights_2"] = weights(trainer)
     results.append(trainer.train_step(_packed(trainer, BATCHES["even"], step=2)))
@@ -68,6 +71,19 @@ def whole_job(trainer: Trainer, folder: Path) -> dict[str, Any]:
     found["metadata"] = trainer.weight_metadata()
     found["logprobs"] = trainer.sequence_logprobs(TEXT)
     return found
+
+
+def _save_without_space(trainer: Trainer, folder: Path) -> str | None:
+    """The error of saving while no file may grow past 1,000 bytes, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        trainer.save_hf(folder)
+    except OSError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return None
 
 
 def resume_job(trainer: Trainer, folder: Path) -> dict[str, torch.Tensor]:
@@ -199,6 +215,14 @@ def test_experts_are_trained_alike_on_one_and_two_ranks_and_leave_one_by_one(run
     ]
     stored = load_file(run.folder / "hf" / "model.safetensors")
     assert relative_error(stored, run.two[0]["weights_2"]) == 0.0
+
+
+def test_a_model_that_the_disk_cannot_take_is_one_error_and_the_ranks_go_on(both):
+    for results, folder in ((both.two, both.folder), ([both.one], both.folder.parent / "one")):
+        assert re.fullmatch(rf"{folder / 'hf'} needs [\d.e-]+ GiB: .*File too large.*", results[0]["save_error"])
+        assert all(result["save_error"] is None for result in results[1:])
+        assert (folder / "hf" / "model.safetensors").is_file(), "the second try succeeds"
+        assert not list(folder.glob(".partial*"))
 
 
 def test_timing_metrics_have_the_documented_names_and_spans_lie_on_one_clock(both):

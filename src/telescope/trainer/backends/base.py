@@ -67,7 +67,10 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def save_hf(self, directory: Path) -> None:
-        """Write the model as a Hugging Face checkpoint (rank 0 writes). Collective."""
+        """Write the model as a Hugging Face checkpoint (rank 0 writes). Collective.
+
+        Raises `OSError` on rank 0 when the disk cannot take it; the ranks can then save again elsewhere.
+        """
 
     @abstractmethod
     def take_spans(self) -> list[Span]:

@@ -282,9 +282,15 @@ class FSDPBackend(TrainingBackend):
         for name, tensor in self.named_weights():
             if self.rank == 0:
                 weights[name] = tensor.to("cpu", DTYPES[self.config.model_dtype]).clone()
+        error: OSError | None = None
         if self.rank == 0:
-            _write_hf(directory, weights, self.policy.causal_lm.config, Path(self.config.model))
+            try:
+                _write_hf(directory, weights, self.policy.causal_lm.config, Path(self.config.model))
+            except OSError as caught:
+                error = caught  # raised below: the other ranks wait in the barrier
         dist.barrier()
+        if error is not None:
+            raise error
 
     def take_spans(self) -> list[Span]:
         spans, self._spans = self._spans, []
@@ -313,11 +319,21 @@ def _single_row(token_ids: list[int]) -> MicroBatch:
 
 
 def _write_hf(directory: Path, weights: dict[str, torch.Tensor], model_config: Any, source: Path) -> None:
+    """Writes a model folder, which appears when it is complete. Raises `OSError` with the size of the weights."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    model_config.save_pretrained(directory)
-    for pattern in (*TOKENIZER_FILES, "generation_config.json"):
-        for path in source.glob(pattern) if source.is_dir() else ():
-            shutil.copyfile(path, directory / path.name)
+    partial = directory.with_name(f".partial-{directory.name}")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+        model_config.save_pretrained(partial)
+        for pattern in (*TOKENIZER_FILES, "generation_config.json"):
+            for path in source.glob(pattern) if source.is_dir() else ():
+                shutil.copyfile(path, partial / path.name)
+        shutil.rmtree(directory, ignore_errors=True)
+        partial.rename(directory)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        num_bytes = sum(tensor.nbytes for tensor in weights.values())
+        raise OSError(f"{directory} needs {num_bytes / 2**30:.3g} GiB: {error}") from error
