@@ -23,7 +23,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from telescope.config import TelescopeConfig
-from telescope.config.memory import trainer_memory
+from telescope.config.memory import recomputes_attention, trainer_memory
 from telescope.config.model_shape import ModelShape
 from telescope.trainer.backends.fsdp import sharding
 from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, StepInput, TrainSample
@@ -69,7 +69,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 CHECKPOINTING = {
     "none": {"gradient_checkpointing": False},
-    "selective": {"gradient_checkpointing": True},
+    "selective": {"gradient_checkpointing": True, "recompute_attention": False},
     "full": {"gradient_checkpointing": True, "recompute_attention": True},
 }
 
@@ -272,7 +272,9 @@ def memory_of_ranks(trainer: Trainer, device: torch.device) -> dict[str, Any]:
     text = (Path(trainer.config.model) / "config.json").read_text()
     shape = ModelShape.from_config(json.loads(text))
     assert shape is not None
-    estimate = trainer_memory(trainer.config, shape, "cuda" if device.type == "cuda" else "cpu")
+    attention = recomputes_attention(trainer.config.recompute_attention, trainer.config, shape, None)
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    estimate = trainer_memory(trainer.config, shape, kind, recompute_attention=attention)
     row: dict[str, Any] = {"estimate_gib": (estimate.total - estimate.overhead) / GIB}
     if device.type == "cuda":
         mine = (torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB)

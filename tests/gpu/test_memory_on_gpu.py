@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.integration.trainer.trainer_cases import build_model, free_port, make_config, make_samples
 
-from telescope.config.memory import trainer_memory
+from telescope.config.memory import recomputes_attention, trainer_memory
 from telescope.config.model_shape import ModelShape
 from telescope.trainer.packing import pack_step
 from telescope.trainer.worker import Trainer
@@ -61,7 +61,9 @@ def test_the_peak_of_a_step_is_near_the_estimate(
     config = make_config(str(folder), **(fields | settings))
     shape = ModelShape.from_config(json.loads((folder / "config.json").read_text()))
     assert shape is not None
-    estimate = trainer_memory(config, shape, "cuda")
+    estimate = trainer_memory(
+        config, shape, "cuda", recompute_attention=recomputes_attention(config.recompute_attention, config, shape, None)
+    )
     gc.collect()  # blocks refer to themselves: the trainer of the case before lives until then
     others = torch.cuda.memory_allocated()
     trainer = Trainer(config, 0, 1, "127.0.0.1", free_port())

@@ -236,6 +236,8 @@ def _trainer_rows(config: TelescopeConfig, trainer: TrainerMemory, num_layers: i
     checkpointing = "recomputed" if config.gradient_checkpointing else "kept"
     if config.gradient_checkpointing_layers is not None and layers < num_layers:
         checkpointing = f"{layers} layers recomputed"
+    if trainer.recomputes_attention:
+        checkpointing += " with attention"
     sizes = [
         (f"parameters ({config.model_dtype}, 1/{config.trainer_num_workers})", trainer.parameters),
         ("gradients", trainer.gradients),

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 CUDA_CONTEXT_BYTES = GIB  # CUDA context, NCCL buffers and cuBLAS workspaces of one process, together
+UNUSED_SHARE = 0.1
+"""Share of a GPU that `recompute_attention: auto` leaves free: torch's allocator reserves more than it gives out."""
 SUM_BYTES = 4
 """Gradients are reduced over ranks, and sums of products kept, in float32."""
 VOCABULARY_BLOCKS = 8
@@ -46,6 +48,8 @@ class TrainerMemory:
     """Weights that are gathered all through a micro-batch: a table that is tied, or everything if it stays gathered."""
     activations: int
     """What all layers keep of one micro-batch of `seq_len` tokens."""
+    recomputes_attention: bool
+    """Whether recomputed layers compute attention twice instead of keeping its output."""
     layer: int
     """The backward pass of one block: what it recomputes and its gradients, gathered weights, their reduction."""
     logprobs: int
@@ -84,8 +88,22 @@ def num_recomputed(config: TelescopeConfig, num_layers: int) -> int:
     return min(config.gradient_checkpointing_layers or num_layers, num_layers)
 
 
-def trainer_memory(config: TelescopeConfig, shape: ModelShape, device: Literal["cpu", "cuda"]) -> TrainerMemory:
-    """The estimate for one rank."""
+def recomputes_attention(
+    choice: bool | Literal["auto"], config: TelescopeConfig, shape: ModelShape | None, gpu_memory: int | None
+) -> bool:
+    """Resolves `recompute_attention` for a GPU of `gpu_memory` bytes; None: no GPU, or its memory is not known."""
+    if choice != "auto":
+        return choice
+    if not config.gradient_checkpointing or shape is None or gpu_memory is None:
+        return False
+    kept = trainer_memory(config, shape, "cuda", recompute_attention=False)
+    return kept.total > (1 - UNUSED_SHARE) * _memory_of_a_rank(config, gpu_memory)
+
+
+def trainer_memory(
+    config: TelescopeConfig, shape: ModelShape, device: Literal["cpu", "cuda"], *, recompute_attention: bool
+) -> TrainerMemory:
+    """Estimates the memory of one rank. `recompute_attention`: see `recomputes_attention`."""
     ranks, tokens, width = config.trainer_num_workers, config.seq_len, shape.hidden_size
     stored = DTYPE_BYTES[config.model_dtype]
     computed = DTYPE_BYTES[config.mixed_precision_dtype or config.model_dtype]
@@ -105,7 +123,7 @@ def trainer_memory(config: TelescopeConfig, shape: ModelShape, device: Literal["
     )
     # Recomputed blocks keep their input and, unless that is recomputed too, what attention returned.
     recomputed = num_recomputed(config, shape.num_layers)
-    attention = 0 if config.recompute_attention else shape.num_heads * (shape.head_dim * computed + SUM_BYTES)
+    attention = 0 if recompute_attention else shape.num_heads * (shape.head_dim * computed + SUM_BYTES)
     kept = recomputed * tokens * (width * computed + attention)
     kept += shape.num_dense_layers(recomputed) * dense + shape.num_sparse_layers(recomputed) * sparse
     # A last block that is not recomputed has what its backward pass needs, which meets what all others keep.
@@ -127,6 +145,7 @@ def trainer_memory(config: TelescopeConfig, shape: ModelShape, device: Literal["
         optimizer=2 * shard,
         unsharded=unsharded * computed,
         activations=kept,
+        recomputes_attention=recompute_attention and recomputed > 0,
         layer=block + weights_of_block + reduced + ahead + whole_gradient,
         logprobs=logprobs + ahead,
         tables=_reduction(table, computed, ranks) + whole_gradient,
@@ -217,7 +236,9 @@ def estimate_memory(
 
     `device_memory_bytes`: memory of one GPU, or of the node on a CPU (which all its workers share). None: not known.
     """
-    trainer = trainer_memory(config, shape, device)
+    gpu_memory = device_memory_bytes if device == "cuda" else None
+    attention = recomputes_attention(config.recompute_attention, config, shape, gpu_memory)
+    trainer = trainer_memory(config, shape, device, recompute_attention=attention)
     engine = _engine_memory(config, shape, device, device_memory_bytes)
     problems = _problems(config, trainer, engine, device, device_memory_bytes)
     kv_cache_problem = _kv_cache_problem(config, engine)
@@ -298,22 +319,29 @@ def trainer_share(config: TelescopeConfig, memory: int) -> int:
     return max(int(memory * (1 - config.gpu_memory_utilization)) - 2 * CUDA_CONTEXT_BYTES, 0)
 
 
+def _memory_of_a_rank(config: TelescopeConfig, gpu_memory: int) -> int:
+    """Returns the bytes of a GPU that a rank may take, its CUDA context included."""
+    return trainer_share(config, gpu_memory) + CUDA_CONTEXT_BYTES if config.share_gpus else gpu_memory
+
+
 def _problems(
     config: TelescopeConfig, trainer: TrainerMemory, engine: EngineMemory, device: str, memory: int | None
 ) -> list[str]:
     problems: list[str] = []
     shared = config.share_gpus and device == "cuda"
-    left = trainer_share(config, memory or 0) + CUDA_CONTEXT_BYTES  # with the rank's own context, as in its total
+    left = _memory_of_a_rank(config, memory or 0)
+    more = "" if trainer.recomputes_attention else ", set recompute_attention to true"
     if shared and memory is not None and trainer.total > left:
         problems.append(
             f"A trainer worker needs about {trainer.total / GIB:.1f} GiB (weights, gradients, optimizer "
             f"{trainer.states / GIB:.1f}), and share_gpus leaves it {left / GIB:.1f} of a GPU's {memory / GIB:.1f} "
-            'GiB: lower gpu_memory_utilization or seq_len, set model_dtype to "bfloat16", or choose a smaller model.'
+            f'GiB: lower gpu_memory_utilization or seq_len, set model_dtype to "bfloat16"{more}, or choose a smaller '
+            "model."
         )
     elif memory is not None and device == "cuda" and trainer.total > memory:
         problems.append(
             f"A trainer worker needs about {trainer.total / GIB:.1f} GiB, and a GPU has {memory / GIB:.1f} GiB: raise "
-            'trainer_num_workers, lower seq_len, or set model_dtype to "bfloat16".'
+            f'trainer_num_workers, lower seq_len{more}, or set model_dtype to "bfloat16".'
         )
     if memory is not None and device == "cpu":
         everything = trainer.total * config.trainer_num_workers

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen3Config
 
 from telescope.config import TelescopeConfig
-from telescope.config.memory import VOCABULARY_BLOCKS, num_recomputed, trainer_memory
+from telescope.config.memory import VOCABULARY_BLOCKS, num_recomputed, recomputes_attention, trainer_memory
 from telescope.config.model_shape import ModelShape
 from telescope.trainer import logprob
 from telescope.trainer.backends.fsdp import backend as fsdp_backend
@@ -44,7 +44,12 @@ def bytes_of_a_step(folder: Path, shape: dict[str, Any], *, micro_batches: int =
     )  # fmt: skip
     model_shape = ModelShape.from_config(json.loads((folder / "config.json").read_text()))
     assert model_shape is not None
-    estimate = trainer_memory(config, model_shape, "cuda")
+    estimate = trainer_memory(
+        config,
+        model_shape,
+        "cuda",
+        recompute_attention=recomputes_attention(config.recompute_attention, config, model_shape, None),
+    )
     return peak(config, shape["vocab_size"], micro_batches), estimate.total - estimate.overhead
 
 
@@ -87,7 +92,10 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch, mesh: Any) -> None:
         # As `build_sharded_policy`, without weights to read and send.
         causal_lm = load_causal_lm(config.model, DTYPES[config.model_dtype], with_weights=False)
         policy = PolicyModel(causal_lm, config.entropy_chunk_size)
-        count, attention = num_recomputed(config, len(policy.layers)), config.recompute_attention
+        count, attention = (
+            num_recomputed(config, len(policy.layers)),
+            recomputes_attention(config.recompute_attention, config, None, None),
+        )
         wrap_blocks(policy, num_recomputed=count, recompute_attention=attention, compiled=False)
         is_tied = policy.is_tied
         sharding.shard(policy, mesh, sharding.compute_dtype(config), reshard=config.fsdp_reshard_after_forward)

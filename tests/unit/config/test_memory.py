@@ -166,6 +166,40 @@ def test_what_the_documentation_says_fits_a_gpu_of_139_gib():
     assert total("qwen3-4b", 8, 16_384, gradient_checkpointing=False) == pytest.approx(75, abs=1)
 
 
+@pytest.mark.parametrize(
+    ("gib", "settings", "recomputed"),
+    [
+        (80, {}, False),
+        (24, {}, True),
+        (24, {"seq_len": 4096, "max_model_len": 4096}, False),
+        (24, {"gradient_checkpointing": False}, False),
+        (80, {"share_gpus": True, "inference_num_workers": 1, "gpu_memory_utilization": 0.6}, False),
+        (80, {"share_gpus": True, "inference_num_workers": 1, "gpu_memory_utilization": 0.8}, True),
+        (24, {"recompute_attention": False}, False),
+        (80, {"recompute_attention": True}, True),
+        (None, {}, False),
+    ],
+)
+def test_attention_is_recomputed_where_the_memory_of_a_gpu_is_too_small_otherwise(gib, settings, recomputed):
+    lengths = {"seq_len": 65_536, "max_model_len": 65_536, "max_tokens": 1024}
+    memory = None if gib is None else gib * GIB
+    shape = shape_of("qwen3-0.6b")
+    estimate = estimate_memory(
+        config(trainer_num_workers=1, **(lengths | settings)), shape, device_memory_bytes=memory
+    ).trainer
+    assert estimate.recomputes_attention is recomputed
+    kept = 65_536 * 28 * 16 * (128 * 2 + 4)
+    if gib == 24 and not settings:
+        always = estimate_memory(config(trainer_num_workers=1, recompute_attention=False, **lengths), shape).trainer
+        assert always.activations - estimate.activations == kept
+        assert estimate.total < 0.9 * memory < always.total
+
+
+def test_attention_is_kept_on_the_cpu():
+    of = estimate_memory(config(), shape_of("qwen3-0.6b"), device="cpu", device_memory_bytes=GIB)
+    assert not of.trainer.recomputes_attention
+
+
 def test_weights_that_stay_gathered_cost_the_whole_model_in_what_is_computed_with():
     shape = shape_of("qwen3-8b")
     dropped = estimate_memory(config(), shape).trainer

@@ -128,9 +128,9 @@ class TrainerSection(Section):
     """With `gradient_checkpointing`, the blocks that are recomputed, counted from the first (FSDP). null, or as many as
     the model has: all. Lower it as far as memory allows: a block that is not recomputed is up to a quarter faster, and
     keeps all its activations."""
-    recompute_attention: bool = False
+    recompute_attention: bool | Literal["auto"] = "auto"
     """With `gradient_checkpointing`, recompute attention as well (FSDP). Saves about half of what is still kept, and
-    costs up to a fifth of the speed at long `seq_len`."""
+    costs up to a fifth of the speed at long `seq_len`. "auto": only on a GPU whose memory is too small otherwise."""
     compile_blocks: bool = True
     """Compile the model's blocks with torch.compile (FSDP, on GPU in half precision; elsewhere it does nothing). Takes
     about a minute, while the servers start. Turn it off for a model whose code does not compile."""

@@ -29,7 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from telescope.config.memory import num_recomputed, reshards_after_forward
+from telescope.config.memory import num_recomputed, recomputes_attention, reshards_after_forward
+from telescope.config.model_shape import ModelShape
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends.fsdp.communication import set_prefetch, units
 from telescope.trainer.blocks import wrap_blocks
@@ -49,10 +50,12 @@ def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) ->
     options = {"trust_remote_code": config.trust_remote_code}
     source = load_causal_lm(config.model, dtype, with_weights=True, **options) if dist.get_rank() == 0 else None
     policy = PolicyModel(load_causal_lm(config.model, dtype, with_weights=False, **options), config.entropy_chunk_size)
+    gpu_memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    model_shape = ModelShape.from_config(policy.causal_lm.config.to_dict())
     wrap_blocks(
         policy,
         num_recomputed=num_recomputed(config, len(policy.layers)),
-        recompute_attention=config.recompute_attention,
+        recompute_attention=recomputes_attention(config.recompute_attention, config, model_shape, gpu_memory),
         compiled=compiles_blocks(config, policy, device),
     )
     is_tied = policy.is_tied
