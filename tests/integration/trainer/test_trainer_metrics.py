@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.integration.trainer.trainer_cases import make_samples, near_policy
+from tests.documented_metrics import undocumented
+from tests.integration.trainer.trainer_cases import ALL_MODIFIERS, make_samples, near_policy
 
 from telescope.trainer.metrics import AGE_NAMES, MAX_ENVIRONMENTS, environment_names
 from telescope.trainer.packing import pack_step
@@ -60,6 +61,15 @@ def test_timing_metrics_do_not_depend_on_recording_the_timeline(one_rank):
         assert ("forward" in {span.name for span in result.spans}) == tracked
     assert metrics[False].keys() == metrics[True].keys()
     assert all(metrics[False][f"timing_{operation}_total"] > 0 for operation in ("forward", "backward", "optimizer"))
+
+
+def test_every_metric_of_a_step_is_documented(one_rank):
+    changes = {**ALL_MODIFIERS, "ppo_clip_ref_logprobs": "rollout", "use_tis": False}
+    _, clipped = step(one_rank, **changes)
+    _, weighted = step(one_rank, use_tis=True)
+    assert {"clip/low_share", "loss/penalty", "masked/sequence_ratio/token_share"} <= clipped.keys()
+    assert "tis/weight_mean" in weighted
+    assert undocumented([*clipped, *weighted]) == []
 
 
 def test_mismatch_by_environment_counts_on_policy_samples_alone(one_rank):

@@ -8,6 +8,7 @@ import time
 from types import ModuleType
 
 import pytest
+from tests.documented_metrics import undocumented
 
 from telescope.record import gauges
 from telescope.record.gauges import REPEAT_SECONDS, Reading, Sampler, Thinned
@@ -154,6 +155,7 @@ def test_what_a_gpu_does_not_know_is_left_out_and_not_asked_again(monkeypatch: p
     assert found[1, "gpu_memory_used_bytes"] == 3
     assert found[0, "gpu_sm_clock_mhz"] == 1980
     assert not any("power" in name for _, name in found)
+    assert undocumented(name for _, name in found) == []
 
 
 def test_a_machine_without_gpus_is_no_failure(monkeypatch: pytest.MonkeyPatch):

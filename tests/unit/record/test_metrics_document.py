@@ -1,0 +1,67 @@
+"""Every metric that a run records is in docs/metrics.md."""
+
+from __future__ import annotations
+
+import torch
+from tests.documented_metrics import undocumented
+from tests.unit.orchestrator.fakes import config_of, sample
+from tests.unit.orchestrator.in_memory import InMemoryRun
+
+from telescope.inference.vllm.step_meter import StepReading, metrics_text
+from telescope.orchestrator.step_metrics import DiscardCounts
+from telescope.orchestrator.weight_sync import ServerSync, SyncReport
+from telescope.record.system_metrics import host_reader
+from telescope.trainer.timeline import memory_reader, timing_metrics
+
+
+def test_an_unknown_metric_is_undocumented() -> None:
+    assert undocumented(["entropy", "reward/total/mean", "reward/total/median", "gauges", "a", "b"]) == [
+        "a",
+        "b",
+        "gauges",
+        "reward/total/median",
+    ]
+
+
+async def test_every_metric_of_a_fake_run_is_documented() -> None:
+    run = InMemoryRun(
+        config_of(
+            environments=[{"name": "arithmetic"}, {"name": "logic"}],
+            prompts_batch_size_for_trainer=4,
+            discard_group_zero_advantage=True,
+            overlong_samples="truncate",
+            overlong_penalty_factor=0.5,
+            overlong_buffer_tokens=15,
+        )
+    )
+    await run.run()
+    names = {name for metrics in run.step_log.metrics for name in metrics}
+    assert {"reward/total/mean", "reward/logic/mean", "discarded/zero_advantage/pct", "kept/tokens"} <= names
+    assert undocumented(names) == []
+    assert undocumented(name for row in run.recorder.of("steps") for name in row["metrics"]) == []
+
+
+def test_every_metric_of_what_is_not_trained_is_documented() -> None:
+    counts = DiscardCounts()
+    for reason, kind in (("zero_advantage", "all_negative"), ("too_slow", None), ("all_masked", None)):
+        counts.discarded(reason, kind, [sample()])
+    counts.masked(sample(reward=None))
+    counts.cancelled(sample(), returned=True)
+    counts.returned([sample()])
+    assert undocumented(counts.take(1)) == []
+
+
+def test_every_metric_of_a_weight_sync_is_documented() -> None:
+    report = SyncReport(1, 0.0, servers=[ServerSync(0, 0.0), ServerSync(1, 0.0)])
+    assert undocumented(report.metrics()) == []
+
+
+def test_every_timing_metric_is_documented() -> None:
+    assert undocumented(timing_metrics([], 1)) == []
+
+
+def test_every_gauge_of_this_machine_is_documented() -> None:
+    readings = [*host_reader()(), *memory_reader(torch.device("cpu"))()]
+    assert undocumented(reading.name for reading in readings) == []
+    lines = metrics_text(StepReading(1.0, 1.0, 1, 1, 1)).decode().splitlines()
+    assert undocumented(line.split()[0] for line in lines if not line.startswith("#")) == []
