@@ -157,9 +157,10 @@ def try_what_the_user_brings(config: TelescopeConfig) -> list[str]:
     from telescope.config.environments import environment_keys
     from telescope.environments.worker_pool.trial import try_environments
     from telescope.inference.vllm.support import check_chat_parsers
-    from telescope.trainer.backends import try_backend
+    from telescope.trainer.trial import try_backend, try_model
 
-    try_backend(config.train_backend)
+    try_backend(config)
+    try_model(config)
     check_chat_parsers(config)
     return try_environments(
         environment_keys(config).specs,

@@ -19,30 +19,35 @@ MAX_HEADER_BYTES = 100_000_000
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-def safetensors_problem(path: Path) -> str | None:
-    """Why a safetensors file cannot hold what its header says. Reads the header only.
+def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor in a safetensors file. Reads the header only.
 
     The format: the header's length as an unsigned 64-bit little-endian number, the header as a JSON object of
     `{name: {dtype, shape, data_offsets: [begin, end]}}`, and the data, which the offsets count from 0.
+
+    Raises `ValueError` with the reason when the file cannot hold what its header lists.
     """
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(HEADER_LENGTH_BYTES)
         if len(prefix) < HEADER_LENGTH_BYTES:
-            return f"it has {num_bytes} bytes, which is no safetensors file"
+            raise ValueError(f"it has {num_bytes} bytes, which is no safetensors file")
         (length,) = struct.unpack("<Q", prefix)
         if length > MAX_HEADER_BYTES or HEADER_LENGTH_BYTES + length > num_bytes:
-            return f"its header would take {length:,} bytes, and the file has {num_bytes:,}: it is cut off or damaged"
+            raise ValueError(
+                f"its header would take {length:,} bytes, and the file has {num_bytes:,}: it is cut off or damaged"
+            )
         text = file.read(length)
     try:
-        header = json.loads(text)
-        ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+        entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        ends = [int(entry["data_offsets"][1]) for entry in entries.values()]
+        shapes = {name: tuple(map(int, entry["shape"])) for name, entry in entries.items()}
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        return "its header is not what the format says: it is damaged, or no safetensors file"
+        raise ValueError("its header does not follow the format: it is damaged, or no safetensors file") from None
     wanted = HEADER_LENGTH_BYTES + length + max(ends, default=0)
     if num_bytes < wanted:
-        return f"its header lists {wanted:,} bytes, and the file has {num_bytes:,}: it is cut off"
-    return None
+        raise ValueError(f"its header lists {wanted:,} bytes, and the file has {num_bytes:,}: it is cut off")
+    return shapes
 
 
 def tokenizer_problem(tokenizer: Any) -> str | None:

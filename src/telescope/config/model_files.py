@@ -18,7 +18,8 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from telescope.config.model_contents import largest_token_id, safetensors_problem, tokenizer_problem
+from telescope.config.messages import show
+from telescope.config.model_contents import largest_token_id, safetensors_shapes, tokenizer_problem
 from telescope.config.model_shape import (
     EXPERT_MODEL_TYPES,
     ModelShape,
@@ -27,6 +28,7 @@ from telescope.config.model_shape import (
     known_shape,
     unsupported_experts,
 )
+from telescope.config.model_tensors import CAUSAL_LM_CLASSES, expected_tensors, tensor_problem
 from telescope.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,6 +95,16 @@ def inspect_model(config: TelescopeConfig, *, ask_hub: bool = True) -> ModelRepo
         )
 
 
+def architecture_of(config: TelescopeConfig) -> str | None:
+    """The model's `model_type`, from files on this machine; None if they are not here."""
+    try:
+        files = _local_files(config) if is_local_path(config.model) else _hub_files(config.model, ask_hub=False)
+    except HubUnreachableError:
+        return None
+    model_type = (_read_json(files, "config.json") or {}).get("model_type")
+    return model_type if isinstance(model_type, str) else None
+
+
 def vocabulary_size(config: TelescopeConfig) -> int:
     """Rows of the model's output layer. Raises `ConfigError` for a model whose sizes are not known."""
     shape = inspect_model(config, ask_hub=False).shape
@@ -111,7 +123,8 @@ def _inspect(config: TelescopeConfig, files: _Files) -> ModelReport:
             f"model is {config.model!r}, but {files.where} holds no config.json. Give a model in HuggingFace format"
         )
     _check_tokenizer(config, files, data)
-    _check_weights(config, files)
+    _check_architecture(config, data)
+    shapes = _check_weights(config, files)
     unsupported = unsupported_experts(data)
     if unsupported is not None:
         raise ConfigError(
@@ -135,7 +148,39 @@ def _inspect(config: TelescopeConfig, files: _Files) -> ModelReport:
         rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
         scaled = isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) != "default"
         _check_against_shape(config, shape, scaled=scaled)
+    _check_tensors(config, files, data, shapes)
     return ModelReport(files.where, shape)
+
+
+def _check_architecture(config: TelescopeConfig, data: Mapping[str, Any]) -> None:
+    model_type = data.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise ConfigError(
+            f"model is {config.model!r}, whose config.json does not name its architecture (model_type). Download or "
+            "save the model again"
+        )
+    class_name = CAUSAL_LM_CLASSES.get(model_type)
+    named = data.get("architectures")
+    if class_name is not None and class_name not in (named if isinstance(named, list) else []):
+        raise ConfigError(
+            f"model is {config.model!r}, whose config.json has architectures {show(named)}, so that vLLM does not load "
+            f'it as a language model. Set architectures to ["{class_name}"], or choose a model that generates text'
+        )
+
+
+def _check_tensors(
+    config: TelescopeConfig, files: _Files, data: Mapping[str, Any], present: Mapping[str, tuple[int, ...]] | None
+) -> None:
+    """The weight files hold exactly the tensors that config.json describes: a missing one would stay random."""
+    expected = expected_tensors(data)
+    if expected is None or present is None or "quantization_config" in data:
+        return
+    problem = tensor_problem(expected, present, tied=bool(data.get("tie_word_embeddings")))
+    if problem is not None:
+        raise ConfigError(
+            f"model is {config.model!r}, but its weight files in {files.where} {problem}. Download or save the model "
+            "again, or correct config.json"
+        )
 
 
 def check_chat_template(config: TelescopeConfig) -> None:
@@ -146,8 +191,15 @@ def check_chat_template(config: TelescopeConfig) -> None:
 
 def _local_files(config: TelescopeConfig) -> _Files:
     model = config.model
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
+    try:
+        folder = Path(model).expanduser()
+        is_folder = folder.is_dir()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"model is {show(model)}, which is no usable path ({getattr(error, 'strerror', None) or error}). "
+            "Give a folder in HuggingFace format, or a hub identifier such as Qwen/Qwen2.5-3B"
+        ) from None
+    if not is_folder:
         problem = "is a file" if folder.exists() else "does not exist"
         if folder.is_symlink() and not folder.exists():
             problem = f"is a link to {os.readlink(folder)}, which does not exist"
@@ -169,7 +221,13 @@ def _hub_files(model: str, ask_hub: bool) -> _Files:
         from huggingface_hub import errors
     except ImportError:
         raise HubUnreachableError("the hub cannot be asked without huggingface_hub installed") from None
-    cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
+    try:
+        cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
+    except errors.HFValidationError:
+        raise ConfigError(
+            f"model is {show(model)}, which is neither a folder here nor a hub identifier: those are letters, "
+            "digits, '-', '_' and '.', at most 96 of them, as in Qwen/Qwen2.5-3B. Check the spelling, or give a path"
+        ) from None
     if isinstance(cached, str):
         snapshot = Path(cached).parent
         names = frozenset(item.name for item in snapshot.iterdir())
@@ -186,7 +244,7 @@ def _hub_files(model: str, ask_hub: bool) -> _Files:
             f"model is {model!r}, which the hub gives only to accounts that were granted access. Ask for it on the "
             "model's page and log in with `hf auth login`, or choose another model"
         ) from None
-    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+    except errors.RepositoryNotFoundError:
         raise ConfigError(
             f"model is {model!r}, but there is no such repository on the hub (or it is private and you are not logged "
             "in), and no such folder here. Check the spelling, or give a path"
@@ -262,18 +320,21 @@ def _chat_template_of(files: _Files) -> str | None:
     return None
 
 
-def _check_weights(config: TelescopeConfig, files: _Files) -> None:
+def _check_weights(config: TelescopeConfig, files: _Files) -> dict[str, tuple[int, ...]] | None:
+    """Returns the shapes of all tensors; None where not all headers can be read here."""
     if not any(name.endswith(WEIGHT_SUFFIXES) for name in files.names) and not files.where.startswith("the hub cache"):
         raise ConfigError(
             f"model is {config.model!r}, but {files.where} holds no weights (no *.safetensors). Save the model "
             "there, or give the folder that holds it"
         )
-    if files.folder is not None:
-        _check_weight_files(config, files, files.folder)
+    return None if files.folder is None else _check_weight_files(config, files, files.folder)
 
 
-def _check_weight_files(config: TelescopeConfig, files: _Files, folder: Path) -> None:
-    """The files that the index of a sharded model lists are there, and each is as long as its header says."""
+def _check_weight_files(config: TelescopeConfig, files: _Files, folder: Path) -> dict[str, tuple[int, ...]] | None:
+    """The files that the index of a sharded model lists are there, and each is as long as its header says.
+
+    Returns the shapes in the files that transformers loads: `model.safetensors`, else those of the index.
+    """
     present = sorted(name for name in files.names if name.endswith(".safetensors"))
     index = _read_json(files, "model.safetensors.index.json") or {}
     weight_map = index.get("weight_map")
@@ -285,16 +346,20 @@ def _check_weight_files(config: TelescopeConfig, files: _Files, folder: Path) ->
             f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}, which model.safetensors.index.json lists. "
             "Download or save the model again"
         )
+    loaded = {"model.safetensors"} & set(present) or listed
+    shapes: dict[str, tuple[int, ...]] = {}
     for name in present:
         try:
-            problem = safetensors_problem(folder / name)
-        except OSError as error:
-            problem = f"it cannot be read ({error.strerror or error})"
-        if problem is not None:
+            found = safetensors_shapes(folder / name)
+        except (OSError, ValueError) as error:
+            problem = f"it cannot be read ({error.strerror or error})" if isinstance(error, OSError) else error
             raise ConfigError(
                 f"model is {config.model!r}, but {name} of {files.where} is broken: {problem}. Download or save the "
                 "model again"
-            )
+            ) from None
+        if name in loaded:
+            shapes |= found
+    return shapes if loaded and loaded <= set(present) else None
 
 
 def _check_against_shape(config: TelescopeConfig, shape: ModelShape, *, scaled: bool = False) -> None:

@@ -45,6 +45,10 @@ class ModelShape:
     dense_layers: frozenset[int] = frozenset()
     max_position_embeddings: int | None = None
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer has experts instead of one MLP."""
+        return bool(self.num_experts) and (layer + 1) % self.sparse_step == 0 and layer not in self.dense_layers
+
     def num_sparse_layers(self, first: int = 0) -> int:
         """Layers with experts, counted from layer `first` on."""
         if not self.num_experts:

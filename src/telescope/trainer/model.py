@@ -12,7 +12,7 @@ are three matrices an expert. Owns that translation (pure views, no copy), and w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from telescope.config.model_tensors import listed
 from telescope.errors import UserError
 from telescope.trainer.attention import ATTENTION_NAME, PackedLayout, register_attention
 from telescope.trainer.logprob import LogprobHead
 from telescope.trainer.timeline import Timeline
+from telescope.utils.text import single_line
 
 PREFIX = "causal_lm."
 
@@ -116,7 +118,7 @@ def load_causal_lm(
     try:
         config = AutoConfig.from_pretrained(model, **options)
     except (OSError, ValueError) as error:
-        raise UserError(f"model: {model!r} cannot be loaded: {error}") from error
+        raise UserError(f"model: {model!r} cannot be loaded: {single_line(str(error))}") from error
     for name in LOGIT_CHANGES:
         if getattr(config, name, None) not in (None, 1.0, 1):
             raise UserError(
@@ -125,8 +127,11 @@ def load_causal_lm(
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # kept for a loss that balances experts, which no algorithm here has
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if isinstance(architecture, type):  # not for code that comes with the model
+    if isinstance(architecture, type):
+        refuse_other_classes(model, architecture, config)
         refuse_unpackable(model, architecture, config)
+    elif not hasattr(config, "auto_map"):  # no code that comes with the model
+        raise UserError(f"model: {model!r} is of type {config.model_type}, which is no causal language model")
     for name, value in config.to_dict().items():
         if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
             setattr(config, name, 0.0)
@@ -134,9 +139,46 @@ def load_causal_lm(
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # torch's grouped product of experts knows no float64
     if with_weights:
-        return AutoModelForCausalLM.from_pretrained(model, config=config, **options)
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        found: Any = AutoModelForCausalLM.from_pretrained(model, config=config, **options)
+        causal_lm, loaded = found
+        refuse_incomplete(model, loaded)
+        return causal_lm
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, **options)
+
+
+def refuse_other_classes(model: str, architecture: type, config: Any) -> None:
+    """Raises `UserError` when config.json names another class, such as the encoder that BERT is trained as."""
+    named = list(config.architectures or ())
+    if architecture.__name__ not in named:
+        raise UserError(
+            f"model: {model!r} has architectures {named} in config.json instead of {architecture.__name__}, so that "
+            "vLLM does not load it as a language model. Choose a model that generates text, or correct config.json"
+        )
+
+
+def refuse_incomplete(model: str, loaded: Mapping[str, Any]) -> None:
+    """Raises `UserError` when transformers left tensors at random values, or weights in the files unused."""
+    problems = [
+        f"{what}: {listed(sorted(_key_text(key) for key in loaded[kind]))}"
+        for kind, what in (
+            ("missing_keys", "its weight files lack tensors"),
+            ("mismatched_keys", "tensors in its weight files have other sizes than config.json says"),
+            ("unexpected_keys", "its weight files hold tensors that the architecture does not have"),
+        )
+        if loaded.get(kind)
+    ]
+    if problems:
+        raise UserError(
+            f"model: {model!r} cannot be trained, because {'; '.join(problems)}. Download or save the model again, or "
+            "correct config.json"
+        )
+
+
+def _key_text(key: Any) -> str:
+    """A name as transformers reports it, or the name, the stored and the built shape of a mismatch."""
+    return key if isinstance(key, str) else f"{key[0]} with {list(key[1])} instead of {list(key[2])}"
 
 
 def refuse_unpackable(model: str, architecture: type, config: Any) -> None:

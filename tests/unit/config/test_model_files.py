@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.model_folder import MODEL_CONFIG, TEMPLATE, safetensors, tokenizer, write_model_folder
+from tests.model_folder import MODEL_CONFIG, TEMPLATE, safetensors, tensors_of, tokenizer, write_model_folder
 
 from telescope.config import TelescopeConfig
 from telescope.config.model_files import inspect_model, is_local_path
@@ -16,8 +17,9 @@ from telescope.errors import ConfigError
 
 def write_model(folder: Path, *, without: str = "", **changes: str) -> Path:
     """A folder that looks like a model. `without` leaves a file out; `changes` replaces contents by file stem."""
-    write_model_folder(folder, without=without)
-    names = {"config": "config.json", "tokenizer": "tokenizer.json", "tokenizer_config": "tokenizer_config.json",
+    values = json.loads(changes.pop("config", "{}"))
+    write_model_folder(folder, without=without, **values)
+    names = {"tokenizer": "tokenizer.json", "tokenizer_config": "tokenizer_config.json",
              "chat_template": "chat_template.jinja"}  # fmt: skip
     for stem, text in changes.items():
         (folder / names[stem]).write_text(text)
@@ -100,8 +102,8 @@ def test_a_tiny_model_that_is_not_there_yet_can_be_made(tmp_path, monkeypatch):
     ("content", "words"),
     [
         (b"", "0 bytes"),
-        (safetensors()[:-1], "cut off"),
-        (safetensors()[:12], "cut off"),
+        (safetensors({})[:9], "cut off"),
+        (safetensors({"a": [4]})[:-1], "cut off"),
         (b"\xff" * 8 + b"{}", "damaged"),
         (struct.pack("<Q", 2) + b"[]", "damaged"),
         (struct.pack("<Q", 3) + b"not", "damaged"),
@@ -118,14 +120,58 @@ def test_weights_that_are_shorter_than_their_header_says_are_refused(tmp_path, c
 def test_every_shard_that_the_index_lists_must_be_there_and_whole(tmp_path):
     folder = write_model(tmp_path / "m", without="model.safetensors")
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    index = {"weight_map": {"a": shards[0], "b": shards[1]}}
+    tensors = tensors_of(MODEL_CONFIG)
+    halves = [dict(list(tensors.items())[:9]), dict(list(tensors.items())[9:])]
+    index = {"weight_map": {name: shard for shard, half in zip(shards, halves, strict=True) for name in half}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / shards[0]).write_bytes(safetensors())
+    (folder / shards[0]).write_bytes(safetensors(halves[0]))
     assert f"lacks {shards[1]}" in error_of(folder)
-    (folder / shards[1]).write_bytes(safetensors()[:-1])
+    (folder / shards[1]).write_bytes(safetensors(halves[1])[:-1])
     assert f"{shards[1]} of {folder} is broken" in error_of(folder)
-    (folder / shards[1]).write_bytes(safetensors())
+    (folder / shards[1]).write_bytes(safetensors(halves[1]))
     assert inspect_model(config(folder)).unchecked is None
+    del halves[1]["model.norm.weight"]
+    (folder / shards[1]).write_bytes(safetensors(halves[1]))
+    assert "lack 1 tensor that config.json describes: model.norm.weight" in error_of(folder)
+
+
+def write_tensors(folder: Path, **changes: list[int] | None) -> Path:
+    """A complete model folder, but for some shapes (of the first layer); None leaves the tensor out."""
+    write_model(folder)
+    tensors: dict[str, Any] = tensors_of(MODEL_CONFIG)
+    for name, shape in changes.items():
+        tensors[name] = shape
+    kept = {name: shape for name, shape in tensors.items() if shape is not None}
+    (folder / "model.safetensors").write_bytes(safetensors(kept))
+    return folder
+
+
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({QUERY: None}, f"lack 1 tensor that config.json describes: {QUERY}. Download or save the model again"),
+        ({QUERY: [64, 32]}, f"hold 1 tensor in sizes that config.json contradicts: {QUERY} with [64, 32] instead of"),
+        ({"model.layers.2.mlp.up_proj.weight": [128, 64]}, "hold 1 tensor that config.json does not describe: model.l"),
+        ({QUERY: None, "x": [1]}, f"describes: {QUERY}; they hold 1 tensor that config.json does not describe: x"),
+        ({"lm_head.weight": [64, 64]}, "lm_head.weight with [64, 64] instead of [128, 64]"),
+    ],
+)
+def test_weights_that_differ_from_the_config_are_refused_by_name(tmp_path, changes, problem):
+    assert problem in error_of(write_tensors(tmp_path / "m", **changes))
+
+
+def test_a_tied_output_layer_and_rotary_buffers_may_be_stored(tmp_path):
+    stored = {"lm_head.weight": [128, 64], "model.layers.0.self_attn.rotary_emb.inv_freq": [8]}
+    assert inspect_model(config(write_tensors(tmp_path / "m", **stored))).unchecked is None
+
+
+def test_an_untied_output_layer_must_be_stored(tmp_path):
+    folder = write_tensors(tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG | {"tie_word_embeddings": False}))
+    assert "lack 1 tensor that config.json describes: lm_head.weight" in error_of(folder)
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"model": {}}', '{"model": {"vocab": {}}}'])
@@ -288,6 +334,35 @@ def test_a_hub_identifier_that_cannot_be_looked_up_says_so_and_keeps_its_known_s
     assert report.shape is not None
     assert report.unchecked is not None
     assert "could not be checked" in report.unchecked
+
+
+@pytest.mark.parametrize("model", ["a b", "-a", "a..b", "x/", "a\nb", "a" * 400, "o/" + "a" * 5000])
+def test_a_name_that_no_hub_repository_can_have_is_refused_briefly(tmp_path, monkeypatch, model):
+    monkeypatch.chdir(tmp_path)
+    message = error_of(model)
+    assert "which is neither a folder here nor a hub identifier" in message
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize("model", ["/" + "a" * 5000, "~nobody-of-that-name/x"])
+def test_a_path_that_cannot_exist_is_refused_briefly(model):
+    message = error_of(model)
+    assert "which is no usable path" in message
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": None}, "does not name its architecture (model_type)"),
+        ({"architectures": None}, "has architectures null, so that vLLM does not load it as a language model. Set"),
+        ({"architectures": ["Qwen2ForSequenceClassification"]}, 'Set architectures to ["Qwen2ForCausalLM"]'),
+    ],
+)
+def test_a_config_without_a_language_model_is_refused(tmp_path, changes, words):
+    folder = write_model(tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG | changes))
+    assert words in error_of(folder)
 
 
 def test_paths_and_hub_identifiers_are_told_apart(tmp_path, monkeypatch):

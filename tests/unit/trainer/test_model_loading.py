@@ -1,0 +1,86 @@
+"""The trainer refuses a checkpoint of which transformers would leave a part at random values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.model_folder import write_model_folder
+from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, T5Config
+
+from telescope.config import TelescopeConfig
+from telescope.errors import ConfigError, UserError
+from telescope.trainer.model import load_causal_lm
+from telescope.trainer.trial import try_model
+
+QUERY = "transformer.h.1.attn.c_attn.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A saved model of an architecture whose tensors preflight does not know."""
+    config = GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=32, resid_pdrop=0.0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    tensors = {**load_file(folder / "model.safetensors"), **changes}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load(folder: Path) -> Any:
+    return load_causal_lm(str(folder), torch.float32, with_weights=True)
+
+
+def test_a_complete_checkpoint_loads(folder: Path) -> None:
+    assert load(folder).get_parameter(QUERY).shape == (16, 48)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (None, f"its weight files lack tensors: {QUERY}"),
+        (torch.zeros(16, 40), rf"{QUERY} with \[16, 40\] instead of \[16, 48\]"),
+    ],
+)
+def test_a_tensor_that_is_missing_or_of_another_size_is_refused(
+    folder: Path, change: torch.Tensor | None, problem: str
+) -> None:
+    change_tensors(folder, **{QUERY: change})
+    with pytest.raises(UserError, match=problem):
+        load(folder)
+
+
+def test_a_tensor_that_the_architecture_does_not_have_is_refused(folder: Path) -> None:
+    change_tensors(folder, **{"transformer.h.2.ln_1.weight": torch.zeros(16)})
+    with pytest.raises(
+        UserError, match=r"does not have: transformer.h.2.ln_1.weight. Download or save the model again"
+    ):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (T5Config(architectures=["T5ForConditionalGeneration"]), "is of type t5, which is no causal language model"),
+        (BertConfig(architectures=["BertForMaskedLM"]), "instead of BertLMHeadModel, so that vLLM does not load it"),
+        ({"model_type": "unheard_of"}, "cannot be loaded: The checkpoint you are trying to load has model type"),
+    ],
+)
+def test_an_architecture_that_is_no_language_model_is_refused(tmp_path: Path, config: Any, problem: str) -> None:
+    values = config if isinstance(config, dict) else config.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match=problem):
+        load_causal_lm(str(tmp_path), torch.float32, with_weights=False)
+
+
+def test_the_trial_before_a_start_reports_what_the_trainer_would_refuse(tmp_path: Path) -> None:
+    write_model_folder(tmp_path, model_type="t5")
+    with pytest.raises(ConfigError, match=r"^model: '.*' is of type t5, which is no causal language model$"):
+        try_model(TelescopeConfig(environments=[{"name": "countdown"}], model=str(tmp_path)))
