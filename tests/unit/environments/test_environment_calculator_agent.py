@@ -126,6 +126,7 @@ def test_results_of_one_rollout_are_not_those_of_another():
     assert environment.compute_reward(states[1]).total_reward == 0.0
 
 
+@pytest.mark.timeout(600)
 def test_questions_are_solvable_distinct_and_follow_from_the_seed():
     settings = QuestionSettings(1, 4, 99)
     first, again = ([q for q, _ in zip(generate_questions(settings, 1), range(500), strict=False)] for _ in range(2))

@@ -20,6 +20,11 @@ def test_code_that_takes_too_long_is_interrupted():
         spin()
 
 
+def test_the_limit_of_a_test_leaves_the_interval_timer_to_deadlines(request):
+    assert request.node.get_closest_marker("timeout").args == (60,)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
 def test_code_that_catches_every_exception_is_interrupted_again():
     caught = []
 

@@ -6,6 +6,7 @@ waits for another is a `Deadlock`.
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.orchestrator.fakes import config_of
@@ -37,6 +38,7 @@ paces = st.builds(
 )
 
 
+@pytest.mark.timeout(600)
 @settings(max_examples=40)
 @given(
     pace=paces,

@@ -1,0 +1,13 @@
+"""A unit test gets a minute, unless it has its own `timeout` mark."""
+
+from pathlib import Path
+
+import pytest
+
+UNIT_TEST_SECONDS = 60
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(UNIT_TEST_SECONDS))
