@@ -31,6 +31,23 @@ def log_size(path: Path) -> int:
         return 0
 
 
+def rotate_log(path: Path, max_bytes: int) -> None:
+    """Moves the last `max_bytes` of a longer log to `<path>.1`, which is replaced, and drops the rest.
+
+    Processes that have the file open for appending continue at its start. Output written meanwhile may be lost.
+    """
+    if log_size(path) <= max_bytes:
+        return
+    rotated = path.with_name(f"{path.name}.1")
+    try:
+        with path.open("rb") as log:
+            log.seek(-max_bytes, os.SEEK_END)
+            rotated.write_bytes(log.read(max_bytes))
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): its output is lost", rotated, error.strerror or error)
+    os.truncate(path, 0)
+
+
 def log_tail(path: Path, num_bytes: int, *, start: int = 0) -> str:
     """The last `num_bytes` of what was written after byte `start`, as text; empty when it cannot be read."""
     try:

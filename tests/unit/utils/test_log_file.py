@@ -1,6 +1,6 @@
 """A log never keeps a process from being started, or its end from being explained."""
 
-from telescope.utils.log_file import log_size, log_tail, open_log
+from telescope.utils.log_file import log_size, log_tail, open_log, rotate_log
 
 
 def test_lines_are_appended_and_the_tail_is_of_what_came_after_the_start(tmp_path):
@@ -27,3 +27,15 @@ def test_a_folder_that_cannot_be_made_costs_the_lines_and_nothing_else(tmp_path,
         log.write(b"lost\n")
     assert "what the process says is lost" in caplog.text
     assert (log_size(path), log_tail(path, 1000)) == (0, "")
+
+
+def test_a_long_log_is_rotated_while_a_process_appends_to_it(tmp_path):
+    path = tmp_path / "x.log"
+    with open_log(path) as log:
+        for number in range(3):
+            log.write(bytes([ord("a") + number]) * 1000)
+            log.flush()
+            rotate_log(path, 1500)
+        log.write(b"next")
+    assert path.read_bytes() == b"c" * 1000 + b"next"
+    assert path.with_name("x.log.1").read_bytes() == b"a" * 500 + b"b" * 1000

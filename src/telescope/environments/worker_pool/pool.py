@@ -43,7 +43,8 @@ class EnvironmentPool:
     `timeout_seconds` bounds one call of user code. `start_timeout_seconds` bounds loading, downloads included.
     `memory_limit_bytes` is what user code in one process may allocate after loading (default: a quarter of the
     machine's memory, at least 2 GiB). `launcher` lets several pools share one fork server, which must have been started
-    with the same renderer; by default the pool starts its own. Workers log to `log_dir/environment-<i>.log`.
+    with the same renderer; by default the pool starts its own. Workers log to `log_dir/environment-<i>.log`,
+    rotated to `.log.1`.
 
     An environment whose resources exist once per host runs in one process. Its resources are prepared at the first
     call, or at the start with `eager_prepare_resources`, within `start_timeout_seconds`.

@@ -22,13 +22,17 @@ from telescope.environments.worker_pool.launcher import Launcher
 from telescope.environments.worker_pool.messages import BrokenFrameError, FrameReader, Slot, pack_frame
 from telescope.environments.worker_pool.scheduling import Call, Death, WorkerState
 from telescope.errors import EnvironmentFailure
-from telescope.utils.log_file import log_size, log_tail, open_log
+from telescope.utils.log_file import log_size, log_tail, open_log, rotate_log
 
 _LINGER_SECONDS = 0.5
 """Time for a process to exit after it has closed its socket."""
 STACK_SECONDS = 0.1
 """Time for a process to write its stacks before it is killed."""
 _LOG_TAIL_BYTES = 4000
+MAX_LOG_BYTES = 8 * 2**20
+"""Size above which a log is rotated: user code may print without end. At most twice as much is kept."""
+LOG_CHECK_SECONDS = 0.2
+"""Interval at which the size of the log is checked; printing in a loop writes about 2 MB meanwhile."""
 
 
 class WorkerProcess:
@@ -73,6 +77,7 @@ class WorkerProcess:
         finally:
             os.close(slot_descriptor)
         self._loop.add_reader(self._socket.fileno(), self._readable)
+        self._log_timer = self._loop.call_later(LOG_CHECK_SECONDS, self._check_log)
 
     def forked(self, pid: int) -> None:
         """Called by the launcher when the process exists."""
@@ -101,6 +106,7 @@ class WorkerProcess:
 
     def _gone(self) -> None:
         self._buried = True
+        self._log_timer.cancel()
         self._socket.close()
         self._on_gone()
         self.slot.close()
@@ -185,6 +191,10 @@ class WorkerProcess:
     def log_tail(self) -> str:
         """Returns the last lines that this process wrote."""
         return log_tail(self.log_path, _LOG_TAIL_BYTES, start=self._log_start)
+
+    def _check_log(self) -> None:
+        rotate_log(self.log_path, MAX_LOG_BYTES)
+        self._log_timer = self._loop.call_later(LOG_CHECK_SECONDS, self._check_log)
 
     def _readable(self) -> None:
         try:
