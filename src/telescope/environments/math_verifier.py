@@ -163,9 +163,9 @@ def _read_line(pipe: IO[Any], seconds: float) -> bytes | None:
 
 def main() -> None:
     """Compare until the stream ends."""
-    from telescope.environments.worker_pool.fork_server import die_with
+    from telescope.utils.child_guard import end_with_parent
 
-    die_with(os.getppid())
+    end_with_parent(os.getppid())
     answers, sys.stdout = os.fdopen(os.dup(1), "wb"), sys.stderr
     os.dup2(2, 1)  # what libraries print is no answer
     from math_verify import LatexExtractionConfig, parse, verify

@@ -50,6 +50,16 @@ def die_with(pid: int) -> None:
     threading.Thread(target=wait_for_end, name="telescope-lifeline", daemon=True).start()
 
 
+def end_with_parent(parent: int) -> None:
+    """Makes the kernel kill this process when the thread that started it ends. `parent` is the process of that thread.
+
+    In contrast to `die_with`, this works while the process cannot run threads.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)  # the parent has ended already
+
+
 def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)

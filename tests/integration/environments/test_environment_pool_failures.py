@@ -179,6 +179,16 @@ async def test_what_user_code_prints_lands_in_the_log_and_not_in_the_answers(mak
     assert b"from a child" in log
 
 
+async def test_the_log_of_a_reward_that_prints_without_end_stays_bounded(make_pool, encode, tmp_path, monkeypatch):
+    monkeypatch.setattr("telescope.environments.worker_pool.worker_handle.MAX_LOG_BYTES", 2**20)
+    monkeypatch.setattr("telescope.environments.worker_pool.worker_handle.LOG_CHECK_SECONDS", 0.01)
+    pool = await make_pool("hostile")
+    await do(pool, encode, "print_without_end 50")
+    log = tmp_path / "logs-0" / "environment-0.log"
+    await eventually(lambda: log.stat().st_size <= 2**20)
+    assert log.with_name("environment-0.log.1").stat().st_size == 2**20
+
+
 async def test_the_stack_of_a_hanging_reward_is_in_the_log(make_pool, encode, tmp_path):
     pool = await make_pool("hostile", timeout_seconds=0.3)
     with pytest.raises(EnvironmentFailure, match=r"environment-0\.log"):
@@ -296,7 +306,7 @@ async def test_a_fork_server_that_is_killed_is_replaced_and_every_call_runs_agai
     assert [reward.total_reward for reward in rewards] == [1.0] * 23
     assert not {int(reward.sample_metrics["pid"]) for reward in rewards[:3]} & set(pids)
     assert not any(is_running(pid) for pid in (first, child, *pids))
-    assert "killed by SIGKILL; it is started again" in caplog.text
+    assert "killed by SIGKILL; restarting it" in caplog.text
     assert pool.status().restarts == 2
 
 
@@ -318,6 +328,15 @@ async def test_calls_fail_with_the_reason_when_the_fork_server_dies_again_and_ag
     with pytest.raises(InfrastructureError, match="forked from was killed by SIGKILL after 1 restarts"):
         await pool.identities("echo")
     await eventually(lambda: not any(is_running(pid) for pid in pids))
+
+
+async def test_a_process_that_left_its_worker_ends_with_the_pool(make_own_pool, tokenizer_path, encode, tmp_path):
+    pool = await make_own_pool(EnvironmentSpec("hostile"), renderer=RendererSpec(tokenizer_path))
+    await do(pool, encode, f"double_fork {tmp_path}")
+    daemon = int((tmp_path / "pid").read_text())
+    assert is_running(daemon)
+    await pool.close()
+    assert not is_running(daemon)
 
 
 async def test_the_driver_never_imports_user_code(make_pool, encode):

@@ -4,8 +4,9 @@ Loading a tokenizer through transformers takes seconds of processor time and hun
 and every worker, a replacement included, starts as a copy in milliseconds. This process runs no user code and starts no
 threads, so it can be forked safely; the workers load the environments.
 
-It ends when the driver ends, and its workers end when it ends. A worker that has ended stays a zombie until the driver
-sends `reap`, so that its process id is not reused while the driver may signal it.
+It ends when the driver ends, and its workers end when it ends. It adopts processes that user code started and that left
+their worker's process group (a double fork), and kills them when the driver closes the connection. A worker that has
+ended stays a zombie until the driver sends `reap`, so that its process id is not reused while the driver may signal it.
 
 Messages are single packets of JSON. Received: `fork` (with the worker's socket, slot and log as file descriptors) and
 `reap`. Sent: `ready` or `failed`, `forked` and `ended`.
@@ -13,6 +14,7 @@ Messages are single packets of JSON. Received: `fork` (with the worker's socket,
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -24,6 +26,7 @@ import signal
 import socket
 import sys
 import traceback
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -31,16 +34,10 @@ import numpy as np
 from telescope.environments.rendering import Renderer
 from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
+from telescope.utils.child_guard import end_with_parent
 
-_PR_SET_PDEATHSIG = 1
 PACKET_BYTES = 65536
-
-
-def die_with(parent: int) -> None:
-    """Makes the kernel kill this process when its parent ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)  # the parent has ended already
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class ForkServer:
@@ -68,7 +65,8 @@ class ForkServer:
                     wakened.recv(4096)
                     self._report_deaths()
                 if self.connection in ready and not self._obey():
-                    return
+                    break
+        _kill_children()
 
     def _send(self, message: dict[str, Any]) -> None:
         self.connection.send(json.dumps(message).encode())
@@ -82,6 +80,7 @@ class ForkServer:
         if "bury" in message:
             os.waitpid(message["bury"], 0)
             del self.reported[message["bury"]]
+            self._reap_orphans()
             return True
         server = os.getpid()
         pid = os.fork()
@@ -104,6 +103,15 @@ class ForkServer:
             self.reported[pid] = True
             exited = end.si_code == os.CLD_EXITED
             self._send({"ended": pid, "code": end.si_status if exited else -end.si_status})
+        self._reap_orphans()
+
+    def _reap_orphans(self) -> None:
+        """Reaps adopted processes that have ended, up to the next worker that has ended."""
+        with contextlib.suppress(ChildProcessError):  # there is no child at all
+            while (end := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if end.si_pid in self.reported:
+                    return
+                os.waitpid(end.si_pid, 0)
 
     def _become_worker(self, server: int, connection: int, slot: int, log: int) -> NoReturn:
         """Turns this forked copy into a worker; never returns."""
@@ -113,7 +121,7 @@ class ForkServer:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self.connection.close()
             os.setsid()  # its own group: Ctrl-C reaches only the driver, a kill also reaches processes of user code
-            die_with(server)
+            end_with_parent(server)
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.close(log)
@@ -130,10 +138,31 @@ class ForkServer:
             os._exit(code)  # does not return into the server's loop or wait for threads of user code
 
 
+def _kill_children() -> None:
+    """Kills and reaps all children, and the descendants that each leaves to this process."""
+    while children := _children():
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _children() -> list[int]:
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+        if parent == os.getpid():
+            children.append(int(stat.parent.name))
+    return children
+
+
 def main(arguments: list[str]) -> None:
     """Entry point. Arguments: socket descriptor, driver's process id, renderer as JSON."""
     descriptor, parent = int(arguments[0]), int(arguments[1])
-    die_with(parent)
+    end_with_parent(parent)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # workers inherit this
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

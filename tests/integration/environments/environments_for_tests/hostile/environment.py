@@ -86,6 +86,21 @@ class Hostile(SingleTurnEnvironment):
         subprocess.run(["echo", "from a child"], check=True)
         return self.fine(argument)
 
+    def print_without_end(self, argument):
+        for _ in range(int(argument)):
+            print("x" * 2**20)
+            time.sleep(0.02)
+        return self.fine(argument)
+
+    def double_fork(self, argument):
+        """Starts a process that leaves the session and the parents of its worker."""
+        started = os.path.join(argument, "pid")
+        script = f"import os, time; os.setsid(); open({started!r}, 'w').write(str(os.getpid())); time.sleep(3600)"
+        subprocess.run(["sh", "-c", f'"{sys.executable}" -c "{script}" &'], check=True)
+        while not (os.path.exists(started) and os.path.getsize(started)):
+            time.sleep(0.01)
+        return self.fine(argument)
+
     def leave_a_child(self, argument):
         subprocess.Popen(["sleep", argument])
         os._exit(0)
