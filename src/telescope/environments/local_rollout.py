@@ -24,7 +24,7 @@ from telescope.environments.base import (
     SingleTurnEnvironment,
     TrajectoryStep,
 )
-from telescope.environments.serialization import plain_messages, plain_score
+from telescope.environments.serialization import serialize_messages, serialize_score
 from telescope.environments.user_code import settled
 from telescope.environments.worker_pool.conversations import take_turn
 from telescope.errors import RunError, UserError
@@ -87,7 +87,9 @@ def _single_turn(
     messages = [*messages, {"role": "assistant", "content": given.text}]
     said(messages[-1])
     result: RewardResult = yield from settled(environment.compute_reward(given.text, sample, eos_token=""))
-    return LocalRollout(messages, plain_score(result, for_eval=False), 1, "truncated" if given.is_truncated else None)
+    return LocalRollout(
+        messages, serialize_score(result, for_eval=False), 1, "truncated" if given.is_truncated else None
+    )
 
 
 def _several_turns(
@@ -95,7 +97,7 @@ def _several_turns(
 ) -> Generator[Awaitable[Any], Any, LocalRollout]:
     sample = environment.get_sample(index)
     state = yield from settled(environment.create_initial_state(sample))
-    prompt = plain_messages(environment.get_initial_prompt(sample), "get_initial_prompt")
+    prompt = serialize_messages(environment.get_initial_prompt(sample), "get_initial_prompt")
     for message in prompt:
         said(message)
     everything = list(prompt)
@@ -120,7 +122,7 @@ def _several_turns(
             prompt = reply.conversation
         state.is_completed, state.stop_reason = True, reason or state.stop_reason
         result = yield from settled(environment.compute_reward(state, eos_token=""))
-        return LocalRollout(everything, plain_score(result, for_eval=False), state.num_turns, state.stop_reason)
+        return LocalRollout(everything, serialize_score(result, for_eval=False), state.num_turns, state.stop_reason)
     finally:
         yield from settled(environment.end_rollout(state))
 

@@ -33,7 +33,7 @@ from typing import Any
 
 from telescope.environments.arguments import check_arguments, instantiate
 from telescope.environments.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment
-from telescope.environments.user_code import describe
+from telescope.environments.user_code import describe_error
 from telescope.errors import UserError
 from telescope.utils.suggest import did_you_mean
 
@@ -174,7 +174,7 @@ class Discovery:
             )
             raise UserError(
                 f"The {self.kind} {source.name!r} cannot be imported: "
-                f"{describe(error, source.file.parent if source.file else None)}.{fix}"
+                f"{describe_error(error, source.file.parent if source.file else None)}.{fix}"
             ) from error
 
     def _only_class(self, module: ModuleType, source: Source) -> type:

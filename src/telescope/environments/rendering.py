@@ -93,10 +93,10 @@ class Renderer:
 
         They contain no special tokens, and not the space that some tokenizers add before a text.
         """
-        anchor, anchored = (self._encode_plain(start) for start in (CONTINUATION_ANCHOR, CONTINUATION_ANCHOR + text))
-        return anchored[len(anchor) :] if anchored[: len(anchor)] == anchor else self._encode_plain(text)
+        anchor, anchored = (self._encode_text(start) for start in (CONTINUATION_ANCHOR, CONTINUATION_ANCHOR + text))
+        return anchored[len(anchor) :] if anchored[: len(anchor)] == anchor else self._encode_text(text)
 
-    def _encode_plain(self, text: str) -> list[int]:
+    def _encode_text(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encode(self, text: str, *, from_template: bool) -> list[int]:

@@ -22,7 +22,7 @@ class MalformedResultError(TypeError):
     """User code returned a value that its interface does not allow."""
 
 
-def plain_score(result: Any, for_eval: bool) -> dict[str, Any]:
+def serialize_score(result: Any, for_eval: bool) -> dict[str, Any]:
     """Returns a user's result as the fields of `RewardRecord`. Raises `MalformedResultError` with field and value."""
     expected = EvalMetricsResult if for_eval else RewardResult
     method = "compute_eval_metrics" if for_eval else "compute_reward"
@@ -97,7 +97,7 @@ def _shown(value: Any) -> str:
     return f"{type(value).__name__} {text[:80]}{'...' if len(text) > 80 else ''}"
 
 
-def plain_messages(messages: Any, method: str) -> list[ChatMessage]:
+def serialize_messages(messages: Any, method: str) -> list[ChatMessage]:
     """Checks messages that `method` returned: a list of dicts, each with a `role` and text content.
 
     A `content` list of text parts becomes one text, as in model servers. Other content is refused, because a chat
@@ -133,7 +133,7 @@ def _is_text_part(part: Any) -> bool:
     )
 
 
-def plain_verdict(verdict: Any) -> tuple[bool, str | None]:
+def check_verdict(verdict: Any) -> tuple[bool, str | None]:
     """Checks the result of `is_done`. Returns whether the rollout is done, and why."""
     done, reason = verdict if isinstance(verdict, tuple | list) and len(verdict) == 2 else (verdict, None)
     if not isinstance(done, bool | np.bool_):  # a number or a text may be truthy by accident

@@ -131,7 +131,7 @@ MAX_CHARACTERS = 2_000
 """Longest error text, which is sent to the driver, logged, and recorded for every sample that fails."""
 
 
-def innermost_line(error: BaseException, folder: Path | None = None) -> str | None:
+def user_code_line(error: BaseException, folder: Path | None = None) -> str | None:
     """Returns the `file:line` in user code where the error was raised; None without a traceback.
 
     That is the innermost line in `folder`, the environment's folder; or else the innermost outside installed libraries
@@ -151,7 +151,7 @@ def _is_ours(filename: str) -> bool:
     return str(Path(filename).parent) == _OWN_FOLDER
 
 
-def in_words(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Returns `Type: message` as UTF-8 text of bounded length, with the first error of an exception group."""
     name = type(error).__name__
     try:
@@ -159,24 +159,24 @@ def in_words(error: BaseException) -> str:
     except Exception as worse:
         said = f"(its __str__ raises {type(worse).__name__})"
     if isinstance(error, BaseExceptionGroup):
-        said = f"{said}, first {in_words(error.exceptions[0])}"
+        said = f"{said}, first {error_text(error.exceptions[0])}"
     text = f"{name}: {said}" if said else name
     if len(text) > MAX_CHARACTERS:
         text = f"{text[:MAX_CHARACTERS]}... ({len(text)} characters in all)"
     return text.encode("utf-8", "replace").decode()
 
 
-def cause(error: BaseException) -> BaseException:
+def original_error(error: BaseException) -> BaseException:
     """Returns the original error of a `StopIteration`, which Python wraps inside a generator or a coroutine."""
     is_turned = isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration | StopAsyncIteration)
     return error.__cause__ or error if is_turned else error
 
 
-def describe(error: BaseException, folder: Path | None = None) -> str:
+def describe_error(error: BaseException, folder: Path | None = None) -> str:
     """Returns `Type: message at file:line` as UTF-8 text."""
-    error = cause(error)
-    where = innermost_line(error, folder)
-    return in_words(error) + (f" at {where}" if where else "")
+    error = original_error(error)
+    where = user_code_line(error, folder)
+    return error_text(error) + (f" at {where}" if where else "")
 
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

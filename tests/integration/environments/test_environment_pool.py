@@ -79,7 +79,7 @@ async def test_two_environments_of_one_name_are_told_apart_by_key(make_pool):
         (EnvironmentSpec("ecko"), "Did you mean 'echo'"),
         (EnvironmentSpec("echo", {"nun_samples": 1}), "did you mean 'num_samples'"),
         (EnvironmentSpec("echo", {"num_samples": 0}), "is empty"),
-        (EnvironmentSpec("echo", {"random_order": True}), "another dataset in each process"),
+        (EnvironmentSpec("echo", {"random_order": True}), "different dataset in each process"),
     ],
 )
 async def test_what_a_person_can_mend_is_a_user_error_at_the_start(make_pool, spec, words):

@@ -113,7 +113,7 @@ async def test_a_history_that_is_rendered_anew_restarts_every_turn(make_pool, en
 @pytest.mark.parametrize(
     ("deed", "error", "words"),
     [
-        ("raise", EnvironmentFailure, r"item 7, rollout 'r': its turn failed: ValueError: no luck \(environment.py:"),
+        ("raise", EnvironmentFailure, r"item 7, rollout 'r': respond failed: ValueError: no luck \(environment.py:"),
         ("malformed", EnvironmentFailure, "env_response returned the message str 'not a message'"),
         ("lose", InfrastructureError, "the sandbox is gone"),
         ("sleep 3600", EnvironmentFailure, "did not end within 1 seconds"),

@@ -9,9 +9,9 @@ from telescope.environments.base import EvalMetricsResult, RewardResult, Sample,
 from telescope.environments.serialization import (
     LARGEST_NUMBER,
     MalformedResultError,
-    plain_messages,
-    plain_score,
-    plain_verdict,
+    check_verdict,
+    serialize_messages,
+    serialize_score,
 )
 from telescope.environments.worker_pool.messages import BrokenFrameError, FrameReader, pack_frame, pack_ids, unpack_ids
 
@@ -64,7 +64,7 @@ def test_scores_become_plain_values():
         [{"path": {1, 2}.__class__, "text": "y\udfff"}],
         {"level": 4},
     )
-    score = plain_score(result, for_eval=False)
+    score = serialize_score(result, for_eval=False)
     assert score["total_reward"] == 0.5
     assert score["sample_metrics"] == {"correct": 1.0, "steps": 3.0}
     assert score["golden_answers"] == {"answer": "x?", "none": None}
@@ -74,7 +74,7 @@ def test_scores_become_plain_values():
 
 @pytest.mark.filterwarnings("error")
 def test_the_largest_scores_have_finite_statistics():
-    ends = [plain_score(RewardResult(sign * LARGEST_NUMBER), for_eval=False)["total_reward"] for sign in (1, -1)]
+    ends = [serialize_score(RewardResult(sign * LARGEST_NUMBER), for_eval=False)["total_reward"] for sign in (1, -1)]
     rewards_n = np.array(ends * 8)
     deviations_n = (rewards_n - rewards_n.mean()).astype(np.float32)
     assert np.isfinite([rewards_n.mean(), rewards_n.std(ddof=1), *deviations_n, deviations_n.sum()]).all()
@@ -99,7 +99,7 @@ def test_the_largest_scores_have_finite_statistics():
 )
 def test_malformed_scores_are_refused_by_name_and_value(result, words):
     with pytest.raises(MalformedResultError, match=words):
-        plain_score(result, for_eval=False)
+        serialize_score(result, for_eval=False)
 
 
 @pytest.mark.parametrize(
@@ -107,33 +107,35 @@ def test_malformed_scores_are_refused_by_name_and_value(result, words):
     [("x", "x"), (5, "5"), (np.float64(0.5), "0.5"), (["a", {"type": "text", "text": "b"}], "a\nb"), ("\ud800", "?")],
 )
 def test_what_is_said_becomes_a_text(content, text):
-    assert plain_messages([{"role": "user", "content": content}], "env_response") == [{"role": "user", "content": text}]
+    assert serialize_messages([{"role": "user", "content": content}], "env_response") == [
+        {"role": "user", "content": text}
+    ]
 
 
 @pytest.mark.parametrize("content", [None, b"x", object(), {"board": [1]}, [], [{"type": "image", "image": "x"}]])
 def test_an_observation_that_is_no_text_is_refused(content):
     with pytest.raises(MalformedResultError, match="env_response returned a message of 'user' whose content is "):
-        plain_messages([{"role": "user", "content": content}], "env_response")
+        serialize_messages([{"role": "user", "content": content}], "env_response")
 
 
 def test_a_message_of_calls_needs_no_text():
     message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    assert plain_messages([message], "get_initial_prompt") == [message]
+    assert serialize_messages([message], "get_initial_prompt") == [message]
 
 
 @pytest.mark.parametrize("verdict", [True, (True, None), [True, "won"], np.True_, (np.bool_(True), "won")])
 def test_a_verdict_is_a_truth_value_perhaps_with_a_reason(verdict):
-    assert plain_verdict(verdict)[0] is True
+    assert check_verdict(verdict)[0] is True
 
 
 @pytest.mark.parametrize("verdict", [1, None, "yes", (1, "won"), (True, "a", "b")])
 def test_what_may_be_true_by_accident_is_no_verdict(verdict):
     with pytest.raises(MalformedResultError, match="is_done returned"):
-        plain_verdict(verdict)
+        check_verdict(verdict)
 
 
 def test_notes_of_turns_are_a_list_and_valid_json():
     with pytest.raises(MalformedResultError, match="info_turns is NoneType None, not a list"):
-        plain_score(RewardResult(1.0, info_turns=None), for_eval=False)
-    score = plain_score(RewardResult(1.0, info_turns=[{"a": float("nan"), "b": float("-inf")}]), for_eval=False)
+        serialize_score(RewardResult(1.0, info_turns=None), for_eval=False)
+    score = serialize_score(RewardResult(1.0, info_turns=[{"a": float("nan"), "b": float("-inf")}]), for_eval=False)
     assert score["info_turns"] == [{"a": "NaN", "b": "-Infinity"}]

@@ -12,7 +12,7 @@ from telescope.environments.worker_pool.scheduling import (
     MAX_QUEUED,
     Call,
     Costs,
-    Death,
+    ExitCause,
     Rollout,
     WorkerState,
 )
@@ -27,17 +27,17 @@ def make_call():
 
 
 def seat_with(calls):
-    seat = WorkerState()
+    state = WorkerState()
     for call_id, call in enumerate(calls, start=1):
-        seat.sent(call_id, call)
-    return seat
+        state.sent(call_id, call)
+    return state
 
 
 def test_cheap_calls_are_sent_ahead_and_expensive_ones_one_at_a_time(make_call):
-    seat = WorkerState()
-    assert seat.admits(100.0)
-    seat.sent(1, make_call(AHEAD_SECONDS))
-    assert not seat.admits(0.001)
+    state = WorkerState()
+    assert state.admits(100.0)
+    state.sent(1, make_call(AHEAD_SECONDS))
+    assert not state.admits(0.001)
     cheap = seat_with([make_call(0.0001) for _ in range(MAX_QUEUED - 1)])
     assert cheap.admits(0.0001)
     cheap.sent(100, make_call(0.0001))
@@ -45,122 +45,122 @@ def test_cheap_calls_are_sent_ahead_and_expensive_ones_one_at_a_time(make_call):
 
 
 def test_a_call_that_waits_in_the_event_loop_makes_room(make_call):
-    seat = seat_with([make_call(1.0)])
-    assert not seat.admits(1.0)
-    seat.begun_waiting(1)
-    assert seat.admits(1.0)
+    state = seat_with([make_call(1.0)])
+    assert not state.admits(1.0)
+    state.park(1)
+    assert state.admits(1.0)
 
 
 def test_the_deadline_of_a_queued_call_does_not_run(make_call):
     first, second = make_call(), make_call()
-    seat = seat_with([first, second])
+    state = seat_with([first, second])
     for _ in range(10):
-        seat.charge((1, 1), 1.0)
+        state.charge((1, 1), 1.0)
     assert (first.used_seconds, second.used_seconds) == (10.0, 0.0)
-    assert seat.overdue(5.0) == [(1, first)]
+    assert state.overdue(5.0) == [(1, first)]
 
 
 def test_a_waiting_call_does_not_pay_for_one_that_blocks_the_thread(make_call):
     waiting, blocking = make_call(), make_call()
-    seat = seat_with([waiting, blocking])
-    seat.begun_waiting(1)
-    seat.charge((0, 1), 1.0)
+    state = seat_with([waiting, blocking])
+    state.park(1)
+    state.charge((0, 1), 1.0)
     for _ in range(5):
-        seat.charge((2, 2), 1.0)
+        state.charge((2, 2), 1.0)
     assert waiting.used_seconds == 2.0  # while nothing else, and in the tick in which the other began
     assert blocking.used_seconds == 5.0
 
 
 def test_an_idle_worker_that_does_not_take_its_call_is_noticed(make_call):
     call = make_call()
-    seat = seat_with([call])
+    state = seat_with([call])
     for _ in range(5):
-        seat.charge((0, 0), 1.0)
-    assert seat.overdue(5.0) == [(1, call)]
+        state.charge((0, 0), 1.0)
+    assert state.overdue(5.0) == [(1, call)]
 
 
 def test_calls_behind_a_slow_one_are_taken_back_and_the_slow_one_is_not(make_call):
     calls = [make_call() for _ in range(4)]
-    seat = seat_with(calls)
-    seat.answered(1)
-    seat.charge((2, 2), 0.05)
-    seat.charge((2, 2), 0.05)
-    assert list(seat.withdraw_unbegun().values()) == calls[2:]
-    assert list(seat.queued.values()) == [calls[1]]
+    state = seat_with(calls)
+    state.answered(1)
+    state.charge((2, 2), 0.05)
+    state.charge((2, 2), 0.05)
+    assert list(state.withdraw_queued().values()) == calls[2:]
+    assert list(state.queued.values()) == [calls[1]]
 
 
 def test_calls_of_a_rollout_are_not_taken_back(make_call):
     """The worker may have begun one before it hears of it; played again, the turn would be in the trajectory twice."""
     slow, begin, respond, pinned, plain = (make_call() for _ in range(5))
     begin.rollout = respond.rollout = Rollout(1, "a rollout")
-    respond.place = pinned.place = object()
-    seat = seat_with([slow, begin, respond, pinned, plain])
-    seat.charge((1, 1), 0.05)
-    seat.charge((1, 1), 0.05)
-    assert list(seat.withdraw_unbegun().values()) == [plain]
-    assert list(seat.queued.values()) == [slow, begin, respond, pinned]
+    respond.worker = pinned.worker = object()
+    state = seat_with([slow, begin, respond, pinned, plain])
+    state.charge((1, 1), 0.05)
+    state.charge((1, 1), 0.05)
+    assert list(state.withdraw_queued().values()) == [plain]
+    assert list(state.queued.values()) == [slow, begin, respond, pinned]
 
 
 def test_a_call_that_was_taken_back_too_late_is_nobodys_but_counted(make_call):
-    seat = seat_with([make_call(), make_call()])
-    seat.charge((1, 1), 1.0)
-    seat.withdraw_unbegun()
-    seat.answered(1)
-    seat.charge((2, 2), 1.0)
-    seat.charge((2, 2), 1.0)
-    seat.charge((2, 2), 1.0)
-    assert seat.stray_seconds == 2.0
+    state = seat_with([make_call(), make_call()])
+    state.charge((1, 1), 1.0)
+    state.withdraw_queued()
+    state.answered(1)
+    state.charge((2, 2), 1.0)
+    state.charge((2, 2), 1.0)
+    state.charge((2, 2), 1.0)
+    assert state.unowned_seconds == 2.0
 
 
 def test_a_death_is_blamed_on_the_call_that_held_the_thread(make_call):
     waiting, running, queued = make_call(), make_call(), make_call()
-    seat = seat_with([waiting, running, queued])
-    seat.begun_waiting(1)
-    culprit, others = seat.died((2, 2), Death.ALONE)
+    state = seat_with([waiting, running, queued])
+    state.park(1)
+    culprit, others = state.worker_ended((2, 2), ExitCause.BY_ITSELF)
     assert culprit is running
     assert others == [waiting, queued]
-    assert [call.deaths for call in others] == [0, 0]
-    assert seat.num_held == 0
+    assert [call.worker_exits for call in others] == [0, 0]
+    assert state.num_calls == 0
 
 
 def test_a_death_by_a_signal_from_outside_counts_on_the_call_that_held_the_thread_and_blames_nobody(make_call):
     waiting, running, queued = make_call(), make_call(), make_call()
-    seat = seat_with([waiting, running, queued])
-    seat.begun_waiting(1)
-    assert seat.died((2, 2), Death.BY_SIGNAL) == (None, [waiting, running, queued])
-    assert [call.deaths for call in (waiting, running, queued)] == [0, 1, 0]
+    state = seat_with([waiting, running, queued])
+    state.park(1)
+    assert state.worker_ended((2, 2), ExitCause.BY_SIGNAL) == (None, [waiting, running, queued])
+    assert [call.worker_exits for call in (waiting, running, queued)] == [0, 1, 0]
 
 
 def test_a_death_while_all_wait_counts_on_each_that_waited(make_call):
     waiting, queued = make_call(), make_call()
-    seat = seat_with([waiting, queued])
-    seat.begun_waiting(1)
-    assert seat.died((0, 1), Death.ALONE) == (None, [waiting, queued])
-    assert waiting.deaths == 1
+    state = seat_with([waiting, queued])
+    state.park(1)
+    assert state.worker_ended((0, 1), ExitCause.BY_ITSELF) == (None, [waiting, queued])
+    assert waiting.worker_exits == 1
 
 
 def test_a_death_around_an_answer_counts_on_the_first_in_the_queue(make_call):
     """Otherwise a call whose answer ends its process runs again for ever."""
     answering, queued = make_call(), make_call()
-    seat = seat_with([answering, queued])
-    assert seat.died((0, 2), Death.ALONE) == (None, [answering, queued])
-    assert (answering.deaths, queued.deaths) == (1, 0)
+    state = seat_with([answering, queued])
+    assert state.worker_ended((0, 2), ExitCause.BY_ITSELF) == (None, [answering, queued])
+    assert (answering.worker_exits, queued.worker_exits) == (1, 0)
 
 
 def test_a_kill_by_the_pool_blames_nobody_again(make_call):
     waiting, running = make_call(), make_call()
-    seat = seat_with([waiting, running])
-    seat.begun_waiting(1)
-    assert seat.died((2, 2), Death.BY_POOL) == (None, [waiting, running])
-    assert waiting.deaths == 0
+    state = seat_with([waiting, running])
+    state.park(1)
+    assert state.worker_ended((2, 2), ExitCause.BY_POOL) == (None, [waiting, running])
+    assert waiting.worker_exits == 0
 
 
 def test_the_loss_of_all_workers_blames_nobody_and_counts_on_what_had_begun(make_call):
     waiting, running, queued = make_call(), make_call(), make_call()
-    seat = seat_with([waiting, running, queued])
-    seat.begun_waiting(1)
-    assert seat.died((2, 2), Death.WITH_SERVER) == (None, [waiting, running, queued])
-    assert [call.deaths for call in (waiting, running, queued)] == [1, 1, 0]
+    state = seat_with([waiting, running, queued])
+    state.park(1)
+    assert state.worker_ended((2, 2), ExitCause.WITH_SERVER) == (None, [waiting, running, queued])
+    assert [call.worker_exits for call in (waiting, running, queued)] == [1, 1, 0]
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -169,20 +169,20 @@ def test_the_loss_of_all_workers_blames_nobody_and_counts_on_what_had_begun(make
 def test_a_call_fails_with_its_process_only_if_nothing_else_ended_that(make_call, killed, lost, from_outside):
     call = make_call()
     worker = PoolWorker(0)
-    worker.sits_down(
+    worker.attach(
         SimpleNamespace(
             slot=SimpleNamespace(read=lambda: (1, 1)),
             is_lost=lost,
-            ended_from_outside=from_outside,
-            epitaph=lambda: "exited with 3",
+            killed_externally=from_outside,
+            describe_end=lambda: "exited with 3",
         )
     )
-    worker.seat.sent(1, call)
+    worker.state.sent(1, call)
     worker.killed = killed
     blamed = not (killed or lost or from_outside)
     assert worker.gone() == ([] if blamed else [call])
     assert call.future.done() == blamed
-    assert call.deaths == (0 if blamed or killed else 1)
+    assert call.worker_exits == (0 if blamed or killed else 1)
     if blamed:
         assert "exited with 3" in str(call.future.exception())
 
@@ -200,26 +200,26 @@ def test_expected_costs_rise_at_once_and_fall_slowly():
 @given(st.lists(st.sampled_from(["send", "park", "answer", "withdraw", "charge"]), max_size=60), st.randoms())
 def test_no_call_is_lost_or_held_twice_whatever_happens(steps, rng):
     loop = asyncio.new_event_loop()
-    seat, held, last_id = WorkerState(), {}, 0
+    state, held, last_id = WorkerState(), {}, 0
     for step in steps:
         if step == "send":
             last_id += 1
             held[last_id] = Call({"env": 0, "op": "x"}, b"", loop.create_future(), "", expected_seconds=rng.random())
-            seat.sent(last_id, held[last_id])
+            state.sent(last_id, held[last_id])
         elif step == "charge":
-            seat.charge((rng.choice([0, *held]), rng.randint(0, 3)), 1.0)
+            state.charge((rng.choice([0, *held]), rng.randint(0, 3)), 1.0)
         elif step == "withdraw":
-            for call_id, call in seat.withdraw_unbegun().items():
+            for call_id, call in state.withdraw_queued().items():
                 assert held.pop(call_id) is call
         elif held:
             call_id = rng.choice(list(held))
             if step == "park":
-                seat.begun_waiting(call_id)
+                state.park(call_id)
             else:
-                assert seat.answered(call_id) is held.pop(call_id)
-        assert {**seat.queued, **seat.parked} == held
-        assert seat.expected_seconds == pytest.approx(sum(c.expected_seconds for c in seat.queued.values()))
-    culprit, others = seat.died((0, 0), Death.ALONE)
+                assert state.answered(call_id) is held.pop(call_id)
+        assert {**state.queued, **state.parked} == held
+        assert state.expected_seconds == pytest.approx(sum(c.expected_seconds for c in state.queued.values()))
+    culprit, others = state.worker_ended((0, 0), ExitCause.BY_ITSELF)
     assert culprit is None
     assert others == [held[call_id] for call_id in sorted(held)]
     loop.close()

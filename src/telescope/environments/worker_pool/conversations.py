@@ -21,8 +21,13 @@ from telescope.environments.base import (
     conversation,
 )
 from telescope.environments.rendering import Dialogue, Renderer
-from telescope.environments.serialization import MalformedResultError, plain_messages, plain_score, plain_verdict
-from telescope.environments.user_code import Steps, in_words, settled
+from telescope.environments.serialization import (
+    MalformedResultError,
+    check_verdict,
+    serialize_messages,
+    serialize_score,
+)
+from telescope.environments.user_code import Steps, error_text, settled
 from telescope.environments.worker_pool.messages import CONTEXT_EXHAUSTED, pack_ids, unpack_floats, unpack_ids
 
 
@@ -35,7 +40,7 @@ class _Conversation:
     dialogue: Dialogue
     prompt: list[ChatMessage]
     prompt_ids: list[int]
-    playing: bool = False
+    running: bool = False
     ended: bool = False
     """The driver ended it while a step was waiting; that step cleans up when it is over."""
 
@@ -54,16 +59,16 @@ def take_turn(environment: MultiTurnEnvironment, state: RolloutState) -> Generat
     """Lets the environment reply to the last step of the trajectory; fixes the order of its method calls."""
     if state.trajectory[-1].is_truncated and not environment.continues_after_truncation:
         return Reply(True, "truncated")
-    done, reason = plain_verdict((yield from settled(environment.is_done(state))))
+    done, reason = check_verdict((yield from settled(environment.is_done(state))))
     if done:
         return Reply(True, reason)
     response = yield from settled(environment.env_response(conversation(state), state))
-    added = plain_messages(response, "env_response")
-    done, reason = plain_verdict((yield from settled(environment.is_done(state))))
+    added = serialize_messages(response, "env_response")
+    done, reason = check_verdict((yield from settled(environment.is_done(state))))
     if done:
         return Reply(True, reason)
     following = yield from settled(environment.get_next_prompt_messages(state, added))
-    return Reply(False, added=added, conversation=plain_messages(following, "get_next_prompt_messages"))
+    return Reply(False, added=added, conversation=serialize_messages(following, "get_next_prompt_messages"))
 
 
 class Conversations:
@@ -73,7 +78,7 @@ class Conversations:
         self._renderer = renderer
         self._open: dict[int, _Conversation] = {}
 
-    def game(self, environment: Any) -> MultiTurnEnvironment:
+    def multi_turn_environment(self, environment: Any) -> MultiTurnEnvironment:
         """Returns the environment itself, or the one that an eval wraps."""
         found = environment if isinstance(environment, MultiTurnEnvironment) else environment.environment
         assert isinstance(found, MultiTurnEnvironment)
@@ -84,7 +89,7 @@ class Conversations:
     ) -> Generator[Awaitable[Any], Any, list[int]]:
         """Creates the state of a new rollout, in steps. Returns the token ids of its first prompt."""
         assert self._renderer is not None, "a pool without a renderer prepares no prompts"
-        state = yield from settled(self.game(environment).create_initial_state(sample))
+        state = yield from settled(self.multi_turn_environment(environment).create_initial_state(sample))
         if not isinstance(state, RolloutState):
             raise MalformedResultError(f"create_initial_state returned {type(state).__name__}, not a RolloutState")
         dialogue = Dialogue(self._renderer, interleaved=interleaved)
@@ -95,28 +100,28 @@ class Conversations:
     def respond(self, header: dict[str, Any], blob: bytes) -> Steps:
         """Passes a completion to the environment. Returns the next conversation, or the reward."""
         rollout = header["rollout"]
-        played = self._open[rollout]
-        played.playing = True
+        record = self._open[rollout]
+        record.running = True
         over = True
         try:
-            fields, ids = yield from self._turn(played, header, blob)
-            over = fields["done"] or played.ended
+            fields, ids = yield from self._turn(record, header, blob)
+            over = fields["done"] or record.ended
             return fields, pack_ids(ids)
         except Exception as error:
-            played.state.error = in_words(error)
+            record.state.error = error_text(error)
             raise
         finally:
-            played.playing = False
+            record.running = False
             if over:
                 yield from self._close(rollout)
 
     def end(self, rollout: int) -> Generator[Awaitable[Any], Any, None]:
         """Ends a rollout for the driver. Ignores a rollout that is already over."""
-        played = self._open.get(rollout)
-        if played is None:
+        record = self._open.get(rollout)
+        if record is None:
             return
-        if played.playing:
-            played.ended = True
+        if record.running:
+            record.ended = True
         else:
             yield from self._close(rollout)
 
@@ -126,19 +131,19 @@ class Conversations:
             yield from self._close(rollout)
 
     def _close(self, rollout: int) -> Generator[Awaitable[Any], Any, None]:
-        played = self._open.pop(rollout, None)
-        if played is None:
+        record = self._open.pop(rollout, None)
+        if record is None:
             return
         try:
-            yield from settled(self.game(played.environment).end_rollout(played.state))
+            yield from settled(self.multi_turn_environment(record.environment).end_rollout(record.state))
         except BaseException:  # `sys.exit` too: the rollout's reward is already known
             traceback.print_exc()
 
     def _turn(
-        self, played: _Conversation, header: dict[str, Any], blob: bytes
+        self, record: _Conversation, header: dict[str, Any], blob: bytes
     ) -> Generator[Awaitable[Any], Any, tuple[dict[str, Any], list[int]]]:
         """Returns the fields of the answer, and the token ids that precede the next turn."""
-        environment, state = self.game(played.environment), played.state
+        environment, state = self.multi_turn_environment(record.environment), record.state
         cut = header["stop_reason"] == "stop" and not environment.keeps_eos_token
         num_ids = header["num_ids"]
         ids = unpack_ids(blob[: 4 * num_ids])
@@ -146,20 +151,20 @@ class Conversations:
         text = self._renderer.decode(ids, cut_end_token=cut)
         truncated = header["stop_reason"] != "stop"
         state.trajectory.append(
-            TrajectoryStep(played.prompt, text, played.prompt_ids, ids, unpack_floats(blob[4 * num_ids :]), truncated)
+            TrajectoryStep(record.prompt, text, record.prompt_ids, ids, unpack_floats(blob[4 * num_ids :]), truncated)
         )
         reply = yield from take_turn(environment, state)
         if reply.done:
-            return (yield from self._score(played, header["for_eval"], text, reply.reason)), []
+            return (yield from self._score(record, header["for_eval"], text, reply.reason)), []
         messages = reply.conversation
-        extension = played.dialogue.extend(text, ids, messages, ended=not truncated)
+        extension = record.dialogue.extend(text, ids, messages, ended=not truncated)
         if extension.restarts:
-            played.prompt_ids = extension.token_ids
+            record.prompt_ids = extension.token_ids
         else:
-            played.prompt_ids = [*played.prompt_ids, *ids, *extension.token_ids]
-        if header["max_context"] is not None and len(played.prompt_ids) >= header["max_context"]:
-            return (yield from self._score(played, header["for_eval"], text, CONTEXT_EXHAUSTED)), []
-        played.prompt = messages
+            record.prompt_ids = [*record.prompt_ids, *ids, *extension.token_ids]
+        if header["max_context"] is not None and len(record.prompt_ids) >= header["max_context"]:
+            return (yield from self._score(record, header["for_eval"], text, CONTEXT_EXHAUSTED)), []
+        record.prompt = messages
         fields = {
             "done": False,
             "text": text,
@@ -170,13 +175,13 @@ class Conversations:
         return fields, extension.token_ids
 
     def _score(
-        self, played: _Conversation, for_eval: bool, text: str, reason: str | None
+        self, record: _Conversation, for_eval: bool, text: str, reason: str | None
     ) -> Generator[Awaitable[Any], Any, dict[str, Any]]:
-        environment, state = played.environment, played.state
+        environment, state = record.environment, record.state
         state.is_completed, state.stop_reason = True, reason or state.stop_reason
         if for_eval:
             method = getattr(environment, "compute_rollout_metrics", None) or environment.compute_eval_metrics
         else:
             method = environment.compute_reward
-        score = plain_score((yield from settled(method(state, eos_token=environment.eos_token))), for_eval)
+        score = serialize_score((yield from settled(method(state, eos_token=environment.eos_token))), for_eval)
         return {"done": True, "text": text, "score": score, "stop_reason": state.stop_reason}

@@ -17,8 +17,8 @@ from typing import Any
 
 from telescope.environments.base import ChatMessage, Environment, MultiTurnEnvironment, Sample, notices_of, sample_uid
 from telescope.environments.rendering import Renderer, why_not_extendable
-from telescope.environments.serialization import as_json, plain_messages, plain_score
-from telescope.environments.user_code import Steps, describe, settled
+from telescope.environments.serialization import as_json, serialize_messages, serialize_score
+from telescope.environments.user_code import Steps, describe_error, settled
 from telescope.environments.worker_pool.conversations import Conversations
 from telescope.environments.worker_pool.messages import EnvironmentInfo, EnvironmentSpec, pack_ids, unpack_ids
 from telescope.errors import UserError
@@ -62,7 +62,7 @@ class EnvironmentRunner:
             raise
         except BaseException as error:
             traceback.print_exc()
-            raise UserError(f"{doing.capitalize()} the {kind} {spec.name!r} failed: {describe(error)}") from error
+            raise UserError(f"{doing.capitalize()} the {kind} {spec.name!r} failed: {describe_error(error)}") from error
 
     def _make(self, spec: EnvironmentSpec, path: Sequence[str]) -> Any:
         module, _, function = spec.factory.partition(":")
@@ -78,11 +78,11 @@ class EnvironmentRunner:
         for position, spec in enumerate(self.specs):
             if self.resources[position].overridden and not self.resources[position].per_host:
                 with self._loading(spec, "resources", "preparing the resources of"):
-                    asyncio.get_event_loop().run_until_complete(_exhausted(self.resources[position].ready()))
+                    asyncio.get_event_loop().run_until_complete(_run_all(self.resources[position].ready()))
 
     async def close(self) -> None:
         """Ends the open rollouts, then closes the resources that were prepared in this process."""
-        await _exhausted(self.conversations.end_all())
+        await _run_all(self.conversations.end_all())
         for resources in self.resources:
             await resources.close()
 
@@ -108,7 +108,7 @@ class EnvironmentRunner:
                 raise
             except BaseException as error:
                 raise UserError(
-                    f"The first prompt of environment {spec.name!r} cannot be rendered: {describe(error)}"
+                    f"The first prompt of environment {spec.name!r} cannot be rendered: {describe_error(error)}"
                 ) from error
         self.not_extendable[position] = self._why_not_extendable(spec, environment)
         return EnvironmentInfo(
@@ -130,7 +130,7 @@ class EnvironmentRunner:
         """See `dialogue.why_not_extendable`. Raises `UserError` when the template rejects the environment's replies."""
         if self.renderer is None or not environment.is_multi_turn:
             return None
-        role = getattr(self.conversations.game(environment), "tool_role", "user")
+        role = getattr(self.conversations.multi_turn_environment(environment), "tool_role", "user")
         try:
             return why_not_extendable(self.renderer, reply_role=role)
         except Exception as error:
@@ -145,7 +145,7 @@ class EnvironmentRunner:
         environment = self.environments[position]
         return [sample_uid(environment.get_sample(i)) for i in range(start, stop)]
 
-    def play(self, header: dict[str, Any], blob: bytes) -> Steps:
+    def execute(self, header: dict[str, Any], blob: bytes) -> Steps:
         """Executes one request of the driver, in steps."""
         op, position = header["op"], header["env"]
         if op == "identities":
@@ -194,8 +194,10 @@ class EnvironmentRunner:
 
     def _first_messages(self, environment: Any, sample: Sample) -> list[ChatMessage]:
         assert self.renderer is not None
-        prompt = self.conversations.game(environment).get_initial_prompt(sample, self.renderer.tokenizer)
-        return plain_messages(prompt, "get_initial_prompt")
+        prompt = self.conversations.multi_turn_environment(environment).get_initial_prompt(
+            sample, self.renderer.tokenizer
+        )
+        return serialize_messages(prompt, "get_initial_prompt")
 
     def _score(self, header: dict[str, Any], token_ids: list[int]) -> Steps:
         """Decodes a completion and lets the environment score it.
@@ -208,17 +210,20 @@ class EnvironmentRunner:
         text = self.renderer.decode(token_ids, cut_end_token=cut)
         method = environment.compute_eval_metrics if for_eval else environment.compute_reward
         result = method(text, environment.get_sample(header["index"]), eos_token=environment.eos_token)
-        score = plain_score((yield from settled(result)), for_eval)
+        score = serialize_score((yield from settled(result)), for_eval)
         return {"text": text, "score": score}, b""
 
 
 def _ends_rollouts(environment: Any) -> bool:
     """Whether it overrides `end_rollout`."""
-    game = getattr(environment, "environment", None) or environment
-    return isinstance(game, MultiTurnEnvironment) and type(game).end_rollout is not MultiTurnEnvironment.end_rollout
+    multi_turn_environment = getattr(environment, "environment", None) or environment
+    return (
+        isinstance(multi_turn_environment, MultiTurnEnvironment)
+        and type(multi_turn_environment).end_rollout is not MultiTurnEnvironment.end_rollout
+    )
 
 
-async def _exhausted(steps: Generator[Awaitable[Any], Any, Any]) -> None:
+async def _run_all(steps: Generator[Awaitable[Any], Any, Any]) -> None:
     """Takes all steps at once, in the event loop."""
     result: Any = None
     with contextlib.suppress(StopIteration):

@@ -63,23 +63,23 @@ class ForkServer:
                 ready = {key.fileobj for key, _ in selector.select()}
                 if wakened in ready:
                     wakened.recv(4096)
-                    self._report_deaths()
-                if self.connection in ready and not self._obey():
+                    self._report_ends()
+                if self.connection in ready and not self._handle_packet():
                     break
         _kill_children()
 
     def _send(self, message: dict[str, Any]) -> None:
         self.connection.send(json.dumps(message).encode())
 
-    def _obey(self) -> bool:
+    def _handle_packet(self) -> bool:
         """Handles one packet. Returns False at the end of the stream."""
         packet, descriptors, _, _ = socket.recv_fds(self.connection, PACKET_BYTES, 3)
         if not packet:
             return False
         message = json.loads(packet)
-        if "bury" in message:
-            os.waitpid(message["bury"], 0)
-            del self.reported[message["bury"]]
+        if "reap" in message:
+            os.waitpid(message["reap"], 0)
+            del self.reported[message["reap"]]
             self._reap_orphans()
             return True
         server = os.getpid()
@@ -90,10 +90,10 @@ class ForkServer:
             os.close(descriptor)
         self.reported[pid] = False
         self._send({"forked": message["fork"], "pid": pid})
-        self._report_deaths()  # it may have ended before it was in the table
+        self._report_ends()  # it may have ended before it was in the table
         return True
 
-    def _report_deaths(self) -> None:
+    def _report_ends(self) -> None:
         for pid, reported in list(self.reported.items()):
             if reported:
                 continue

@@ -52,7 +52,7 @@ _LOG_TAIL_BYTES = 4000
 logger = logging.getLogger(__name__)
 
 
-class Forked(Protocol):
+class ForkedProcess(Protocol):
     """Callbacks of the launcher about one worker."""
 
     def forked(self, pid: int) -> None: ...
@@ -77,10 +77,10 @@ class Launcher:
         """Why the server cannot be restarted; None while it can."""
         self._replacing: asyncio.Task[None] | None = None
         self._restart_times: list[float] = []
-        self._tickets: dict[int, Forked] = {}
+        self._pending: dict[int, ForkedProcess] = {}
         """Requested workers that are not forked yet."""
-        self._last_ticket = 0
-        self._children: dict[int, Forked] = {}
+        self._last_request = 0
+        self._children: dict[int, ForkedProcess] = {}
 
     async def start(self, timeout_seconds: float) -> None:
         """Starts the process and loads the tokenizer.
@@ -116,21 +116,21 @@ class Launcher:
             )
         self._loop.add_reader(self._socket.fileno(), self._readable)
 
-    def fork(self, worker: Forked, descriptors: tuple[int, int, int]) -> None:
+    def fork(self, worker: ForkedProcess, descriptors: tuple[int, int, int]) -> None:
         """Requests a worker that receives the descriptors (socket, slot, log); the caller may close them afterwards.
 
         Raises `InfrastructureError` or `UserError` when the server cannot be restarted.
         """
         if self._broken is not None:
             raise self._broken
-        self._last_ticket += 1
-        self._tickets[self._last_ticket] = worker
-        self._send({"fork": self._last_ticket}, descriptors)
+        self._last_request += 1
+        self._pending[self._last_request] = worker
+        self._send({"fork": self._last_request}, descriptors)
 
-    def bury(self, pid: int) -> None:
+    def reap(self, pid: int) -> None:
         """Releases the process id of a worker that has ended and will not be signaled again."""
         self._children.pop(pid, None)
-        self._send({"bury": pid})
+        self._send({"reap": pid})
 
     async def close(self) -> None:
         """Ends the server. Workers that still run end with it."""
@@ -147,10 +147,10 @@ class Launcher:
         self._process = None
 
     @staticmethod
-    async def _end(process: subprocess.Popen[bytes], patience: float) -> int:
-        """Waits for a server whose socket is closed, and kills it after `patience` seconds. Returns its exit code."""
+    async def _end(process: subprocess.Popen[bytes], timeout: float) -> int:
+        """Waits for a server whose socket is closed, and kills it after `timeout` seconds. Returns its exit code."""
         try:
-            return await asyncio.to_thread(process.wait, patience)
+            return await asyncio.to_thread(process.wait, timeout)
         except subprocess.TimeoutExpired:
             process.kill()
             return await asyncio.to_thread(process.wait)
@@ -180,7 +180,7 @@ class Launcher:
             return
         message = json.loads(packet)
         if "forked" in message:
-            worker = self._tickets.pop(message["forked"])
+            worker = self._pending.pop(message["forked"])
             self._children[message["pid"]] = worker
             worker.forked(message["pid"])
         elif "ended" in message:
@@ -189,11 +189,9 @@ class Launcher:
             if not self._ready.done():  # only the workers wait for a replacement
                 self._ready.set_result(None)
         elif message["user_error"]:
-            self._give_up(UserError(message["failed"]))
+            self._fail(UserError(message["failed"]))
         else:
-            self._give_up(
-                InfrastructureError(f"The tokenizer cannot be loaded: {message['failed']}\n{self.log_tail()}")
-            )
+            self._fail(InfrastructureError(f"The tokenizer cannot be loaded: {message['failed']}\n{self.log_tail()}"))
 
     def _lost(self, fault: str | None) -> None:
         """Replaces a server that has closed its socket, or has the fault."""
@@ -214,7 +212,7 @@ class Launcher:
         ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         what = f"The process that environment workers are forked from {fault or ended}"
         try:
-            error = self._why_not_again(what)
+            error = self._restart_error(what)
             if error is None:
                 logger.warning("%s; restarting it and its workers", what)
                 self._spawn()
@@ -222,11 +220,11 @@ class Launcher:
             error = InfrastructureError(f"{what}, and cannot be restarted: {problem}")
         self._replacing = None
         if error is None:
-            self._tell_lost()
+            self._notify_lost()
         else:
-            self._give_up(error)
+            self._fail(error)
 
-    def _why_not_again(self, what: str) -> Exception | None:
+    def _restart_error(self, what: str) -> Exception | None:
         now = time.monotonic()
         self._restart_times = [at for at in self._restart_times if now - at < RESTART_WINDOW_SECONDS]
         if self._ready.done() and len(self._restart_times) < MAX_RESTARTS:
@@ -235,15 +233,15 @@ class Launcher:
         often = f" after {len(self._restart_times)} restarts" if self._restart_times else " while it started"
         return InfrastructureError(f"{what}{often}; its log ({self.log_path}) ends:\n{self.log_tail()}")
 
-    def _give_up(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         self._broken = error
         if not self._ready.done():
             self._ready.set_exception(error)
-        self._tell_lost()
+        self._notify_lost()
 
-    def _tell_lost(self) -> None:
-        lost = (*self._children.values(), *self._tickets.values())
+    def _notify_lost(self) -> None:
+        lost = (*self._children.values(), *self._pending.values())
         self._children.clear()
-        self._tickets.clear()
+        self._pending.clear()
         for worker in lost:
             worker.lost()

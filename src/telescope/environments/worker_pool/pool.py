@@ -72,7 +72,7 @@ class EnvironmentPool:
         self._specs = list(specs)
         self._start_timeout_seconds = start_timeout_seconds
         self._eager_prepare_resources = eager_prepare_resources
-        self._crew = WorkerPool(
+        self._workers = WorkerPool(
             specs,
             load_header(specs, environments_path, memory_limit_bytes),
             num_workers=num_workers,
@@ -81,9 +81,9 @@ class EnvironmentPool:
             log_dir=log_dir,
             launcher=launcher,
             make_launcher=lambda folder: Launcher(renderer, folder),
-            on_gone=self._on_gone,
+            on_ended=self._on_ended,
         )
-        self._rollouts = PoolRollouts(self._crew.call, self._crew.queue)
+        self._rollouts = PoolRollouts(self._workers.call, self._workers.queue)
         self._prepared: dict[int, asyncio.Future[Any]] = {}
         """Resources that are prepared or being prepared, by position of their environment."""
 
@@ -94,7 +94,7 @@ class EnvironmentPool:
         template), `DeadlineExceeded` when loading takes too long, `InfrastructureError` when a process cannot run.
         """
         try:
-            await self._crew.start()
+            await self._workers.start()
             if self._eager_prepare_resources:
                 await asyncio.gather(*(self._resources(position) for position in range(len(self._specs))))
         except BaseException:
@@ -103,20 +103,20 @@ class EnvironmentPool:
 
     async def close(self) -> None:
         """Ends all processes within seconds, whatever they are doing."""
-        await self._crew.close()
+        await self._workers.close()
 
     def status(self) -> PoolStatus:
         """Returns state and counts; cheap enough to call every second."""
-        return self._crew.status(len(self._rollouts))
+        return self._workers.status(len(self._rollouts))
 
     def dump_stacks(self) -> None:
         """Makes every worker write its stacks to its log."""
-        self._crew.dump_stacks()
+        self._workers.dump_stacks()
 
     async def describe(self, env_key: str) -> EnvironmentInfo:
         """Returns the environment's description."""
-        assert self._crew.infos is not None, "the pool is not started"
-        return self._crew.infos[self._position(env_key)]
+        assert self._workers.infos is not None, "the pool is not started"
+        return self._workers.infos[self._position(env_key)]
 
     async def identities(self, env_key: str, start: int = 0, stop: int | None = None) -> list[str]:
         """Returns the `sample_uid` of the dataset items from `start` up to `stop`, without rendering them."""
@@ -166,7 +166,7 @@ class EnvironmentPool:
             "for_eval": for_eval,
         }
         home = await self._resources(position)
-        result, _ = await self._call(header, pack_ids(completion_token_ids), label, place=home)
+        result, _ = await self._call(header, pack_ids(completion_token_ids), label, worker=home)
         return Advance(True, [], result["text"], RewardRecord(**result["score"]), result["seconds"])
 
     async def begin(self, rollout: str, env_key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
@@ -223,22 +223,22 @@ class EnvironmentPool:
             raise ValueError(f"the pool has no environment {env_key!r}; it has {known}") from None
 
     def _call(
-        self, header: dict[str, Any], blob: bytes, label: str, *, place: PoolWorker | None = None
+        self, header: dict[str, Any], blob: bytes, label: str, *, worker: PoolWorker | None = None
     ) -> asyncio.Future[tuple[dict[str, Any], bytes]]:
         """Starts a call; the future resolves to the answer's fields and blob."""
-        return self._crew.call(header, blob, label, place=place).future
+        return self._workers.call(header, blob, label, worker=worker).future
 
     async def _resources(self, position: int) -> PoolWorker | None:
         """Returns the worker with the environment's prepared resources; None when it needs none."""
-        assert self._crew.infos is not None, "the pool is not started"
-        if not self._crew.infos[position].shares_resources:
+        assert self._workers.infos is not None, "the pool is not started"
+        if not self._workers.infos[position].shares_resources:
             return None
         home = self._home(position)
         if position not in self._prepared:
             label = f"environment {self._specs[position].identity!r}: prepare_resources"
             header = {"op": "resources", "env": position}
             limit = self._start_timeout_seconds
-            call = self._crew.call(header, b"", label, place=home, timeout_seconds=limit)
+            call = self._workers.call(header, b"", label, worker=home, timeout_seconds=limit)
             self._prepared[position] = call.future
         preparing = self._prepared[position]
         try:
@@ -249,13 +249,13 @@ class EnvironmentPool:
             raise
         return home
 
-    def _on_gone(self, worker: PoolWorker, calls: list[Call], how: str) -> list[Call]:
+    def _on_ended(self, worker: PoolWorker, calls: list[Call], how: str) -> list[Call]:
         """Handles the end of a process: its calls fail or run again."""
         for position, preparing in list(self._prepared.items()):
             if preparing.done() and self._home(position) is worker:
                 del self._prepared[position]
-        return self._rollouts.lose(worker, calls, how)
+        return self._rollouts.lose_worker(worker, calls, how)
 
     def _home(self, position: int) -> PoolWorker:
         """Returns the only worker that runs an environment whose resources exist once per host."""
-        return self._crew.workers[position % len(self._crew.workers)]
+        return self._workers.workers[position % len(self._workers.workers)]

@@ -30,7 +30,7 @@ from telescope.environments.worker_pool.messages import (
     pack_ids,
     unpack_ids,
 )
-from telescope.environments.worker_pool.scheduling import Call, CallQueue, Rollout, leave
+from telescope.environments.worker_pool.scheduling import Call, CallQueue, Rollout, unbind
 from telescope.environments.worker_pool.worker_handle import PoolWorker
 from telescope.errors import EnvironmentFailure, InfrastructureError, RolloutLost
 
@@ -43,7 +43,7 @@ class _Caller(Protocol):
     """The pool's `call` method."""
 
     def __call__(
-        self, header: dict[str, Any], blob: bytes, label: str, *, place: Any = None, rollout: Rollout | None = None
+        self, header: dict[str, Any], blob: bytes, label: str, *, worker: Any = None, rollout: Rollout | None = None
     ) -> Call: ...
 
 
@@ -71,7 +71,7 @@ class PoolRollouts:
         record = Rollout(self._last_key, label)
         self._open[rollout] = record, position
         header = {"op": "begin", "env": position, "rollout": record.key, "index": index, "interleaved": interleaved}
-        call = self._call(header, b"", f"{label}: begin", place=home, rollout=record)
+        call = self._call(header, b"", f"{label}: begin", worker=home, rollout=record)
         result, blob = await self._answer(rollout, record, call)
         return FirstPrompt(unpack_ids(blob), result["messages"])
 
@@ -86,7 +86,7 @@ class PoolRollouts:
         max_context: int | None,
     ) -> Advance:
         """See `EnvironmentPool.respond`."""
-        record, position = self._known(rollout)
+        record, position = self._find(rollout)
         header = {
             "op": "respond",
             "env": position,
@@ -97,7 +97,7 @@ class PoolRollouts:
             "max_context": max_context,
         }
         blob = pack_ids(token_ids) + pack_floats(logprobs)
-        call = self._call(header, blob, f"{record.label}: respond", place=record.place, rollout=record)
+        call = self._call(header, blob, f"{record.label}: respond", worker=record.worker, rollout=record)
         result, ids = await self._answer(rollout, record, call)
         if result["done"]:
             self._drop(rollout)
@@ -119,34 +119,34 @@ class PoolRollouts:
         if rollout not in self._open:
             return
         record, position = self._open[rollout]
-        place = record.place
+        worker = record.worker
         pending = self._calls.pop(rollout, None)
         self._drop(rollout)
         if pending is not None:
             pending.future.cancel()
-            if place is not None:
-                place.give_up(pending)
-        self._end(record, position, place)
+            if worker is not None:
+                worker.cancel_call(pending)
+        self._end(record, position, worker)
 
-    def _end(self, record: Rollout, position: int, place: PoolWorker | None) -> None:
+    def _end(self, record: Rollout, position: int, worker: PoolWorker | None) -> None:
         """Makes the worker end the rollout, if it ever began there."""
-        if place is None or record.lost is not None:
+        if worker is None or record.lost is not None:
             return
         header = {"op": "end", "env": position, "rollout": record.key}
-        end = self._call(header, b"", f"{record.label}: end", place=place)
-        end.future.add_done_callback(_mention)
+        end = self._call(header, b"", f"{record.label}: end", worker=worker)
+        end.future.add_done_callback(_log_error)
 
-    def lose(self, place: PoolWorker, calls: list[Call], how: str) -> list[Call]:
+    def lose_worker(self, worker: PoolWorker, calls: list[Call], how: str) -> list[Call]:
         """Marks the rollouts of a worker that ended as lost. Returns those of its calls that must run again."""
         for record, _ in self._open.values():
-            if record.place is place:
+            if record.worker is worker:
                 record.lost = how
         again = []
-        for call in [*calls, *self._queue.withdraw_at(place)]:
+        for call in [*calls, *self._queue.withdraw_rollout_calls(worker)]:
             begins = call.header["op"] == "begin"
             if begins and call.rollout is not None:
                 call.rollout.lost = None  # its caller has received nothing yet
-                leave(call.rollout)
+                unbind(call.rollout)
                 again.append(call)
             elif call.rollout is not None:
                 if not call.future.done():
@@ -155,10 +155,10 @@ class PoolRollouts:
                 again.append(call)
             elif not call.future.done():
                 call.future.cancel()  # the rollout ended with its worker
-        place.seat.num_rollouts = 0
+        worker.state.num_rollouts = 0
         return again
 
-    def _known(self, rollout: str) -> tuple[Rollout, int]:
+    def _find(self, rollout: str) -> tuple[Rollout, int]:
         if rollout not in self._open:
             raise ValueError(f"the rollout {rollout!r} is not open")
         record, position = self._open[rollout]
@@ -173,9 +173,9 @@ class PoolRollouts:
             return await call.future
         except (EnvironmentFailure, InfrastructureError):
             if rollout in self._open and self._open[rollout][0] is record:
-                position, place = self._open[rollout][1], record.place
+                position, worker = self._open[rollout][1], record.worker
                 self._drop(rollout)
-                self._end(record, position, place)  # the worker may still run it
+                self._end(record, position, worker)  # the worker may still run it
             raise
         finally:
             if self._calls.get(rollout) is call:
@@ -184,14 +184,14 @@ class PoolRollouts:
     def _drop(self, rollout: str) -> None:
         record, _ = self._open.pop(rollout)
         if record.lost is None:
-            leave(record)
+            unbind(record)
 
 
 def _lost(record: Rollout, how: str) -> RolloutLost:
     return RolloutLost(f"{record.label}: its worker process {how}")
 
 
-def _mention(future: asyncio.Future[Answer]) -> None:
+def _log_error(future: asyncio.Future[Answer]) -> None:
     """Logs an error of ending a rollout, which no caller awaits."""
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.warning("%s", error)

@@ -34,7 +34,7 @@ MAX_QUEUED = 64
 MAX_PARKED = 1024
 """Calls of one worker that wait in its event loop, mostly for other services."""
 
-MAX_DEATHS = 3
+MAX_WORKER_EXITS = 3
 """Workers that may end around a call without a known cause before the call itself fails."""
 
 UNKNOWN_COST = 0.02
@@ -51,14 +51,14 @@ class Call:
     label: str
     """Name of the call in errors."""
     used_seconds: float = 0.0
-    deaths: int = 0
+    worker_exits: int = 0
     expected_seconds: float = UNKNOWN_COST
     timeout_seconds: float | None = None
     """Deadline of this call; None: the pool's."""
-    place: Any = None
+    worker: Any = None
     """The only worker that can run it, because its rollout or its resources are there."""
     rollout: Rollout | None = None
-    """The multi-turn rollout that it belongs to. Its first call has no place, and begins the rollout on any worker."""
+    """The multi-turn rollout that it belongs to. Its first call has no worker, and begins the rollout on any worker."""
 
     @property
     def kind(self) -> tuple[int, str]:
@@ -72,14 +72,14 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """A multi-turn rollout. `place` is the worker with its state, once its first call was sent.
+    """A multi-turn rollout. `worker` is the worker with its state, once its first call was sent.
 
     `key` identifies it in the worker; unlike the id that its caller chose, it is never reused.
     """
 
     key: int
     label: str
-    place: Any = None
+    worker: Any = None
     lost: str | None = None
     """How its worker ended, if the state was lost with it."""
 
@@ -100,10 +100,10 @@ class Costs:
         self._seconds[kind] = before + share * (seconds - before)
 
 
-class Death(Enum):
+class ExitCause(Enum):
     """Why a worker's process ended, which decides whether a call caused it."""
 
-    ALONE = auto()
+    BY_ITSELF = auto()
     """By itself: the code that it ran ended it."""
     BY_POOL = auto()
     """The pool killed it, and has already failed the call responsible."""
@@ -122,16 +122,16 @@ class WorkerState:
     parked: dict[int, Call] = field(default_factory=dict)
     """Waiting in the worker's event loop."""
     expected_seconds: float = 0.0
-    stray_seconds: float = 0.0
+    unowned_seconds: float = 0.0
     """Time for which a call that is no longer in this state has occupied the main thread."""
     last_reading: tuple[int, int] = (0, 0)
-    held_seconds: float = 0.0
+    busy_seconds: float = 0.0
     """Time for which the current call has occupied the main thread without a break."""
     num_rollouts: int = 0
     """Multi-turn rollouts whose state is in this worker."""
 
     @property
-    def num_held(self) -> int:
+    def num_calls(self) -> int:
         return len(self.queued) + len(self.parked)
 
     def admits(self, expected_seconds: float) -> bool:
@@ -146,7 +146,7 @@ class WorkerState:
         self.queued[call_id] = call
         self.expected_seconds += call.expected_seconds
 
-    def begun_waiting(self, call_id: int) -> Call | None:
+    def park(self, call_id: int) -> Call | None:
         """Moves a call from the main thread to the event loop. Returns None if it was withdrawn before."""
         call = self._unqueue(call_id)
         if call is not None:
@@ -168,15 +168,15 @@ class WorkerState:
         current, _ = reading
         stuck = current != 0 and reading == self.last_reading
         self.last_reading = reading
-        self.held_seconds = self.held_seconds + seconds if stuck else 0.0
+        self.busy_seconds = self.busy_seconds + seconds if stuck else 0.0
         if stuck:
             owner = self.queued.get(current) or self.parked.get(current)
             if owner is None:
-                self.stray_seconds += seconds
+                self.unowned_seconds += seconds
             else:
                 owner.used_seconds += seconds
             return
-        self.stray_seconds = 0.0
+        self.unowned_seconds = 0.0
         for call in self.parked.values():
             call.used_seconds += seconds
         if current in self.queued:
@@ -189,11 +189,11 @@ class WorkerState:
         held = (*self.queued.items(), *self.parked.items())
         return [(call_id, call) for call_id, call in held if call.used_seconds >= call.limit(timeout_seconds)]
 
-    def only_waits(self, call_id: int) -> bool:
+    def is_waiting(self, call_id: int) -> bool:
         """Whether the call waits in the event loop and is not on the main thread."""
         return call_id in self.parked and self.last_reading[0] != call_id
 
-    def withdraw_unbegun(self) -> dict[int, Call]:
+    def withdraw_queued(self) -> dict[int, Call]:
         """Removes and returns the calls behind the one on the main thread, for another worker.
 
         The worker may start one of them before it receives the withdrawal, and then it runs twice. So calls that change
@@ -203,13 +203,13 @@ class WorkerState:
         taken = {
             call_id: call
             for call_id, call in self.queued.items()
-            if call_id > current and call.rollout is None and call.place is None
+            if call_id > current and call.rollout is None and call.worker is None
         }
         for call_id in taken:
             self._unqueue(call_id)
         return taken
 
-    def died(self, reading: tuple[int, int], death: Death) -> tuple[Call | None, list[Call]]:
+    def worker_ended(self, reading: tuple[int, int], cause: ExitCause) -> tuple[Call | None, list[Call]]:
         """Empties the state when the worker has ended. Returns the call that caused it, if any, and the others in
         order.
 
@@ -221,20 +221,20 @@ class WorkerState:
         current, _ = reading
         running = self.queued.get(current) or self.parked.get(current)
         culprit = None
-        if running is not None and death is Death.ALONE:
+        if running is not None and cause is ExitCause.BY_ITSELF:
             culprit = running
-        elif running is not None and death is Death.BY_SIGNAL:
-            running.deaths += 1
-        elif death is not Death.BY_POOL:
-            first = current if current or death is Death.WITH_SERVER else next(iter(self.queued), 0)
+        elif running is not None and cause is ExitCause.BY_SIGNAL:
+            running.worker_exits += 1
+        elif cause is not ExitCause.BY_POOL:
+            first = current if current or cause is ExitCause.WITH_SERVER else next(iter(self.queued), 0)
             begun = [*self.parked.values(), *([self.queued[first]] if first in self.queued else [])]
             for call in begun:
-                call.deaths += 1
+                call.worker_exits += 1
         held = sorted({**self.queued, **self.parked}.items(), key=lambda item: item[0])
         others = [call for _, call in held if call is not culprit]
         self.queued.clear()
         self.parked.clear()
-        self.expected_seconds = self.stray_seconds = self.held_seconds = 0.0
+        self.expected_seconds = self.unowned_seconds = self.busy_seconds = 0.0
         self.last_reading = (0, 0)
         return culprit, others
 
@@ -242,10 +242,10 @@ class WorkerState:
 class WorkerLoad(Protocol):
     """A worker that calls can be sent to."""
 
-    seat: WorkerState
+    state: WorkerState
 
 
-Place = TypeVar("Place", bound=WorkerLoad)
+WorkerT = TypeVar("WorkerT", bound=WorkerLoad)
 
 
 class CallQueue:
@@ -261,49 +261,49 @@ class CallQueue:
         return len(self._anywhere) + sum(map(len, self._at.values()))
 
     def add(self, call: Call) -> None:
-        self._line_of(call).append(call)
+        self._line(call).append(call)
 
-    def _line_of(self, call: Call) -> deque[Call]:
-        return self._anywhere if call.place is None else self._at[call.place]
+    def _line(self, call: Call) -> deque[Call]:
+        return self._anywhere if call.worker is None else self._at[call.worker]
 
-    def withdraw_at(self, place: Any) -> list[Call]:
+    def withdraw_rollout_calls(self, worker: Any) -> list[Call]:
         """Removes and returns the rollout calls that wait for a worker."""
-        line = self._at[place]
+        line = self._at[worker]
         taken = [call for call in line if call.rollout is not None]
-        self._at[place] = deque(call for call in line if call.rollout is None)
+        self._at[worker] = deque(call for call in line if call.rollout is None)
         return taken
 
-    def run_again(self, calls: Sequence[Call]) -> None:
+    def requeue(self, calls: Sequence[Call]) -> None:
         """Puts calls back at the front, in order. A call around which too many workers ended fails instead."""
         for call in reversed(calls):
             if call.future.done():
                 continue
             call.used_seconds = 0.0
-            if call.place is None and call.rollout is not None:
-                leave(call.rollout)  # it begins again, on any worker
-            if call.deaths >= MAX_DEATHS:
+            if call.worker is None and call.rollout is not None:
+                unbind(call.rollout)  # it begins again, on any worker
+            if call.worker_exits >= MAX_WORKER_EXITS:
                 call.future.set_exception(
-                    EnvironmentFailure(f"{call.label} failed: its process ended {call.deaths} times while it ran")
+                    EnvironmentFailure(f"{call.label} failed: its process ended {call.worker_exits} times while it ran")
                 )
             else:
-                self._line_of(call).appendleft(call)
+                self._line(call).appendleft(call)
 
-    def dispatch(self, places: Iterable[Place]) -> Iterator[tuple[Place, int, Call]]:
+    def dispatch(self, workers: Iterable[WorkerT]) -> Iterator[tuple[WorkerT, int, Call]]:
         """Assigns waiting calls, in order, to workers with capacity, the least loaded first.
 
         Yields the worker, the id of the dispatch and the call, which the caller must send.
         """
-        candidates = list(places)
-        for place in candidates:
-            while (call := self._first(self._at[place])) is not None and self._admits(place, call):
-                yield self._seat(place, self._at[place])
+        candidates = list(workers)
+        for worker in candidates:
+            while (call := self._first(self._at[worker])) is not None and self._admits(worker, call):
+                yield self._assign(worker, self._at[worker])
         while (call := self._first(self._anywhere)) is not None and candidates:
             begins = call.rollout is not None
-            place = min(candidates, key=lambda p: (p.seat.num_rollouts if begins else 0, *_load(p.seat)))
-            if self._admits(place, call):
-                yield self._seat(place, self._anywhere)
+            worker = min(candidates, key=lambda p: (p.state.num_rollouts if begins else 0, *_load(p.state)))
+            if self._admits(worker, call):
+                yield self._assign(worker, self._anywhere)
             else:
-                candidates.remove(place)
+                candidates.remove(worker)
 
     def _first(self, line: deque[Call]) -> Call | None:
         """Returns the first call of a line that is not cancelled."""
@@ -311,18 +311,18 @@ class CallQueue:
             line.popleft()
         return line[0] if line else None
 
-    def _admits(self, place: WorkerLoad, call: Call) -> bool:
+    def _admits(self, worker: WorkerLoad, call: Call) -> bool:
         call.expected_seconds = self.costs.expected(call.kind)
-        return place.seat.admits(call.expected_seconds)
+        return worker.state.admits(call.expected_seconds)
 
-    def _seat(self, place: Place, line: deque[Call]) -> tuple[Place, int, Call]:
+    def _assign(self, worker: WorkerT, line: deque[Call]) -> tuple[WorkerT, int, Call]:
         call = line.popleft()
         self._last_id += 1
-        place.seat.sent(self._last_id, call)
-        if call.rollout is not None and call.rollout.place is None:
-            call.rollout.place = place
-            place.seat.num_rollouts += 1
-        return place, self._last_id, call
+        worker.state.sent(self._last_id, call)
+        if call.rollout is not None and call.rollout.worker is None:
+            call.rollout.worker = worker
+            worker.state.num_rollouts += 1
+        return worker, self._last_id, call
 
     def fail(self, error: Exception) -> None:
         """Fails every waiting call with `error`."""
@@ -333,13 +333,13 @@ class CallQueue:
             line.clear()
 
 
-def leave(rollout: Rollout) -> None:
+def unbind(rollout: Rollout) -> None:
     """Unbinds a rollout from its worker."""
-    if rollout.place is not None:
-        rollout.place.seat.num_rollouts -= 1
-        rollout.place = None
+    if rollout.worker is not None:
+        rollout.worker.state.num_rollouts -= 1
+        rollout.worker = None
 
 
-def _load(seat: WorkerState) -> tuple[float, int, int]:
+def _load(state: WorkerState) -> tuple[float, int, int]:
     """Sort key of how busy a worker is."""
-    return seat.expected_seconds, len(seat.queued), seat.num_held
+    return state.expected_seconds, len(state.queued), state.num_calls

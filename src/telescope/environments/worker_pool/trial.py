@@ -62,13 +62,13 @@ class _Trial:
     async def run(self) -> list[str]:
         self._loop = asyncio.get_running_loop()
         self._verdict: asyncio.Future[list[str]] = self._loop.create_future()
-        self._gone = asyncio.Event()
+        self._ended = asyncio.Event()
         with tempfile.TemporaryDirectory(prefix="telescope-trial-") as folder:
             launcher = Launcher(None, Path(folder))
             try:
                 await launcher.start(SERVER_SECONDS)
                 self._process = WorkerProcess(
-                    launcher, Path(folder) / "environments.log", on_frame=self._on_frame, on_gone=self._on_gone
+                    launcher, Path(folder) / "environments.log", on_frame=self._on_frame, on_ended=self._on_ended
                 )
                 self._process.send(self._header)
                 self._process.flush()
@@ -80,7 +80,7 @@ class _Trial:
                     if self._deadline is not None:
                         self._deadline.cancel()
                     self._process.kill()
-                    await self._gone.wait()
+                    await self._ended.wait()
             finally:
                 await launcher.close()
 
@@ -89,27 +89,27 @@ class _Trial:
             self._doing = header["loading"]
             if self._deadline is not None:
                 self._deadline.cancel()
-            self._deadline = self._loop.call_later(self._seconds[header["stage"]], self._hangs, header["stage"])
+            self._deadline = self._loop.call_later(self._seconds[header["stage"]], self._on_hang, header["stage"])
         elif "ready" in header:
             said = [text for fields in header["ready"] for text in EnvironmentInfo(**fields).notices]
             self._decide(list(dict.fromkeys(said)))
         else:
             self._decide(header["failed"])
 
-    def _on_gone(self) -> None:
-        self._decide(f"{self._doing} ended the process, which {self._process.how_it_ended()}{self._printed()}")
-        self._gone.set()
+    def _on_ended(self) -> None:
+        self._decide(f"{self._doing} ended the process, which {self._process.how_it_ended()}{self._last_output()}")
+        self._ended.set()
 
-    def _hangs(self, stage: str) -> None:
+    def _on_hang(self, stage: str) -> None:
         self._process.dump_stacks()
-        self._loop.call_later(STACK_SECONDS, self._gives_up, stage)
+        self._loop.call_later(STACK_SECONDS, self._report_hang, stage)
 
-    def _gives_up(self, stage: str) -> None:
+    def _report_hang(self, stage: str) -> None:
         limit = f"{self._seconds[stage]:g} seconds"
         field = " (environment_timeout_seconds)" if stage == "making" else ""
-        self._decide(f"{self._doing} did not end within {limit}{field}{self._printed()}")
+        self._decide(f"{self._doing} did not end within {limit}{field}{self._last_output()}")
 
-    def _printed(self) -> str:
+    def _last_output(self) -> str:
         tail = self._process.log_tail()
         return f". Its last output:\n{tail}" if tail else ""
 

@@ -31,12 +31,12 @@ from typing import Any
 
 from telescope.environments.rendering import Renderer
 from telescope.environments.serialization import MalformedResultError
-from telescope.environments.user_code import Steps, cause, in_words, innermost_line, settle
+from telescope.environments.user_code import Steps, error_text, original_error, settle, user_code_line
 from telescope.environments.worker_pool.environment_runner import EnvironmentRunner
 from telescope.environments.worker_pool.messages import EnvironmentSpec, FrameReader, Slot, pack_frame
 from telescope.errors import InfrastructureError, UserError
 
-LOOK_AGAIN_SECONDS = 0.002
+RECHECK_SECONDS = 0.002
 """After a call longer than this, the worker reads withdrawals from the socket before it starts the next one."""
 MAX_ANSWER_BYTES = 32 * 2**20
 """Largest answer, because it passes through the driver's memory into the record."""
@@ -68,7 +68,7 @@ class _Attributed:
         return self._step(self.coroutine.throw, *error)
 
     def _step(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        with self.worker.held_by(self.request_id):
+        with self.worker.on_main_thread(self.request_id):
             try:
                 return step(*arguments)
             except (SystemExit, KeyboardInterrupt) as error:
@@ -83,7 +83,7 @@ async def _attributed(coroutine: Coroutine[Any, Any, Any], request_id: int, work
     return await _Attributed(coroutine, request_id, worker)
 
 
-class _Held:
+class _OnMainThread:
     """Context in which a request occupies the main thread; adds up the time."""
 
     def __init__(self, worker: Worker, request_id: int) -> None:
@@ -124,10 +124,10 @@ class Worker:
         self.parked: set[int] = set()
         """Requests that were reported to the driver as waiting in the event loop."""
         self.renderer = renderer
-        self.player: EnvironmentRunner
+        self.runner: EnvironmentRunner
 
-    def held_by(self, request_id: int) -> _Held:
-        return _Held(self, request_id)
+    def on_main_thread(self, request_id: int) -> _OnMainThread:
+        return _OnMainThread(self, request_id)
 
     def serve(self) -> None:
         """Serves until the stream ends. The first frame says what to load."""
@@ -147,7 +147,7 @@ class Worker:
                 header, blob = self.inbox.popleft()
                 self._handle(header, blob)
                 if self.tasks:
-                    self._turn_loop()
+                    self._run_loop_once()
             else:
                 self.loop.run_forever()  # until _readable or _settled stops it
         self._close()
@@ -190,7 +190,7 @@ class Worker:
         if self.inbox or self.ended:
             self.loop.stop()
 
-    def _turn_loop(self) -> None:
+    def _run_loop_once(self) -> None:
         """Runs one iteration of the event loop, for the tasks that wait in it."""
         self.loop.call_soon(self.loop.stop)
         self.loop.run_forever()
@@ -206,22 +206,24 @@ class Worker:
         started = time.perf_counter()
         try:
             specs = [EnvironmentSpec(**fields) for fields in header["specs"]]
-            self.player = EnvironmentRunner(specs, self.renderer, header["environments_path"], on_stage=self._say_stage)
-            infos = [asdict(self.player.describe(position)) for position in range(len(specs))]
+            self.runner = EnvironmentRunner(
+                specs, self.renderer, header["environments_path"], on_stage=self._report_stage
+            )
+            infos = [asdict(self.runner.describe(position)) for position in range(len(specs))]
             if not header["trial"]:
-                self.player.prepare_own_resources()
+                self.runner.prepare_own_resources()
         except UserError as error:
             self.send({"failed": str(error), "user_error": True})
             return False
         except BaseException as error:
             _print(error)
-            self.send({"failed": _blame(error), "user_error": False})
+            self.send({"failed": _describe(error), "user_error": False})
             return False
         limit_memory(header["memory_limit_bytes"])
         self.send({"ready": infos, "seconds": time.perf_counter() - started})
         return True
 
-    def _say_stage(self, stage: str, doing: str) -> None:
+    def _report_stage(self, stage: str, doing: str) -> None:
         """Reports a loading stage before user code runs, because a process that exits or hangs cannot."""
         self.send({"loading": doing, "stage": stage})
 
@@ -234,9 +236,9 @@ class Worker:
                 return
         self.busy[request_id] = 0.0
         started = self.begun[request_id] = time.perf_counter()
-        steps = self.player.play(header, blob)
+        steps = self.runner.execute(header, blob)
         self._step(request_id, steps, lambda: next(steps))
-        if time.perf_counter() - started > LOOK_AGAIN_SECONDS:
+        if time.perf_counter() - started > RECHECK_SECONDS:
             self.receive(wait=False)
 
     def _resume(self, request_id: int, steps: Steps, task: asyncio.Task[Any]) -> None:
@@ -249,7 +251,7 @@ class Worker:
         token = _request.set(request_id)
         asyncio.set_event_loop(self.loop)  # asyncio.run in user code removes it
         try:
-            with self.held_by(request_id):
+            with self.on_main_thread(request_id):
                 waits_for = resume()
             self._park(request_id, steps, waits_for)
         except StopIteration as end:
@@ -278,7 +280,7 @@ class Worker:
     def _close(self) -> None:
         self.loop.remove_reader(self.connection.fileno())  # it is at its end, and would stop the loop
         try:
-            self.loop.run_until_complete(asyncio.wait_for(self.player.close(), CLOSE_SECONDS))
+            self.loop.run_until_complete(asyncio.wait_for(self.runner.close(), CLOSE_SECONDS))
         except TimeoutError:
             logging.getLogger(__name__).warning("Ending rollouts and resources took over %g seconds", CLOSE_SECONDS)
 
@@ -294,7 +296,7 @@ class Worker:
     def _fail(self, request_id: int, error: BaseException) -> None:
         _print(error)
         infrastructure = isinstance(error, InfrastructureError)
-        failed = {"failed": _blame(error), "infrastructure": infrastructure}
+        failed = {"failed": _describe(error), "infrastructure": infrastructure}
         self.send({"id": request_id, **failed, **self._times(request_id)})
 
     def _times(self, request_id: int) -> dict[str, float]:
@@ -304,14 +306,14 @@ class Worker:
         return {"busy": self.busy.pop(request_id), "seconds": seconds}
 
 
-def _blame(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """Returns the error with the name of the file and the line that it comes from.
 
     A malformed result has no line in user code, and the line of ours that rejects it does not help.
     """
-    error = cause(error)
-    where = None if isinstance(error, MalformedResultError) else innermost_line(error)
-    return in_words(error) + (f" ({os.path.basename(where)})" if where else "")
+    error = original_error(error)
+    where = None if isinstance(error, MalformedResultError) else user_code_line(error)
+    return error_text(error) + (f" ({os.path.basename(where)})" if where else "")
 
 
 def _print(error: BaseException) -> None:
@@ -319,7 +321,7 @@ def _print(error: BaseException) -> None:
     try:
         traceback.print_exception(error)
     except Exception as worse:  # printing it may run the user's code
-        print(f"{in_words(error)} (its traceback cannot be printed: {in_words(worse)})", file=sys.stderr)
+        print(f"{error_text(error)} (its traceback cannot be printed: {error_text(worse)})", file=sys.stderr)
 
 
 def limit_memory(extra_bytes: int | None) -> None:
@@ -331,7 +333,7 @@ def limit_memory(extra_bytes: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (used + extra_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-def _volunteer_for_the_oom_killer() -> None:
+def _prefer_for_oom_kill() -> None:
     """Makes the OOM killer choose this process before the driver or the engine."""
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
@@ -342,7 +344,7 @@ def _volunteer_for_the_oom_killer() -> None:
 
 def run_worker(descriptor: int, slot_descriptor: int, renderer: Renderer | None) -> None:
     """Serves on the socket until it is closed; called in a forked process (`fork_server`)."""
-    _volunteer_for_the_oom_killer()
+    _prefer_for_oom_kill()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     slot = Slot(slot_descriptor)
     os.close(slot_descriptor)

@@ -20,7 +20,7 @@ from typing import Any
 
 from telescope.environments.worker_pool.launcher import Launcher
 from telescope.environments.worker_pool.messages import BrokenFrameError, FrameReader, Slot, pack_frame
-from telescope.environments.worker_pool.scheduling import Call, Death, WorkerState
+from telescope.environments.worker_pool.scheduling import Call, ExitCause, WorkerState
 from telescope.errors import EnvironmentFailure
 from telescope.utils.log_file import log_size, log_tail, open_log, rotate_log
 
@@ -36,7 +36,7 @@ LOG_CHECK_SECONDS = 0.2
 
 
 class WorkerProcess:
-    """A worker process. Calls `on_frame(header, blob)` and, once, `on_gone()` from the event loop."""
+    """A worker process. Calls `on_frame(header, blob)` and, once, `on_ended()` from the event loop."""
 
     def __init__(
         self,
@@ -44,23 +44,23 @@ class WorkerProcess:
         log_path: Path,
         *,
         on_frame: Callable[[dict[str, Any], bytes], None],
-        on_gone: Callable[[], None],
+        on_ended: Callable[[], None],
     ) -> None:
         self.log_path = log_path
         self.started = time.monotonic()
         self._launcher = launcher
         self._on_frame = on_frame
-        self._on_gone = on_gone
+        self._on_ended = on_ended
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader()
         self._unsent = bytearray()
         self._pid: int | None = None
         self._code: int | None = None
         self._killed = False
-        self._buried = False
+        self._reaped = False
         self.is_lost = False
         """It ended together with the fork server."""
-        self._hung_up = False
+        self._stream_closed = False
         self._log_start = log_size(log_path)
 
         self._socket, theirs = socket.socketpair()
@@ -91,24 +91,24 @@ class WorkerProcess:
         self._code = code
         self._signal_group(signal.SIGKILL)  # child processes that it left behind
         self._stop_listening()
-        self._read_last_words()
-        self._launcher.bury(self._pid)
-        self._gone()
+        self._read_remaining_frames()
+        self._launcher.reap(self._pid)
+        self._finish()
 
     def lost(self) -> None:
         """Called by the launcher when the fork server has ended, and this process with it."""
         self.is_lost = True
         self._code = -signal.SIGKILL
         self._signal_group(signal.SIGKILL)  # its child processes; the group id cannot be reused this soon
-        self._read_last_words()
+        self._read_remaining_frames()
         self._stop_listening()
-        self._gone()
+        self._finish()
 
-    def _gone(self) -> None:
-        self._buried = True
+    def _finish(self) -> None:
+        self._reaped = True
         self._log_timer.cancel()
         self._socket.close()
-        self._on_gone()
+        self._on_ended()
         self.slot.close()
 
     @property
@@ -118,12 +118,12 @@ class WorkerProcess:
 
     def write(self, frame: bytes) -> None:
         """Queues bytes for the worker."""
-        if not self._hung_up:  # otherwise it is exiting, and its calls are requeued when it has ended
+        if not self._stream_closed:  # otherwise it is exiting, and its calls are requeued when it has ended
             self._unsent += frame
 
     def flush(self) -> None:
         """Sends queued bytes until the socket's buffer is full."""
-        if not self._unsent or self._hung_up:
+        if not self._unsent or self._stream_closed:
             return
         try:
             sent = self._socket.send(self._unsent)
@@ -156,21 +156,21 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):  # it ended with the fork server just now
                 os.kill(self._pid, signal.SIGUSR1)
 
-    def hang_up(self) -> None:
+    def close_stream(self) -> None:
         """Closes the driver's side of the stream, which ends an idle worker."""
-        if not self._hung_up:
+        if not self._stream_closed:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
 
     def _signal_group(self, number: signal.Signals) -> None:
         """Signals the group, before the process is reaped only: later its id may belong to another process."""
-        if self._pid is None or self._buried:
+        if self._pid is None or self._reaped:
             return
         for send in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError):  # it has no group yet, or the fork server has just ended
                 send(self._pid, number)
 
-    def epitaph(self) -> str:
+    def describe_end(self) -> str:
         """Returns how the process ended, with the last lines of its log."""
         ended, tail = self.how_it_ended(), self.log_tail()
         return f"{ended}; its log ({self.log_path}) ends:\n{tail}" if tail else f"{ended}; its log is empty"
@@ -184,7 +184,7 @@ class WorkerProcess:
         return f"ended with exit code {self._code}"
 
     @property
-    def ended_from_outside(self) -> bool:
+    def killed_externally(self) -> bool:
         """Whether it was ended by a signal that neither its own user code nor the driver sends."""
         return not self._killed and self._code in (-signal.SIGKILL, -signal.SIGTERM)
 
@@ -221,12 +221,12 @@ class WorkerProcess:
         self.flush()
 
     def _stop_listening(self) -> None:
-        if not self._hung_up:
-            self._hung_up = True
+        if not self._stream_closed:
+            self._stream_closed = True
             self._loop.remove_reader(self._socket.fileno())
             self._loop.remove_writer(self._socket.fileno())
 
-    def _read_last_words(self) -> None:
+    def _read_remaining_frames(self) -> None:
         """Reads answers that the process wrote before it ended."""
         with contextlib.suppress(BlockingIOError, ConnectionResetError, BrokenFrameError, ValueError):
             while data := self._socket.recv(2**20):
@@ -248,7 +248,7 @@ class PoolWorker:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.seat = WorkerState()
+        self.state = WorkerState()
         self.process: WorkerProcess | None = None
         self.ready = False
         self.killed = False
@@ -258,44 +258,44 @@ class PoolWorker:
         self.deadlines_passed = 0
 
     @property
-    def takes_calls(self) -> bool:
+    def accepts_calls(self) -> bool:
         return self.ready and not self.killed
 
-    def sits_down(self, process: WorkerProcess) -> None:
+    def attach(self, process: WorkerProcess) -> None:
         """Installs a new process."""
         self.process = process
         self.ready = self.killed = False
         self.loading = "starting"
 
-    def gone(self) -> list[Call]:
+    def process_ended(self) -> list[Call]:
         """Handles the end of the process: fails the call that caused it, if any. Returns the calls to run again."""
         process = self.process
         assert process is not None
-        culprit, others = self.seat.died(process.slot.read(), self._death(process))
+        culprit, others = self.state.worker_ended(process.slot.read(), self._exit_cause(process))
         if not (self.ready or process.is_lost):
             self.failed_starts += 1
         self.process, self.ready = None, False
         if culprit is not None and not culprit.future.done():
             culprit.future.set_exception(
-                EnvironmentFailure(f"{culprit.label} ended its process, which {process.epitaph()}")
+                EnvironmentFailure(f"{culprit.label} ended its process, which {process.describe_end()}")
             )
         return others
 
-    def _death(self, process: WorkerProcess) -> Death:
+    def _exit_cause(self, process: WorkerProcess) -> ExitCause:
         if self.killed:
-            return Death.BY_POOL
+            return ExitCause.BY_POOL
         if process.is_lost:
-            return Death.WITH_SERVER
-        return Death.BY_SIGNAL if process.ended_from_outside else Death.ALONE
+            return ExitCause.WITH_SERVER
+        return ExitCause.BY_SIGNAL if process.killed_externally else ExitCause.BY_ITSELF
 
     def watch(self, elapsed: float, timeout_seconds: float) -> list[Call]:
         """Charges the calls for `elapsed` seconds and enforces deadlines. Returns calls withdrawn for other workers."""
-        process, seat = self.process, self.seat
+        process, state = self.process, self.state
         assert process is not None
-        if not seat.num_held and not process.slot.read()[0]:
+        if not state.num_calls and not process.slot.read()[0]:
             return []
-        seat.charge(process.slot.read(), elapsed)
-        for call_id, call in seat.overdue(timeout_seconds):
+        state.charge(process.slot.read(), elapsed)
+        for call_id, call in state.overdue(timeout_seconds):
             if not call.future.done():
                 self.deadlines_passed += 1
                 call.future.set_exception(
@@ -305,30 +305,30 @@ class PoolWorker:
                         f"in {process.log_path}"
                     )
                 )
-                if seat.only_waits(call_id):
+                if state.is_waiting(call_id):
                     process.send({"op": "cancel", "id": call_id})
                     process.flush()
-            if seat.only_waits(call_id) and call.used_seconds < call.limit(timeout_seconds) + CANCEL_SECONDS:
+            if state.is_waiting(call_id) and call.used_seconds < call.limit(timeout_seconds) + CANCEL_SECONDS:
                 continue
             self._kill()
             return []
-        if seat.stray_seconds >= timeout_seconds:
+        if state.unowned_seconds >= timeout_seconds:
             self._kill()
-        elif seat.held_seconds >= TICK_SECONDS and len(seat.queued) > 1:
-            return self._take_back()
+        elif state.busy_seconds >= TICK_SECONDS and len(state.queued) > 1:
+            return self._withdraw_queued()
         return []
 
-    def give_up(self, call: Call) -> None:
+    def cancel_call(self, call: Call) -> None:
         """Cancels a call whose answer is no longer needed, if it waits in the worker's event loop."""
-        for call_id, held in self.seat.parked.items():
+        for call_id, held in self.state.parked.items():
             if held is call and self.process is not None:
                 self.process.send({"op": "cancel", "id": call_id})
                 self.process.flush()
 
-    def _take_back(self) -> list[Call]:
+    def _withdraw_queued(self) -> list[Call]:
         """Withdraws the calls queued behind a slow one."""
         assert self.process is not None
-        taken = self.seat.withdraw_unbegun()
+        taken = self.state.withdraw_queued()
         if taken:
             self.process.send({"op": "withdraw", "ids": list(taken)})
             self.process.flush()

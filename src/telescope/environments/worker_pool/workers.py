@@ -23,11 +23,11 @@ from telescope.environments.worker_pool.worker import CLOSE_SECONDS
 from telescope.environments.worker_pool.worker_handle import STACK_SECONDS, TICK_SECONDS, PoolWorker, WorkerProcess
 from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError, UserError
 
-POLITE_SECONDS = 1.0
+EXIT_SECONDS = 1.0
 """Time for the processes to exit by themselves when the pool is closed."""
-RELEASE_SECONDS = CLOSE_SECONDS + POLITE_SECONDS
+RELEASE_SECONDS = CLOSE_SECONDS + EXIT_SECONDS
 """The same, when an environment has resources to close or rollouts to end."""
-BURIAL_SECONDS = 5.0
+REAP_SECONDS = 5.0
 """Time for killed processes to be reaped."""
 
 MAX_FAILED_STARTS = 3
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 class WorkerPool:
     """`num_workers` processes that load `specs`.
 
-    Without a `launcher` it makes its own with `make_launcher(log folder)`. When a process ends, `on_gone(worker, its
+    Without a `launcher` it makes its own with `make_launcher(log folder)`. When a process ends, `on_ended(worker, its
     calls, how it ended)` returns the calls to run again.
     """
 
@@ -53,7 +53,7 @@ class WorkerPool:
         log_dir: Path | None,
         launcher: Launcher | None,
         make_launcher: Callable[[Path], Launcher],
-        on_gone: Callable[[PoolWorker, list[Call], str], list[Call]],
+        on_ended: Callable[[PoolWorker, list[Call], str], list[Call]],
     ) -> None:
         self.workers = [PoolWorker(index) for index in range(num_workers)]
         self.queue = CallQueue()
@@ -67,12 +67,12 @@ class WorkerPool:
         self._launcher = launcher
         self._owns_launcher = launcher is None
         self._make_launcher = make_launcher
-        self._on_worker_gone = on_gone
+        self._on_worker_ended = on_ended
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._started: asyncio.Future[None] | None = None
         self._broken: Exception | None = None
         self._closing = False
-        self._gone: asyncio.Event | None = None
+        self._worker_ended: asyncio.Event | None = None
         self._pump_scheduled = False
         self._tick_handle: asyncio.TimerHandle | None = None
         self._last_tick = 0.0
@@ -105,12 +105,12 @@ class WorkerPool:
         self._fail_all(closed)
         processes = [worker.process for worker in self.workers if worker.process is not None]
         for process in processes:
-            process.hang_up()
-        owes = any(info.shares_resources or info.ends_rollouts for info in self.infos or ())
-        polite = RELEASE_SECONDS if owes else POLITE_SECONDS
-        for patience in (polite, BURIAL_SECONDS):
+            process.close_stream()
+        has_cleanup = any(info.shares_resources or info.ends_rollouts for info in self.infos or ())
+        exit_seconds = RELEASE_SECONDS if has_cleanup else EXIT_SECONDS
+        for timeout in (exit_seconds, REAP_SECONDS):
             try:
-                await asyncio.wait_for(self._all_gone(), patience)
+                await asyncio.wait_for(self._wait_until_all_ended(), timeout)
             except TimeoutError:
                 for process in processes:
                     process.kill()
@@ -119,19 +119,19 @@ class WorkerPool:
         if self._temporary is not None:
             self._temporary.cleanup()
 
-    async def _all_gone(self) -> None:
+    async def _wait_until_all_ended(self) -> None:
         """Waits until no worker has a process. Only while closing: otherwise processes are replaced."""
-        self._gone = asyncio.Event()
+        self._worker_ended = asyncio.Event()
         while any(worker.process is not None for worker in self.workers):
-            self._gone.clear()
-            await self._gone.wait()
+            self._worker_ended.clear()
+            await self._worker_ended.wait()
 
     def status(self, rollouts_open: int) -> PoolStatus:
         """Returns state and counts."""
         return PoolStatus(
             workers_ready=sum(worker.ready for worker in self.workers),
             calls_waiting=len(self.queue),
-            calls_in_workers=sum(worker.seat.num_held for worker in self.workers),
+            calls_in_workers=sum(worker.state.num_calls for worker in self.workers),
             rollouts_open=rollouts_open,
             restarts=self._restarts,
             deadlines_passed=sum(worker.deadlines_passed for worker in self.workers),
@@ -150,14 +150,14 @@ class WorkerPool:
         blob: bytes,
         label: str,
         *,
-        place: PoolWorker | None = None,
+        worker: PoolWorker | None = None,
         rollout: Rollout | None = None,
         timeout_seconds: float | None = None,
     ) -> Call:
-        """Queues a request. `place` is the only worker that may run it, `rollout` the rollout that it belongs to."""
+        """Queues a request. `worker` is the only worker that may run it, `rollout` the rollout that it belongs to."""
         assert self.infos is not None, "the pool is not started"
         future: asyncio.Future[tuple[dict[str, Any], bytes]] = self._loop.create_future()
-        call = Call(header, blob, future, label, place=place, rollout=rollout, timeout_seconds=timeout_seconds)
+        call = Call(header, blob, future, label, worker=worker, rollout=rollout, timeout_seconds=timeout_seconds)
         if self._broken is not None or self._closing:
             future.set_exception(self._broken or InfrastructureError("the environment pool was closed"))
             return call
@@ -174,7 +174,7 @@ class WorkerPool:
         """Sends waiting calls to workers with capacity, the least loaded first, with one write per worker."""
         self._pump_scheduled = False
         touched: set[WorkerProcess] = set()
-        for worker, call_id, call in self.queue.dispatch(w for w in self.workers if w.takes_calls):
+        for worker, call_id, call in self.queue.dispatch(w for w in self.workers if w.accepts_calls):
             assert worker.process is not None
             worker.process.send({"id": call_id, **call.header}, call.blob)
             touched.add(worker.process)
@@ -191,12 +191,12 @@ class WorkerPool:
                 self._launcher,
                 self._log_dir / f"environment-{worker.index}.log",
                 on_frame=lambda header, blob: self._on_frame(worker, header, blob),
-                on_gone=lambda: self._on_gone(worker),
+                on_ended=lambda: self._on_ended(worker),
             )
         except (UserError, InfrastructureError) as error:
             self._break(error)  # there is no fork server any more
             return
-        worker.sits_down(process)
+        worker.attach(process)
         process.send(self._load_header)
         process.flush()
 
@@ -204,7 +204,7 @@ class WorkerPool:
         if "id" not in header:
             self._on_notice(worker, header)
             return
-        call = worker.seat.answered(header["id"])
+        call = worker.state.answered(header["id"])
         if call is not None:
             self.queue.costs.measured(call.kind, header["busy"])
             if call.future.done():
@@ -220,7 +220,7 @@ class WorkerPool:
 
     def _on_notice(self, worker: PoolWorker, header: dict[str, Any]) -> None:
         if "parked" in header:
-            call = worker.seat.begun_waiting(header["parked"])
+            call = worker.state.park(header["parked"])
             if call is not None:
                 self.queue.costs.measured(call.kind, header["busy"])
             if self.queue:
@@ -258,26 +258,26 @@ class WorkerPool:
             self._started.set_result(None)
         self._schedule_pump()
 
-    def _on_gone(self, worker: PoolWorker) -> None:
+    def _on_ended(self, worker: PoolWorker) -> None:
         process = worker.process
         assert process is not None
-        others = worker.gone()
+        others = worker.process_ended()
         if self._closing or self._broken is not None:
-            if self._gone is not None:
-                self._gone.set()
+            if self._worker_ended is not None:
+                self._worker_ended.set()
             return
         if not (worker.killed or process.is_lost):
-            logger.warning("Environment worker %d %s", worker.index, process.epitaph())
+            logger.warning("Environment worker %d %s", worker.index, process.describe_end())
         if worker.failed_starts >= MAX_FAILED_STARTS:
             self._break(
                 InfrastructureError(
                     f"An environment worker ended {worker.failed_starts} times while it was {worker.loading}; the last "
-                    f"one {process.epitaph()}"
+                    f"one {process.describe_end()}"
                 )
             )
             return
         self._restarts += 1
-        self.queue.run_again(self._on_worker_gone(worker, others, process.how_it_ended()))
+        self.queue.requeue(self._on_worker_ended(worker, others, process.how_it_ended()))
         self._launch(worker)
         self._schedule_pump()
 
@@ -290,7 +290,7 @@ class WorkerPool:
     def _fail_all(self, error: Exception) -> None:
         if self._started is not None and not self._started.done():
             self._started.set_exception(error)
-        held = [call for w in self.workers for call in (*w.seat.queued.values(), *w.seat.parked.values())]
+        held = [call for w in self.workers for call in (*w.state.queued.values(), *w.state.parked.values())]
         for call in held:
             if not call.future.done():
                 call.future.set_exception(error)
@@ -310,7 +310,7 @@ class WorkerPool:
             if worker.ready:
                 taken = worker.watch(elapsed, self._timeout_seconds)
                 if taken:
-                    self.queue.run_again(taken)
+                    self.queue.requeue(taken)
                     self._schedule_pump()
             elif now - worker.process.started > self._start_timeout_seconds:
                 self._give_up_loading(worker, worker.process)

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from telescope.environments.user_code import describe, innermost_line
+from telescope.environments.user_code import describe_error, user_code_line
 
 HERE = Path(__file__)
 
@@ -18,18 +18,18 @@ def caught(function) -> BaseException:
 
 def test_a_library_that_complains_is_not_blamed_but_who_called_it():
     error = caught(lambda: json.loads("?"))
-    assert innermost_line(error).startswith(f"{HERE}:")
-    assert describe(error).startswith("JSONDecodeError: Expecting value")
+    assert user_code_line(error).startswith(f"{HERE}:")
+    assert describe_error(error).startswith("JSONDecodeError: Expecting value")
 
 
 def test_a_line_in_the_folder_of_the_environment_comes_first():
     error = caught(lambda: json.loads("?"))
-    assert Path(innermost_line(error, Path(json.__file__).parent)).name.startswith("decoder.py:")
+    assert Path(user_code_line(error, Path(json.__file__).parent)).name.startswith("decoder.py:")
 
 
 def test_an_error_without_a_traceback_or_with_odd_text_is_told_too():
-    assert describe(ValueError("\ud800")) == "ValueError: ?"
-    assert describe(SystemExit()) == "SystemExit"
+    assert describe_error(ValueError("\ud800")) == "ValueError: ?"
+    assert describe_error(SystemExit()) == "SystemExit"
 
 
 class Unprintable(Exception):
@@ -38,17 +38,19 @@ class Unprintable(Exception):
 
 
 def test_an_error_that_cannot_say_what_it_is_is_told_by_its_name():
-    assert describe(Unprintable()) == "Unprintable: (its __str__ raises RuntimeError)"
+    assert describe_error(Unprintable()) == "Unprintable: (its __str__ raises RuntimeError)"
 
 
 def test_a_long_error_is_cut():
-    text = describe(ValueError("x" * 5_000_000))
+    text = describe_error(ValueError("x" * 5_000_000))
     assert len(text) < 2_100
     assert text.endswith("(5000012 characters in all)")
 
 
 def test_the_first_error_of_a_group_is_told():
-    assert describe(ExceptionGroup("two", [ValueError("inner"), KeyError("other")])).endswith("first ValueError: inner")
+    assert describe_error(ExceptionGroup("two", [ValueError("inner"), KeyError("other")])).endswith(
+        "first ValueError: inner"
+    )
 
 
 def test_a_next_without_an_item_is_told_with_its_own_line():
@@ -57,4 +59,4 @@ def test_a_next_without_an_item_is_told_with_its_own_line():
 
     error = caught(lambda: list(empty()))
     assert isinstance(error, RuntimeError)
-    assert describe(error).startswith(f"StopIteration at {HERE}:")
+    assert describe_error(error).startswith(f"StopIteration at {HERE}:")
