@@ -132,11 +132,11 @@ async def _observe(
 ) -> dict[str, Any]:
     lag = LagMeter()
     filled_by = time.monotonic() + FILL_SECONDS
-    while run.lanes.num_used < 0.95 * case.in_flight:
+    while run.slots.num_used < 0.95 * case.in_flight:
         await _sleep(0.25, training)
         if time.monotonic() > filled_by:
             raise RuntimeError(
-                f"only {run.lanes.num_used} samples in flight after {FILL_SECONDS:g} s: {run.status.parts}"
+                f"only {run.slots.num_used} samples in flight after {FILL_SECONDS:g} s: {run.status.components}"
             )
     await _sleep(case.warm_up, training)
     start_lags = lag.take()
@@ -148,14 +148,14 @@ async def _observe(
     started_at, in_flight = time.monotonic(), []
     while time.monotonic() < started_at + case.seconds:
         await _sleep(0.25, training)
-        in_flight.append(run.lanes.num_used)
+        in_flight.append(run.slots.num_used)
     seconds = time.monotonic() - started_at
     after = cpu_seconds() | {name: cpu_seconds_of(pids) for name, pids in others.items()}
     lags, (turn_seconds, turned) = lag.take(), turns.take() if turns is not None else ([], seconds)
     lag.stop()
     samples, tokens = run.status.num_samples_finished - samples, run.status.num_tokens_generated - tokens
     if samples == 0:
-        raise RuntimeError(f"no sample finished within {seconds:.0f} s; the run: {run.status.parts}")
+        raise RuntimeError(f"no sample finished within {seconds:.0f} s; the run: {run.status.components}")
     ms = {name: 1000 * (after[name] - before.get(name, 0.0)) / samples for name in after}
     return {
         "driver_ms": ms["driver"],

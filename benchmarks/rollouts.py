@@ -33,7 +33,7 @@ from tests.unit.orchestrator.fakes import StrictRecorder, config_of
 from tests.unit.orchestrator.simulated_clock import run_simulated
 from tests.unit.orchestrator.simulation import Pace, Simulation
 
-from telescope.orchestrator.async_window import MAX_RETURNS
+from telescope.orchestrator.async_window import MAX_REQUEUES
 from telescope.orchestrator.step_recorder import RUN_ENDED
 from telescope.testing.fake_engine import FakeRequest
 from telescope.trainer.batch import StepInput
@@ -68,7 +68,7 @@ class Policy:
     name: str
     steps_ahead: int
     max_age: int = -1
-    returns: int = MAX_RETURNS
+    returns: int = MAX_REQUEUES
     """Times that the draw of a group that became too old is asked again; a run has no setting for it."""
 
 
@@ -153,7 +153,7 @@ class MeteredSimulation(Simulation):
         )  # fmt: skip
         super().__init__(
             config, pace, seed=seed, num_servers=SERVERS, answer=answer, recorder=SampleRows(),
-            max_returns=policy.returns,
+            max_requeues=policy.returns,
         )  # fmt: skip
         self.trainer.on_step = self._note_step
         self.lengths: list[list[int]] = []

@@ -46,7 +46,7 @@ def status_at(run: Run, step: int) -> RunStatus:
     status.num_generating, status.num_open_groups = int(gauges["lanes_used"]), int(gauges["groups_open"])
     status.num_finished_groups = int(gauges["groups_ready"])
     lanes = [row["lane"] for row in run.table("samples").to_pylist() if row["lane"] is not None]
-    status.num_lanes = max(lanes, default=0) + 1
+    status.num_slots = max(lanes, default=0) + 1
     given_up = [group for group in run.table("groups").to_pylist() if group["status"] == "discarded"]
     status.num_discarded_groups = sum(group["finished_at"] <= last["ended_at"] for group in given_up)
     status.token_times.append((time.monotonic(), int(gauges["tokens_per_second"] * 10)))
@@ -57,7 +57,7 @@ def status_at(run: Run, step: int) -> RunStatus:
         ("batches", "waiting for 16 usable groups"),
         ("prompts", "waiting for a free place in the prompt buffer"),
     ):
-        status.set_part(part, doing)
+        status.set_component(part, doing)
     return status
 
 

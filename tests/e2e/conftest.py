@@ -80,7 +80,7 @@ class Stack:
         status = RunStatus("e2e", config.number_of_steps)
         async with AsyncExitStack() as exit_stack:
             exit_stack.enter_context(directory.open_record(console=True))
-            evaluation = Evaluation([], config, self.parts.environments, self.parts.lanes, directory.recorder, status)
+            evaluation = Evaluation([], config, self.parts.environments, self.parts.slots, directory.recorder, status)
             orchestrator = await make_orchestrator(config, parts, evaluation, directory, status)
             supervisor = Supervisor()
             supervisor.spawn(self.parts.servers.watch(), "server watch")
@@ -97,7 +97,7 @@ class Stack:
         directory.path.mkdir()
         with directory.open_record(console=True):
             evaluation = Evaluation(
-                self.parts.evals, config, self.parts.environments, self.parts.lanes, directory.recorder,
+                self.parts.evals, config, self.parts.environments, self.parts.slots, directory.recorder,
                 RunStatus("e2e", 1),
             )  # fmt: skip
             results = await evaluation.run_all(self.parts.trainer.version, self.parts.settings, self.parts.servers)

@@ -164,12 +164,12 @@ def _parts(status: RunStatus) -> RenderableType:
     grid.add_row(
         "rollouts",
         Text(
-            f"{status.num_generating}/{status.num_lanes} lanes · {status.num_open_groups} groups open · "
+            f"{status.num_generating}/{status.num_slots} lanes · {status.num_open_groups} groups open · "
             f"{status.num_finished_groups} ready · {status.num_discarded_groups} discarded · "
             f"{status.num_masked_samples} masked · {status.tokens_per_second():,.0f} tokens/s"
         ),
     )
-    for part, doing in sorted(status.parts.items()):
+    for part, doing in sorted(status.components.items()):
         grid.add_row(_line(part), _line(doing))
     return grid
 

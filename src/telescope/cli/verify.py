@@ -176,7 +176,7 @@ class PhaseView:
         if self._console.is_terminal:
             with self._console.status("") as line:
                 while not self._stop.wait(0.2):
-                    parts = ", ".join(f"{part}: {doing}" for part, doing in sorted(status.parts.items()))
+                    parts = ", ".join(f"{part}: {doing}" for part, doing in sorted(status.components.items()))
                     starting = status.phase.startswith("starting the")
                     seconds = time.time() - status.started_at
                     line.update(Text(f"{seconds:.0f} s  {status.phase}" + (f" ({parts})" if starting else "")))

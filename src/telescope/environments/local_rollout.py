@@ -60,32 +60,32 @@ class LocalRollout:
 
 
 def roll_out_item(
-    environment: Environment, index: int, answer: Answerer, said: Callable[[ChatMessage], None] = lambda _: None
+    environment: Environment, index: int, answer: Answerer, on_message: Callable[[ChatMessage], None] = lambda _: None
 ) -> LocalRollout:
-    """Runs the item at `index`. Calls `said` with every message as it is added.
+    """Runs the item at `index`. Calls `on_message` with every message as it is added.
 
     Raises what the environment's code or `answer` raises, `UserError` when there is no such item, and `NoAnswerError`.
     """
     if not 0 <= index < len(environment):
         raise UserError(f"There is no item {index}: the dataset has {len(environment)}, counted from 0.")
     if isinstance(environment, MultiTurnEnvironment):
-        return _finish(_several_turns(environment, index, answer, said))
+        return _finish(_several_turns(environment, index, answer, on_message))
     assert isinstance(environment, SingleTurnEnvironment)
-    return _finish(_single_turn(environment, index, answer, said))
+    return _finish(_single_turn(environment, index, answer, on_message))
 
 
 def _single_turn(
-    environment: SingleTurnEnvironment, index: int, answer: Answerer, said: Callable[[ChatMessage], None]
+    environment: SingleTurnEnvironment, index: int, answer: Answerer, on_message: Callable[[ChatMessage], None]
 ) -> Generator[Awaitable[Any], Any, LocalRollout]:
     sample = environment.get_sample(index)
     messages = environment.build_messages(sample.prompt)
     for message in messages:
-        said(message)
+        on_message(message)
     given = answer(messages)
     if given is None:
         raise NoAnswerError("There is no answer to the prompt.")
     messages = [*messages, {"role": "assistant", "content": given.text}]
-    said(messages[-1])
+    on_message(messages[-1])
     result: RewardResult = yield from settled(environment.compute_reward(given.text, sample, eos_token=""))
     return LocalRollout(
         messages, serialize_score(result, for_eval=False), 1, "truncated" if given.is_truncated else None
@@ -93,13 +93,13 @@ def _single_turn(
 
 
 def _several_turns(
-    environment: MultiTurnEnvironment, index: int, answer: Answerer, said: Callable[[ChatMessage], None]
+    environment: MultiTurnEnvironment, index: int, answer: Answerer, on_message: Callable[[ChatMessage], None]
 ) -> Generator[Awaitable[Any], Any, LocalRollout]:
     sample = environment.get_sample(index)
     state = yield from settled(environment.create_initial_state(sample))
     prompt = serialize_messages(environment.get_initial_prompt(sample), "get_initial_prompt")
     for message in prompt:
-        said(message)
+        on_message(message)
     everything = list(prompt)
     try:
         while True:
@@ -111,13 +111,13 @@ def _several_turns(
                 break
             state.trajectory.append(TrajectoryStep(prompt, given.text, is_truncated=given.is_truncated))
             everything.append({"role": "assistant", "content": given.text})
-            said(everything[-1])
+            on_message(everything[-1])
             reply = yield from take_turn(environment, state)
             if reply.done:
                 reason = reply.reason
                 break
             for message in reply.added:
-                said(message)
+                on_message(message)
             everything += reply.added
             prompt = reply.conversation
         state.is_completed, state.stop_reason = True, reason or state.stop_reason
@@ -137,8 +137,8 @@ def _finish(steps: Generator[Awaitable[Any], Any, LocalRollout]) -> LocalRollout
             try:
                 waits_for = resume()
             except StopIteration as end:
-                played: LocalRollout = end.value
-                return played
+                rollout: LocalRollout = end.value
+                return rollout
             resume = _resumed(steps, loop, waits_for)
     finally:
         asyncio.set_event_loop(None)
@@ -204,7 +204,7 @@ class ChatServer:
             with urllib.request.urlopen(request, timeout=self._timeout_seconds) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
-            said = error.read().decode("utf-8", "replace")[:300]
-            raise RunError(f"{self._base}{path} answered {error.code}: {said}") from error
+            text = error.read().decode("utf-8", "replace")[:300]
+            raise RunError(f"{self._base}{path} answered {error.code}: {text}") from error
         except (OSError, ValueError) as error:
             raise RunError(f"{self._base}{path} cannot be reached: {error}") from error

@@ -118,11 +118,11 @@ class Renderer:
 
 
 PLACEHOLDER = "0telescope0answer0"
-"""Stands for the last answer while the template is rendered. Text that no template trims, splits or looks into."""
+"""Stands for the last answer while the template is rendered: text that no template trims, splits or parses."""
 
 
 class Divergence(StrEnum):
-    """How a conversation differs from what the chat template writes; the module says what each means."""
+    """How a conversation differs from the chat template's rendering; see the module docstring."""
 
     WHITESPACE = "whitespace"
     END_TOKEN = "end_token"
@@ -132,7 +132,7 @@ class Divergence(StrEnum):
 
 @dataclass(slots=True, frozen=True)
 class Extension:
-    """What follows an answer in the next prompt; with `restarts`, the whole of the next prompt."""
+    """Token ids that follow an answer in the next prompt; with `restarts`, the whole next prompt."""
 
     token_ids: list[int]
     restarts: bool = False
@@ -140,21 +140,21 @@ class Extension:
 
 
 class Dialogue:
-    """One conversation. `interleaved` False renders every prompt whole, as `interleaved_rollouts: false` says."""
+    """One conversation. `interleaved` False renders every prompt from the start (`interleaved_rollouts: false`)."""
 
     def __init__(self, renderer: Renderer, *, interleaved: bool = True) -> None:
         self._renderer = renderer
         self._interleaved = interleaved
         self._messages: list[ChatMessage] = []
         self._ids = array("i")
-        """Ids of the prompt that the model was shown last."""
+        """Token ids of the model's last prompt."""
         self._shown = ""
-        """Text of that prompt."""
+        """Text of the model's last prompt."""
         self._last_answer: tuple[str, str] | None = None
         """The answer before the prompt's end, and the text that followed it."""
 
     def begin(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Token ids of the first prompt."""
+        """Starts the conversation. Returns the token ids of the first prompt."""
         self._messages = list(messages)
         self._shown = self._renderer.chat_text(self._messages)
         self._last_answer = None
@@ -165,10 +165,11 @@ class Dialogue:
     def extend(
         self, answer: str, answer_token_ids: Sequence[int], messages: Sequence[ChatMessage], *, ended: bool
     ) -> Extension:
-        """What the next prompt has behind the model's last answer.
+        """Returns what follows the model's last answer in the next prompt.
 
-        `answer` is that answer decoded without its end token, `answer_token_ids` as it was sampled, `ended` whether the
-        model ended it itself; `messages` are the whole conversation of the next prompt. Raises what the template does.
+        `answer` is that answer decoded without its end token, `answer_token_ids` are the sampled ids, `ended` is
+        whether the model ended it itself; `messages` are the whole conversation of the next prompt. Raises errors of
+        the template.
         """
         position = len(self._messages)
         spoken = [*self._messages, {"role": "assistant", "content": answer}]
@@ -191,7 +192,7 @@ class Dialogue:
         self._ids.extend(answer_token_ids)
         self._ids.extend(token_ids)
         written = before + answer + behind
-        # Texts that differ in spaces may be the same tokens: some tokenizers hide a space in the first token.
+        # Texts that differ in spaces may have equal tokens: some tokenizers merge a space into the first token.
         if before != self._shown and self._renderer.encode(written, from_template=True) != self._ids.tolist():
             divergence = divergence or Divergence.WHITESPACE
         self._shown, self._last_answer = written, (answer, behind)
@@ -201,7 +202,7 @@ class Dialogue:
         return Extension(self.begin(self._messages), restarts=True, divergence=divergence)
 
     def _around_answer(self, position: int) -> tuple[str, str]:
-        """What the template writes before and behind the answer at `position`."""
+        """Returns the template's text before and after the answer at `position`."""
         messages = list(self._messages)
         messages[position] = {**messages[position], "content": PLACEHOLDER}
         before, _, behind = self._renderer.chat_text(messages).rpartition(PLACEHOLDER)
@@ -209,7 +210,7 @@ class Dialogue:
 
 
 def _same_but_for_edges(now: str, shown: str, last_answer: tuple[str, str] | None) -> bool:
-    """Whether two texts differ in white space at their end, and around the last answer, alone."""
+    """Returns whether two texts differ only in white space at their end and around the last answer."""
     now, shown = now.rstrip(), shown.rstrip()
     if now == shown:
         return True
@@ -225,10 +226,10 @@ def _same_but_for_edges(now: str, shown: str, last_answer: tuple[str, str] | Non
 
 
 def why_not_extendable(renderer: Renderer, *, reply_role: str = "user") -> str | None:
-    """Why the chat template's conversations cannot be extended token by token; None when they can.
+    """Returns why the chat template's conversations cannot be extended token by token; None if they can.
 
     Tries a conversation in which the model reasons in `<think>` tags before it answers, and `reply_role` replies.
-    Raises what the template raises, when it does not take such messages at all.
+    Raises the template's error when it rejects such messages.
     """
     dialogue = Dialogue(renderer)
     messages: list[ChatMessage] = [{"role": "user", "content": "Choose a number."}]
@@ -237,7 +238,7 @@ def why_not_extendable(renderer: Renderer, *, reply_role: str = "user") -> str |
         messages = [*messages, {"role": "assistant", "content": answer}, {"role": reply_role, "content": reply}]
         extension = dialogue.extend(answer, [], messages, ended=False)
         if extension.divergence is Divergence.PROMPT_START:
-            return "it writes another start of an answer in the history than it prompts the model with"
+            return "it starts an answer differently in the history than in a prompt"
         if extension.restarts:
-            return "it rewrites earlier answers of a conversation (reasoning is left out of the history)"
+            return "it rewrites earlier answers of a conversation (it removes reasoning from the history)"
     return None

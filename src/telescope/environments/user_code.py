@@ -155,12 +155,12 @@ def error_text(error: BaseException) -> str:
     """Returns `Type: message` as UTF-8 text of bounded length, with the first error of an exception group."""
     name = type(error).__name__
     try:
-        said = str(error)
+        message = str(error)
     except Exception as worse:
-        said = f"(its __str__ raises {type(worse).__name__})"
+        message = f"(its __str__ raises {type(worse).__name__})"
     if isinstance(error, BaseExceptionGroup):
-        said = f"{said}, first {error_text(error.exceptions[0])}"
-    text = f"{name}: {said}" if said else name
+        message = f"{message}, first {error_text(error.exceptions[0])}"
+    text = f"{name}: {message}" if message else name
     if len(text) > MAX_CHARACTERS:
         text = f"{text[:MAX_CHARACTERS]}... ({len(text)} characters in all)"
     return text.encode("utf-8", "replace").decode()

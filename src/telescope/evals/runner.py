@@ -1,6 +1,6 @@
 """Running an eval: fixed items, sampled by the engines as they are now, scored by the environment.
 
-It goes the same way as training samples (`rollout.sample`): the same lanes, engines and environment workers. Owns the
+It goes the same way as training samples (`rollout.sample`): the same slots, engines and environment workers. Owns the
 choice of items and the averages; does not own when evals run or which weights the engines hold.
 
 Samples of an eval never reach the trainer: their group ids are negative, a range that draws never use.
@@ -99,7 +99,7 @@ async def run_eval(
     plan: PlannedEval,
     *,
     version: int,
-    lanes: RequestSlots,
+    slots: RequestSlots,
     engine_of: Callable[[int], Engine],
     environments: EnvironmentPool,
     settings: RolloutSettings,
@@ -130,10 +130,10 @@ async def run_eval(
             is_multi_turn=plan.is_multi_turn,
         )
         trajectory = await run_rollout(
-            task, lanes=lanes, engine_of=engine_of, environments=environments, settings=settings,
+            task, slots=slots, engine_of=engine_of, environments=environments, settings=settings,
             on_engine_failure=on_engine_failure,
         )  # fmt: skip
-        lanes.forget_group(group_id)
+        slots.forget_group(group_id)
         on_sample(item, trajectory)
         return trajectory
 

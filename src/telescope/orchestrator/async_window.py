@@ -8,10 +8,10 @@ The ledger's invariant: prompts opened = trained + dropped (each with a reason) 
 became too old is requeued and stays open.
 
 A group's age is v less the version of its oldest trained token; a group without tokens has no age. A request in the
-engine counts with the version that its server had when it was sent, the oldest possible one. With m =
-`max_off_policy_steps`, a group older than m is withdrawn: its finished samples are discarded, its running requests are
-aborted, and its prompt is requeued at the front, at most `MAX_RETURNS` times, after which it is dropped as too slow. So
-no token older than m versions is trained.
+engine counts with the version that its server had when it was sent, the oldest possible one. With
+m = `max_off_policy_steps`, a group older than m is withdrawn: its finished samples are discarded, its running requests
+are aborted, and its prompt is requeued at the front, at most `MAX_REQUEUES` times, after which it is dropped as too
+slow. So no token older than m versions is trained.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AsyncWindow:
         assert self.may_open(), "a group was opened outside the async window"
         self.outstanding += 1
 
-    def given_up(self) -> None:
+    def discarded(self) -> None:
         """Counts a group that will never be trained, which frees its place in the window."""
         assert self.outstanding > 0
         self.outstanding -= 1
@@ -59,10 +59,10 @@ class Ledger:
     num_opened: int = 0
     num_trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    num_returned: int = 0
+    num_requeued: int = 0
     """Number of requeues over all prompts."""
     _waiting: set[int] = field(default_factory=set)
-    _returns: Counter[int] = field(default_factory=Counter)
+    _num_requeues: Counter[int] = field(default_factory=Counter)
 
     def opened(self, n: int) -> None:
         """Counts a group opened for prompt n, for the first time or after a requeue."""
@@ -73,28 +73,28 @@ class Ledger:
         self.open.add(n)
         self.num_opened += 1
 
-    def returned(self, n: int) -> None:
+    def requeued(self, n: int) -> None:
         """Counts a requeue of prompt n, which then waits to be opened again."""
         assert n in self.open, f"prompt {n} is not open"
         assert n not in self._waiting, f"prompt {n} was requeued twice"
         self._waiting.add(n)
-        self._returns[n] += 1
-        self.num_returned += 1
+        self._num_requeues[n] += 1
+        self.num_requeued += 1
 
-    def returns(self, n: int) -> int:
+    def num_requeues_of(self, n: int) -> int:
         """Returns how often the open prompt n was requeued."""
-        return self._returns[n]
+        return self._num_requeues[n]
 
     def trained(self, n: int) -> None:
         assert n not in self._waiting, f"prompt {n} has no group"
         self.open.remove(n)
-        self._returns.pop(n, None)
+        self._num_requeues.pop(n, None)
         self.num_trained += 1
 
     def drop(self, n: int, reason: str) -> None:
         assert n not in self._waiting, f"prompt {n} has no group"
         self.open.remove(n)
-        self._returns.pop(n, None)
+        self._num_requeues.pop(n, None)
         self.dropped[reason] += 1
 
     @property
@@ -107,7 +107,7 @@ class Ledger:
         return self.num_opened == self.num_trained + sum(self.dropped.values()) + len(self.open)
 
 
-MAX_RETURNS = 2
+MAX_REQUEUES = 2
 """Requeues of a prompt whose group became too old. Without this bound, a prompt whose answers always take longer than m
 steps would occupy the window forever."""
 

@@ -31,12 +31,12 @@ _WORKER_LOG = re.compile(r"environment-\d+\.log")
 @dataclass(frozen=True, slots=True)
 class _Failure:
     item: int
-    told: str
+    message: str
 
     @property
     def cause(self) -> str:
         """The message without the worker's number, equal for failures with the same cause."""
-        return _WORKER_LOG.sub("environment.log", self.told)
+        return _WORKER_LOG.sub("environment.log", self.message)
 
 
 class ErrorBudget:
@@ -58,7 +58,7 @@ class ErrorBudget:
         """Counts a sample with an environment failure."""
         self._failed("samples", environment, item, message)
 
-    def prompt_made(self, environment: str) -> None:
+    def prompt_rendered(self, environment: str) -> None:
         """Counts an item with a usable prompt."""
         self._window("prompts", environment).append(None)
 
@@ -71,27 +71,28 @@ class ErrorBudget:
 
     def _failed(self, what: str, environment: str, item: int, message: str) -> None:
         outcomes = self._window(what, environment)
-        outcomes.append(_Failure(item, _told(message)))
+        outcomes.append(_Failure(item, _shortened(message)))
         failures = [outcome for outcome in outcomes if outcome is not None]
         if len(failures) < self._min_failures or len(failures) <= self._max_share * len(outcomes):
             return
         raise RunError(
             f"environment {environment!r} failed {len(failures)} of its last {len(outcomes)} {what}, more than "
-            f"environment_error_budget = {self._max_share:g}. Most common: {_commonest(failures)}. "
+            f"environment_error_budget = {self._max_share:g}. Most common: {_most_common(failures)}. "
             "Fix the environment, or raise environment_error_budget or environment_timeout_seconds."
         )
 
 
-def _told(message: str) -> str:
+def _shortened(message: str) -> str:
     """Returns a message without its prefix: its first line and, if there are more, its last."""
     lines = [line for line in plain(_PLACE.sub("", message.strip())).split("\n") if line.strip()] or ["no message"]
     first, last = single_line(lines[0]), single_line(lines[-1])
     return first if len(lines) == 1 else f"{first} ... {last}"
 
 
-def _commonest(failures: list[_Failure]) -> str:
+def _most_common(failures: list[_Failure]) -> str:
     newest = {failure.cause: failure for failure in failures}
     counts = Counter(failure.cause for failure in failures)
     return "; ".join(
-        f"{count} x {newest[cause].told}, last with item {newest[cause].item}" for cause, count in counts.most_common(3)
+        f"{count} x {newest[cause].message}, last with item {newest[cause].item}"
+        for cause, count in counts.most_common(3)
     )

@@ -35,7 +35,7 @@ class Evaluation:
     plans: list[PlannedEval]
     config: TelescopeConfig
     environments: EnvironmentPool
-    lanes: RequestSlotPool
+    slots: RequestSlotPool
     recorder: Recorder
     status: RunStatus
     results: list[EvalResult] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Evaluation:
             result = await run_eval(
                 plan,
                 version=version,
-                lanes=self.lanes,
+                slots=self.slots,
                 engine_of=lambda server: servers.clients[server],
                 environments=self.environments,
                 settings=settings,

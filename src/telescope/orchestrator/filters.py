@@ -87,11 +87,11 @@ class SampleFilters:
         `scale` is its environment's reward range, or (None, None) for no scaling. The penalty is subtracted from the
         scaled reward, so that it has the same weight in every environment.
         """
-        sample.left_out = self.reason_to_leave_out(sample)
+        sample.filtered_by = self.filter_reason(sample)
         sample.penalty = self.overlong_penalty(sample)
         sample.training_reward = normalized(sample.total_reward, *scale) - sample.penalty
 
-    def reason_to_leave_out(self, sample: Trajectory) -> str | None:
+    def filter_reason(self, sample: Trajectory) -> str | None:
         """Returns the first filter that applies, `overlong`, `repetition` or `gibberish`, or None.
 
         Overlong: the last answer was cut off, so its reward is not meaningful (DAPO, arXiv 2503.14476).

@@ -34,7 +34,7 @@ class Signal(Enum):
 class Group:
     """One opened prompt. `start_version` is the policy version when it was opened, `opened_at` a wall-clock time."""
 
-    draw: SampledPrompt
+    sampled_prompt: SampledPrompt
     environment: str
     prompt: PreparedPrompt
     size: int
@@ -47,20 +47,20 @@ class Group:
     """Running samples, by their index."""
     opening: int = 0
     """Number of this opening in the run; a requeued prompt is opened again."""
-    num_returns: int = 0
+    num_requeues: int = 0
     """Times that the prompt was requeued because its group became too old."""
     withdrawn: bool = False
     """Removed because it became too old. Its running samples end as cancelled."""
-    returned: bool = False
+    requeued: bool = False
     """Withdrawn, and its prompt is requeued."""
 
     @property
     def group_id(self) -> int:
-        return self.draw.n
+        return self.sampled_prompt.n
 
     def sample_id(self, index: int) -> str:
         """Returns the id of sample `index`, different for every opening of the same prompt."""
-        suffix = f"-r{self.num_returns}" if self.num_returns else ""
+        suffix = f"-r{self.num_requeues}" if self.num_requeues else ""
         return f"{self.group_id}-{index}{suffix}"
 
     def oldest_version(self) -> int | None:

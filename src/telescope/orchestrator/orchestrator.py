@@ -26,12 +26,12 @@ from telescope.config import TelescopeConfig
 from telescope.environments.worker_pool.messages import PreparedPrompt
 from telescope.errors import InfrastructureError, RunError
 from telescope.orchestrator import record_rows
-from telescope.orchestrator.async_window import MAX_ASYNC, MAX_RETURNS, TOO_SLOW, AsyncWindow, Ledger, Staleness
+from telescope.orchestrator.async_window import MAX_ASYNC, MAX_REQUEUES, TOO_SLOW, AsyncWindow, Ledger, Staleness
 from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.groups import Batch, DiscardStreak, Group, Signal, form_batch, zero_advantage_kind
 from telescope.orchestrator.prompt_buffer import PromptBuffer
 from telescope.orchestrator.prompt_sampler import (
-    FIRST_DRAW,
+    FIRST_POSITION,
     PromptSampler,
     SampledPrompt,
     SamplerPosition,
@@ -61,15 +61,15 @@ class Orchestrator:
         self,
         config: TelescopeConfig,
         services: Services,
-        draws: PromptSampler,
+        sampler: PromptSampler,
         held_out_uids: frozenset[str],
         rollout_settings: RolloutSettings,
         status: RunStatus,
-        start: SamplerPosition = FIRST_DRAW,
+        start: SamplerPosition = FIRST_POSITION,
         *,
-        max_returns: int = MAX_RETURNS,
+        max_requeues: int = MAX_REQUEUES,
     ) -> None:
-        """`start` is the sampler position of an earlier attempt; `max_returns` bounds how often a stale prompt is
+        """`start` is the sampler position of an earlier attempt; `max_requeues` bounds how often a stale prompt is
         requeued."""
         self.config = config
         self.services = services
@@ -77,12 +77,12 @@ class Orchestrator:
         self.window = AsyncWindow(config.prompts_batch_size_for_trainer, config.max_async_rollout)
         self.ledger = Ledger()
         self._settings = rollout_settings
-        self._changes = ChangeNotifier(status)
-        services.lanes.on_change(self._changes.notify)
+        self._notifier = ChangeNotifier(status)
+        services.slots.on_change(self._notifier.notify)
         self._budget = ErrorBudget(config.environment_error_budget)
         self._prompts = PromptBuffer(
-            config, services.environments, services.environment_keys, draws, held_out_uids, start,
-            max_context=rollout_settings.sampling.max_context, budget=self._budget, changes=self._changes,
+            config, services.environments, services.environment_keys, sampler, held_out_uids, start,
+            max_context=rollout_settings.sampling.max_context, budget=self._budget, notifier=self._notifier,
             status=status,
         )  # fmt: skip
         self._open: dict[int, Group] = {}
@@ -95,9 +95,9 @@ class Orchestrator:
         self._num_taken = 0
         """Batches that the trainer has received; also the policy version that the next batch starts from."""
         self._staleness = Staleness(config.max_off_policy_steps)
-        self._max_returns = max_returns
+        self._max_returns = max_requeues
         self._openings = itertools.count()
-        self._journal = StepRecorder(services.recorder, services.step_log, status)
+        self._step_recorder = StepRecorder(services.recorder, services.step_log, status)
         self._streak = DiscardStreak(DISCARD_LIMIT_BATCHES * config.prompts_batch_size_for_trainer)
         self._stop_requested = False
         self._supervisor: Supervisor | None = None
@@ -105,7 +105,7 @@ class Orchestrator:
     def request_stop(self) -> None:
         """Ends the run after the current training step. Safe to call more than once."""
         self._stop_requested = True
-        self._changes.notify()
+        self._notifier.notify()
 
     def position(self) -> SamplerPosition:
         """Returns the sampler position: every prompt that is neither trained nor dropped is unfinished."""
@@ -123,14 +123,14 @@ class Orchestrator:
             with rare_full_collections():
                 await self._train_loop()
         finally:
-            self._record_unsettled()
+            self._record_unfinished()
         assert self.ledger.is_balanced(), f"the prompt ledger is not balanced: {self.ledger}"
 
-    def _record_unsettled(self) -> None:
+    def _record_unfinished(self) -> None:
         """Records every group that is neither trained nor discarded when the run ends."""
         self._has_ended = True
         for group in self._unsettled.values():
-            self._journal.never_settled(group, self.window.version)
+            self._step_recorder.write_unfinished(group, self.window.version)
         self._unsettled.clear()
         self.services.recorder.set_in_flight([])
 
@@ -140,18 +140,18 @@ class Orchestrator:
         """Opens groups as the window and the request slots allow, and starts a task for each of their samples."""
         assert self._supervisor is not None
         while True:
-            await self._changes.wait_until(self._may_open, "dispatch", "the async window")
-            await self._changes.wait_until(lambda: len(self._prompts) > 0, "dispatch", "a prompt")
-            await self._changes.wait_until(lambda: self.services.lanes.has_spare_lane, "dispatch", "a request slot")
+            await self._notifier.wait_until(self._may_open, "dispatch", "the async window")
+            await self._notifier.wait_until(lambda: len(self._prompts) > 0, "dispatch", "a prompt")
+            await self._notifier.wait_until(lambda: self.services.slots.has_free_slot, "dispatch", "a request slot")
             if not self._may_open():
                 continue
-            draw, prompt = self._prompts.take()
-            group = self._open_group(draw, prompt)
-            self.status.set_part("dispatch", f"opened group {group.group_id}")
+            sampled, prompt = self._prompts.take()
+            group = self._open_group(sampled, prompt)
+            self.status.set_component("dispatch", f"opened group {group.group_id}")
             for index in range(group.size):
                 rollout = group.rollouts[index] = self._rollout(group, index)
                 self._supervisor.spawn(self._sample(group, index, rollout), f"sample {rollout.task.sample_id}")
-            self._changes.notify()
+            self._notifier.notify()
             # Let the new tasks acquire their slots before the next group looks for one.
             await asyncio.sleep(0)
 
@@ -161,20 +161,20 @@ class Orchestrator:
         may_go_on = not self._stop_requested and not self._has_ended
         return is_wanted and may_go_on and self.window.may_open()
 
-    def _open_group(self, draw: SampledPrompt, prompt: PreparedPrompt) -> Group:
+    def _open_group(self, sampled: SampledPrompt, prompt: PreparedPrompt) -> Group:
         self.window.opened()
-        self.ledger.opened(draw.n)
+        self.ledger.opened(sampled.n)
         group = Group(
-            draw,
-            self.config.environments[draw.environment].name,
+            sampled,
+            self.config.environments[sampled.environment].name,
             prompt,
             self.config.group_size,
             self.window.version,
             time.time(),
             opening=next(self._openings),
-            num_returns=self.ledger.returns(draw.n),
+            num_requeues=self.ledger.num_requeues_of(sampled.n),
         )
-        self._open[draw.n] = self._unsettled[draw.n] = group
+        self._open[sampled.n] = self._unsettled[sampled.n] = group
         self.status.num_open_groups = len(self._open)
         return group
 
@@ -184,16 +184,16 @@ class Orchestrator:
             group_id=group.group_id,
             sample_index=index,
             environment=group.environment,
-            environment_key=self.services.environment_keys[group.draw.environment],
-            item_index=group.draw.index,
+            environment_key=self.services.environment_keys[group.sampled_prompt.environment],
+            item_index=group.sampled_prompt.index,
             prompt_token_ids=group.prompt.token_ids,
             seed_of_turn=lambda turn: request_seed(self.config.seed, group.group_id, index, turn),
-            is_multi_turn=self.services.infos[group.draw.environment].is_multi_turn,
-            lane_key=group.opening,
+            is_multi_turn=self.services.infos[group.sampled_prompt.environment].is_multi_turn,
+            slot_key=group.opening,
         )
         return Rollout(
             task,
-            lanes=self.services.lanes,
+            slots=self.services.slots,
             engine_of=lambda server: self.services.engines[server],
             environments=self.services.environments,
             settings=self._settings,
@@ -208,11 +208,11 @@ class Orchestrator:
         del group.rollouts[index]
         group.samples.append(trajectory)
         if group.is_finished:
-            self.services.lanes.forget_group(group.opening)
-        self._journal.asked_again(trajectory)
+            self.services.slots.forget_group(group.opening)
+        self._step_recorder.count_retries(trajectory)
         if group.withdrawn:
             self.status.aborted(trajectory.num_sampled_tokens)
-            self._journal.cancelled(group, trajectory, MAX_ASYNC, self.window.version)
+            self._step_recorder.cancelled(group, trajectory, MAX_ASYNC, self.window.version)
             return
         if trajectory.reward is None:
             assert trajectory.failure_kind is not None
@@ -224,25 +224,27 @@ class Orchestrator:
         self.status.progressed()
         if group.is_finished:
             self._finish_group(group)
-        self._changes.notify()
+        self._notifier.notify()
 
     def _judge(self, group: Group, trajectory: Trajectory) -> None:
         """Sets the training reward of a scored sample, or the filter that removes it."""
-        info = self.services.infos[group.draw.environment]
+        info = self.services.infos[group.sampled_prompt.environment]
         scale = (info.reward_min, info.reward_max) if self.config.normalize_rewards else (None, None)
         self.services.filters.judge(trajectory, scale)
-        if trajectory.left_out is not None:
-            logger.info("sample %s (%s) is filtered: %s", trajectory.sample_id, group.environment, trajectory.left_out)
-            self._journal.masked(trajectory)
+        if trajectory.filtered_by is not None:
+            logger.info(
+                "sample %s (%s) is filtered: %s", trajectory.sample_id, group.environment, trajectory.filtered_by
+            )
+            self._step_recorder.masked(trajectory)
 
     def _masked(self, group: Group, trajectory: Trajectory) -> None:
         kind, message = trajectory.failure_kind or "", trajectory.failure_message or ""
         logger.warning(
             "sample %s (%s) is masked after an %s failure: %s", trajectory.sample_id, group.environment, kind, message
         )
-        self._journal.masked(trajectory)
+        self._step_recorder.masked(trajectory)
         if kind == "environment":
-            self._budget.sample_failed(group.environment, group.draw.index, message)
+            self._budget.sample_failed(group.environment, group.sampled_prompt.index, message)
 
     def _finish_group(self, group: Group) -> None:
         """Keeps a finished group for a batch, or discards it with a reason."""
@@ -261,11 +263,11 @@ class Orchestrator:
         self.status.num_finished_groups = len(self._finished)
 
     def _discard(self, group: Group, reason: str, kind: str | None, rewards_n: np.ndarray) -> None:
-        self.window.given_up()
+        self.window.discarded()
         self.ledger.drop(group.group_id, reason)
         del self._unsettled[group.group_id]
         self._streak.discarded(kind or reason, rewards_n)
-        self._journal.discarded(group, reason, kind, self.window.version)
+        self._step_recorder.discarded(group, reason, kind, self.window.version)
         if self._streak.is_over:
             raise RunError(self._streak.diagnosis())
 
@@ -291,10 +293,10 @@ class Orchestrator:
         assert self._supervisor is not None
         for server, ids in requests.items():
             self._supervisor.spawn(self._abort(server, ids), f"abort of {len(ids)} requests on server {server}")
-        self._changes.notify()
+        self._notifier.notify()
 
     def _withdraw(self, group: Group, requests: dict[int, list[str]]) -> None:
-        """Withdraws one group: requeues its prompt at the front, or drops it after `max_returns` requeues.
+        """Withdraws one group: requeues its prompt at the front, or drops it after `max_requeues` requeues.
 
         Adds the requests to abort to `requests`, by server.
         """
@@ -302,12 +304,12 @@ class Orchestrator:
         group.withdrawn = True
         group.finished_at = time.time()
         self._open.pop(group.group_id, None)
-        if group.num_returns < self._max_returns:
-            self.window.given_up()
-            self.ledger.returned(group.group_id)
-            group.returned = True
-            self._prompts.give_back(group.draw, group.prompt)
-            self._journal.withdrawn(group, MAX_ASYNC, version)
+        if group.num_requeues < self._max_returns:
+            self.window.discarded()
+            self.ledger.requeued(group.group_id)
+            group.requeued = True
+            self._prompts.requeue(group.sampled_prompt, group.prompt)
+            self._step_recorder.withdrawn(group, MAX_ASYNC, version)
         else:
             self._discard(group, TOO_SLOW, None, group.rewards_n)
         for rollout in group.rollouts.values():
@@ -333,9 +335,9 @@ class Orchestrator:
         """Takes B finished groups, oldest start version first, and packs them for the trainer's ranks."""
         size = self.config.prompts_batch_size_for_trainer
         while True:
-            await self._changes.wait_until(lambda: len(self._finished) >= size, "batches", f"{size} usable groups")
+            await self._notifier.wait_until(lambda: len(self._finished) >= size, "batches", f"{size} usable groups")
             # The trainer takes one batch at a time; a batch formed as late as possible has the freshest choice.
-            await self._changes.wait_until(lambda: self._batch is None, "batches", "the trainer")
+            await self._notifier.wait_until(lambda: self._batch is None, "batches", "the trainer")
             self._withdraw_stale_groups()
             if len(self._finished) < size:
                 continue
@@ -343,7 +345,7 @@ class Orchestrator:
             groups, self._finished = self._finished[:size], self._finished[size:]
             self.status.num_finished_groups = len(self._finished)
             step = self._num_taken
-            self.status.set_part("batches", f"packing batch {step + 1}")
+            self.status.set_component("batches", f"packing batch {step + 1}")
             self._batch = await asyncio.to_thread(self._pack, groups, step)
             self._withdraw_stale_groups()  # a sync may have ended meanwhile
 
@@ -357,21 +359,21 @@ class Orchestrator:
             if self._stop_requested:
                 return
             started_at = time.time()
-            self.status.set_part("trainer", "waiting for a batch")
+            self.status.set_component("trainer", "waiting for a batch")
             batch = await self._next_batch()
             if batch is None:
                 return
             waited = time.time() - started_at
-            self.status.set_part("trainer", f"training step {step + 1}")
+            self.status.set_component("trainer", f"training step {step + 1}")
             result = await self.services.trainer.train_step(batch.inputs)
-            self.status.set_part("trainer", "sending weights")
+            self.status.set_component("trainer", "sending weights")
             sync_metrics = await self.services.weights.sync()
             self.window.synced()
             self._withdraw_stale_groups()
             for group in batch.groups:
                 self.ledger.trained(group.group_id)
                 del self._unsettled[group.group_id]
-            await self._journal.trained(
+            await self._step_recorder.trained(
                 TrainedStep(
                     step,
                     batch.groups,
@@ -387,12 +389,12 @@ class Orchestrator:
 
     async def _next_batch(self) -> Batch | None:
         """Returns the next batch, or None when a stop is requested first."""
-        await self._changes.wait_until(
+        await self._notifier.wait_until(
             lambda: self._stop_requested or self._batch is not None, "trainer", "a batch of usable groups"
         )
         if self._stop_requested:
             return None
         batch, self._batch = self._batch, None
         self._num_taken += 1
-        self._changes.notify()
+        self._notifier.notify()
         return batch

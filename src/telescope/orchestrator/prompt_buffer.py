@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 PREPARE_AT_ONCE = 8
 """Prompts rendered concurrently: enough to keep every environment worker busy."""
 
-MAX_FRUITLESS_DRAWS = 10_000
+MAX_UNUSABLE_PROMPTS = 10_000
 """Consecutive unusable prompts after which the run stops."""
 
 
@@ -43,28 +43,28 @@ class PromptBuffer:
         config: TelescopeConfig,
         source: PromptSource,
         environment_keys: list[str],
-        draws: PromptSampler,
+        sampler: PromptSampler,
         held_out_uids: frozenset[str],
         start: SamplerPosition,
         *,
         max_context: int,
         budget: ErrorBudget,
-        changes: ChangeNotifier,
+        notifier: ChangeNotifier,
         status: RunStatus,
     ) -> None:
         self._config = config
         self._source = source
         self._keys = environment_keys
-        self._draws = draws
+        self._sampler = sampler
         self._held_out_uids = held_out_uids
         self._max_context = max_context
         self._budget = budget
-        self._changes = changes
+        self._notifier = notifier
         self._status = status
         self._size = config.prompt_prefetch_buffer_size if config.enable_prompt_prefetch else 1
         self._ready: deque[tuple[SampledPrompt, PreparedPrompt]] = deque()
         self._next_draw = start.next_draw
-        self._ask_first = deque(sorted(start.unfinished))
+        self._unfinished = deque(sorted(start.unfinished))
         self._preparing: list[int] = []
 
     def __len__(self) -> int:
@@ -74,14 +74,14 @@ class PromptBuffer:
         """Removes and returns the next prompt; the buffer must not be empty."""
         return self._ready.popleft()
 
-    def give_back(self, draw: SampledPrompt, prompt: PreparedPrompt) -> None:
+    def requeue(self, sampled: SampledPrompt, prompt: PreparedPrompt) -> None:
         """Requeues this prompt before all others."""
-        self._ready.appendleft((draw, prompt))
+        self._ready.appendleft((sampled, prompt))
 
-    def position(self, open_draws: Iterable[int]) -> SamplerPosition:
+    def position(self, open_prompts: Iterable[int]) -> SamplerPosition:
         """Returns the position of the run, given the prompts that are opened and not settled."""
-        buffered = {draw.n for draw, _ in self._ready}
-        unfinished = {*open_draws, *buffered, *self._preparing, *self._ask_first}
+        buffered = {sampled.n for sampled, _ in self._ready}
+        unfinished = {*open_prompts, *buffered, *self._preparing, *self._unfinished}
         return SamplerPosition(self._next_draw, tuple(sorted(unfinished)))
 
     async def fill(self) -> None:
@@ -89,55 +89,57 @@ class PromptBuffer:
 
         Raises RunError when no prompt is usable, or an environment exhausts its error budget.
         """
-        num_fruitless = 0
+        num_unusable = 0
         while True:
-            await self._changes.wait_until(
+            await self._notifier.wait_until(
                 lambda: len(self._ready) < self._size, "prompts", "free space in the prompt buffer"
             )
             num_wanted = min(PREPARE_AT_ONCE, self._size - len(self._ready))
             self._preparing = [self._next_number() for _ in range(num_wanted)]
-            draws = [self._draws.draw(n) for n in self._preparing]
-            self._status.set_part("prompts", f"preparing prompt {draws[0].n}")
-            prepared = await asyncio.gather(*(self._prepare(draw) for draw in draws))
+            sampled_prompts = [self._sampler.prompt(n) for n in self._preparing]
+            self._status.set_component("prompts", f"preparing prompt {sampled_prompts[0].n}")
+            prepared = await asyncio.gather(*(self._prepare(sampled) for sampled in sampled_prompts))
             self._preparing = []
-            num_fruitless = 0 if any(prepared) else num_fruitless + num_wanted
-            if num_fruitless >= MAX_FRUITLESS_DRAWS:
+            num_unusable = 0 if any(prepared) else num_unusable + num_wanted
+            if num_unusable >= MAX_UNUSABLE_PROMPTS:
                 raise RunError(
-                    f"{num_fruitless} consecutive prompts cannot be trained on: every item is held out for an eval "
+                    f"{num_unusable} consecutive prompts cannot be trained on: every item is held out for an eval "
                     "(evals: separate_eval_samples, num_samples) or too long (max_model_len, seq_len). The run's log "
                     "lists those that are too long."
                 )
             self._ready.extend(
-                (draw, prompt) for draw, prompt in zip(draws, prepared, strict=True) if prompt is not None
+                (sampled, prompt)
+                for sampled, prompt in zip(sampled_prompts, prepared, strict=True)
+                if prompt is not None
             )
-            self._changes.notify()
+            self._notifier.notify()
 
     def _next_number(self) -> int:
         """Returns the number of the next prompt; unfinished ones of an earlier attempt come first."""
-        if self._ask_first:
-            return self._ask_first.popleft()
+        if self._unfinished:
+            return self._unfinished.popleft()
         self._next_draw += 1
         return self._next_draw - 1
 
-    async def _prepare(self, draw: SampledPrompt) -> PreparedPrompt | None:
+    async def _prepare(self, sampled: SampledPrompt) -> PreparedPrompt | None:
         """Renders and tokenizes one prompt. Returns None when it is held out, too long, or its environment failed."""
-        name = self._config.environments[draw.environment].name
+        name = self._config.environments[sampled.environment].name
         try:
-            prompt = await self._source.prepare(self._keys[draw.environment], draw.index)
+            prompt = await self._source.prepare(self._keys[sampled.environment], sampled.index)
         except EnvironmentFailure as error:
-            logger.warning("prompt %d (%s, item %d) cannot be rendered: %s", draw.n, name, draw.index, error)
-            self._budget.prompt_failed(name, draw.index, str(error))
+            logger.warning("prompt %d (%s, item %d) cannot be rendered: %s", sampled.n, name, sampled.index, error)
+            self._budget.prompt_failed(name, sampled.index, str(error))
             return None
         if prompt.sample_uid in self._held_out_uids:
-            self._budget.prompt_made(name)
+            self._budget.prompt_rendered(name)
             return None
         if len(prompt.token_ids) >= self._max_context:
             logger.warning(
                 "prompt %d (%s, item %d) has %d tokens and is skipped: max_model_len and seq_len allow %d",
-                draw.n, name, draw.index, len(prompt.token_ids), self._max_context,
+                sampled.n, name, sampled.index, len(prompt.token_ids), self._max_context,
             )  # fmt: skip
             what = f"a prompt leaves no space for an answer in {self._max_context} tokens (max_model_len, seq_len)"
-            self._budget.prompt_failed(name, draw.index, what)
+            self._budget.prompt_failed(name, sampled.index, what)
             return None
-        self._budget.prompt_made(name)
+        self._budget.prompt_rendered(name)
         return prompt

@@ -38,7 +38,7 @@ class SamplerPosition:
     unfinished: tuple[int, ...] = ()
 
 
-FIRST_DRAW = SamplerPosition()
+FIRST_POSITION = SamplerPosition()
 """Position of a new run."""
 
 
@@ -69,7 +69,7 @@ class PromptSampler:
         self._counts: list[np.ndarray] = [np.zeros(len(sizes), dtype=np.int64)]
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
-    def draw(self, n: int) -> SampledPrompt:
+    def prompt(self, n: int) -> SampledPrompt:
         """Returns prompt number n >= 0."""
         chunk, offset = divmod(n, CHUNK)
         while len(self._chunk_environments) <= chunk:

@@ -41,7 +41,7 @@ def group_row(group: Group, *, status: str, reason: str | None, step: int | None
     return {
         "group_id": group.group_id,
         "environment": group.environment,
-        "index": group.draw.index,
+        "index": group.sampled_prompt.index,
         "status": status,
         "reason": reason,
         "step": step,
@@ -51,7 +51,7 @@ def group_row(group: Group, *, status: str, reason: str | None, step: int | None
         "reward_std": float(rewards_n.std(ddof=1)) if len(rewards_n) > 1 else None,
         "opened_at": group.opened_at,
         "finished_at": group.finished_at,
-        "num_returns": group.num_returns,
+        "num_returns": group.num_requeues,
     }
 
 
@@ -93,7 +93,7 @@ def sample_row(
         "end_version": end_version,
         "age": age,
         "server": sample.server_index,
-        "lane": sample.lane,
+        "lane": sample.slot,
         "started_at": sample.started_at,
         "generated_at": sample.generated_at or None,
         "finished_at": sample.finished_at,
@@ -201,5 +201,5 @@ def _span(name: str, sample: Trajectory, start: float, end: float, attributes: d
         "sample_id": sample.sample_id,
         "start": start,
         "end": end,
-        "attributes": {**attributes, "lane": str(sample.lane)},
+        "attributes": {**attributes, "lane": str(sample.slot)},
     }

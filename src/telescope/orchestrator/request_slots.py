@@ -103,7 +103,7 @@ class RequestSlotPool:
         self._server_of_group.pop(group, None)
 
     @property
-    def has_spare_lane(self) -> bool:
+    def has_free_slot(self) -> bool:
         """Whether a new group would be served at once.
 
         Samples may still wait: their groups are bound to a full server, and cannot use the free slot.
@@ -170,15 +170,15 @@ class GroupSlotPool(RequestSlotPool):
 
     async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
         """Returns the group's slot, and acquires one when it has none on a server that is up."""
-        held = self._lease_of_group.get(group)
-        if held is not None and held.done() and not self._is_usable(held):
+        future = self._lease_of_group.get(group)
+        if future is not None and future.done() and not self._is_usable(future):
             self._give_back(group)
-            held = None
-        if held is None:
-            held = asyncio.ensure_future(super().acquire(group, turn=turn, timeout=timeout))
-            self._lease_of_group[group] = held
+            future = None
+        if future is None:
+            future = asyncio.ensure_future(super().acquire(group, turn=turn, timeout=timeout))
+            self._lease_of_group[group] = future
         # Shielded: the samples of a group share the wait, so cancelling one must not end it for the others.
-        lease = await asyncio.shield(held)
+        lease = await asyncio.shield(future)
         return Lease(lease.server, lease.slot)
 
     def release(self, lease: Lease) -> None:
@@ -191,17 +191,17 @@ class GroupSlotPool(RequestSlotPool):
         self._give_back(group)
         super().forget_group(group)
 
-    def _is_usable(self, held: asyncio.Future[Lease]) -> bool:
-        return not held.cancelled() and held.exception() is None and self.servers[held.result().server].up
+    def _is_usable(self, future: asyncio.Future[Lease]) -> bool:
+        return not future.cancelled() and future.exception() is None and self.servers[future.result().server].up
 
     def _give_back(self, group: int) -> None:
-        held = self._lease_of_group.pop(group, None)
-        if held is None:
+        future = self._lease_of_group.pop(group, None)
+        if future is None:
             return
-        if held.done() and not held.cancelled() and held.exception() is None:
-            super().release(held.result())
+        if future.done() and not future.cancelled() and future.exception() is None:
+            super().release(future.result())
         else:
-            held.cancel()
+            future.cancel()
 
 
 def make_request_slots(

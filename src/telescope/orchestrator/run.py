@@ -27,7 +27,7 @@ from telescope.orchestrator.run_components import RunComponents, start_component
 from telescope.orchestrator.run_directory import RunDirectory, save_where_possible
 from telescope.orchestrator.services import Services
 from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.summary import Interrupted, RunSummary, headline_of, summarise
+from telescope.orchestrator.summary import Interrupted, RunSummary, headline_of, summarize
 from telescope.orchestrator.supervision import Supervisor, watchdog
 from telescope.record.files import RunFiles
 from telescope.record.recorder import Recorder
@@ -115,7 +115,7 @@ class _TrainingRun:
         """Evals at version 0, training, evals at the last version."""
         config, status = self._config, self._status
         evaluation = self._evaluation = Evaluation(
-            parts.evals, config, parts.environments, parts.lanes, self._directory.recorder, status
+            parts.evals, config, parts.environments, parts.slots, self._directory.recorder, status
         )
         if evaluation.plans and config.eval_before_training:
             results = await self._interrupt.run_until_first(evaluation.run_all(0, parts.settings, parts.servers))
@@ -145,20 +145,20 @@ class _TrainingRun:
     async def _take_gauges(self, parts: RunComponents) -> None:
         """Keep the numbers of the live view, and the record's gauges, up to date."""
         status, write = self._status, self._directory.recorder.write
-        status.num_lanes = sum(server.capacity for server in parts.lanes.servers)
+        status.num_slots = sum(server.capacity for server in parts.slots.servers)
         loop = asyncio.get_running_loop()
         while True:
             before = loop.time()
             await asyncio.sleep(GAUGE_SECONDS)
             lag = max(loop.time() - before - GAUGE_SECONDS, 0.0)
-            status.num_generating = parts.lanes.num_used
+            status.num_generating = parts.slots.num_used
             news = self._directory.record_news()
             if news is not None:
                 status.messages.append(news)
             now = time.time()
             for name, value in (
                 ("event_loop_lag_seconds", lag),
-                ("lanes_used", float(parts.lanes.num_used)),
+                ("lanes_used", float(parts.slots.num_used)),
                 ("groups_open", float(status.num_open_groups)),
                 ("groups_ready", float(status.num_finished_groups)),
                 ("tokens_per_second", status.tokens_per_second()),
@@ -166,7 +166,7 @@ class _TrainingRun:
                 write("gauges", {"time": now, "name": name, "component": "orchestrator", "value": value})
 
     def _summarise(self, error: BaseException | None, record_error: str | None) -> RunSummary:
-        return summarise(
+        return summarize(
             self._config,
             self._directory.path,
             self._status,
@@ -218,7 +218,7 @@ async def make_orchestrator(
     services = Services(
         environments=parts.environments,
         environment_keys=parts.keys.training,
-        lanes=parts.lanes,
+        slots=parts.slots,
         engines=parts.servers.clients,
         trainer=parts.trainer,
         weights=parts.weights,

@@ -1,4 +1,4 @@
-"""The parts of a run, started and wired: environments, Ray, trainer, engines, lanes, weight sync, evals.
+"""The parts of a run, started and wired: environments, Ray, trainer, engines, slots, weight sync, evals.
 
 Order of starting: environments (their data must be sound before anything expensive starts), Ray, then trainer and
 engines side by side. Each part registers its own end on the stack it is given, so that they end in reverse order
@@ -60,7 +60,7 @@ class RunComponents:
     cluster: Cluster
     trainer: TrainerGroup
     inference: InferenceGroup
-    lanes: RequestSlotPool
+    slots: RequestSlotPool
     servers: ServerPool
     weights: WeightSync
     evals: list[PlannedEval]
@@ -111,7 +111,7 @@ async def start_components(
     await start_workers(config, directory, trainer, inference, status, loopback=loopback)
     stack.push_async_callback(inference.close_clients)
 
-    lanes = make_request_slots(
+    slots = make_request_slots(
         individual=config.enable_individual_sample_lanes,
         num_servers=config.num_inference_servers,
         groups_per_server=config.max_concurrent_prompts_per_server,
@@ -131,7 +131,7 @@ async def start_components(
     servers = ServerPool(
         inference.handles,
         inference.clients,
-        lanes,
+        slots,
         status,
         start_timeout=config.inference_start_timeout_seconds,
         hang_timeout=max(hang_timeout(config, on_cpu=runs_on_cpu(config)), config.weight_sync_timeout_seconds),
@@ -140,7 +140,7 @@ async def start_components(
     for index in range(config.num_inference_servers):
         servers.open(index)
     return RunComponents(
-        config, environments, keys, cluster, trainer, inference, lanes, servers, weights, evals, settings
+        config, environments, keys, cluster, trainer, inference, slots, servers, weights, evals, settings
     )  # fmt: skip
 
 
@@ -224,24 +224,24 @@ async def start_workers(
     raised at once."""
 
     async def start_trainer() -> None:
-        status.set_part("trainer", "loading the model")
+        status.set_component("trainer", "loading the model")
         infos = await trainer.setup(loopback=loopback)
         for info in infos:
             _check_hash(config, "a trainer rank", info.config_hash)
         if infos[0].compiles:
-            status.set_part("trainer", "compiling the model's blocks")
+            status.set_component("trainer", "compiling the model's blocks")
             record_warm_up(directory, await trainer.warm_up())
-        status.set_part("trainer", "ready")
+        status.set_component("trainer", "ready")
 
     async def start_server(index: int) -> None:
-        status.set_part(f"server {index}", "starting vLLM")
+        status.set_component(f"server {index}", "starting vLLM")
         progress = asyncio.create_task(_show_start(inference, index, status))
         try:
             info = await inference.start(index)
         finally:
             progress.cancel()
         _check_hash(config, f"inference server {index}", info.config_hash)
-        status.set_part(f"server {index}", "ready")
+        status.set_component(f"server {index}", "ready")
 
     servers = [start_server(index) for index in range(config.num_inference_servers)]
     if config.share_gpus:
@@ -268,7 +268,7 @@ async def _show_start(inference: InferenceGroup, index: int, status: RunStatus) 
     while True:
         await asyncio.sleep(1.0)
         stage = start_stage((await inference.handles[index].status()).last_log_lines) or stage
-        status.set_part(f"server {index}", f"starting vLLM: {stage} ({time.monotonic() - started_at:.0f} s)")
+        status.set_component(f"server {index}", f"starting vLLM: {stage} ({time.monotonic() - started_at:.0f} s)")
 
 
 def _check_hash(config: TelescopeConfig, process: str, config_hash: str) -> None:

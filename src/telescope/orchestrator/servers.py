@@ -42,9 +42,9 @@ class ServerHandle(Protocol):
 
 
 class BringWeights(Protocol):
-    """Sends the newest weights to one server, and calls `on_held` once they are loaded."""
+    """Sends the newest weights to one server, and calls `on_loaded` once they are loaded."""
 
-    def __call__(self, server: int, on_held: Callable[[], None], *, fresh: bool) -> Awaitable[None]: ...
+    def __call__(self, server: int, on_loaded: Callable[[], None], *, fresh: bool) -> Awaitable[None]: ...
 
 
 @dataclass
@@ -65,7 +65,7 @@ class ServerPool:
         self,
         handles: Sequence[ServerHandle],
         clients: list[EngineClient],
-        lanes: RequestSlotPool,
+        slots: RequestSlotPool,
         status: RunStatus,
         *,
         start_timeout: float,
@@ -73,7 +73,7 @@ class ServerPool:
         bring_weights: BringWeights,
     ) -> None:
         self._servers = [_Server(handle, client) for handle, client in zip(handles, clients, strict=True)]
-        self._lanes = lanes
+        self._slots = slots
         self._status = status
         self._start_timeout = start_timeout
         self._hang_timeout = hang_timeout
@@ -92,8 +92,8 @@ class ServerPool:
     def open(self, index: int) -> None:
         """Opens a server that answers and has loaded the newest weights for samples."""
         self._servers[index].up = True
-        self._lanes.set_up(index, True)
-        self._status.set_part(f"server {index}", "serving")
+        self._slots.set_up(index, True)
+        self._status.set_component(f"server {index}", "serving")
 
     def close(self, index: int, reason: str) -> None:
         """Closes a server for samples until it is brought up again."""
@@ -101,8 +101,8 @@ class ServerPool:
             return
         logger.warning("inference server %d is down: %s", index, reason)
         self._servers[index].up = False
-        self._lanes.set_up(index, False)
-        self._status.set_part(f"server {index}", f"down: {reason[:80]}")
+        self._slots.set_up(index, False)
+        self._status.set_component(f"server {index}", f"down: {reason[:80]}")
         self._status.messages.append(f"server {index} is down: {single_line(reason)}")
         self._wake.set()
 
@@ -126,7 +126,7 @@ class ServerPool:
     async def _watch(self) -> None:
         while True:
             for index in range(len(self._servers)):
-                await self._look_at(index)
+                await self._check(index)
             if all(server.failed is not None for server in self._servers):
                 reasons = "; ".join(f"server {i}: {server.failed}" for i, server in enumerate(self._servers))
                 raise InfrastructureError(f"no inference server is left. {reasons}")
@@ -137,7 +137,7 @@ class ServerPool:
             except TimeoutError:
                 continue  # the regular poll
 
-    async def _look_at(self, index: int) -> None:
+    async def _check(self, index: int) -> None:
         """Closes a server that failed or restarted, and starts to bring up one that is down."""
         server = self._servers[index]
         if server.failed is not None or (server.bring_up is not None and not server.bring_up.done()):
@@ -148,7 +148,7 @@ class ServerPool:
         try:
             status = await server.handle.status()
         except (InfrastructureError, DeadlineExceeded) as error:
-            self._give_up(index, str(error))
+            self._abandon(index, str(error))
             return
         if status.restarts != server.num_restarts or status.state != "ready":
             why = f": {status.error}" if status.error else ""
@@ -156,11 +156,11 @@ class ServerPool:
         if not server.up:
             server.bring_up = asyncio.create_task(self._bring_up(index), name=f"bring up server {index}")
 
-    def _give_up(self, index: int, reason: str) -> None:
+    def _abandon(self, index: int, reason: str) -> None:
         """Abandons a server for the rest of the run."""
         self.close(index, reason)
         self._servers[index].failed = reason
-        self._status.set_part(f"server {index}", "failed permanently")
+        self._status.set_component(f"server {index}", "failed permanently")
         self._status.messages.append(f"server {index} failed permanently: {single_line(reason)}")
         logger.error("inference server %d failed permanently: %s", index, reason)
         self._wake.set()
@@ -176,14 +176,14 @@ class ServerPool:
                     status = await server.handle.status()
                     state = status.state
                     if status.state == "failed":
-                        self._give_up(index, status.error or f"gave up after {status.restarts} restarts")
+                        self._abandon(index, status.error or f"gave up after {status.restarts} restarts")
                         return
                     if status.state == "ready" and await server.client.health():
                         break
-                    self._status.set_part(f"server {index}", f"restarting ({status.state})")
+                    self._status.set_component(f"server {index}", f"restarting ({status.state})")
                     await asyncio.sleep(POLL_SECONDS / 4)
         except TimeoutError:
-            self._give_up(
+            self._abandon(
                 index,
                 f"it did not come back within inference_start_timeout_seconds = {self._start_timeout:g} s plus the "
                 f"{self._hang_timeout:g} s for detecting a hang (the longer of inference_hang_timeout_seconds and "
@@ -191,10 +191,10 @@ class ServerPool:
             )
             return
         except (InfrastructureError, DeadlineExceeded) as error:
-            self._give_up(index, str(error))
+            self._abandon(index, str(error))
             return
         fresh, server.num_restarts = status.restarts != server.num_restarts, status.restarts
-        self._status.set_part(f"server {index}", "receiving weights")
+        self._status.set_component(f"server {index}", "receiving weights")
         try:
             await self._bring_weights(index, lambda: self.open(index), fresh=fresh)
         except InfrastructureError as error:
@@ -202,7 +202,7 @@ class ServerPool:
             server.num_failed_bring_ups += 1
             if server.num_failed_bring_ups >= MAX_FAILED_BRING_UPS:
                 times = server.num_failed_bring_ups
-                self._give_up(index, f"it failed {times} consecutive times while it received weights, last: {error}")
+                self._abandon(index, f"it failed {times} consecutive times while it received weights, last: {error}")
             return
         server.num_failed_bring_ups = 0
         logger.info(

@@ -39,7 +39,7 @@ class Services:
     environments: EnvironmentPool
     environment_keys: list[str]
     """The pool's key of each environment entry of the config."""
-    lanes: RequestSlotPool
+    slots: RequestSlotPool
     engines: Sequence[Engine]
     trainer: TrainerPort
     weights: WeightSyncPort

@@ -28,7 +28,7 @@ class StepSummary:
 
 @dataclass
 class RunStatus:
-    """Progress of one run. `phase` is a short sentence; `parts` maps each component to its current activity."""
+    """Progress of one run. `phase` is a short sentence; `components` maps each component to its current activity."""
 
     run_name: str
     num_steps: int
@@ -38,14 +38,14 @@ class RunStatus:
     training_started_at: float | None = None
     step: int = 0
     version: int = 0
-    parts: dict[str, str] = field(default_factory=dict)
+    components: dict[str, str] = field(default_factory=dict)
     history: list[StepSummary] = field(default_factory=list)
     num_generating: int = 0
-    num_lanes: int = 0
+    num_slots: int = 0
     num_open_groups: int = 0
     num_finished_groups: int = 0
     num_discarded_groups: int = 0
-    num_returned_groups: int = 0
+    num_requeued_groups: int = 0
     num_masked_samples: int = 0
     num_cancelled_samples: int = 0
     num_samples_finished: int = 0
@@ -56,9 +56,9 @@ class RunStatus:
     last_progress_at: float = field(default_factory=time.monotonic)
     token_times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4096))
 
-    def set_part(self, part: str, doing: str) -> None:
+    def set_component(self, component: str, doing: str) -> None:
         """Sets what a component (trainer, a server, a loop) is doing or waiting for."""
-        self.parts[part] = doing
+        self.components[component] = doing
 
     def progressed(self) -> None:
         """Resets the watchdog, because a sample or a step finished."""

@@ -116,9 +116,9 @@ class DiscardCounts:
         self._cancelled: list[int] = []
         self._retried: list[int] = []
         self._lost: list[int] = []
-        self._returned: list[int] = []
+        self._requeued: list[int] = []
         self._num_unseen = 0
-        self._num_returned_groups = 0
+        self._num_requeued_groups = 0
 
     def discarded(self, reason: str, kind: str | None, samples: Sequence[Trajectory]) -> None:
         """Counts one discarded group; `kind` refines the reason (all_zero, all_positive, all_negative).
@@ -137,28 +137,28 @@ class DiscardCounts:
         assert sample.mask_reason is not None
         self._masked[sample.mask_reason].append(sample.num_completion_tokens)
 
-    def cancelled(self, sample: Trajectory, *, returned: bool) -> None:
-        """Counts one aborted sample with its tokens so far. `returned`: its prompt is requeued."""
+    def cancelled(self, sample: Trajectory, *, requeued: bool) -> None:
+        """Counts one aborted sample with its tokens so far. `requeued`: its prompt is requeued."""
         self._cancelled.append(sample.num_completion_tokens)
-        if returned:
-            self._returned.append(sample.num_completion_tokens)
+        if requeued:
+            self._requeued.append(sample.num_completion_tokens)
 
-    def returned(self, samples: Sequence[Trajectory]) -> None:
+    def requeued(self, samples: Sequence[Trajectory]) -> None:
         """Counts one group whose prompt is requeued, with its finished samples."""
-        self._num_returned_groups += 1
-        self._returned.extend(sample.num_completion_tokens for sample in samples)
+        self._num_requeued_groups += 1
+        self._requeued.extend(sample.num_completion_tokens for sample in samples)
 
-    def asked_again(self, sample: Trajectory) -> None:
+    def count_retries(self, sample: Trajectory) -> None:
         """Counts the failed requests and lost conversations of one sample."""
-        seen = [length for length in sample.failed_answers if length is not None]
+        seen = [length for length in sample.failed_requests if length is not None]
         self._retried.extend(seen)
-        self._num_unseen += len(sample.failed_answers) - len(seen)
+        self._num_unseen += len(sample.failed_requests) - len(seen)
         self._lost.extend(sample.lost_conversations)
 
     def take(self, num_kept_groups: int) -> dict[str, float]:
         """Returns the counts as metrics, with percentages of all kept and discarded groups, and resets them."""
         metrics: dict[str, float] = {
-            "returned/groups": float(self._num_returned_groups),
+            "returned/groups": float(self._num_requeued_groups),
             "retried/unseen": float(self._num_unseen),
         }
         total = num_kept_groups + self._reasons.total()
@@ -174,7 +174,7 @@ class DiscardCounts:
             metrics.update(_counted(f"masked/{kind}", lengths))
         by_section = {
             "cancelled": self._cancelled,
-            "returned": self._returned,
+            "returned": self._requeued,
             "retried": self._retried,
             "lost": self._lost,
         }
@@ -183,7 +183,7 @@ class DiscardCounts:
             lengths.clear()
         for counts in (self._groups, self._reasons, self._lengths, self._rewards, self._masked):
             counts.clear()
-        self._num_unseen = self._num_returned_groups = 0
+        self._num_unseen = self._num_requeued_groups = 0
         return metrics
 
 

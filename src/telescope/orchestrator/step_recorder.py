@@ -62,9 +62,9 @@ class StepRecorder:
         self._num_tokens_at_last_step = 0
         self._discarded_rewards: list[np.ndarray] = []
 
-    def asked_again(self, sample: Trajectory) -> None:
+    def count_retries(self, sample: Trajectory) -> None:
         """Counts the failed requests and lost conversations of a finished sample."""
-        self._discards.asked_again(sample)
+        self._discards.count_retries(sample)
 
     def masked(self, sample: Trajectory) -> None:
         """Counts a masked sample. Its row is written with its group."""
@@ -83,19 +83,19 @@ class StepRecorder:
 
         The group itself is written when its outcome is final. Its running samples follow as `cancelled`.
         """
-        self._discards.returned(group.samples)
+        self._discards.requeued(group.samples)
         self._discards.discarded(reason, None, group.samples)
         self._discarded_rewards.append(group.rewards_n)
-        self._status.num_returned_groups += 1
+        self._status.num_requeued_groups += 1
         self._write_samples(group, status="discarded", reason=reason, step=version, version=version, advantages=[])
 
     def cancelled(self, group: Group, sample: Trajectory, reason: str, version: int) -> None:
         """Counts and writes an aborted sample of a withdrawn group."""
-        self._discards.cancelled(sample, returned=group.returned)
+        self._discards.cancelled(sample, requeued=group.requeued)
         self._status.num_cancelled_samples += 1
         self._write_sample(group, sample, status="cancelled", reason=reason, step=version, version=version)
 
-    def never_settled(self, group: Group, version: int) -> None:
+    def write_unfinished(self, group: Group, version: int) -> None:
         """Writes a group that is open or unused when the run ends, with its running samples.
 
         The finished samples of a withdrawn group, whose prompt is requeued, are written already.

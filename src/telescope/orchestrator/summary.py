@@ -72,7 +72,7 @@ def headline_of(evals: Sequence[EvalResult]) -> EvalResult | None:
     return next((result for result in evals if result.held_out), evals[0] if evals else None)
 
 
-def summarise(
+def summarize(
     config: TelescopeConfig,
     run_dir: Path,
     status: RunStatus,

@@ -95,7 +95,7 @@ async def watchdog(
         idle = time.monotonic() - status.last_progress_at
         if idle < timeout_seconds:
             continue
-        parts = "; ".join(f"{part}: {doing}" for part, doing in sorted(status.parts.items()))
+        parts = "; ".join(f"{part}: {doing}" for part, doing in sorted(status.components.items()))
         stacks = {"driver": driver_stacks(), **await dump_remote_stacks()}
         for process, text in stacks.items():
             logger.error("stacks of %s:\n%s", process, text)
@@ -138,7 +138,7 @@ class ChangeNotifier:
         """
         if predicate():
             return
-        self._status.set_part(part, f"waiting for {waits_for}")
+        self._status.set_component(part, f"waiting for {waits_for}")
         while not predicate():
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.add(waiter)

@@ -68,7 +68,7 @@ class SyncReport:
     """Timeline of each trainer rank."""
 
     @property
-    def held_by(self) -> list[int]:
+    def updated_servers(self) -> list[int]:
         """Servers that have loaded the new weights."""
         return [server.server for server in self.servers if server.failure is None]
 
@@ -119,7 +119,7 @@ class WeightSync:
         self._connected: set[int] = set()
         self._in_background: set[int] = set()
         # Every server starts with the trainer's initial weights.
-        self._held: dict[int, tuple[int, int]] = dict.fromkeys(range(len(clients)), trainer.weights_identity)
+        self._loaded: dict[int, tuple[int, int]] = dict.fromkeys(range(len(clients)), trainer.weights_identity)
         """`weights_identity` of the weights that each server has loaded, where known."""
         self._metas: list[TensorMeta] | None = None
         self._num_syncs = 0
@@ -134,29 +134,29 @@ class WeightSync:
             probe = self._probe_is_due()
             report = await self._send(self._trainer.version, self._engines_up(), fingerprints=probe)
             self._num_syncs += 1
-            if probe and report.held_by:
+            if probe and report.updated_servers:
                 await self._probe(report)
             return report.metrics()
 
-    async def sync_one(self, server: int, on_held: Callable[[], None], *, fresh: bool) -> None:
+    async def sync_one(self, server: int, on_loaded: Callable[[], None], *, fresh: bool) -> None:
         """Sends the trainer's weights to one server that was down, between two training steps.
 
-        `fresh` means that its process is new; an old process that has the newest weights receives nothing. `on_held` is
-        called before any other sync can start, so that the server misses none. Raises InfrastructureError when the
+        `fresh` means that its process is new; an old process that has the newest weights receives nothing. `on_loaded`
+        is called before any other sync can start, so that the server misses none. Raises InfrastructureError when the
         server fails again.
         """
         async with self._trainer.queue:
             if fresh:
                 self._connected.discard(server)
-                self._held.pop(server, None)
-            if self._held.get(server) != self._trainer.weights_identity:
+                self._loaded.pop(server, None)
+            if self._loaded.get(server) != self._trainer.weights_identity:
                 report = await self._send(self._trainer.version, [server], fingerprints=True)
-                if not report.held_by:
+                if not report.updated_servers:
                     raise InfrastructureError(f"server {server} did not load the weights: {report.servers[0].failure}")
                 await self._probe(report)
-                if not report.held_by:
+                if not report.updated_servers:
                     raise InfrastructureError(f"server {server} failed its verification: {report.servers[0].failure}")
-            on_held()
+            on_loaded()
 
     async def prove(self, *, spoil: str | None = None) -> dict[int, ProbeReport]:
         """Syncs and verifies every server that is up, and returns the results instead of raising.
@@ -203,7 +203,7 @@ class WeightSync:
 
         started = time.monotonic()
         send = asyncio.ensure_future(
-            self._trainer.send_weights(update, report.held_by, fingerprints=fingerprints, spoil=spoil)
+            self._trainer.send_weights(update, report.updated_servers, fingerprints=fingerprints, spoil=spoil)
         )
         receiving = asyncio.ensure_future(self._each(report, receive))
         try:
@@ -272,7 +272,7 @@ class WeightSync:
         await client.finish_update(in_background["version"])
         await client.resume()
         part.resumed_at = time.time()
-        self._held[part.server] = self._trainer.weights_identity
+        self._loaded[part.server] = self._trainer.weights_identity
 
     async def _each(self, report: SyncReport, action: Callable[[ServerSync], Any]) -> None:
         """Runs `action` for every server that has not failed. A failure drops only that server."""
@@ -290,7 +290,7 @@ class WeightSync:
             if part.server == server and part.failure is None:
                 part.failure = str(error)
                 self._connected.discard(server)
-                self._held.pop(server, None)
+                self._loaded.pop(server, None)
                 self._on_failure(server, error)
 
     # Verification
@@ -313,7 +313,7 @@ class WeightSync:
         """Compares each server's loaded weights with the sent ones, and logprobs of a fixed text on both sides."""
         trainer_logprobs = await self._trainer.sequence_logprobs(self._probe_token_ids)
         probes: dict[int, ProbeReport] = {}
-        for server in report.held_by:
+        for server in report.updated_servers:
             client = self._clients[server]
             try:
                 held = await client.call_worker("telescope_fingerprints")

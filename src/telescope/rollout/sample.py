@@ -45,7 +45,7 @@ class RolloutSettings:
 
     sampling: SamplingSettings
     free_lane_after_generation: bool
-    lane_timeout: float
+    slot_timeout: float
     max_infrastructure_retries: int
     priority_by_turn: bool
     """Earlier turns first in the engine's queue (`vllm_scheduling_policy: priority`)."""
@@ -69,7 +69,7 @@ class RolloutSettings:
             ),
             free_lane_after_generation=config.free_lane_after_generation,
             # A slot may be in use for a whole generation, and a server may have to restart first.
-            lane_timeout=config.request_timeout_seconds + config.inference_start_timeout_seconds,
+            slot_timeout=config.request_timeout_seconds + config.inference_start_timeout_seconds,
             max_infrastructure_retries=MAX_INFRASTRUCTURE_RETRIES,
             priority_by_turn=config.vllm_scheduling_policy == "priority",
             interleaved=config.interleaved_rollouts,
@@ -90,12 +90,12 @@ class RolloutTask:
     seed_of_turn: Callable[[int], int]
     is_multi_turn: bool = False
     """The environment keeps the state of a conversation (`Environments.begin`)."""
-    lane_key: int | None = None
+    slot_key: int | None = None
     """Key of the group for request slots; default: the group id. A requeued prompt gets a new key."""
 
     @property
-    def lane_group(self) -> int:
-        return self.group_id if self.lane_key is None else self.lane_key
+    def slot_group(self) -> int:
+        return self.group_id if self.slot_key is None else self.slot_key
 
 
 class _StateLost(Exception):
@@ -116,7 +116,7 @@ class Rollout:
         self,
         task: RolloutTask,
         *,
-        lanes: RequestSlots,
+        slots: RequestSlots,
         engine_of: Callable[[int], Engine],
         environments: Environments,
         settings: RolloutSettings,
@@ -126,26 +126,26 @@ class Rollout:
         self.trajectory = Trajectory(
             task.sample_id, task.group_id, task.sample_index, task.environment, started_at=time.time()
         )
-        self._lanes = lanes
+        self._slots = slots
         self._engine_of = engine_of
         self._environments = environments
         self._settings = settings
         self._on_engine_failure = on_engine_failure
         self._in_engine: tuple[int, str, int] | None = None
-        self._begun: str | None = None
+        self._conversation_id: str | None = None
         """Id of the open conversation in the environments."""
-        self._beginnings = 0
+        self._num_begun = 0
         self._running: asyncio.Task[Any] | None = None
 
     async def run(self) -> Trajectory:
         """Runs the sample to its end and returns it: scored, masked or cancelled.
 
-        Raises DeadlineExceeded, which is an error of the run, when no request slot becomes free within `lane_timeout`.
+        Raises DeadlineExceeded, which is an error of the run, when no request slot becomes free within `slot_timeout`.
         """
         trajectory = self.trajectory
         self._running = asyncio.current_task()
         try:
-            await self._play()
+            await self._run_with_retries()
         except (EnvironmentFailure, InfrastructureError) as error:
             if not trajectory.cancelled:
                 trajectory.failure_kind = "environment" if isinstance(error, EnvironmentFailure) else "infrastructure"
@@ -181,12 +181,12 @@ class Rollout:
             versions.append(self._in_engine[2])
         return min(versions, default=None)
 
-    async def _play(self) -> None:
+    async def _run_with_retries(self) -> None:
         """Runs the sample, and begins it again when the conversation's state is lost."""
         trajectory = self.trajectory
         while not trajectory.cancelled:
             try:
-                await self._converse()
+                await self._run_turns()
                 return
             except _StateLost as lost:
                 trajectory.num_infrastructure_retries += 1
@@ -196,28 +196,28 @@ class Rollout:
                     trajectory.lost_conversations.append(trajectory.num_completion_tokens)
                     trajectory.turns.clear()
             finally:
-                if self._begun is not None:
-                    self._environments.cancel(self._begun)
-                    self._begun = None
-                self._beginnings += 1
+                if self._conversation_id is not None:
+                    self._environments.cancel(self._conversation_id)
+                    self._conversation_id = None
+                self._num_begun += 1
 
-    async def _converse(self) -> None:
+    async def _run_turns(self) -> None:
         task, trajectory, settings = self.task, self.trajectory, self._settings
         if task.is_multi_turn:
             await self._begin()
         prompt_token_ids = added_token_ids = task.prompt_token_ids
         restarts = False
-        said: Advance | None = None
+        reply: Advance | None = None
         while not trajectory.cancelled:
-            room = settings.sampling.max_context - len(prompt_token_ids)
-            if room <= 0:
+            num_free_tokens = settings.sampling.max_context - len(prompt_token_ids)
+            if num_free_tokens <= 0:
                 what = f"the prompt of turn {len(trajectory.turns)} fills the context (max_model_len, seq_len)"
                 raise EnvironmentFailure(what)
             started_at = time.time()
-            lane, generation = await self._generate(len(trajectory.turns), prompt_token_ids, room)
+            lease, generation = await self._generate(len(trajectory.turns), prompt_token_ids, num_free_tokens)
             try:
                 if settings.free_lane_after_generation:
-                    self._lanes.release(lane)
+                    self._slots.release(lease)
                 trajectory.generated_at = time.time()
                 turn = Turn(
                     added_token_ids,
@@ -226,38 +226,38 @@ class Rollout:
                     ended_at=trajectory.generated_at,
                     restarts=restarts,
                 )
-                if said is not None:
-                    turn.replies = [(str(m.get("role", "")), str(m.get("content", ""))) for m in said.messages]
-                    turn.divergence = said.divergence
+                if reply is not None:
+                    turn.replies = [(str(m.get("role", "")), str(m.get("content", ""))) for m in reply.messages]
+                    turn.divergence = reply.divergence
                 trajectory.turns.append(turn)
                 if trajectory.cancelled:
                     return
-                said = await self._ask_environment(generation)
+                reply = await self._environment_reply(generation)
             finally:
                 if not settings.free_lane_after_generation:
-                    self._lanes.release(lane)
-            turn.text = said.completion_text
-            if said.done:
-                trajectory.reward, trajectory.end_reason = said.reward, said.end_reason
+                    self._slots.release(lease)
+            turn.text = reply.completion_text
+            if reply.done:
+                trajectory.reward, trajectory.end_reason = reply.reward, reply.end_reason
                 return
-            added_token_ids, restarts = said.append_token_ids, said.restarts
+            added_token_ids, restarts = reply.append_token_ids, reply.restarts
             before = [] if restarts else [*prompt_token_ids, *generation.token_ids_N.tolist()]
             prompt_token_ids = before + added_token_ids
 
     async def _begin(self) -> None:
         """Lets the environment create the state of a new conversation."""
         # A conversation that begins again gets a new id.
-        name = f"{self.task.sample_id}.{self._beginnings}"
-        self._begun = name
+        name = f"{self.task.sample_id}.{self._num_begun}"
+        self._conversation_id = name
         try:
             first = await self._environments.begin(
                 name, self.task.environment_key, self.task.item_index, interleaved=self._settings.interleaved
             )
         except InfrastructureError as error:
-            self._begun = None
+            self._conversation_id = None
             raise _StateLost(error) from error
         except EnvironmentFailure:
-            self._begun = None
+            self._conversation_id = None
             raise
         if first.token_ids != self.task.prompt_token_ids:
             raise EnvironmentFailure(
@@ -265,13 +265,13 @@ class Rollout:
                 "prompt, so it must be deterministic"
             )
 
-    async def _ask_environment(self, generation: Generation) -> Advance:
+    async def _environment_reply(self, generation: Generation) -> Advance:
         """Passes an answer to the environment; returns the score or the environment's messages."""
         task, trajectory, settings = self.task, self.trajectory, self._settings
-        if self._begun is not None:
-            begun, self._begun = self._begun, None
+        if self._conversation_id is not None:
+            begun, self._conversation_id = self._conversation_id, None
             try:
-                said = await self._environments.respond(
+                reply = await self._environments.respond(
                     begun,
                     generation.token_ids_N,
                     generation.logprobs_N,
@@ -284,9 +284,9 @@ class Rollout:
             except asyncio.CancelledError:
                 self._environments.cancel(begun)
                 raise
-            if not said.done:
-                self._begun = begun
-            return said
+            if not reply.done:
+                self._conversation_id = begun
+            return reply
         while True:
             try:
                 return await self._environments.advance(
@@ -301,54 +301,56 @@ class Rollout:
                 if trajectory.num_infrastructure_retries > settings.max_infrastructure_retries:
                     raise
 
-    async def _generate(self, turn_index: int, prompt_token_ids: list[int], room: int) -> tuple[Lease, Generation]:
+    async def _generate(
+        self, turn_index: int, prompt_token_ids: list[int], num_free_tokens: int
+    ) -> tuple[Lease, Generation]:
         """Samples one turn, and retries in a new slot after infrastructure failures. The returned slot is not
         released."""
         task, trajectory, settings = self.task, self.trajectory, self._settings
         sampling = settings.sampling
         while True:
-            lane = await self._lanes.acquire(task.lane_group, turn=turn_index, timeout=settings.lane_timeout)
-            trajectory.server_index, trajectory.lane = lane.server, lane.slot
+            lease = await self._slots.acquire(task.slot_group, turn=turn_index, timeout=settings.slot_timeout)
+            trajectory.server_index, trajectory.slot = lease.server, lease.slot
             num_seen: int | None = None
             try:
                 request = GenerateRequest(
                     # Unique, because every retry of a turn or of the conversation increases the count.
                     request_id=str(
-                        RequestId(task.sample_id, turn_index, trajectory.num_infrastructure_retries, lane.slot)
+                        RequestId(task.sample_id, turn_index, trajectory.num_infrastructure_retries, lease.slot)
                     ),
                     prompt_token_ids=prompt_token_ids,
-                    max_tokens=min(sampling.max_tokens, room),
+                    max_tokens=min(sampling.max_tokens, num_free_tokens),
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
                     seed=task.seed_of_turn(turn_index),
                     priority=turn_index if settings.priority_by_turn else 0,
                 )
-                engine = self._engine_of(lane.server)
+                engine = self._engine_of(lease.server)
                 version = engine.loaded_version
-                self._in_engine = (lane.server, request.request_id, version)
+                self._in_engine = (lease.server, request.request_id, version)
                 try:
                     generation = await engine.generate(request)
                 finally:
                     self._in_engine = None
-                problem = None if trajectory.cancelled else _why_not_usable(generation, version)
+                problem = None if trajectory.cancelled else _problem_with(generation, version)
                 if problem is not None:
                     num_seen = len(generation.token_ids_N)
-                    raise InfrastructureError(f"server {lane.server}, request {request.request_id}: {problem}")
-                return lane, generation
+                    raise InfrastructureError(f"server {lease.server}, request {request.request_id}: {problem}")
+                return lease, generation
             except InfrastructureError as error:
                 # Reported first, so that the slot does not go to a waiter while its server is down.
-                self._on_engine_failure(lane.server, error)
-                self._lanes.release(lane)
-                trajectory.failed_answers.append(num_seen)
+                self._on_engine_failure(lease.server, error)
+                self._slots.release(lease)
+                trajectory.failed_requests.append(num_seen)
                 trajectory.num_infrastructure_retries += 1
                 if trajectory.cancelled or trajectory.num_infrastructure_retries > settings.max_infrastructure_retries:
                     raise
             except BaseException:
-                self._lanes.release(lane)
+                self._slots.release(lease)
                 raise
 
 
-def _why_not_usable(generation: Generation, loaded_version: int) -> str | None:
+def _problem_with(generation: Generation, loaded_version: int) -> str | None:
     """Returns what is wrong with an answer; None if it can be used.
 
     `loaded_version` is the policy version of the server when the request was sent. An older answer comes from a server
@@ -365,7 +367,7 @@ def _why_not_usable(generation: Generation, loaded_version: int) -> str | None:
 async def run_rollout(
     task: RolloutTask,
     *,
-    lanes: RequestSlots,
+    slots: RequestSlots,
     engine_of: Callable[[int], Engine],
     environments: Environments,
     settings: RolloutSettings,
@@ -374,7 +376,7 @@ async def run_rollout(
     """Runs one sample that is never cancelled; see `Rollout.run`."""
     return await Rollout(
         task,
-        lanes=lanes,
+        slots=slots,
         engine_of=engine_of,
         environments=environments,
         settings=settings,

@@ -59,19 +59,19 @@ class Trajectory:
     """The environment's reason for ending the conversation, if it gave one."""
     cancelled: bool = False
     """Cancelled because its group became too old; then neither scored nor masked."""
-    left_out: str | None = None
+    filtered_by: str | None = None
     """The filter that removed a scored sample from training."""
     training_reward: float | None = None
     """Reward for its advantage, after scaling and penalty; None: the total reward."""
     penalty: float = 0.0
     """Overlong penalty, subtracted from the training reward."""
     num_infrastructure_retries: int = 0
-    failed_answers: list[int | None] = field(default_factory=list)
+    failed_requests: list[int | None] = field(default_factory=list)
     """Tokens of each failed request; None where the engine ended before it reported them."""
     lost_conversations: list[int] = field(default_factory=list)
     """Tokens of each conversation that began again because its state was lost."""
     server_index: int = -1
-    lane: int = -1
+    slot: int = -1
     started_at: float = 0.0
     generated_at: float = 0.0
     finished_at: float = 0.0
@@ -86,12 +86,12 @@ class Trajectory:
     @property
     def is_usable(self) -> bool:
         """Whether it is scored and no filter removed it."""
-        return self.reward is not None and self.left_out is None
+        return self.reward is not None and self.filtered_by is None
 
     @property
     def mask_reason(self) -> str | None:
         """Why it is masked: the kind of its failure, or the filter that removed it."""
-        return self.failure_kind or self.left_out
+        return self.failure_kind or self.filtered_by
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -106,7 +106,7 @@ class Trajectory:
     @property
     def num_sampled_tokens(self) -> int:
         """All tokens known to be sampled for it: its turns, failed requests and lost conversations."""
-        failed = sum(length for length in self.failed_answers if length is not None)
+        failed = sum(length for length in self.failed_requests if length is not None)
         return self.num_completion_tokens + failed + sum(self.lost_conversations)
 
     @property

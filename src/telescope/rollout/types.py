@@ -37,19 +37,19 @@ class RequestId:
     sample_id: str
     turn: int
     attempt: int
-    lane: int
+    slot: int
 
     def __str__(self) -> str:
-        return f"{self.sample_id}.{self.turn}.{self.attempt}@{self.lane}"
+        return f"{self.sample_id}.{self.turn}.{self.attempt}@{self.slot}"
 
 
 def parse_request_id(text: str) -> RequestId | None:
     """Inverse of `str(RequestId(...))`. Returns None for an id of another form, such as that of a probe."""
-    name, _, lane = text.rpartition("@")
+    name, _, slot = text.rpartition("@")
     parts = name.rsplit(".", 2)
-    if len(parts) != 3 or not all(part.isdigit() for part in (*parts[1:], lane)):
+    if len(parts) != 3 or not all(part.isdigit() for part in (*parts[1:], slot)):
         return None
-    return RequestId(parts[0], int(parts[1]), int(parts[2]), int(lane))
+    return RequestId(parts[0], int(parts[1]), int(parts[2]), int(slot))
 
 
 @dataclass(slots=True)

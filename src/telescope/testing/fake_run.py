@@ -90,12 +90,12 @@ class FakeWeightSync:
                 self.servers.report_failure(index, error)
         return {"weight_sync/servers": float(len(self.servers.up))}
 
-    async def sync_one(self, server: int, on_held: Callable[[], None], *, fresh: bool) -> None:
+    async def sync_one(self, server: int, on_loaded: Callable[[], None], *, fresh: bool) -> None:
         assert self.servers is not None
         async with self.trainer.queue:
             if fresh and self.trainer.version:
                 await self._update(self.servers.clients[server])
-            on_held()
+            on_loaded()
 
     async def _update(self, client: EngineClient) -> None:
         await client.pause()
@@ -125,7 +125,7 @@ class FakeRun:
     trainer: FakeTrainer
     weights: FakeWeightSync
     servers: ServerPool
-    lanes: RequestSlotPool
+    slots: RequestSlotPool
     status: RunStatus
     step_log: StepLog
     recorder: Recorder
@@ -139,7 +139,7 @@ class FakeRun:
             async with asyncio.timeout(timeout):
                 await supervisor.run_until(self.orchestrator.run(supervisor))
         except TimeoutError:
-            state = (self.status.parts, self.lanes.describe(), self.orchestrator.window, self.orchestrator.ledger)
+            state = (self.status.components, self.slots.describe(), self.orchestrator.window, self.orchestrator.ledger)
             raise AssertionError(f"the run did not end within {timeout:g} s: {state}") from None
 
 
@@ -173,14 +173,14 @@ async def fake_run(
         await environments.start()
         weights = FakeWeightSync(trainer)
         status = RunStatus("fake", config.number_of_steps)
-        lanes = make_request_slots(
+        slots = make_request_slots(
             individual=config.enable_individual_sample_lanes,
             num_servers=len(clients),
             groups_per_server=config.max_concurrent_prompts_per_server,
             group_size=config.group_size,
         )
         servers = ServerPool(
-            handles, clients, lanes, status,
+            handles, clients, slots, status,
             start_timeout=SERVER_START_SECONDS, hang_timeout=0.0, bring_weights=weights.sync_one,
         )  # fmt: skip
         weights.servers = servers
@@ -195,7 +195,7 @@ async def fake_run(
             Services(
                 environments=environments,
                 environment_keys=keys.training,
-                lanes=lanes,
+                slots=slots,
                 engines=clients,
                 trainer=trainer,
                 weights=weights,
@@ -210,4 +210,4 @@ async def fake_run(
             RolloutSettings.from_config(config),
             status,
         )
-        yield FakeRun(config, orchestrator, trainer, weights, servers, lanes, status, step_log, recorder, environments)
+        yield FakeRun(config, orchestrator, trainer, weights, servers, slots, status, step_log, recorder, environments)

@@ -1,6 +1,6 @@
 """Real samples for the proofs: prompts of the run's environments, answered by its engines, scored by its environments.
 
-Owns how many, and how they become training samples. They go the way of every rollout (`rollout.sample`), through lanes
+Owns how many, and how they become training samples. They go the way of every rollout (`rollout.sample`), through slots
 and all servers. Invariant: advantages are drawn at random and never 0, so that every sample counts in a gradient, also
 where all rewards of a group are equal.
 """
@@ -57,7 +57,7 @@ async def sample_groups(
         )
         trajectory = await run_rollout(
             task,
-            lanes=parts.lanes,
+            slots=parts.slots,
             engine_of=lambda server: parts.servers.clients[server],
             environments=parts.environments,
             settings=settings,
@@ -75,7 +75,7 @@ async def sample_groups(
         )
     )
     for group in range(num_groups):
-        parts.lanes.forget_group(FIRST_GROUP + group)
+        parts.slots.forget_group(FIRST_GROUP + group)
     scored = [trajectory for trajectory in trajectories if trajectory.reward is not None]
     samples = [sample for trajectory in scored for sample in trajectory.to_train_samples()]
     samples, _ = truncate_to([sample for sample in samples if sample.num_trained], config.seq_len)

@@ -227,7 +227,7 @@ async def test_a_lane_per_group_trains_the_same_number_of_samples(ground: Ground
     ) as run:  # fmt: skip
         await run.run()
         assert run.orchestrator.ledger.num_trained == 20
-        assert run.lanes.num_used <= 8
+        assert run.slots.num_used <= 8
 
 
 async def test_samples_under_way_can_be_seen_while_the_run_is_live(ground: Ground, tmp_path: Path) -> None:

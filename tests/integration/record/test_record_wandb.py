@@ -17,7 +17,7 @@ from telescope.errors import UserError
 from telescope.orchestrator.run import _TrainingRun
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.summary import summarise
+from telescope.orchestrator.summary import summarize
 from telescope.record.wandb_sink import MAX_WAITING, WandbSink
 
 
@@ -138,7 +138,7 @@ def test_the_numbers_of_a_run_that_has_ended_are_its_summary_in_wandb(tmp_path):
         status = RunStatus("demo", 60)
         status.step = 7
         directory.ended(
-            summarise(config, directory.path, status, [], seconds=2.5, training_seconds=1.0, error=None,
+            summarize(config, directory.path, status, [], seconds=2.5, training_seconds=1.0, error=None,
                       interrupted=False)
         )  # fmt: skip
     summary = offline_summary(tmp_path / "run")

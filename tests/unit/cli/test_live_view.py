@@ -65,9 +65,9 @@ def test_a_long_run_with_everything_at_once_is_drawn(width: int) -> None:
     status = status_after(12_345, total=123_456)
     status.phase = "a phase that says very much about what it is doing " * 3
     status.eval_done, status.eval_total = 10, 500
-    status.num_lanes = status.num_generating = 4096
+    status.num_slots = status.num_generating = 4096
     for part in ("trainer", "dispatch", "batches", "prompts", *(f"server {index}" for index in range(8))):
-        status.set_part(part, "waiting for something that has a long name " * 4)
+        status.set_component(part, "waiting for something that has a long name " * 4)
     for index in range(10):
         status.messages.append(f"message {index} " * 12)
     frame = drawn(status, width)
@@ -90,7 +90,7 @@ def test_how_to_end_a_run_is_said_in_full_and_a_long_path_by_its_end(letter: str
 
 def test_words_of_others_are_shown_as_they_are_and_never_read_as_markup() -> None:
     status = RunStatus("[red]demo[/]", 10, phase="[bold]phase")
-    status.set_part("server 0", "(EngineCore pid=7) INFO [core.py:12] \x1b[1;36mloading\x1b[0m [/model]")
+    status.set_component("server 0", "(EngineCore pid=7) INFO [core.py:12] \x1b[1;36mloading\x1b[0m [/model]")
     status.messages.append("[/nothing] was open")
     frame = drawn(status, 120)
     for text in ("[red]demo[/]", "[bold]phase", "INFO [core.py:12] loading [/model]", "[/nothing] was open"):
@@ -103,7 +103,7 @@ CONTROL = "\x1b[2J\x1b]0;title\x07\x9b1m\x08"
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_control_sequences_in_what_a_run_reports_do_not_reach_the_terminal(is_terminal: bool) -> None:
     status = RunStatus(f"na{CONTROL}me", 10, phase=f"pha{CONTROL}se", run_dir=f"/runs{CONTROL}/here")
-    status.set_part(f"server{CONTROL}", f"doi{CONTROL}ng")
+    status.set_component(f"server{CONTROL}", f"doi{CONTROL}ng")
     status.messages.append(f"mess{CONTROL}age")
     out = io.StringIO()
     if is_terminal:

@@ -180,7 +180,7 @@ def test_a_call_fails_with_its_process_only_if_nothing_else_ended_that(make_call
     worker.state.sent(1, call)
     worker.killed = killed
     blamed = not (killed or lost or from_outside)
-    assert worker.gone() == ([] if blamed else [call])
+    assert worker.process_ended() == ([] if blamed else [call])
     assert call.future.done() == blamed
     assert call.worker_exits == (0 if blamed or killed else 1)
     if blamed:

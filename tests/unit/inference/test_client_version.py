@@ -16,7 +16,7 @@ async def test_a_server_holds_the_new_version_once_it_has_answered_the_end_of_th
     seen = []
 
     async def answer(*_: Any, **__: Any) -> bytes:
-        seen.append(client.held_version)
+        seen.append(client.loaded_version)
         if failure is not None:
             raise failure
         return b""
@@ -28,4 +28,4 @@ async def test_a_server_holds_the_new_version_once_it_has_answered_the_end_of_th
         with pytest.raises(InfrastructureError):
             await client.finish_update(3)
     assert seen == [2]
-    assert client.held_version == (3 if failure is None else 2)
+    assert client.loaded_version == (3 if failure is None else 2)

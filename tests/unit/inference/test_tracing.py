@@ -49,7 +49,7 @@ def send(receiver: TraceReceiver, body: bytes, authorization: str | None = None,
 
 
 def test_a_request_is_queue_prefill_and_decode_end_to_end() -> None:
-    name = str(RequestId("5-0", turn=2, attempt=1, lane=7))
+    name = str(RequestId("5-0", turn=2, attempt=1, slot=7))
     queue, prefill, decode = request_rows(100.0, TIMES | {"gen_ai.request.id": f"generate-tokens-{name}"}, server=3)
     assert [(row["name"], row["start"], row["end"]) for row in (queue, prefill, decode)] == [
         ("queue", 100.0, 101.0),
@@ -75,7 +75,7 @@ def test_foreign_request_ids_name_no_sample(text: str) -> None:
 
 
 def test_a_request_id_is_parsed_into_its_components() -> None:
-    made = RequestId("eval.countdown.12-3", turn=11, attempt=2, lane=255)
+    made = RequestId("eval.countdown.12-3", turn=11, attempt=2, slot=255)
     assert parse_request_id(str(made)) == made
 
 

@@ -54,7 +54,7 @@ def sample(
     for turn, length in enumerate(lengths):
         sampled = generation(list(range(100, 100 + length)), version=version, finish_reason=finish_reason)
         made.turns.append(Turn([1, 2] if turn == 0 else [9], sampled, f"turn {turn}", 10.0 + turn, 10.5 + turn))
-    made.server_index, made.lane = 0, 3
+    made.server_index, made.slot = 0, 3
     made.started_at, made.generated_at, made.finished_at = 10.0, 12.0, 12.25
     if reward is None:
         made.failure_kind, made.failure_message = "environment", "KeyError: 'numbers'"

@@ -14,7 +14,7 @@ from telescope.environments.worker_pool.messages import Advance, EnvironmentInfo
 from telescope.errors import InfrastructureError
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.orchestrator import Orchestrator
-from telescope.orchestrator.prompt_sampler import FIRST_DRAW, PromptSampler, SamplerPosition
+from telescope.orchestrator.prompt_sampler import FIRST_POSITION, PromptSampler, SamplerPosition
 from telescope.orchestrator.request_slots import make_request_slots
 from telescope.orchestrator.services import Services
 from telescope.orchestrator.status import RunStatus
@@ -103,7 +103,7 @@ class InMemoryRun:
         *,
         held_out: frozenset[str] = frozenset(),
         first_index: int = 0,
-        start: SamplerPosition = FIRST_DRAW,
+        start: SamplerPosition = FIRST_POSITION,
     ) -> None:
         self.config = config
         self.environments = cast(Any, NumberedItems())
@@ -112,13 +112,13 @@ class InMemoryRun:
         self.recorder = cast(Any, StrictRecorder())
         self.step_log = StepLog()
         self.status = RunStatus("test", config.number_of_steps)
-        self.lanes = make_request_slots(
+        self.slots = make_request_slots(
             individual=config.enable_individual_sample_lanes,
             num_servers=1,
             groups_per_server=config.max_concurrent_prompts_per_server,
             group_size=config.group_size,
         )
-        self.lanes.set_up(0, True)
+        self.slots.set_up(0, True)
         self.failures: list[tuple[int, InfrastructureError]] = []
         size = self.environments.num_items
         self.orchestrator = Orchestrator(
@@ -126,7 +126,7 @@ class InMemoryRun:
             Services(
                 environments=self.environments,
                 environment_keys=[entry.name for entry in config.environments],
-                lanes=self.lanes,
+                slots=self.slots,
                 engines=[self.engine],
                 trainer=self.trainer,
                 weights=self.trainer,

@@ -1,6 +1,6 @@
-"""A run on a simulated clock: the real loops and lanes over engines, environment and trainer that take time and fail.
+"""A run on a simulated clock: the real loops and slots over engines, environment and trainer that take time and fail.
 
-Real here: orchestrator, rollouts, lanes, the fake engine's model of running, pausing, aborting and updating. Made up:
+Real here: orchestrator, rollouts, slots, the fake engine's model of running, pausing, aborting and updating. Made up:
 how long each thing takes, and when servers die. `Simulation.check` holds a run to its books.
 """
 
@@ -26,7 +26,7 @@ from telescope.environments.worker_pool.messages import (
     RewardRecord,
 )
 from telescope.errors import EnvironmentFailure, InfrastructureError, RolloutLost
-from telescope.orchestrator.async_window import MAX_RETURNS
+from telescope.orchestrator.async_window import MAX_REQUEUES
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.groups import Group
 from telescope.orchestrator.orchestrator import Orchestrator
@@ -233,7 +233,7 @@ class SimulatedTrainer:
 class Simulation:
     """One run, wired. `run` ends with its books checked.
 
-    `answer` is what every server says to a request, `recorder` keeps the rows, `max_returns` is how often a draw whose
+    `answer` is what every server says to a request, `recorder` keeps the rows, `max_requeues` is how often a draw whose
     group became too old is asked again.
     """
 
@@ -246,7 +246,7 @@ class Simulation:
         num_servers: int = 1,
         answer: AnswerFunction | None = None,
         recorder: StrictRecorder | None = None,
-        max_returns: int = MAX_RETURNS,
+        max_requeues: int = MAX_REQUEUES,
     ) -> None:
         rng = random.Random(seed)
         self.config, self.pace = config, pace
@@ -256,14 +256,14 @@ class Simulation:
         self.recorder = recorder or StrictRecorder()
         self.step_log = StepLog()
         self.status = RunStatus("simulation", config.number_of_steps)
-        self.lanes = make_request_slots(
+        self.slots = make_request_slots(
             individual=config.enable_individual_sample_lanes,
             num_servers=num_servers,
             groups_per_server=config.max_concurrent_prompts_per_server,
             group_size=config.group_size,
         )
         for index in range(num_servers):
-            self.lanes.set_up(index, True)
+            self.slots.set_up(index, True)
         self.begun: list[tuple[Group, Rollout]] = []
         """Every sample that was begun."""
         self.orchestrator = Orchestrator(
@@ -271,7 +271,7 @@ class Simulation:
             Services(
                 environments=cast(Any, self.environment),
                 environment_keys=[entry.name for entry in config.environments],
-                lanes=self.lanes,
+                slots=self.slots,
                 engines=self.servers,
                 trainer=self.trainer,
                 weights=self.trainer,
@@ -285,7 +285,7 @@ class Simulation:
             frozenset(),
             RolloutSettings.from_config(config),
             self.status,
-            max_returns=max_returns,
+            max_requeues=max_requeues,
         )
         begin = self.orchestrator._rollout
 
@@ -298,7 +298,7 @@ class Simulation:
 
     def _report(self, server: int, error: InfrastructureError) -> None:
         if not self.servers[server].alive:
-            self.lanes.set_up(server, False)
+            self.slots.set_up(server, False)
 
     async def _kill_and_revive(self, when: float, index: int, away: float) -> None:
         await asyncio.sleep(when)
@@ -309,7 +309,7 @@ class Simulation:
         await asyncio.sleep(away)
         server.alive = True
         server.update(self.trainer.version)
-        self.lanes.set_up(index, True)
+        self.slots.set_up(index, True)
 
     async def run(self) -> None:
         """Train to the end and check the books."""
@@ -328,7 +328,7 @@ class Simulation:
 
     def counted_tokens(self) -> dict[str, float]:
         """Tokens by what became of them, over all steps and since the last one."""
-        last = self.orchestrator._journal._discards.take(0)
+        last = self.orchestrator._step_recorder._discards.take(0)
         counted: dict[str, float] = defaultdict(float)
         for name, value in (item for metrics in (*self.step_log.metrics, last) for item in metrics.items()):
             fate, _, quantity = name.rpartition("/")
@@ -338,7 +338,7 @@ class Simulation:
         return counted
 
     def check(self) -> None:
-        """Every prompt accounted for, no token trained too old, none twice, no lane leaked."""
+        """Every prompt accounted for, no token trained too old, none twice, no slot leaked."""
         ledger, config = self.orchestrator.ledger, self.config
         assert len(self.trainer.ages) == config.number_of_steps
         assert ledger.is_balanced()
@@ -349,8 +349,8 @@ class Simulation:
         assert len(trained_groups) == ledger.num_opened - len(ledger.open)
         if config.max_off_policy_steps >= 0:
             assert max(age for step in self.trainer.ages for age in step) <= config.max_off_policy_steps
-        assert self.lanes.num_used == 0, self.lanes.describe()
-        assert self.lanes.num_waiting == 0
+        assert self.slots.num_used == 0, self.slots.describe()
+        assert self.slots.num_waiting == 0
         for server in self.servers:
             assert not server.engine.requests, "the engine works for nobody"
         assert not self.environment.items, "the environment holds no state"

@@ -48,7 +48,7 @@ paces = st.builds(
     steps=st.integers(1, 6),
     ahead=st.integers(0, 4),
     bound=st.sampled_from([-1, 0, 1, 2, 8]),
-    lanes=st.integers(1, 6),
+    slots=st.integers(1, 6),
     individual=st.booleans(),
     free=st.booleans(),
 )
@@ -60,7 +60,7 @@ def test_every_prompt_is_accounted_for_and_nothing_leaks_or_hangs(
     steps: int,
     ahead: int,
     bound: int,
-    lanes: int,
+    slots: int,
     individual: bool,
     free: bool,
 ) -> None:
@@ -70,7 +70,7 @@ def test_every_prompt_is_accounted_for_and_nothing_leaks_or_hangs(
         number_of_steps=steps,
         max_async_rollout=ahead,
         max_off_policy_steps=bound,
-        max_concurrent_prompts_per_server=lanes,
+        max_concurrent_prompts_per_server=slots,
         enable_individual_sample_lanes=individual,
         free_lane_after_generation=free and individual,
         environment_error_budget=1.0,

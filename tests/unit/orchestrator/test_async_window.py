@@ -20,7 +20,7 @@ def test_a_discarded_group_is_replaced_at_once() -> None:
     window = AsyncWindow(batch_size=2, max_async_rollout=0)
     window.opened()
     window.opened()
-    window.given_up()
+    window.discarded()
     assert window.may_open()
 
 
@@ -37,7 +37,7 @@ def test_generation_is_never_further_ahead_than_the_window(batch: int, ahead: in
             window.opened()
             open_groups, opened = open_groups + 1, opened + 1
         elif action == "discard" and open_groups:
-            window.given_up()
+            window.discarded()
             open_groups, discarded = open_groups - 1, discarded + 1
         elif action == "step" and open_groups >= batch:
             open_groups -= batch

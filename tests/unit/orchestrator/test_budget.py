@@ -17,7 +17,7 @@ from telescope.utils.text import LONGEST
 EVENTS = {
     "sample": lambda budget: budget.sample_succeeded("bad"),
     "failure": lambda budget: budget.sample_failed("bad", 7, "boom"),
-    "prompt": lambda budget: budget.prompt_made("bad"),
+    "prompt": lambda budget: budget.prompt_rendered("bad"),
 }
 
 
@@ -78,12 +78,12 @@ def test_prompts_that_cannot_be_made_are_a_share_of_the_prompts() -> None:
     budget = ErrorBudget(0.5)
     for item in range(200):  # ahead of any sample, every third cannot be made
         if item % 3:
-            budget.prompt_made("bad")
+            budget.prompt_rendered("bad")
         else:
             budget.prompt_failed("bad", item, "no such item")
     budget.sample_failed("bad", 1, "boom")
     mostly = ErrorBudget(0.5)
-    mostly.prompt_made("bad")
+    mostly.prompt_rendered("bad")
     for item in range(MIN_FAILURES - 1):
         mostly.prompt_failed("bad", item, "no such item")
     with pytest.raises(RunError, match=f"failed {MIN_FAILURES} of its last {MIN_FAILURES + 1} prompts"):

@@ -23,10 +23,10 @@ from telescope.rollout.sample import RolloutSettings
 async def evaluation_of(config: TelescopeConfig, environments: Any = None) -> Evaluation:
     environments = environments or NumberedItems()
     plans = await plan_evals(config, environment_keys(config), environments, RolloutSettings.from_config(config))
-    lanes = RequestSlotPool([8])
-    lanes.set_up(0, True)
+    slots = RequestSlotPool([8])
+    slots.set_up(0, True)
     recorder: Any = StrictRecorder()
-    return Evaluation(plans, config, environments, lanes, recorder, RunStatus("test", config.number_of_steps))
+    return Evaluation(plans, config, environments, slots, recorder, RunStatus("test", config.number_of_steps))
 
 
 class OneServer:
@@ -138,7 +138,7 @@ async def test_an_eval_averages_what_the_environment_says_and_records_each_sampl
     assert all(for_eval for _, _, for_eval in evaluation.environments.advanced)  # type: ignore[attr-defined]
     assert {request.temperature for request in servers.engine.requests} == {0.0}
     assert len(written.of("spans", name="eval")) == 1
-    assert evaluation.lanes.num_used == 0
+    assert evaluation.slots.num_used == 0
 
 
 class TwoTurns(NumberedItems):

@@ -37,25 +37,25 @@ def test_nothing_is_left_out_by_default() -> None:
     loop.turns[-1].generation.logprobs_N[:] = -100.0
     loop.turns[-1].generation.token_ids_N[:] = 150_000
     filters().judge(loop, NO_SCALE)
-    assert loop.left_out is None
+    assert loop.filtered_by is None
     assert loop.penalty == 0.0
     assert loop.training_reward == loop.total_reward
 
 
 def test_an_answer_that_was_cut_off_is_overlong() -> None:
     only = filters(filter_overlong=True)
-    assert only.reason_to_leave_out(sample(finish_reason="length")) == "overlong"
-    assert only.reason_to_leave_out(sample(finish_reason="stop")) is None
+    assert only.filter_reason(sample(finish_reason="length")) == "overlong"
+    assert only.filter_reason(sample(finish_reason="stop")) is None
 
 
 def test_a_text_that_compresses_too_well_is_repetition() -> None:
     only = filters(filter_repetition=True)
     prose = "It was the best of times, it was the worst of times, it was the age of wisdom, of foolishness."
-    assert only.reason_to_leave_out(with_text("wait, let me check. " * 200)) == "repetition"
-    assert only.reason_to_leave_out(with_text(prose)) is None
-    assert only.reason_to_leave_out(with_text("")) is None
+    assert only.filter_reason(with_text("wait, let me check. " * 200)) == "repetition"
+    assert only.filter_reason(with_text(prose)) is None
+    assert only.filter_reason(with_text("")) is None
     strict = filters(filter_repetition=True, repetition_compression_threshold=1.1)
-    assert strict.reason_to_leave_out(with_text(prose)) == "repetition"
+    assert strict.filter_reason(with_text(prose)) == "repetition"
 
 
 def test_compression_ratio_is_bytes_over_compressed_bytes() -> None:
@@ -73,7 +73,7 @@ def test_a_rare_token_below_the_uniform_logprob_is_gibberish() -> None:
         generation = made.turns[1].generation
         generation.token_ids_N = np.array([7, token_id, 7])
         generation.logprobs_N = np.array([-0.1, logprob, -0.1])
-        return only.reason_to_leave_out(made)
+        return only.filter_reason(made)
 
     assert judged(102, bound - 0.1) == "gibberish"
     assert judged(102, bound + 0.1) is None, "not improbable enough"

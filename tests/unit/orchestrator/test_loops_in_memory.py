@@ -147,7 +147,7 @@ async def test_every_turn_of_every_sample_has_a_seed_of_its_own() -> None:
 async def test_held_out_items_are_not_trained_on() -> None:
     made = InMemoryRun(config_of(number_of_steps=8))
     components = SimpleNamespace(
-        environments=made.environments, keys=SimpleNamespace(training=["arithmetic"], evals=[]), lanes=made.lanes,
+        environments=made.environments, keys=SimpleNamespace(training=["arithmetic"], evals=[]), slots=made.slots,
         servers=SimpleNamespace(clients=[made.engine], report_failure=None), trainer=made.trainer,
         weights=made.trainer, settings=RolloutSettings.from_config(made.config),
     )  # fmt: skip
@@ -195,11 +195,11 @@ async def test_masked_samples_are_counted_and_recorded_with_what_failed() -> Non
 
 async def test_a_server_that_comes_up_wakes_a_run_that_has_nothing_else_to_wait_for() -> None:
     run = InMemoryRun(config_of())
-    run.lanes.set_up(0, False)
+    run.slots.set_up(0, False)
     running = asyncio.create_task(run.run())
     await tick(50)
     assert not run.engine.requests
-    run.lanes.set_up(0, True)
+    run.slots.set_up(0, True)
     await running
     assert len(run.trainer.steps) == 3
 
@@ -224,7 +224,7 @@ async def test_rewards_are_scaled_to_their_range_for_training_alone_when_asked_f
 
 
 async def test_a_run_whose_every_item_is_held_out_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("telescope.orchestrator.prompt_buffer.MAX_FRUITLESS_DRAWS", 200)
+    monkeypatch.setattr("telescope.orchestrator.prompt_buffer.MAX_UNUSABLE_PROMPTS", 200)
     run = InMemoryRun(config_of(), held_out=frozenset(f"uid {index}" for index in range(64)))
     with pytest.raises(RuntimeError, match=r"200 consecutive prompts .*separate_eval_samples"):
         await run.run()

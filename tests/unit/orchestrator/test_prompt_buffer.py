@@ -12,7 +12,7 @@ from telescope.environments.worker_pool.messages import PreparedPrompt
 from telescope.errors import EnvironmentFailure, RunError
 from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.prompt_buffer import PREPARE_AT_ONCE, PromptBuffer
-from telescope.orchestrator.prompt_sampler import FIRST_DRAW, PromptSampler, SamplerPosition
+from telescope.orchestrator.prompt_sampler import FIRST_POSITION, PromptSampler, SamplerPosition
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import ChangeNotifier
 
@@ -44,7 +44,7 @@ class Filling:
     def __init__(
         self,
         *,
-        start: SamplerPosition = FIRST_DRAW,
+        start: SamplerPosition = FIRST_POSITION,
         held_out: frozenset[str] = frozenset(),
         context: int = 1000,
         budget: float = 1.0,
@@ -57,7 +57,7 @@ class Filling:
         self.draws = PromptSampler(self.config.seed, [NUM_ITEMS], [1.0], [0])
         self.buffer = PromptBuffer(
             self.config, self.source, ["arithmetic"], self.draws, held_out, start,
-            max_context=context, budget=ErrorBudget(budget), changes=self.changes, status=status,
+            max_context=context, budget=ErrorBudget(budget), notifier=self.changes, status=status,
         )  # fmt: skip
         self.task = asyncio.create_task(self.buffer.fill())
 
@@ -114,7 +114,7 @@ async def test_a_draw_that_is_given_back_comes_first() -> None:
     filling = Filling(prompt_prefetch_buffer_size=4)
     await filling.settled()
     draw, prompt = filling.buffer.take()
-    filling.buffer.give_back(draw, prompt)
+    filling.buffer.requeue(draw, prompt)
     assert await filling.taken(3) == [0, 1, 2]
     await filling.end()
 
@@ -130,7 +130,7 @@ async def test_what_an_earlier_attempt_left_unfinished_is_asked_first() -> None:
 async def test_what_is_held_out_too_long_or_broken_never_enters() -> None:
     filling = Filling(held_out=frozenset({"uid 2", "uid 5"}), context=31, prompt_prefetch_buffer_size=4)
     filling.source.broken = {8}
-    items = [filling.draws.draw(n).index for n in await filling.taken(20)]
+    items = [filling.draws.prompt(n).index for n in await filling.taken(20)]
     assert not {2, 5, 8} & set(items)
     assert max(items) < 30, "item i has i + 1 tokens, and an answer needs room for one"
     await filling.end()

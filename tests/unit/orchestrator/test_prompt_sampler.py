@@ -12,36 +12,36 @@ from telescope.orchestrator.prompt_sampler import PromptSampler, request_seed
 def test_a_draw_does_not_depend_on_the_order_of_calls(seed: int, order: list[int]) -> None:
     straight = PromptSampler(seed, [50, 7], [1.0, 3.0], [0, 0])
     shuffled = PromptSampler(seed, [50, 7], [1.0, 3.0], [0, 0])
-    expected = {n: straight.draw(n) for n in sorted(order)}
-    assert {n: shuffled.draw(n) for n in order} == expected
+    expected = {n: straight.prompt(n) for n in sorted(order)}
+    assert {n: shuffled.prompt(n) for n in order} == expected
 
 
 @given(size=st.integers(1, 300), held_out=st.integers(0, 40))
 def test_each_epoch_visits_every_item_once_and_no_held_out_item(size: int, held_out: int) -> None:
     draws = PromptSampler(5, [size + held_out], [1.0], [held_out])
     for epoch in range(3):
-        seen = [draws.draw(epoch * size + i) for i in range(size)]
+        seen = [draws.prompt(epoch * size + i) for i in range(size)]
         assert sorted(draw.index for draw in seen) == list(range(held_out, held_out + size))
         assert {draw.epoch for draw in seen} == {epoch}
 
 
 def test_epochs_are_shuffled_differently() -> None:
     draws = PromptSampler(0, [100], [1.0], [0])
-    first = [draws.draw(n).index for n in range(100)]
-    second = [draws.draw(n).index for n in range(100, 200)]
+    first = [draws.prompt(n).index for n in range(100)]
+    second = [draws.prompt(n).index for n in range(100, 200)]
     assert first != second
     assert first != sorted(first)
 
 
 def test_environments_are_drawn_by_weight() -> None:
     draws = PromptSampler(1, [10, 10, 10], [0.2, 0.3, 0.5], [0, 0, 0])
-    counts = np.bincount([draws.draw(n).environment for n in range(20_000)], minlength=3) / 20_000
+    counts = np.bincount([draws.prompt(n).environment for n in range(20_000)], minlength=3) / 20_000
     np.testing.assert_allclose(counts, [0.2, 0.3, 0.5], atol=0.02)
 
 
 def test_another_seed_asks_something_else() -> None:
     one, other = (PromptSampler(seed, [1000], [1.0], [0]) for seed in (1, 2))
-    assert [one.draw(n).index for n in range(20)] != [other.draw(n).index for n in range(20)]
+    assert [one.prompt(n).index for n in range(20)] != [other.prompt(n).index for n in range(20)]
 
 
 def test_an_environment_held_out_whole_is_an_error() -> None:

@@ -10,127 +10,127 @@ from telescope.rollout.types import Lease
 
 
 def pool(*capacities: int) -> RequestSlotPool:
-    lanes = RequestSlotPool(list(capacities))
+    slots = RequestSlotPool(list(capacities))
     for index in range(len(capacities)):
-        lanes.set_up(index, True)
-    return lanes
+        slots.set_up(index, True)
+    return slots
 
 
 async def test_a_server_never_holds_more_samples_than_lanes() -> None:
-    lanes = pool(3)
+    slots = pool(3)
     running = most = 0
 
     async def sample(group: int) -> None:
         nonlocal running, most
-        lease = await lanes.acquire(group, timeout=5)
+        lease = await slots.acquire(group, timeout=5)
         running += 1
         most = max(most, running)
         await asyncio.sleep(0)
         running -= 1
-        lanes.release(lease)
+        slots.release(lease)
 
     await asyncio.gather(*(sample(i) for i in range(20)))
     assert most == 3
-    assert lanes.num_used == 0
+    assert slots.num_used == 0
 
 
 async def test_a_group_stays_on_one_server() -> None:
-    lanes = pool(8, 8)
-    leases = [await lanes.acquire(group, timeout=1) for group in (1, 2) for _ in range(4)]
+    slots = pool(8, 8)
+    leases = [await slots.acquire(group, timeout=1) for group in (1, 2) for _ in range(4)]
     assert len({lease.server for lease in leases[:4]}) == 1
     assert len({lease.server for lease in leases[4:]}) == 1
     assert leases[0].server != leases[4].server, "the second group goes to the emptier server"
 
 
 async def test_a_later_turn_is_served_before_a_new_sample() -> None:
-    lanes = pool(1)
-    held = await lanes.acquire(0, timeout=1)
+    slots = pool(1)
+    held = await slots.acquire(0, timeout=1)
     order: list[str] = []
 
     async def wait(name: str, group: int, turn: int) -> None:
-        lease = await lanes.acquire(group, turn=turn, timeout=1)
+        lease = await slots.acquire(group, turn=turn, timeout=1)
         order.append(name)
-        lanes.release(lease)
+        slots.release(lease)
 
     waiting = [asyncio.create_task(wait("new sample", 1, 0)), asyncio.create_task(wait("second turn", 0, 1))]
     await asyncio.sleep(0)
-    lanes.release(held)
+    slots.release(held)
     await asyncio.gather(*waiting)
     assert order == ["second turn", "new sample"]
 
 
 async def test_a_dead_server_gets_nothing_and_its_groups_move() -> None:
-    lanes = pool(2, 2)
-    first = await lanes.acquire(7, timeout=1)
-    lanes.set_up(first.server, False)
-    second = await lanes.acquire(7, timeout=1)
+    slots = pool(2, 2)
+    first = await slots.acquire(7, timeout=1)
+    slots.set_up(first.server, False)
+    second = await slots.acquire(7, timeout=1)
     assert second.server != first.server
-    lanes.release(first)
-    assert lanes.servers[first.server].used == 0
+    slots.release(first)
+    assert slots.servers[first.server].used == 0
 
 
 async def test_waiting_goes_on_until_a_server_comes_up() -> None:
-    lanes = RequestSlotPool([1])
-    waiting = asyncio.create_task(lanes.acquire(0, timeout=5))
+    slots = RequestSlotPool([1])
+    waiting = asyncio.create_task(slots.acquire(0, timeout=5))
     await asyncio.sleep(0)
     assert not waiting.done()
-    lanes.set_up(0, True)
+    slots.set_up(0, True)
     assert (await waiting).server == 0
 
 
 async def test_a_wait_that_runs_out_names_itself_and_leaks_nothing() -> None:
-    lanes = pool(1)
-    held = await lanes.acquire(0, timeout=1)
+    slots = pool(1)
+    held = await slots.acquire(0, timeout=1)
     with pytest.raises(DeadlineExceeded, match=r"group 5 .*server 0: up, 1/1"):
-        await lanes.acquire(5, timeout=0.01)
-    lanes.release(held)
-    assert lanes.num_used == 0
-    assert lanes.num_waiting == 0
+        await slots.acquire(5, timeout=0.01)
+    slots.release(held)
+    assert slots.num_used == 0
+    assert slots.num_waiting == 0
 
 
 async def test_a_cancelled_waiter_gives_back_a_lane_it_was_just_handed() -> None:
-    lanes = pool(1)
-    held = await lanes.acquire(0, timeout=1)
-    waiting = asyncio.create_task(lanes.acquire(1, timeout=5))
+    slots = pool(1)
+    held = await slots.acquire(0, timeout=1)
+    waiting = asyncio.create_task(slots.acquire(1, timeout=5))
     await asyncio.sleep(0)
-    lanes.release(held)  # hands the lane to the waiter, whose task has not run yet
+    slots.release(held)  # hands the slot to the waiter, whose task has not run yet
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert lanes.num_used == 0
+    assert slots.num_used == 0
 
 
 async def test_releasing_twice_is_a_bug() -> None:
-    lanes = pool(1)
-    lease: Lease = await lanes.acquire(0, timeout=1)
-    lanes.release(lease)
+    slots = pool(1)
+    lease: Lease = await slots.acquire(0, timeout=1)
+    slots.release(lease)
     with pytest.raises(AssertionError):
-        lanes.release(lease)
+        slots.release(lease)
 
 
 async def test_a_group_tied_to_a_full_server_does_not_block_others() -> None:
-    lanes = pool(1, 1)
-    first = await lanes.acquire(1, timeout=1)
-    tied = asyncio.create_task(lanes.acquire(1, timeout=5))
+    slots = pool(1, 1)
+    first = await slots.acquire(1, timeout=1)
+    tied = asyncio.create_task(slots.acquire(1, timeout=5))
     await asyncio.sleep(0)
-    other = await asyncio.wait_for(lanes.acquire(2, timeout=1), 1)
+    other = await asyncio.wait_for(slots.acquire(2, timeout=1), 1)
     assert other.server != first.server
-    lanes.release(first)
+    slots.release(first)
     assert (await tied).server == first.server
 
 
 async def test_a_server_that_is_back_takes_new_groups_while_others_wait_for_the_one_they_moved_to() -> None:
-    lanes = pool(2, 2)
-    lanes.set_up(1, False)
-    held = [await lanes.acquire(0, timeout=1) for _ in range(2)]
-    moved = asyncio.create_task(lanes.acquire(0, timeout=1))
+    slots = pool(2, 2)
+    slots.set_up(1, False)
+    held = [await slots.acquire(0, timeout=1) for _ in range(2)]
+    moved = asyncio.create_task(slots.acquire(0, timeout=1))
     await asyncio.sleep(0)
-    assert not lanes.has_spare_lane
-    lanes.set_up(1, True)
-    assert lanes.num_waiting == 1
-    assert lanes.has_spare_lane, "the waiting sample shares its prompt with those on server 0 and stays there"
-    assert (await lanes.acquire(1, timeout=1)).server == 1
-    lanes.release(held[0])
+    assert not slots.has_free_slot
+    slots.set_up(1, True)
+    assert slots.num_waiting == 1
+    assert slots.has_free_slot, "the waiting sample shares its prompt with those on server 0 and stays there"
+    assert (await slots.acquire(1, timeout=1)).server == 1
+    slots.release(held[0])
     assert (await moved).server == 0
 
 
@@ -141,41 +141,41 @@ def test_lanes_count_samples_or_groups_as_configured() -> None:
 
 
 async def test_a_group_lane_is_shared_by_its_samples_and_freed_by_the_last() -> None:
-    lanes = GroupSlotPool([1])
-    lanes.set_up(0, True)
-    first, second = await asyncio.gather(*(lanes.acquire(1, timeout=1) for _ in range(2)))
-    assert lanes.num_used == 1
-    waiting = asyncio.create_task(lanes.acquire(2, timeout=5))
-    lanes.release(first)
-    lanes.release(second)
+    slots = GroupSlotPool([1])
+    slots.set_up(0, True)
+    first, second = await asyncio.gather(*(slots.acquire(1, timeout=1) for _ in range(2)))
+    assert slots.num_used == 1
+    waiting = asyncio.create_task(slots.acquire(2, timeout=5))
+    slots.release(first)
+    slots.release(second)
     await asyncio.sleep(0)
-    assert not waiting.done(), "the group keeps its lane until it is finished"
-    lanes.forget_group(1)
+    assert not waiting.done(), "the group keeps its slot until it is finished"
+    slots.forget_group(1)
     await waiting
-    lanes.forget_group(2)
-    assert lanes.num_used == 0
+    slots.forget_group(2)
+    assert slots.num_used == 0
 
 
 async def test_a_group_lane_moves_when_its_server_goes_down() -> None:
-    lanes = GroupSlotPool([1, 1])
-    lanes.set_up(0, True)
-    lanes.set_up(1, True)
-    first = await lanes.acquire(1, timeout=1)
-    lanes.set_up(first.server, False)
-    second = await lanes.acquire(1, timeout=1)
+    slots = GroupSlotPool([1, 1])
+    slots.set_up(0, True)
+    slots.set_up(1, True)
+    first = await slots.acquire(1, timeout=1)
+    slots.set_up(first.server, False)
+    second = await slots.acquire(1, timeout=1)
     assert second.server != first.server
-    lanes.forget_group(1)
-    assert lanes.num_used == 0
+    slots.forget_group(1)
+    assert slots.num_used == 0
 
 
 async def test_a_cancelled_sample_leaves_the_group_waiting_for_its_lane() -> None:
-    lanes = GroupSlotPool([1])
-    lanes.set_up(0, True)
-    await lanes.acquire(1, timeout=1)
-    cancelled, other = (asyncio.create_task(lanes.acquire(2, timeout=5)) for _ in range(2))
+    slots = GroupSlotPool([1])
+    slots.set_up(0, True)
+    await slots.acquire(1, timeout=1)
+    cancelled, other = (asyncio.create_task(slots.acquire(2, timeout=5)) for _ in range(2))
     await asyncio.sleep(0)
     cancelled.cancel()
-    lanes.forget_group(1)
+    slots.forget_group(1)
     await other
-    lanes.forget_group(2)
-    assert lanes.num_used == 0
+    slots.forget_group(2)
+    assert slots.num_used == 0

@@ -18,7 +18,7 @@ from telescope.orchestrator import run as run_module
 from telescope.orchestrator import run_directory
 from telescope.orchestrator.run_directory import RunDirectory, save_where_possible
 from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.summary import summarise
+from telescope.orchestrator.summary import summarize
 from telescope.record.reader import Run
 
 
@@ -47,7 +47,7 @@ def test_a_run_whose_directory_is_removed_says_so_once_and_ends_as_ever(tmp_path
         assert directory.record_news() is None
         problem = directory.record_problem()
         assert problem is not None and str(tmp_path / "run") in problem
-        summary = summarise(
+        summary = summarize(
             config, directory.path, RunStatus("demo", 1), [], seconds=1.0, training_seconds=1.0, error=None,
             interrupted=False, record_error=problem,
         )  # fmt: skip
@@ -77,7 +77,7 @@ def test_the_accuracy_before_training_is_in_the_list_of_runs_while_the_run_goes_
         summary = Run(tmp_path / "run").summary()
         assert (summary.status, summary.num_steps, summary.heldout_before) == ("live", 60, 0.25)
         directory.ended(
-            summarise(config, directory.path, RunStatus("demo", 60), [], seconds=1.0, training_seconds=1.0, error=None,
+            summarize(config, directory.path, RunStatus("demo", 60), [], seconds=1.0, training_seconds=1.0, error=None,
                       interrupted=True)
         )  # fmt: skip
     assert Run(tmp_path / "run").summary().status == "stopped"

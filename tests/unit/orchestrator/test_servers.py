@@ -43,32 +43,32 @@ class FakeHandle:
 
 
 class Bench:
-    """A pool of servers that are up. `brought` is each transfer of weights as (server, fresh, lanes open before)."""
+    """A pool of servers that are up. `brought` is each transfer of weights as (server, fresh, slots open before)."""
 
     def __init__(self, num_servers: int = 2, *, start_timeout: float = 5.0, hang_timeout: float = 0.0) -> None:
         self.handles = [FakeHandle() for _ in range(num_servers)]
-        self.lanes = RequestSlotPool([1] * num_servers)
+        self.slots = RequestSlotPool([1] * num_servers)
         self.status = RunStatus("test", 10)
         self.brought: list[tuple[int, bool, bool]] = []
         self.weights_fail = False
         clients: Any = self.handles
         self.pool = ServerPool(
-            self.handles, clients, self.lanes, self.status,
+            self.handles, clients, self.slots, self.status,
             start_timeout=start_timeout, hang_timeout=hang_timeout, bring_weights=self.bring_weights,
         )  # fmt: skip
         for index in range(num_servers):
             self.pool.open(index)
 
-    async def bring_weights(self, server: int, on_held: Callable[[], None], *, fresh: bool) -> None:
-        self.brought.append((server, fresh, self.lanes.servers[server].up))
+    async def bring_weights(self, server: int, on_loaded: Callable[[], None], *, fresh: bool) -> None:
+        self.brought.append((server, fresh, self.slots.servers[server].up))
         await asyncio.sleep(0)
         if self.weights_fail:
             raise InfrastructureError(f"server {server} did not take the weights")
-        on_held()
+        on_loaded()
 
     async def until(self, predicate: Callable[[], bool]) -> None:
         async with asyncio.timeout(5):
-            while not predicate():  # noqa: ASYNC110  # the pool tells nobody but the lanes
+            while not predicate():  # noqa: ASYNC110  # the pool tells nobody but the slots
                 await asyncio.sleep(0.001)
 
     @asynccontextmanager
@@ -88,8 +88,8 @@ def test_a_failure_closes_a_server_at_once_and_only_that_one() -> None:
     bench = Bench()
     bench.pool.report_failure(0, DEAD)
     assert bench.pool.up == [1]
-    assert [server.up for server in bench.lanes.servers] == [False, True]
-    assert "connection refused" in bench.status.parts["server 0"]
+    assert [server.up for server in bench.slots.servers] == [False, True]
+    assert "connection refused" in bench.status.components["server 0"]
 
 
 def test_many_failures_of_one_server_are_one_message() -> None:
@@ -105,7 +105,7 @@ async def test_a_server_whose_process_lives_is_brought_back_as_the_same_one() ->
         bench.pool.report_failure(0, DEAD)
         await bench.until(lambda: bench.pool.up == [0, 1])
     assert bench.brought == [(0, False, False)]
-    assert bench.lanes.servers[0].up
+    assert bench.slots.servers[0].up
 
 
 async def test_a_restarted_server_has_its_weights_before_its_lanes_open() -> None:
@@ -159,7 +159,7 @@ async def test_a_server_that_never_takes_weights_is_given_up_and_the_others_go_o
     bench.weights_fail = True
     async with bench.watched() as watching:
         bench.pool.report_failure(0, DEAD)
-        await bench.until(lambda: bench.status.parts["server 0"] == "failed permanently")
+        await bench.until(lambda: bench.status.components["server 0"] == "failed permanently")
         await asyncio.sleep(0.02)
         assert not watching.done()
     assert bench.pool.up == [1]
@@ -173,7 +173,7 @@ async def test_a_server_whose_actor_is_gone_is_given_up_and_the_others_go_on() -
         await bench.until(lambda: bench.pool.up == [1])
         await asyncio.sleep(0.01)
         assert not watching.done()
-    assert bench.status.parts["server 0"] == "failed permanently"
+    assert bench.status.components["server 0"] == "failed permanently"
 
 
 async def test_a_restart_that_takes_too_long_is_given_up_with_the_field_to_raise() -> None:
@@ -207,7 +207,7 @@ async def test_the_run_ends_with_every_reason_when_no_server_is_left() -> None:
 async def test_a_bug_while_a_server_is_brought_up_ends_the_run() -> None:
     bench = Bench()
 
-    async def broken(server: int, on_held: Callable[[], None], *, fresh: bool) -> None:
+    async def broken(server: int, on_loaded: Callable[[], None], *, fresh: bool) -> None:
         raise ArithmeticError("a bug")
 
     bench.pool._bring_weights = broken
@@ -220,5 +220,5 @@ async def test_nobody_goes_on_bringing_servers_up_when_the_watch_has_ended() -> 
     bench = Bench()
     bench.handles[0].state = "restarting"
     async with bench.watched():
-        await bench.until(lambda: "restarting (restarting)" in bench.status.parts["server 0"])
+        await bench.until(lambda: "restarting (restarting)" in bench.status.components["server 0"])
     assert [task.get_name() for task in asyncio.all_tasks() if "bring up" in task.get_name()] == []

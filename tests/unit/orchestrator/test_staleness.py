@@ -52,14 +52,14 @@ def test_masked_samples_and_groups_without_tokens_have_no_age() -> None:
 def test_minus_one_switches_staleness_off() -> None:
     assert not Staleness(-1).is_stale(group([1.0]), 10_000)
     run = simulated(SLOW_ANSWERS, max_off_policy_steps=-1, max_async_rollout=6)
-    assert run.orchestrator.ledger.num_returned == 0
+    assert run.orchestrator.ledger.num_requeued == 0
     assert max(age for step in run.trainer.ages for age in step) > 3
 
 
 def test_no_token_is_trained_that_is_older_than_the_bound() -> None:
     for bound in (0, 1, 3):
         run = simulated(SLOW_ANSWERS, max_off_policy_steps=bound, max_async_rollout=6)
-        assert run.orchestrator.ledger.num_returned > 0, "the bound was felt"  # and `check` holds it
+        assert run.orchestrator.ledger.num_requeued > 0, "the bound was felt"  # and `check` holds it
 
 
 # Defect 11: a cancelled sample goes on generating in the engine.
@@ -87,7 +87,7 @@ def test_a_sample_of_several_turns_ages_from_its_first_token() -> None:
 def test_every_prompt_is_trained_or_dropped_with_a_reason_or_still_open() -> None:
     run = simulated(SLOW_ANSWERS, max_off_policy_steps=1, max_async_rollout=4)
     ledger = run.orchestrator.ledger
-    assert ledger.num_returned > 0
+    assert ledger.num_requeued > 0
     fates = {row["group_id"]: (row["status"], row["reason"]) for row in run.recorder.of("groups")}
     assert set(fates) | ledger.open == set(range(ledger.num_opened)), "no draw is missing, however often it was asked"
     assert not set(fates) & ledger.open
@@ -130,7 +130,7 @@ def test_every_sampled_token_is_counted_once_with_what_became_of_it() -> None:
 
 def test_what_belonged_to_returned_draws_is_counted_too() -> None:
     run = simulated(SLOW_ANSWERS, max_off_policy_steps=1, max_async_rollout=4)
-    assert total(run, "returned/groups") == run.orchestrator.ledger.num_returned
+    assert total(run, "returned/groups") == run.orchestrator.ledger.num_requeued
     rows = [
         row
         for row in run.recorder.of("samples", reason="max_async")
@@ -171,7 +171,7 @@ def test_draws_come_back_by_the_dozen_only_when_the_bound_is_below_the_steps_tha
 def test_no_finished_group_is_thrown_away_while_it_is_young_enough() -> None:
     run = simulated(Pace(), max_off_policy_steps=8, max_async_rollout=3)
     assert {row["reason"] for row in run.recorder.of("groups")} == {None, "zero_advantage"}
-    assert run.orchestrator.ledger.num_returned == 0
+    assert run.orchestrator.ledger.num_requeued == 0
     late = simulated(SLOW_ANSWERS, max_off_policy_steps=2, max_async_rollout=4)
     for row in late.recorder.of("samples", reason="max_async", status="discarded"):
         others = [r for r in late.recorder.of("samples", reason="max_async") if r["group_id"] == row["group_id"]]
@@ -181,7 +181,7 @@ def test_no_finished_group_is_thrown_away_while_it_is_young_enough() -> None:
 def test_a_batch_that_waits_for_the_trainer_is_taken_apart_when_it_becomes_too_old() -> None:
     run = simulated(Pace(train=(5.0, 5.0)), max_off_policy_steps=0, max_async_rollout=1)
     assert all(age == 0 for step in run.trainer.ages for age in step)
-    assert run.orchestrator.ledger.num_returned > 0
+    assert run.orchestrator.ledger.num_requeued > 0
 
 
 def test_a_run_whose_answers_are_all_too_slow_stops_and_says_so() -> None:

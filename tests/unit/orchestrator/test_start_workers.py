@@ -71,7 +71,7 @@ async def test_the_trainer_compiles_while_a_server_starts():
     workers = Workers(config, compiles=True, until="compiling")
     status = await started(config, workers)
     assert workers.happened == ["model loaded", "compiling", "server up"]
-    assert status.parts == {"trainer": "ready", "server 0": "ready"}
+    assert status.components == {"trainer": "ready", "server 0": "ready"}
 
 
 async def test_a_server_that_shares_its_gpu_is_up_before_the_trainer_takes_any_memory():

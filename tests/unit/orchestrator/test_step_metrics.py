@@ -137,9 +137,9 @@ def test_masked_samples_are_counted_by_the_kind_of_their_failure() -> None:
 def test_what_was_asked_again_is_counted_beside_its_sample() -> None:
     counts = DiscardCounts()
     unlucky = sample(0, 1.0, lengths=(4,))
-    unlucky.failed_answers, unlucky.lost_conversations = [7, None, 3], [20]
+    unlucky.failed_requests, unlucky.lost_conversations = [7, None, 3], [20]
     for ended in (unlucky, sample(1, 1.0)):
-        counts.asked_again(ended)
+        counts.count_retries(ended)
     metrics = counts.take(1)
     assert (metrics["retried/samples"], metrics["retried/tokens"], metrics["retried/tokens_max"]) == (2, 10, 7)
     assert metrics["retried/unseen"] == 1, "an engine that died says nothing of what it had sampled"
@@ -148,9 +148,9 @@ def test_what_was_asked_again_is_counted_beside_its_sample() -> None:
 
 def test_samples_of_returned_groups_are_counted_also_when_they_end_later() -> None:
     counts = DiscardCounts()
-    counts.returned([sample(0, 1.0, lengths=(3,)), sample(1, None, lengths=(5,))])
-    counts.cancelled(sample(2, None, lengths=(9,)), returned=True)
-    counts.cancelled(sample(3, None, lengths=(1,)), returned=False)
+    counts.requeued([sample(0, 1.0, lengths=(3,)), sample(1, None, lengths=(5,))])
+    counts.cancelled(sample(2, None, lengths=(9,)), requeued=True)
+    counts.cancelled(sample(3, None, lengths=(1,)), requeued=False)
     metrics = counts.take(1)
     assert (metrics["returned/groups"], metrics["returned/samples"], metrics["returned/tokens"]) == (1, 3, 17)
     assert metrics["cancelled/tokens"] == 10
@@ -158,8 +158,8 @@ def test_samples_of_returned_groups_are_counted_also_when_they_end_later() -> No
 
 def test_counting_starts_anew_with_each_step() -> None:
     counts = DiscardCounts()
-    counts.asked_again(sample())
-    counts.returned([sample()])
+    counts.count_retries(sample())
+    counts.requeued([sample()])
     counts.discarded("zero_advantage", "all_zero", [sample()])
     counts.masked(sample(0, None))
     counts.take(1)

@@ -13,7 +13,7 @@ from tests.unit.orchestrator.fakes import config_of
 
 from telescope.evals.runner import EvalResult
 from telescope.orchestrator.status import RunStatus, StepSummary
-from telescope.orchestrator.summary import Interrupted, RunSummary, summarise
+from telescope.orchestrator.summary import Interrupted, RunSummary, summarize
 
 
 def result(version: int, correct: float, *, name: str = "countdown", held_out: bool = True) -> EvalResult:
@@ -26,7 +26,7 @@ def summary_of(evals: list[EvalResult] | None = None, **changes: Any) -> RunSumm
     arguments: dict[str, Any] = {
         "seconds": 12.34567, "training_seconds": 10.0, "error": None, "interrupted": False, **changes
     }  # fmt: skip
-    return summarise(config_of(), Path("/runs/demo"), status, evals or [], **arguments)
+    return summarize(config_of(), Path("/runs/demo"), status, evals or [], **arguments)
 
 
 def test_a_finished_run_says_what_was_learnt() -> None:

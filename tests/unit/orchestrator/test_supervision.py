@@ -48,7 +48,7 @@ async def test_the_end_of_the_main_task_ends_the_loops() -> None:
 
 async def test_the_watchdog_says_what_each_part_was_waiting_for() -> None:
     status = RunStatus("run", 10)
-    status.set_part("trainer", "waiting for a batch")
+    status.set_component("trainer", "waiting for a batch")
 
     async def no_stacks() -> dict[str, str]:
         return {}
@@ -63,7 +63,7 @@ async def test_a_waiter_sees_every_change_and_its_wait_has_a_name() -> None:
     ready = False
     waiting = asyncio.create_task(changes.wait_until(lambda: ready, "batches", "16 usable groups"))
     await asyncio.sleep(0)
-    assert status.parts["batches"] == "waiting for 16 usable groups"
+    assert status.components["batches"] == "waiting for 16 usable groups"
     changes.notify()
     await asyncio.sleep(0)
     assert not waiting.done()

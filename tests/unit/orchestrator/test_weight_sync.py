@@ -65,7 +65,7 @@ async def test_each_server_is_paused_updated_counted_and_resumed_in_this_order()
     for name in ("timing_weight_sync_trainer_total", "timing_weight_sync_inference_total"):
         assert metrics[name] >= 0
     assert {"weight_sync/pause_seconds/server_1", "weight_sync/transfer_seconds/server_0"} <= set(metrics)
-    assert [report.held_by for report in bench.reports] == [[0, 1]]
+    assert [report.updated_servers for report in bench.reports] == [[0, 1]]
 
 
 async def test_a_connection_is_opened_once() -> None:
@@ -92,7 +92,7 @@ async def test_a_server_that_fails_at_any_stage_is_left_out_and_the_other_finish
     assert bench.of(1) == STAGES
     assert [server for server, _ in bench.failures] == [0]
     assert stage in bench.failures[0][1]
-    assert bench.reports[0].held_by == [1]
+    assert bench.reports[0].updated_servers == [1]
     assert metrics["weight_sync/servers"] == 1
     assert "weight_sync/pause_seconds/server_0" not in metrics
     await bench.step()
@@ -123,7 +123,7 @@ async def test_a_server_that_fails_at_any_stage_of_a_background_sync_costs_the_o
     await bench.step()
     assert bench.of(0) == BACKGROUND_STAGES[: BACKGROUND_STAGES.index(stage) + 1]
     assert bench.of(1) == BACKGROUND_STAGES
-    assert bench.reports[0].held_by == [1]
+    assert bench.reports[0].updated_servers == [1]
     assert ("abort", 0) in bench.calls or stage != "begin", "its sender waits for nobody"
 
 
@@ -133,7 +133,7 @@ async def test_a_background_transfer_that_broke_off_pauses_and_changes_nothing()
     bench.trainer.engine_errors = {0: "the process of rank 1 is gone"}
     await bench.step()
     assert bench.of(0) == ["init", "begin"]
-    assert bench.reports[0].held_by == [1]
+    assert bench.reports[0].updated_servers == [1]
 
 
 async def test_with_weight_transfer_in_place_no_answer_changes_that() -> None:
@@ -162,7 +162,7 @@ async def test_a_sender_that_waits_to_be_connected_is_told_when_the_engine_will_
     assert ("abort", 0) in bench.calls and ("abort", 1) not in bench.calls
     bench.trainer.connecting.set()
     await step
-    assert bench.reports[0].held_by == [1]
+    assert bench.reports[0].updated_servers == [1]
 
 
 async def test_versions_before_and_after_a_restart_of_the_trainer_are_not_taken_for_each_other() -> None:

@@ -1,4 +1,4 @@
-"""In-memory stand-ins for what a rollout uses: engine, lanes and environment, each with its behaviour as a value."""
+"""In-memory stand-ins for what a rollout uses: engine, slots and environment, each with its behaviour as a value."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def settings(**changes: Any) -> RolloutSettings:
     )
     defaults: dict[str, Any] = {
         "free_lane_after_generation": True,
-        "lane_timeout": 5.0,
+        "slot_timeout": 5.0,
         "max_infrastructure_retries": 3,
         "priority_by_turn": False,
     }
@@ -182,7 +182,7 @@ class Bench:
 
     engine: FakeEngine = field(default_factory=FakeEngine)
     environments: FakeEnvironments = field(default_factory=FakeEnvironments)
-    lanes: FakeLanes = field(default_factory=FakeLanes)
+    slots: FakeLanes = field(default_factory=FakeLanes)
     failures: list[tuple[int, str]] = field(default_factory=list)
 
     def on_engine_failure(self, server: int, error: InfrastructureError) -> None:
@@ -191,7 +191,7 @@ class Bench:
     async def run(self, prompt: list[int] | None = None, *, turns: bool = False, **changes: Any) -> Trajectory:
         return await run_rollout(
             task(prompt, turns=turns),
-            lanes=self.lanes,
+            slots=self.slots,
             engine_of=lambda server: self.engine,
             environments=self.environments,
             settings=settings(**changes),

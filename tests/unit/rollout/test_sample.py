@@ -1,4 +1,4 @@
-"""Running one sample: turns, retries, masks, and lanes that come back whatever happens."""
+"""Running one sample: turns, retries, masks, and slots that come back whatever happens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_a_sample_is_generated_and_scored() -> None:
     assert (request.request_id, request.prompt_token_ids, request.seed) == ("5-0.0.0@0", [1, 2, 3], 100)
     assert (request.temperature, request.top_p, request.priority) == (0.7, None, 0)
     assert bench.environments.calls == [("arithmetic#1", 3, [7, 8], "stop", False)]
-    assert bench.lanes.num_held == 0
+    assert bench.slots.num_held == 0
 
 
 async def test_an_eval_asks_the_environment_for_its_eval_metrics() -> None:
@@ -51,18 +51,18 @@ async def test_an_eval_asks_the_environment_for_its_eval_metrics() -> None:
 
 
 async def test_a_failed_engine_is_asked_again_on_a_fresh_lane() -> None:
-    bench = Bench(FakeEngine([DEAD, DEAD, None]), lanes=FakeLanes(num_servers=2))
+    bench = Bench(FakeEngine([DEAD, DEAD, None]), slots=FakeLanes(num_servers=2))
     sample = await bench.run()
     assert sample.total_reward == 1.0
     assert sample.num_infrastructure_retries == 2
-    assert sample.failed_answers == [None, None], "nobody knows what an engine that is gone had sampled"
+    assert sample.failed_requests == [None, None], "nobody knows what an engine that is gone had sampled"
     assert bench.failures == [(0, "the server is gone"), (1, "the server is gone")]
-    assert [lease.slot for lease in bench.lanes.leases] == [0, 1, 2]
-    assert (sample.server_index, sample.lane) == (0, 2), "the lane that served it, not one that failed"
+    assert [lease.slot for lease in bench.slots.leases] == [0, 1, 2]
+    assert (sample.server_index, sample.slot) == (0, 2), "the slot that served it, not one that failed"
     ids = [request.request_id for request in bench.engine.requests]
     assert len(set(ids)) == 3, "a request id is never used twice"
     assert len({request.seed for request in bench.engine.requests}) == 1, "the same noise whoever serves it"
-    assert bench.lanes.num_held == 0
+    assert bench.slots.num_held == 0
 
 
 async def test_a_sample_is_masked_when_its_retries_are_used_up() -> None:
@@ -72,7 +72,7 @@ async def test_a_sample_is_masked_when_its_retries_are_used_up() -> None:
     assert sample.reward is None
     assert (sample.failure_kind, sample.failure_message) == ("infrastructure", "the server is gone")
     assert not bench.environments.calls, "a failed engine is never scored"
-    assert bench.lanes.num_held == 0
+    assert bench.slots.num_held == 0
 
 
 async def test_an_engine_that_aborts_by_itself_has_failed() -> None:
@@ -80,7 +80,7 @@ async def test_an_engine_that_aborts_by_itself_has_failed() -> None:
     sample = await bench.run()
     assert sample.total_reward == 1.0
     assert sample.num_infrastructure_retries == 1
-    assert (sample.failed_answers, sample.num_completion_tokens, sample.num_sampled_tokens) == ([1], 2, 3)
+    assert (sample.failed_requests, sample.num_completion_tokens, sample.num_sampled_tokens) == ([1], 2, 3)
     assert bench.environments.calls == [("arithmetic#1", 3, [7, 8], "stop", False)], "the aborted answer is not scored"
 
 
@@ -90,7 +90,7 @@ async def test_an_answer_of_a_server_that_restarted_unnoticed_is_not_used() -> N
     trajectory = await bench.run()
     assert trajectory.num_infrastructure_retries == 1 and trajectory.version_range == (3, 3)
     assert "sampled with policy version 0, but the server had received version 3" in str(bench.failures[0][1])
-    assert trajectory.failed_answers == [1], "its tokens are counted"
+    assert trajectory.failed_requests == [1], "its tokens are counted"
 
 
 async def test_an_environment_that_fails_masks_the_sample_and_is_not_asked_again() -> None:
@@ -101,7 +101,7 @@ async def test_an_environment_that_fails_masks_the_sample_and_is_not_asked_again
     assert len(bench.engine.requests) == len(bench.environments.calls) == 1
     assert sample.num_completion_tokens == 2, "what was generated stays on record"
     assert not bench.failures
-    assert bench.lanes.num_held == 0
+    assert bench.slots.num_held == 0
 
 
 async def test_the_turns_of_a_rollout_are_one_growing_sequence() -> None:
@@ -123,7 +123,7 @@ async def test_the_turns_of_a_rollout_are_one_growing_sequence() -> None:
     assert [(known.sample_id, known.turn, known.attempt) for known in ids if known] == [
         ("5-0", turn, 0) for turn in range(3)
     ]
-    assert bench.lanes.turns == [0, 1, 2], "each turn takes a lane of its own, later turns first"
+    assert bench.slots.turns == [0, 1, 2], "each turn takes a slot of its own, later turns first"
     assert sample.completion_text == "first\nsecond\nthird"
     assert (sample.total_reward, sample.stop_reason) == (0.5, "won")
     (train,) = sample.to_train_samples()
@@ -234,7 +234,7 @@ async def test_an_environment_that_puts_another_question_to_each_sample_of_a_gro
 
 
 @pytest.mark.parametrize(
-    ("wait", "sampled"), [("engine", [[7], [9]]), ("environment", [[7], [9]]), ("lane", [[7]])]
+    ("wait", "sampled"), [("engine", [[7], [9]]), ("environment", [[7], [9]]), ("slot", [[7]])]
 )  # fmt: skip
 async def test_a_cancelled_sample_ends_wherever_it_waits_and_keeps_its_tokens(
     wait: str, sampled: list[list[int]]
@@ -247,7 +247,7 @@ async def test_a_cancelled_sample_ends_wherever_it_waits_and_keeps_its_tokens(
     over = asyncio.Event()
 
     async def hold_the_second_turn() -> None:
-        if len(bench.engine.requests) == (1 if wait == "lane" else 2):
+        if len(bench.engine.requests) == (1 if wait == "slot" else 2):
             await over.wait()
 
     if wait == "environment":
@@ -255,9 +255,9 @@ async def test_a_cancelled_sample_ends_wherever_it_waits_and_keeps_its_tokens(
     elif wait == "engine":
         bench.engine.wait = hold_the_second_turn
     else:
-        bench.lanes.wait = hold_the_second_turn
+        bench.slots.wait = hold_the_second_turn
     rollout = Rollout(
-        task(turns=True), lanes=bench.lanes, engine_of=lambda server: bench.engine, environments=bench.environments,
+        task(turns=True), slots=bench.slots, engine_of=lambda server: bench.engine, environments=bench.environments,
         settings=sample_settings(), on_engine_failure=bench.on_engine_failure,
     )  # fmt: skip
     running = asyncio.create_task(rollout.run())
@@ -270,7 +270,7 @@ async def test_a_cancelled_sample_ends_wherever_it_waits_and_keeps_its_tokens(
     assert (sample.reward, sample.failure_kind) == (None, None)
     assert [turn.generation.token_ids_N.tolist() for turn in sample.turns] == sampled
     assert not bench.environments.open, "the environment's state is given up"
-    assert bench.lanes.num_held == 0
+    assert bench.slots.num_held == 0
 
 
 async def test_an_answer_may_use_the_room_that_the_prompt_leaves() -> None:
@@ -291,7 +291,7 @@ async def test_a_prompt_that_fills_the_context_masks_the_sample() -> None:
     assert (sample.reward, sample.failure_kind) == (None, "environment")
     assert "turn 0 fills the context (max_model_len, seq_len)" in str(sample.failure_message)
     assert not bench.engine.requests
-    assert bench.lanes.num_held == 0
+    assert bench.slots.num_held == 0
 
 
 async def test_priorities_follow_turns_when_the_engine_sorts_by_them() -> None:
@@ -306,18 +306,18 @@ async def test_a_lane_is_free_while_the_environment_works_if_so_configured(free:
     held: list[int] = []
 
     async def look() -> None:
-        held.append(bench.lanes.num_held)
+        held.append(bench.slots.num_held)
 
     bench.environments.on_call = look
     await bench.run(free_lane_after_generation=free)
     assert held == [0 if free else 1]
-    assert bench.lanes.num_held == 0
+    assert bench.slots.num_held == 0
 
 
 async def test_a_failed_server_is_reported_before_its_lane_is_free_for_others() -> None:
     bench = Bench(FakeEngine([DEAD]))
     held: list[int] = []
-    bench.on_engine_failure = lambda server, error: held.append(bench.lanes.num_held)  # type: ignore[method-assign]
+    bench.on_engine_failure = lambda server, error: held.append(bench.slots.num_held)  # type: ignore[method-assign]
     await bench.run()
     assert held == [1]
 
@@ -326,9 +326,9 @@ async def test_a_wait_for_a_lane_that_runs_out_is_not_blamed_on_the_sample() -> 
     bench = Bench()
 
     async def never() -> None:
-        raise DeadlineExceeded("no inference lane came free")
+        raise DeadlineExceeded("no inference slot came free")
 
-    bench.lanes.wait = never
+    bench.slots.wait = never
     with pytest.raises(DeadlineExceeded):
         await bench.run()
 
@@ -337,7 +337,7 @@ async def test_a_bug_in_an_engine_is_raised_and_gives_the_lane_back() -> None:
     bench = Bench(FakeEngine([ArithmeticError("a bug")]))
     with pytest.raises(ArithmeticError):
         await bench.run()
-    assert bench.lanes.num_held == 0
+    assert bench.slots.num_held == 0
 
 
 steps = st.sampled_from(["ok", "dead", "abort", "environment fails", "turn", "bug"])
@@ -370,7 +370,7 @@ def test_a_lane_comes_back_exactly_once_whatever_fails_and_whenever_it_is_cancel
             FakeEngine([answers.get(step) for step in script], wait=pause),
             FakeEnvironments([advances.get(step) for step in script if step not in answers], on_call=pause),
         )
-        bench.lanes.wait = pause
+        bench.slots.wait = pause
         running = asyncio.create_task(bench.run(turns=turns, free_lane_after_generation=free, max_context=1000))
         await tick(cancel_after)
         running.cancel()
@@ -380,7 +380,7 @@ def test_a_lane_comes_back_exactly_once_whatever_fails_and_whenever_it_is_cancel
         return bench
 
     bench = asyncio.run(scenario())
-    assert all(bench.lanes.releases[lease.slot] == 1 for lease in bench.lanes.leases)
+    assert all(bench.slots.releases[lease.slot] == 1 for lease in bench.slots.leases)
     assert not bench.environments.open, "and the environment holds no state"
 
 
@@ -400,23 +400,23 @@ def test_many_rollouts_over_real_lanes_leave_every_lane_free(
         await tick(next(asked))
 
     async def scenario() -> RequestSlotPool:
-        lanes = RequestSlotPool([2])
-        lanes.set_up(0, True)
+        slots = RequestSlotPool([2])
+        slots.set_up(0, True)
         engine = FakeEngine([DEAD if outcome == "dead" else None for outcome in outcomes], wait=pause)
         running = []
         for _ in range(6):
-            bench = Bench(engine, FakeEnvironments(on_call=pause), lanes)  # type: ignore[arg-type]
+            bench = Bench(engine, FakeEnvironments(on_call=pause), slots)  # type: ignore[arg-type]
             running.append(asyncio.create_task(bench.run(free_lane_after_generation=free)))
         await tick(3)
         for index in cancelled:
             running[index].cancel()
             await pause()
         await asyncio.gather(*running, return_exceptions=True)
-        return lanes
+        return slots
 
-    lanes = asyncio.run(scenario())
-    assert lanes.num_used == lanes.num_waiting == 0
-    assert sorted(lanes.servers[0].free_slots) == [0, 1]
+    slots = asyncio.run(scenario())
+    assert slots.num_used == slots.num_waiting == 0
+    assert sorted(slots.servers[0].free_slots) == [0, 1]
 
 
 def test_settings_of_a_run_come_from_its_config() -> None:
@@ -432,4 +432,4 @@ def test_settings_of_a_run_come_from_its_config() -> None:
     assert not built.free_lane_after_generation
     assert not built.for_eval
     assert built.max_infrastructure_retries == MAX_INFRASTRUCTURE_RETRIES
-    assert built.lane_timeout > config.request_timeout_seconds, "a lane may be held for a whole generation"
+    assert built.slot_timeout > config.request_timeout_seconds, "a slot may be held for a whole generation"

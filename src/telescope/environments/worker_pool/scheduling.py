@@ -186,8 +186,8 @@ class WorkerState:
 
     def overdue(self, timeout_seconds: float) -> list[tuple[int, Call]]:
         """Returns calls whose deadline has passed, with their ids."""
-        held = (*self.queued.items(), *self.parked.items())
-        return [(call_id, call) for call_id, call in held if call.used_seconds >= call.limit(timeout_seconds)]
+        calls = (*self.queued.items(), *self.parked.items())
+        return [(call_id, call) for call_id, call in calls if call.used_seconds >= call.limit(timeout_seconds)]
 
     def is_waiting(self, call_id: int) -> bool:
         """Whether the call waits in the event loop and is not on the main thread."""
@@ -200,14 +200,14 @@ class WorkerState:
         a rollout's state, or that only this worker can run, stay.
         """
         current = self.last_reading[0]
-        taken = {
+        withdrawn = {
             call_id: call
             for call_id, call in self.queued.items()
             if call_id > current and call.rollout is None and call.worker is None
         }
-        for call_id in taken:
+        for call_id in withdrawn:
             self._unqueue(call_id)
-        return taken
+        return withdrawn
 
     def worker_ended(self, reading: tuple[int, int], cause: ExitCause) -> tuple[Call | None, list[Call]]:
         """Empties the state when the worker has ended. Returns the call that caused it, if any, and the others in
@@ -230,8 +230,8 @@ class WorkerState:
             begun = [*self.parked.values(), *([self.queued[first]] if first in self.queued else [])]
             for call in begun:
                 call.worker_exits += 1
-        held = sorted({**self.queued, **self.parked}.items(), key=lambda item: item[0])
-        others = [call for _, call in held if call is not culprit]
+        calls = sorted({**self.queued, **self.parked}.items(), key=lambda item: item[0])
+        others = [call for _, call in calls if call is not culprit]
         self.queued.clear()
         self.parked.clear()
         self.expected_seconds = self.unowned_seconds = self.busy_seconds = 0.0
@@ -269,9 +269,9 @@ class CallQueue:
     def withdraw_rollout_calls(self, worker: Any) -> list[Call]:
         """Removes and returns the rollout calls that wait for a worker."""
         line = self._at[worker]
-        taken = [call for call in line if call.rollout is not None]
+        withdrawn = [call for call in line if call.rollout is not None]
         self._at[worker] = deque(call for call in line if call.rollout is None)
-        return taken
+        return withdrawn
 
     def requeue(self, calls: Sequence[Call]) -> None:
         """Puts calls back at the front, in order. A call around which too many workers ended fails instead."""

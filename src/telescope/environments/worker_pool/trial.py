@@ -91,8 +91,8 @@ class _Trial:
                 self._deadline.cancel()
             self._deadline = self._loop.call_later(self._seconds[header["stage"]], self._on_hang, header["stage"])
         elif "ready" in header:
-            said = [text for fields in header["ready"] for text in EnvironmentInfo(**fields).notices]
-            self._decide(list(dict.fromkeys(said)))
+            notices = [text for fields in header["ready"] for text in EnvironmentInfo(**fields).notices]
+            self._decide(list(dict.fromkeys(notices)))
         else:
             self._decide(header["failed"])
 

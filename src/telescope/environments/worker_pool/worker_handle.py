@@ -320,19 +320,19 @@ class PoolWorker:
 
     def cancel_call(self, call: Call) -> None:
         """Cancels a call whose answer is no longer needed, if it waits in the worker's event loop."""
-        for call_id, held in self.state.parked.items():
-            if held is call and self.process is not None:
+        for call_id, parked in self.state.parked.items():
+            if parked is call and self.process is not None:
                 self.process.send({"op": "cancel", "id": call_id})
                 self.process.flush()
 
     def _withdraw_queued(self) -> list[Call]:
         """Withdraws the calls queued behind a slow one."""
         assert self.process is not None
-        taken = self.state.withdraw_queued()
-        if taken:
-            self.process.send({"op": "withdraw", "ids": list(taken)})
+        withdrawn = self.state.withdraw_queued()
+        if withdrawn:
+            self.process.send({"op": "withdraw", "ids": list(withdrawn)})
             self.process.flush()
-        return list(taken.values())
+        return list(withdrawn.values())
 
     def _kill(self) -> None:
         assert self.process is not None

@@ -290,8 +290,8 @@ class WorkerPool:
     def _fail_all(self, error: Exception) -> None:
         if self._started is not None and not self._started.done():
             self._started.set_exception(error)
-        held = [call for w in self.workers for call in (*w.state.queued.values(), *w.state.parked.values())]
-        for call in held:
+        calls = [call for w in self.workers for call in (*w.state.queued.values(), *w.state.parked.values())]
+        for call in calls:
             if not call.future.done():
                 call.future.set_exception(error)
         self.queue.fail(error)
@@ -308,9 +308,9 @@ class WorkerPool:
             if worker.process is None or worker.killed:
                 continue
             if worker.ready:
-                taken = worker.watch(elapsed, self._timeout_seconds)
-                if taken:
-                    self.queue.requeue(taken)
+                withdrawn = worker.watch(elapsed, self._timeout_seconds)
+                if withdrawn:
+                    self.queue.requeue(withdrawn)
                     self._schedule_pump()
             elif now - worker.process.started > self._start_timeout_seconds:
                 self._give_up_loading(worker, worker.process)

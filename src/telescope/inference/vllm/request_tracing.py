@@ -177,7 +177,7 @@ def request_rows(arrived_at: float, values: dict[str, Any], server: int) -> Iter
     """
     request_id = str(values.get("gen_ai.request.id", "")).removeprefix(REQUEST_ID_PREFIX)
     known = parse_request_id(request_id)
-    place = {"turn": str(known.turn), "lane": str(known.lane)} if known is not None else {"request": request_id}
+    place = {"turn": str(known.turn), "lane": str(known.slot)} if known is not None else {"request": request_id}
 
     def seconds(name: str) -> float:
         return max(float(values.get(f"gen_ai.latency.{name}", 0.0)), 0.0)
