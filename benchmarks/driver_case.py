@@ -1,4 +1,4 @@
-"""One case of `orchestrator.py`: a run with so many samples in flight, measured in a process of its own.
+"""One case of `orchestrator.py`: a run with a given number of samples in flight, in its own process.
 
 python benchmarks/driver_case.py '{"in_flight": 256, ...}'    # the fields of `Case`; prints a line of JSON
 """
@@ -37,12 +37,12 @@ LENGTH_SIGMA = 0.8
 MAX_TOKENS = 8192
 CONTEXT = 16_384
 STEP_SECONDS = 0.2
-OPEN_GROUPS_PER_LANE = 8
-"""Window, in groups per group's worth of lanes: wide enough that lanes alone bound what is in flight."""
+OPEN_GROUPS_PER_SLOT = 8
+"""Window in groups per group's worth of request slots: wide enough that only the slots limit what is in flight."""
 VLLM_VERSION = "0.32.0"
 
 FILL_SECONDS = 300.0
-"""How long the run may take to fill its lanes; seconds on an idle machine."""
+"""Time limit for filling all request slots; takes seconds on an idle machine."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class Case:
     tokenizer: str
     end_token: int
     answers: str
-    """`arrays`: the server sends arrays, as a real one does. `json`: the driver reads vLLM's own JSON."""
+    """`arrays`: the server sends binary responses, as a real one does. `json`: the driver reads vLLM's own JSON."""
     loop: str
-    """`uvloop`, or `asyncio`, whose turns can be measured."""
+    """`uvloop`, or `asyncio`, whose iterations can be measured."""
     cores: Sequence[int] = ()
-    """The only cores that the driver, its engines and its environments may use; empty: all."""
+    """Cores for the driver, its engines and its environments; empty: all."""
 
 
 def config_of(case: Case) -> TelescopeConfig:
-    """A run whose lanes, not its async window, bound what is in flight."""
+    """Returns a config in which request slots, not the async window, limit what is in flight."""
     groups = case.in_flight // GROUP_SIZE
     batch = max(2, groups // 8)
     return TelescopeConfig.model_validate(
@@ -75,9 +75,9 @@ def config_of(case: Case) -> TelescopeConfig:
             "environment_workers": 1,
             "group_size": GROUP_SIZE,
             "prompts_batch_size_for_trainer": batch,
-            # A group is open until its longest answer is there, several times as long as a lane is held.
-            "max_async_rollout": OPEN_GROUPS_PER_LANE * groups // batch,
-            "max_off_policy_steps": 1000,  # asked at every sync, and never the reason to throw a sample away
+            # A group is open until its longest answer, several times as long as a slot is in use.
+            "max_async_rollout": OPEN_GROUPS_PER_SLOT * groups // batch,
+            "max_off_policy_steps": 1000,  # checked at every sync, and never a reason to discard a sample
             "max_concurrent_prompts_per_server": groups // NUM_SERVERS,
             "inference_num_workers": NUM_SERVERS,
             "trainer_num_workers": 2,
@@ -92,7 +92,7 @@ def config_of(case: Case) -> TelescopeConfig:
 
 @asynccontextmanager
 async def started(case: Case, folder: Path) -> AsyncIterator[tuple[FakeRun, list[ServerProcess]]]:
-    """Servers, clients and a wired run."""
+    """Yields a wired run with its servers and clients."""
     settings = FakeEngineSettings(
         mean_tokens=MEAN_TOKENS,
         length_sigma=LENGTH_SIGMA,
@@ -114,7 +114,7 @@ async def started(case: Case, folder: Path) -> AsyncIterator[tuple[FakeRun, list
 
 
 async def measure(case: Case, turns: TimedSelector | None) -> dict[str, Any]:
-    """Run one case and return its numbers. `turns` is the selector of the loop, where that is asyncio's."""
+    """Runs one case and returns its numbers. `turns` is the selector of asyncio's loop, if used."""
     with tempfile.TemporaryDirectory(prefix="telescope-benchmark-") as folder:
         async with started(case, Path(folder)) as (run, servers):
             supervisor = Supervisor()
@@ -191,8 +191,8 @@ def _turns(turn_seconds: Sequence[float], turned: float) -> dict[str, float]:
 
 
 def reference_seconds() -> float:
-    """CPU of reading one answer of `MEAN_TOKENS` tokens as JSON, here and now: it shows what else the machine is doing,
-    because neighbours on its caches and cores make the same work take longer."""
+    """Returns CPU seconds for parsing one answer of `MEAN_TOKENS` tokens as JSON now: a measure of the machine's other
+    load, since neighbors on its caches and cores make the same work slower."""
     settings = FakeEngineSettings(vocabulary=VOCABULARY, end_token=None, vllm_version=VLLM_VERSION)
     answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     request = FakeRequest("reference", [1], MEAN_TOKENS, 1, 0, None, answered, total=MEAN_TOKENS, produced=MEAN_TOKENS)
@@ -207,15 +207,15 @@ def reference_seconds() -> float:
 
 
 async def _sleep(seconds: float, training: asyncio.Task[Any]) -> None:
-    """Sleep, unless the run ends, which it must not: then raise why."""
+    """Sleeps; raises the run's error if it ends meanwhile."""
     done, _ = await asyncio.wait([training], timeout=seconds)
     if done:
         training.result()
-        raise RuntimeError("the run ended before the measurement did")
+        raise RuntimeError("the run ended before the measurement")
 
 
 def run_case(case: Case) -> dict[str, Any]:
-    """`measure` on the loop, and on the cores, that the case names."""
+    """Runs `measure` on the event loop and the cores of the case."""
     if case.cores:
         os.sched_setaffinity(0, case.cores)
     if case.loop == "uvloop":

@@ -1,14 +1,14 @@
-"""The whole system under a real load: how long engines are idle, the trainer waits, and what is thrown away.
+"""Measures a whole run under load: idle engines, waiting trainer, wasted tokens.
 
     python benchmarks/end_to_end.py --quick                                   the tiny model on the CPU, two minutes
     python benchmarks/end_to_end.py --json benchmarks/results/end_to_end.json      the README's example on four GPUs
 
-Runs `telescope train` on the README's example, with a model of the same shape and random weights, an environment whose
-rewards are chance, and answers of log-normal length (mean 1,000 tokens, p99 3,500, cut at 7,936). Everything is read
-from the run's record and from the engines' own step meters.
+Runs `telescope train` on the README's example, with a model of the same shape and random weights, an environment with
+random rewards, and answers of log-normal length (mean 1,000 tokens, p99 3,500, cut at 7,936). All numbers come from the
+run's record and the engines' step meters.
 
-The measured steps come after --warm-up (the lanes fill) and before the last `max_async_rollout` +
-1, in which a run opens fewer groups and then none, because no step is left for them.
+The measured steps come after --warm-up (the request slots fill) and before the last `max_async_rollout` + 1, in which a
+run opens fewer groups and then none, because no step is left for them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ EPILOG = """\
 rows
   engine idle       share of wall time in which no step of the engine was scheduled, pauses for weights included
   idle in pauses    share of wall time between the pause and the resume of weight syncs, mean over servers; the step
-                    under way when the pause is asked for still counts as busy, so it can exceed the row above
+                    running when the pause is requested still counts as busy, so it can exceed the row above
   running, mean     requests in the engine's batch
   trainer waiting   share of wall time in which the trainer had no batch
-  pause, stall      of a weight sync: engine's pause (slowest server), and how long it keeps the trainer from its next
-                    step, of which sending is a part; medians
-  thrown away       tokens that were not trained (too old, no signal, masked, sampled by a server that failed), of all
-                    whose fate is known; those under way at the end of the run are apart"""
+  pause, stall      of a weight sync: the engine's pause (slowest server), and the delay of the trainer's next step,
+                    sending included; medians
+  thrown away       tokens that were not trained (too old, no signal, masked, from a failed server), of all with a
+                    known fate; those in flight at the end of the run are separate"""
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def parse() -> argparse.Namespace:
 
 
 def results_of(run: WholeRun, warm_up: int, num_steps: int) -> dict[str, Any]:
-    """What came of the measured steps, from the record and the meters."""
+    """Returns the numbers of the measured steps, from the record and the meters."""
     steps = run.steps()
     if num_steps <= 0:
         raise RuntimeError(
@@ -110,10 +110,10 @@ def results_of(run: WholeRun, warm_up: int, num_steps: int) -> dict[str, Any]:
 
 
 def paused_share(steps: list[dict[str, Any]], num_servers: int, seconds: float) -> float:
-    """Share of `seconds` between the pause and the resume of these steps' weight syncs, mean over servers.
+    """Returns the share of `seconds` between pause and resume of these steps' weight syncs, mean over servers.
 
-    From the metrics of the steps: spans named `weight_sync` are also those of the trainer's ranks, which take as long
-    as the whole transfer.
+    From the metrics of the steps: the trainer's ranks also have spans named `weight_sync`, which take as long as the
+    whole transfer.
     """
     paused = sum(
         value
@@ -125,9 +125,9 @@ def paused_share(steps: list[dict[str, Any]], num_servers: int, seconds: float) 
 
 
 def thrown_away(run: WholeRun, steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Tokens by fate, over the whole run."""
+    """Counts tokens by fate over the whole run."""
     tokens: Counter[str] = Counter()
-    for fate in ("retried", "lost"):  # what is no part of a sample has no row of its own
+    for fate in ("retried", "lost"):  # these tokens belong to no sample row
         tokens[fate] = int(sum(step["metrics"].get(f"{fate}/tokens", 0.0) for step in steps))
     columns = ["status", "reason", "completion_tokens"]
     for row in run.record.table("samples", columns=columns).to_pylist():
@@ -153,7 +153,7 @@ def show(results: dict[str, Any]) -> None:
         ("running, mean", " ".join(f"{running:.0f}" for running in results["running_mean"]), ""),
         ("trainer waiting", f"{results['trainer_waiting']:.1%}", ""),
         ("thrown away", f"{results['thrown_away']:.2%}", f"{AIM_THROWN_AWAY:.0%}"),
-        ("under way at the end", f"{results['under_way_at_end']:.2%}", ""),
+        ("in flight at the end", f"{results['under_way_at_end']:.2%}", ""),
         ("steps/h", f"{results['steps_per_hour']:,.0f}", ""),
         ("s/step, median", f"{results['step_seconds']:.2f}", ""),
         ("tokens/s of the engines", f"{results['engine_tokens_per_second']:,.0f}", ""),

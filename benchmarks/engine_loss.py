@@ -1,18 +1,18 @@
-"""kill -9 of one of two engines in mid-generation: how long until it is noticed, restarted, and at full throughput.
+"""Kills one of two engines during generation and measures its detection, restart and recovery.
 
     python benchmarks/engine_loss.py --quick                                  the tiny model on the CPU
     python benchmarks/engine_loss.py --json benchmarks/results/engine_loss.json   the README's example on four GPUs
 
-Runs the same as `end_to_end.py`. After --before seconds of training every process of the last server's vLLM is killed.
-The run goes on with the others, where its requests are asked again. Times count from the kill:
+Runs the same as `end_to_end.py`. After --before seconds of training every process of the last server's vLLM gets
+SIGKILL. The run continues with the others, which retry its requests. Times count from the kill:
 
-  noticed          no further sample goes to the server
-  answers          its new process answers (its own start, and what was before it)
-  back             it holds the current weights, proven, and takes samples
-  full throughput  it computes 90 % of the tokens/s that it did before, as a mean over five seconds
+    noticed          no further sample goes to the server
+    answers          its new process answers (its own start, and the delay before it)
+    back             it has the current weights, verified, and receives samples
+    full throughput  it computes 90 % of its earlier tokens/s, as a mean over five seconds
 
-Aim: full throughput within the engine's own start, which finds a warm compile cache, and 10 s. Then the run is stopped
-as by Ctrl-C, and the record has to account for every sample: each group of a trained step has all of its samples, no
+Aim: full throughput within the engine's own start, which finds a warm compile cache, plus 10 s. Then the run is stopped
+as by Ctrl-C, and the record must account for every sample: each group of a trained step has all of its samples, no
 group and no sample occurs twice, none is missing, none was masked.
 """
 
@@ -67,7 +67,7 @@ def parse() -> argparse.Namespace:
 
 
 def lose_engine(run: WholeRun, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Kill the engine of a run under load, and wait until all is as before."""
+    """Kills the engine of a run under load and waits for its recovery."""
     run.wait_until(
         pluralize(arguments.warm_up, "step"), lambda: len(run.steps()) >= arguments.warm_up, arguments.timeout
     )  # fmt: skip
@@ -114,19 +114,19 @@ def lose_engine(run: WholeRun, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def engine_group(run_dir: Path, port: int) -> int:
-    """Process group of the vLLM server on this port: it and all that it started."""
+    """Returns the process group of the vLLM server on this port."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().split(b"\0")
             if b"vllm.entrypoints.openai.api_server" in words and str(port).encode() in words:
                 return os.getpgid(int(path.parent.name))
-        except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
+        except (FileNotFoundError, ProcessLookupError):  # it exited meanwhile
             continue
     raise RuntimeError(f"no vLLM server on port {port}; logs are in {run_dir / 'logs'}")
 
 
 def account(run: WholeRun, group_size: int) -> dict[str, Any]:
-    """Where every sample of the run went, from its record. Raises RuntimeError when one is missing or counted twice."""
+    """Returns the fate of every sample from the record. Raises RuntimeError when one is missing or counted twice."""
     steps = run.steps()
     groups = run.record.table("groups", columns=["group_id", "status", "reason", "step"]).to_pylist()
     columns = ["sample_id", "group_id", "status", "reason", "failure_kind", "step"]
@@ -138,13 +138,13 @@ def account(run: WholeRun, group_size: int) -> dict[str, Any]:
     if len({sample["sample_id"] for sample in samples}) != len(samples):
         problems.append("a sample has two rows")
     if sorted(group["group_id"] for group in groups) != list(range(len(groups))):
-        problems.append("a draw that was opened has no row")
+        problems.append("an opened prompt has no row")
     short = [group for group in groups if of_group[group["group_id"]] != group_size]
     if short:
         problems.append(f"{len(short)} groups do not have {group_size} samples, as {short[0]}")
     kept = Counter(group["step"] for group in groups if group["status"] == "kept")
     if any(kept[step["step"]] != step["num_groups"] for step in steps):
-        problems.append("a step has trained other groups than the record says")
+        problems.append("a step trained other groups than the record shows")
     if problems:
         raise RuntimeError(f"the record does not account for every sample: {'; '.join(problems)}")
     fates = Counter(s["status"] if s["reason"] is None else f"{s['status']}/{s['reason']}" for s in samples)
@@ -160,7 +160,7 @@ def account(run: WholeRun, group_size: int) -> dict[str, Any]:
 
 
 def show(results: dict[str, Any]) -> None:
-    table = Table(title="An engine is killed in mid-generation")
+    table = Table(title="An engine is killed during generation")
     for title in ("", "measured", "aim"):
         table.add_column(title, justify="left" if not title else "right")
     samples = results["samples"]
@@ -176,7 +176,7 @@ def show(results: dict[str, Any]) -> None:
         ("  after", _rates(results["tokens_per_second_after"]), ""),
         ("samples masked", f"{samples['masked_by_infrastructure']}", "0"),
         ("samples, all accounted for", f"{samples['samples']:,}", ""),
-        ("requests asked again", f"{samples['requests_asked_again']}", ""),
+        ("requests retried", f"{samples['requests_asked_again']}", ""),
     )
     for row in rows:
         table.add_row(*row)

@@ -1,16 +1,14 @@
-"""What a step of the engine costs, by how many requests run, and what seeds and logprobs add to it.
+"""Measures the cost of an engine step by running requests, and of seeds and logprobs.
 
     python benchmarks/engine_steps.py --quick                            the tiny model on the CPU
     python benchmarks/engine_steps.py --json results.json                one GPU, Qwen2.5-3B shape
 
-One vLLM server, launched as in a run, is given as many requests at once as shall run, all with 64 tokens of prompt and
-the same number of tokens to sample. Steps are counted by the engine itself (its step meter) while exactly that many
-run, so that neither filling nor draining counts. `engine` and `server` are what the two processes of vLLM take of a
-core each in that time: the one that schedules and launches, and the one that speaks HTTP. A process near 100 % is what
-the GPU waits for.
+One vLLM server, launched as in a run, gets a fixed number of requests at once, all with 64 prompt tokens and the same
+number of tokens to sample. The engine's step meter counts steps while exactly that many run, so neither filling nor
+draining counts. `engine` and `server` are the shares of a core that vLLM's two processes use meanwhile: the one that
+schedules and launches, and the HTTP process. A process near 100 % is what the GPU waits for.
 
-A run asks for the sampled tokens' logprobs, and gives every request a seed; the rows without them are not what a run
-does, and say what the two cost.
+A run asks for the sampled tokens' logprobs and gives every request a seed; the rows without them show the cost of both.
 """
 
 from __future__ import annotations
@@ -47,9 +45,9 @@ from telescope.rollout.types import GenerateRequest
 
 PROMPT_TOKENS = 64
 FIRST_TOKEN, LAST_TOKEN = 100, 1000
-"""Ids that prompts are made of; each shape's vocabulary has them."""
+"""Range of token ids in prompts; each shape's vocabulary has them."""
 ASKED = {"as in a run": (), "no seeds": ("seed",), "no logprobs": ("logprobs",), "neither": ("seed", "logprobs")}
-"""What is taken out of a request's sampling parameters."""
+"""Sampling parameters that are removed from a request."""
 
 
 def main() -> int:
@@ -86,7 +84,7 @@ def parse() -> argparse.Namespace:
 
 
 async def measure(server: Server, running: Sequence[int], tokens: int, asked: Sequence[str]) -> list[dict[str, Any]]:
-    """One row for each of `asked` and `running`, after a first load that warms up."""
+    """Returns one row for each of `asked` and `running`, after a first load that warms up."""
     await under_generator(server, requests(max(running), 20, ()), max(running))
     rows = []
     for count in running:
@@ -98,7 +96,7 @@ async def measure(server: Server, running: Sequence[int], tokens: int, asked: Se
 
 
 async def watched(server: Server, bodies: Sequence[bytes], count: int) -> list[Sample]:
-    """What meter and processes say while these are answered, `count` at a time."""
+    """Returns samples of meter and processes while these are answered, `count` at a time."""
     load = asyncio.create_task(under_generator(server, bodies, count))
     samples = [sample async for sample in server.samples(lambda _: load.done())]
     await load
@@ -106,7 +104,7 @@ async def watched(server: Server, bodies: Sequence[bytes], count: int) -> list[S
 
 
 def requests(count: int, tokens: int, without: Sequence[str]) -> list[bytes]:
-    """Bodies of `count` requests with prompts of their own, less some of their sampling parameters."""
+    """Returns bodies of `count` requests with distinct prompts, without some sampling parameters."""
     draw = random.Random(count)
     bodies = []
     for index in range(count):
@@ -120,10 +118,10 @@ def requests(count: int, tokens: int, without: Sequence[str]) -> list[bytes]:
 
 
 def cost(samples: Sequence[Sample], running: int) -> dict[str, float]:
-    """What a step took while exactly so many requests ran."""
+    """Returns the cost of a step while exactly `running` requests ran."""
     full = [sample for sample in samples if sample.reading.running == running]
     if len(full) < 2 or full[-1].reading.steps == full[0].reading.steps:
-        raise RuntimeError(f"{running} requests never ran at once for long enough: ask for more --tokens")
+        raise RuntimeError(f"{running} requests never ran at once for long enough: raise --tokens")
     return work(full)
 
 

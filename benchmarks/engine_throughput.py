@@ -1,31 +1,31 @@
-"""What the orchestrator costs an engine: tokens/s under its sampling loop against a bare load generator's.
+"""Compares an engine's tokens/s under the orchestrator and under a bare load generator.
 
     python benchmarks/engine_throughput.py --quick                            the tiny model on the CPU
     python benchmarks/engine_throughput.py --json results.json                one GPU, Qwen2.5-3B shape
 
 One vLLM server, launched as in a run, is loaded in turn by both, with the same requests in the same order (prompts,
-seeds, lengths), over the same route, with logprobs and answers as arrays:
+seeds, lengths), over the same route, with logprobs and binary responses:
 
-  orchestrator  the loops of a run: draws, groups, lanes, environment processes, rewards, record. Its trainer returns at
-                once, and no weights are sent
-  bare          as many coroutines as the server has lanes, each with one connection; what comes back is counted
+    orchestrator  the loops of a run: prompts, groups, request slots, environment processes, rewards, record. Its
+                  trainer returns at once, and no weights are sent
+    bare          as many coroutines as the server has slots, each with one connection; answers are only counted
 
-Answers have log-normal lengths. A first load by the orchestrator warms up, writes down the requests, and finds out how
-many tokens the engine has computed when the last of them is sent. Every other load is measured from a tenth of that to
-nine tenths: by the engine's own count (its step meter), between the same two points of the same work, while every lane
-is taken. So neither filling nor draining counts. At the second point the load ends: its connections are closed, and the
-next begins when the engine runs nothing any more, with an empty prefix cache.
+Answers have log-normal lengths. A first load by the orchestrator warms up, records the requests, and finds the number
+of computed tokens when the last of them is sent. Every other load is measured from a tenth to nine tenths of that, by
+the engine's step meter, between the same two points of the same work, while every slot is in use. So neither filling
+nor draining counts. At the second point the load ends: its connections are closed, and the next begins when the engine
+is idle, with an empty prefix cache.
 
-One load is worth little. The engine's process is at a whole core, so steps take longer by a tenth or a third for
-seconds at a time, whoever asks. So loads go in pairs, in the order A B, B A, A B, ..., and the ratio is
-estimated from those of the pairs, with the interval that it lies in (`paired.py` says how, and what it assumes). The
-aim is met when the whole interval is above it.
+One load is not conclusive. The engine's process uses a whole core, so steps take longer by a tenth or a third for
+seconds at a time under either load. So loads go in pairs, in the order A B, B A, A B, ..., and the ratio is estimated
+from the pairs with its confidence interval (`paired.py` explains the method and its assumptions). The aim is met when
+the whole interval is above it.
 
-A ratio of tokens/s is one of tokens a step times one of steps a second. The first is all that a driver decides by what
-it asks for and when (a lane that stands empty is a token less in every step), and hardly varies from load to load. The
-second also holds how fast the machine was. With each load stand mean running requests, share of steps that began
-requests (they cost more), time without a step, and the cores that the engine's process, the one that speaks HTTP and
-this one took; what the environments' processes take under the orchestrator is not counted.
+A ratio of tokens/s is the product of a ratio of tokens per step and one of steps per second. A driver determines only
+the first, by what it asks for and when (an empty slot is one token less in every step), and it hardly varies. The
+second also includes the speed of the machine. Each load also reports mean running requests, the share of steps that
+began requests (they cost more), idle time, and the cores used by the engine process, the HTTP process and this one;
+environment processes under the orchestrator are not counted.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ AIM = 0.97
 LOADS = ("orchestrator", "bare")
 RESET_CACHE_ROUTE = "/reset_prefix_cache"
 WINDOW = (0.1, 0.9)
-"""From where to where a load is measured, in shares of the tokens computed when the last request is sent."""
-REQUESTS_PER_LANE = {False: 3, True: 6}
-"""Without and with --quick, whose answers are short: by time a load would be over before it is measured."""
+"""Measured range of a load, in shares of the tokens computed when the last request is sent."""
+REQUESTS_PER_SLOT = {False: 3, True: 6}
+"""Without and with --quick, whose short answers would otherwise end a load before it is measured."""
 LOAD_TIMEOUT = 600.0
 LAUNCHER_TIMEOUT = 120.0
 RATIOS: dict[str, Callable[[dict[str, Any]], float]] = {
@@ -87,7 +87,7 @@ RATIOS: dict[str, Callable[[dict[str, Any]], float]] = {
     "tokens_a_step": lambda load: load["tokens_a_step"],
     "steps_per_second": lambda load: 1000 / load["ms_a_step"],
 }
-"""What is compared; the first is the product of the others."""
+"""Compared numbers; the first is the product of the others."""
 CORES = ("engine", "server", "driver")
 
 
@@ -111,7 +111,7 @@ def main() -> int:
                 write_report(arguments.json, "engine_throughput", where, shape, lengths, fields, results)
 
         with started(config, model, folder / "throughput", arguments.engine_cores) as server:
-            requests = arguments.requests or REQUESTS_PER_LANE[arguments.quick] * config.lanes_per_server
+            requests = arguments.requests or REQUESTS_PER_SLOT[arguments.quick] * config.lanes_per_server
             bench = Bench(config, server, folder / "throughput", lengths, requests)
             results = asyncio.run(bench.measure(arguments.repeats, deadline, save))
     show(results)
@@ -122,10 +122,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, port=8860)
     add = parser.add_argument
-    add("--requests", type=positive, help="requests of one load (default: 3 for each lane, with --quick 6)")
-    add("--repeats", type=positive, default=6, help="pairs of loads, fewer when --seconds are over (default: 6)")
+    add("--requests", type=positive, help="requests of one load (default: 3 per request slot, with --quick 6)")
+    add("--repeats", type=positive, default=6, help="pairs of loads, fewer if --seconds have passed (default: 6)")
     add("--seconds", type=positive, help="begin no pair that may end later than this after the benchmark's start")
-    add("--engine-cores", type=positive, help="cores that the engine has for its own (default: all are everybody's)")
+    add("--engine-cores", type=positive, help="cores reserved for the engine (default: none)")
     arguments = parser.parse_args()
     require_gpus(parser, quick=arguments.quick)
     return arguments
@@ -133,24 +133,24 @@ def parse() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Span:
-    """The measured part of a load, in tokens that the engine has computed since its beginning."""
+    """The measured part of a load, in tokens computed by the engine since its beginning."""
 
     low: float
     high: float
 
     def of(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples in it, of those up to the first at or beyond `high`."""
+        """Returns the samples in this range; `samples` ends with the first at or beyond `high`."""
         begin = samples[0].reading.tokens
         return [sample for sample in samples if sample.reading.tokens - begin >= self.low]
 
 
 class Bench:
-    """Loads for one server, of as many requests as make whole batches. `folder` gets the records of its runs."""
+    """Loads for one server, in whole batches of requests. `folder` gets the records of its runs."""
 
     def __init__(self, config: TelescopeConfig, server: Server, folder: Path, lengths: Lengths, requests: int) -> None:
         batch = config.prompts_batch_size_for_trainer * config.group_size
         steps = max(2, round(requests / batch))
-        # Lanes alone bound what is in flight, as in a run that is ahead of its trainer.
+        # Only request slots limit what is in flight, as in a run that is ahead of its trainer.
         self._config = config.replace(number_of_steps=steps, max_async_rollout=steps)
         self._requests = steps * batch
         self.server = server
@@ -161,9 +161,9 @@ class Bench:
     async def measure(
         self, repeats: int, deadline: float | None, save: Callable[[dict[str, Any]], None]
     ) -> dict[str, Any]:
-        """Load the server by turns until there are `repeats` pairs, or time (monotonic) is over.
+        """Loads the server alternately until there are `repeats` pairs, or time (monotonic) is over.
 
-        Returns what came of it, which after each pair is also saved: a benchmark that is ended keeps those before.
+        Returns the results, which are also saved after each pair: an interrupted benchmark keeps the finished pairs.
         """
         loads: list[dict[str, Any]] = []
         results: dict[str, Any] = {}
@@ -185,7 +185,7 @@ class Bench:
         return results
 
     async def _warm_up(self, launcher: Launcher) -> tuple[list[bytes], Span]:
-        """The bodies of the requests in the order of sending, and what is to be measured of a load of them."""
+        """Returns the request bodies in the order of sending, and the range to measure."""
         sent: list[bytes] = []
         tokens = -self.server.reading().tokens
 
@@ -200,7 +200,7 @@ class Bench:
         return sent, Span(*(share * tokens for share in WINDOW))
 
     async def _load(self, load: str, name: str, launcher: Launcher, trace: Sequence[bytes], span: Span) -> list[Sample]:
-        """Samples from the beginning of a load until its window closes."""
+        """Returns samples from the beginning of a load until its window closes."""
         begin = self.server.reading().tokens
 
         def closes(sample: Sample) -> bool:
@@ -210,14 +210,14 @@ class Bench:
             return await self._under_generator(trace, closes)
         sent: list[bytes] = []
         samples = await self._under_orchestrator(name, launcher, sent.append, closes)
-        assert asked(sent) <= asked(trace), "the orchestrator asked for other answers"
+        assert asked(sent) <= asked(trace), "the orchestrator sent other requests"
         check_tail(len(sent) < len(trace), len(trace))
         return samples
 
     async def _under_orchestrator(
         self, name: str, launcher: Launcher, note: Callable[[bytes], None], until: Callable[[Sample], bool]
     ) -> list[Sample]:
-        """The loops of a run without a trainer; `note` gets the bodies of its requests in the order of sending."""
+        """Runs the loops without a trainer; `note` gets the request bodies in the order of sending."""
         encode = wire.encode_generate
 
         def noted(*arguments: Any, **options: Any) -> bytes:
@@ -246,7 +246,7 @@ class Bench:
         return samples
 
     async def _under_generator(self, trace: Sequence[bytes], until: Callable[[Sample], bool]) -> list[Sample]:
-        """The same requests, from as many connections as there are lanes."""
+        """Sends the same requests from as many connections as there are request slots."""
         waiting = iter(trace)
         async with self._client():
             supervisor = Supervisor()
@@ -258,7 +258,7 @@ class Bench:
 
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[EngineClient]:
-        """A client of the server, whose prefix cache is emptied."""
+        """Yields a client of the server after emptying its prefix cache."""
         client = self.server.client()
         try:
             await empty_prefix_cache(client)
@@ -276,7 +276,7 @@ class Bench:
 
 @asynccontextmanager
 async def launched(model: str, folder: Path) -> AsyncIterator[Launcher]:
-    """A fork server for the environments of all loads: it takes seconds to start."""
+    """Yields a fork server for the environments of all loads, since it takes seconds to start."""
     launcher = Launcher(RendererSpec(tokenizer_path=model), folder)
     await launcher.start(LAUNCHER_TIMEOUT)
     try:
@@ -286,26 +286,26 @@ async def launched(model: str, folder: Path) -> AsyncIterator[Launcher]:
 
 
 async def empty_prefix_cache(client: EngineClient) -> None:
-    """Raises RuntimeError when vLLM, which then says so and 200, kept blocks because a request holds some."""
+    """Raises RuntimeError when vLLM reports (with 200) that running requests kept blocks."""
     answer = json.loads(await client._control("POST", RESET_CACHE_ROUTE))
     if not answer["success"]:
         raise RuntimeError("the prefix cache was not emptied: requests of the last load are still in the engine")
 
 
 def check_tail(is_left: bool, requests: int) -> None:
-    """Whether a request was left when the window of a load closed, so that no lane had stood empty for want of one."""
+    """Raises RuntimeError unless a request was left when the window closed, so that no slot was empty."""
     if not is_left:
-        raise RuntimeError(f"{requests} requests were all sent before the window closed: use more --requests")
+        raise RuntimeError(f"all {requests} requests were sent before the window closed: raise --requests")
 
 
 def asked(bodies: Sequence[bytes]) -> Counter[str]:
-    """What was asked for and how often, whoever was to answer it when: the requests without their ids."""
+    """Counts the requests by content, without their ids."""
     requests = [json.loads(body) for body in bodies]
     return Counter(json.dumps({name: body[name] for name in body if name != "request_id"}) for body in requests)
 
 
 def compared(loads: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The orchestrator's loads against the bare ones, pair by pair."""
+    """Compares the orchestrator's loads with the bare ones, pair by pair."""
     pairs = [
         {load["load"]: load for load in loads if load["pair"] == pair} for pair in sorted({x["pair"] for x in loads})
     ]
@@ -321,7 +321,7 @@ def compared(loads: Sequence[dict[str, Any]]) -> dict[str, Any]:
         },
         "ratio": whole.ratio,
         "aim": AIM,
-        "aim_is": whole.says(AIM),
+        "aim_is": whole.verdict(AIM),
         "estimates": {name: asdict(value) for name, value in estimates.items()},
     }
 

@@ -1,6 +1,6 @@
-"""Fake inference servers in processes of their own, and a tokenizer whose ids are as long as a real model's.
+"""Fake inference servers in separate processes, and a tokenizer with ids as long as a real model's.
 
-What they cost is not the driver's: separate processes, and answers that are joined from rendered pieces.
+Separate processes keep their cost apart from the driver's; answers are joined from rendered pieces.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from telescope.tiny_model.build import TURN_END, build_tokenizer
 from telescope.utils.child_guard import SUPERVISOR_PID_VARIABLE
 
 VOCABULARY = 150_000
-"""As large as Qwen's: ids of five and six digits, which is what most of an answer's token ids look like on the wire."""
+"""As large as Qwen's: ids of five and six digits, like most token ids of an answer."""
 
 START_SECONDS = 60.0
 SECRET = "benchmark"
@@ -31,7 +31,7 @@ SECRET = "benchmark"
 
 @dataclass
 class ServerProcess:
-    """One running fake server, and the answer of its supervisor, who has nothing to report."""
+    """One running fake server, and the status of its supervisor, which has nothing to report."""
 
     url: str
     pid: int
@@ -50,7 +50,7 @@ class ServerProcess:
 
 @asynccontextmanager
 async def fake_servers(count: int, settings: FakeEngineSettings) -> AsyncIterator[list[ServerProcess]]:
-    """Start `count` servers on free ports of the loopback, and kill them at the end."""
+    """Starts `count` servers on free loopback ports, and kills them at the end."""
     command = [sys.executable, "-m", "telescope.testing.fake_server"]
     text = msgspec.json.encode(settings).decode()
     environment = {**os.environ, SECRET_VARIABLE: SECRET, SUPERVISOR_PID_VARIABLE: str(os.getpid())}
@@ -77,7 +77,7 @@ async def fake_servers(count: int, settings: FakeEngineSettings) -> AsyncIterato
 
 
 def save_tokenizer(folder: Path, num_tokens: int = VOCABULARY) -> int:
-    """Write a tokenizer of `num_tokens` tokens, most of them invented words; returns the id of its end token."""
+    """Writes a tokenizer of `num_tokens` tokens, most of them invented words; returns the id of its end token."""
     tokenizer = build_tokenizer(["item 1 2 3", "the target is reached from these numbers with plus and minus"], 512)
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer.json"
@@ -93,7 +93,7 @@ def save_tokenizer(folder: Path, num_tokens: int = VOCABULARY) -> int:
 
 
 def _invented_word(generator: random.Random, taken: dict[str, int]) -> str:
-    """A new word of 2 to 6 letters with the space before it, as byte-level tokenizers write it."""
+    """Returns a new word of 2 to 6 letters with a leading space, in byte-level form."""
     while True:
         letters = "".join(generator.choices("abcdefghijklmnopqrstuvwxyz", k=generator.randint(2, 6)))
         if (word := "\u0120" + letters) not in taken:

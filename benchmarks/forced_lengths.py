@@ -1,10 +1,10 @@
-"""Answers of stated lengths: each request is asked for exactly as many tokens as its seed draws, whatever they say.
+"""Forces the lengths of answers: each request asks for as many tokens as its seed determines.
 
     python benchmarks/forced_lengths.py 1000 3500 train --config ...
 
 runs `telescope` with the given arguments and log-normal lengths of that mean and 99th percentile. Models with random
-weights write noise that never ends by itself, or ends at once; how long answers are is what the load is made of. All
-that differs from a run without it are `max_tokens` and `ignore_eos` of the requests for samples.
+weights write noise that ends at random, and lengths determine the load. Only `max_tokens` and `ignore_eos` of sampling
+requests differ from a normal run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Z99 = 2.3263478740408408
 
 @dataclass(frozen=True)
 class Lengths:
-    """A log-normal distribution of answers' lengths in tokens."""
+    """A log-normal distribution of answer lengths in tokens."""
 
     mean: float
     p99: float
@@ -43,19 +43,19 @@ class Lengths:
         return Z99 - math.sqrt(Z99**2 - 2 * math.log(self.p99 / self.mean))
 
     def of(self, seed: int) -> int:
-        """Length of the answer to a request with this seed."""
+        """Returns the length of the answer to a request with this seed."""
         mu = math.log(self.mean) - self.sigma**2 / 2
         return max(1, round(random.Random(seed).lognormvariate(mu, self.sigma)))
 
     def force(self, request: GenerateRequest) -> GenerateRequest:
-        """The request for an answer of its length, or of as much as it asks for at most."""
+        """Returns the request with its forced length, at most its own `max_tokens`."""
         assert request.seed is not None
         return replace(request, max_tokens=min(request.max_tokens, self.of(request.seed)), ignore_eos=True)
 
 
 @contextmanager
 def forced(lengths: Lengths) -> Iterator[None]:
-    """Every `EngineClient` of this process asks for answers of these lengths."""
+    """Makes every `EngineClient` of this process ask for these lengths."""
     generate = EngineClient.generate
 
     async def generate_forced(self: EngineClient, request: GenerateRequest) -> Generation:

@@ -1,7 +1,7 @@
-"""One vLLM server under a load: started as in a run, watched step by step, and known to be idle before the next load.
+"""One vLLM server under a load, observed step by step.
 
-Owns the server's life, the readings of its step meter and of the CPU that its processes take, and what is worked out
-from them. What loads it is the caller's, but for the least that can: `under_generator`.
+Owns the server's lifetime, the readings of its step meter and of its processes' CPU time, and what is computed from
+them. The caller provides the load, except for the simplest: `under_generator`.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from telescope.inference.vllm.step_meter import StepReading, meter_path, read_me
 
 READ_SECONDS = 0.05
 ENGINE = "VLLM::"
-"""How the titles of vLLM's processes begin, but for the one that speaks HTTP."""
+"""Prefix of vLLM's process titles, except for the HTTP process."""
 QUIET_SECONDS = 0.3
-"""An engine that schedules no step for so long runs nothing: with a request it always steps."""
+"""An engine that schedules no step for this long is idle: with a request it always steps."""
 IDLE_TIMEOUT = 60.0
-"""Seconds for requests whose connections were closed to leave the engine."""
+"""Time limit in seconds for aborted requests to leave the engine."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The engine's counters, and the CPU seconds of its processes and of this one, at one moment."""
+    """The engine's counters, and CPU seconds of its processes and of this one, at one moment."""
 
     reading: StepReading
     cpu: dict[str, float]
 
 
 class Server:
-    """The server with its client, and the handle that the orchestrator's pool asks for its state."""
+    """The server with its client, and the handle through which the orchestrator's pool asks for its state."""
 
     def __init__(self, server: InferenceServer, url: str, secret: str, meter: Path) -> None:
         self._server = server
@@ -66,7 +66,7 @@ class Server:
 
     def reading(self) -> StepReading:
         reading = read_meter(self._meter)
-        assert reading is not None, "the engine is gone"
+        assert reading is not None, "the engine has exited"
         return reading
 
     def sample(self) -> Sample:
@@ -77,7 +77,7 @@ class Server:
         return Sample(self.reading(), cpu)
 
     async def samples(self, until: Callable[[Sample], bool]) -> AsyncIterator[Sample]:
-        """One every 50 ms, up to the first of which `until` is true, with it."""
+        """Yields a sample every 50 ms, up to and including the first for which `until` is true."""
         while True:
             sample = self.sample()
             yield sample
@@ -86,7 +86,7 @@ class Server:
             await asyncio.sleep(READ_SECONDS)
 
     async def until_idle(self, timeout: float = IDLE_TIMEOUT) -> None:
-        """Wait until nothing runs. Raises TimeoutError when something still does after `timeout` seconds."""
+        """Waits until the engine is idle. Raises TimeoutError after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         before = self.reading()
         while True:
@@ -96,23 +96,23 @@ class Server:
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"{now.running} requests of the last load still ran {timeout:.0f} s after its end: the engine was "
-                    "not told to drop them, or does not answer (see its log)"
+                    f"{now.running} requests of the last load still run {timeout:.0f} s after its end: the engine did "
+                    "not abort them, or does not respond (see its log)"
                 )
             before = now
 
 
 def is_quiet(before: StepReading, now: StepReading) -> bool:
-    """Whether no step was scheduled or under way between two readings."""
+    """Returns whether no step was scheduled or running between two readings."""
     return (before.steps, before.busy_seconds) == (now.steps, now.busy_seconds)
 
 
 @contextmanager
 def started(config: TelescopeConfig, model: Path, folder: Path, engine_cores: int | None = None) -> Iterator[Server]:
-    """A vLLM server as in a run, without Ray, and with as many threads for torch's operators as Ray would give it.
+    """Starts a vLLM server as in a run, without Ray, with the torch threads that Ray would give it.
 
-    `engine_cores` gives its processes so many cores of this machine for their own; this process, and what it starts
-    from then on, gets the others.
+    `engine_cores` reserves that many cores of this machine for its processes; this process, and what it starts later,
+    gets the others.
     """
     secret = secrets.token_urlsafe(32)
     server = InferenceServer(config, 0, config.inference_base_port, "127.0.0.1", secret, str(model), folder)
@@ -133,8 +133,8 @@ def started(config: TelescopeConfig, model: Path, folder: Path, engine_cores: in
         server.stop()
 
 
-async def under_generator(server: Server, requests: Iterable[bytes], lanes: int) -> None:
-    """These requests, `lanes` at a time, with as little as it takes. Cancelled, it closes its connections."""
+async def under_generator(server: Server, requests: Iterable[bytes], slots: int) -> None:
+    """Sends these requests, `slots` at a time, at minimal cost. Closes its connections when cancelled."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     head = (
         f"POST {wire.GENERATE_ROUTE} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {server.secret}\r\n"
@@ -142,7 +142,7 @@ async def under_generator(server: Server, requests: Iterable[bytes], lanes: int)
     ).encode()
     waiting = iter(requests)
 
-    async def lane() -> None:
+    async def slot() -> None:
         reader, writer = await asyncio.open_connection(host, int(port))
         with closing(writer):
             for body in waiting:
@@ -153,14 +153,14 @@ async def under_generator(server: Server, requests: Iterable[bytes], lanes: int)
                 length = next(line for line in answer.lower().split(b"\r\n") if line.startswith(b"content-length:"))
                 await reader.readexactly(int(length.partition(b":")[2]))
 
-    await asyncio.gather(*(lane() for _ in range(lanes)))
+    await asyncio.gather(*(slot() for _ in range(slots)))
 
 
 def work(window: Sequence[Sample]) -> dict[str, float]:
-    """What the engine did from the first sample to the last, and what its steps cost.
+    """Summarizes the engine's work from the first sample to the last.
 
     `running` is the mean of the readings; `beginning_share` the share of steps that began requests; `idle_share` the
-    share of time without a scheduled step; `<process>_cores` what the processes took of a core.
+    share of time without a scheduled step; `<process>_cores` the CPU use of each process in cores.
     """
     first, last = window[0], window[-1]
     seconds = last.reading.clock - first.reading.clock

@@ -1,15 +1,14 @@
-"""The fused passes for logprob and entropy against the plain one: time and peak memory, forward and backward.
+"""Compares the fused passes for logprob and entropy with plain PyTorch: time and peak memory.
 
     python benchmarks/logprob.py --quick              small shapes on the CPU
     python benchmarks/logprob.py --json results.json  the shapes of Qwen3 models on one GPU
 
-Plain is what a reader would write: float32 logits of all tokens, log_softmax, gather, autograd. Fused is the trainer's
-output layer, `LogprobHead`; "in blocks" is the same layer without the kernels that keep logits out of memory, which is
-what other GPUs than Hopper run. All take bfloat16 hidden states and weights on GPU (float32 on the CPU, where the fused
-passes are one and the same), and both outputs have gradients. Peak memory is what a pass takes beyond its inputs;
-beside it stands what is left when the results that no pass can do without are taken off: the gradients of hidden states
-and weight in their own dtypes, and the float32 sum that the gradient of the weight is added up in. A pass that does not
-fit the memory says so.
+"plain": float32 logits of all tokens, log_softmax, gather, autograd. "fused": the trainer's output layer,
+`LogprobHead`. "in blocks": the same layer without the kernels that keep logits out of memory, as on GPUs other than
+Hopper. All take bfloat16 hidden states and weights on a GPU (float32 on the CPU, where both fused passes are the same),
+and both outputs have gradients. Peak memory is what a pass needs beyond its inputs; "beyond gradients" subtracts the
+results that every pass needs: the gradients of hidden states and weight in their own dtypes, and the float32 sum of the
+weight's gradient. A pass that does not fit into memory is reported as such.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ Pass = Callable[[torch.Tensor, nn.Parameter, torch.Tensor], tuple[torch.Tensor, 
 
 
 def fused(chunk_size: int) -> Pass:
-    """The trainer's own output layer."""
+    """Returns a pass through the trainer's own output layer."""
 
     def run(
         hidden_ND: torch.Tensor, weight_VD: nn.Parameter, targets_N: torch.Tensor
@@ -67,14 +66,14 @@ def fused(chunk_size: int) -> Pass:
 def plain(
     hidden_ND: torch.Tensor, weight_VD: nn.Parameter, targets_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits, log-softmax and entropy of all tokens at once, in float32."""
+    """Computes logits, log-softmax and entropy of all tokens at once, in float32."""
     logp_NV = (hidden_ND @ weight_VD.t()).float().log_softmax(dim=-1)
     entropy_N = -(logp_NV.exp() * logp_NV).sum(dim=-1)
     return logp_NV.gather(1, targets_N[:, None]).squeeze(1), entropy_N
 
 
 def without_tiles() -> AbstractContextManager[object]:
-    """Both passes of the output layer as on a GPU that tiles are not cut for."""
+    """Disables tiles, as on a GPU without tuned ones."""
     return patch.object(logprob, "TILED_CAPABILITIES", frozenset())
 
 
@@ -109,7 +108,7 @@ def main() -> int:
 
 
 def measure(run: Pass, num_tokens: int, width: int, vocab: int, device: torch.device, repeats: int) -> dict[str, Any]:
-    """Median seconds of forward and of backward, and on GPU the peak memory of both."""
+    """Returns median times of forward and backward, and on a GPU the peak memory of both."""
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     torch.manual_seed(0)

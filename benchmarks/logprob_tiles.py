@@ -1,15 +1,15 @@
-"""Which way of cutting the products of the output layer into tiles is fastest, on a Hopper GPU.
+"""Finds the fastest tile sizes for the products of the output layer on a Hopper GPU.
 
     python benchmarks/logprob_tiles.py --json tiles.json
-    python benchmarks/logprob_tiles.py --quick            one shape, few ways
+    python benchmarks/logprob_tiles.py --quick            one shape, few configurations
 
-For each way (`telescope.trainer.logprob_kernels.Tiles`): the sums of the softmax over the whole vocabulary, and the
-gradient of an eighth of it, for 8,192 tokens. Each result is first compared with the one of the way in use. A way that
-does not compile, or is wrong, says so and is left out. TFLOP/s count the product alone. Most of the time goes into
-compiling, one to three seconds a way: some eight minutes in all, with --quick half a minute.
+For each configuration (`telescope.trainer.logprob_kernels.Tiles`): the sums of the softmax over the whole vocabulary,
+and the gradient of an eighth of it, for 8,192 tokens. Each result is first compared with the one of the configuration
+in use. A configuration that does not compile, or is wrong, is reported and left out. TFLOP/s count the product alone.
+Most of the time goes into compiling, one to three seconds each: some eight minutes in all, half a minute with --quick.
 
-The results in the repository (`results/logprob_tiles.json`) are from an earlier script, which timed more kinds of
-kernels for fewer ways to cut them; this one has not been run on a GPU yet.
+The stored results (`results/logprob_tiles.json`) are from an earlier script, which timed more kinds of kernels with
+fewer configurations; this one has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ WIDTHS = (1024, 2560)
 """Hidden sizes of Qwen3-0.6B and 4B."""
 TEMPERATURE = 0.9
 TOLERANCE = 1e-2
-"""Of the largest number: gradients are rounded to bfloat16."""
+"""Relative to the largest number: gradients are rounded to bfloat16."""
 REPEATS, CALLS = 5, 10
 """Readings, of which the median counts, and calls in each."""
 SHOWN = 6
 
 
-def ways(in_use: Tiles, quick: bool) -> Iterator[Tiles]:
-    """Ways to cut a product, the one in use first."""
+def configurations(in_use: Tiles, quick: bool) -> Iterator[Tiles]:
+    """Yields tile configurations, the one in use first."""
     yield in_use
     shapes = [(128, 256, None), (128, 128, None), (128, 128, 128), (256, 128, None), (64, 256, None)]
     others = [
         replace(in_use, rows=rows, columns=columns, max_registers=registers, stages=stages, span=span, group=group)
         for (rows, columns, registers), stages, span, group in product(shapes, (3, 4), (2, 4), (1, 2, 8))
     ]
-    yield from (way for way in (others[::10] if quick else others) if way != in_use)
+    yield from (tiles for tiles in (others[::10] if quick else others) if tiles != in_use)
 
 
 class Case:
-    """One hidden size: inputs, and what the way in use makes of them."""
+    """One hidden size: inputs, and the results of the configuration in use."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         from telescope.trainer import logprob_kernels
@@ -89,13 +89,13 @@ class Case:
         self.wanted = {"sums": logprob.detach(), "gradient": gradient(logprob_kernels.GRADIENT)}
 
     def measure(self, kind: str, tiles: Tiles) -> dict[str, Any]:
-        """Median milliseconds of a call, or why there are none."""
+        """Returns median milliseconds of a call, or why it failed."""
         row: dict[str, Any] = {"kind": kind, "tiles": asdict(tiles)}
         try:
             found = self.results[kind](tiles)
-        except Exception as error:  # whatever the compiler says: the next way may do
+        except Exception as error:  # a compiler error: the next configuration may work
             if "illegal memory access" in str(error):
-                raise  # spoils this process's GPU for all that follows
+                raise  # corrupts the GPU context for everything after it
             return row | {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
         off = float((found.float() - self.wanted[kind].float()).abs().max() / self.wanted[kind].float().abs().max())
         if not off < TOLERANCE:
@@ -105,7 +105,7 @@ class Case:
 
 
 def clock(call: Callable[[], object]) -> float:
-    """Milliseconds that the GPU takes for one of some calls in a row."""
+    """Returns the GPU's milliseconds for one of several consecutive calls."""
     started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     started.record()
     for _ in range(CALLS):
@@ -123,11 +123,11 @@ def name_of(tiles: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one shape, few ways")
+    parser.add_argument("--quick", action="store_true", help="one shape, few configurations")
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        parser.error("these products are cut for Hopper GPUs (H100, H200), and none was found")
+        parser.error("these kernels need a Hopper GPU (H100, H200), and none was found")
     from telescope.trainer import logprob_kernels
 
     device = torch.device("cuda", 0)
@@ -135,7 +135,7 @@ def main() -> int:
     for width in WIDTHS[:1] if arguments.quick else WIDTHS:
         case = Case(width, device)
         for kind, in_use in (("sums", logprob_kernels.SUMS), ("gradient", logprob_kernels.GRADIENT)):
-            for tiles in ways(in_use, arguments.quick):
+            for tiles in configurations(in_use, arguments.quick):
                 rows.append({"hidden": width} | case.measure(kind, tiles))
             print_table([row for row in rows if row["hidden"] == width and row["kind"] == kind])
     if arguments.json:
@@ -145,7 +145,7 @@ def main() -> int:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """The way in use and the fastest ones, for one product."""
+    """Prints the configuration in use and the fastest ones, for one product."""
     table = Table("", "ms", "TFLOP/s", title=f"{rows[0]['kind']}, hidden size {rows[0]['hidden']:,}")
     done = sorted((row for row in rows if "ms" in row), key=lambda row: float(row["ms"]))
     for label, row in [("in use: ", row) for row in rows[:1] if "ms" in row] + [("", row) for row in done[:SHOWN]]:

@@ -1,4 +1,4 @@
-"""What benchmarks have in common: clocks of this process, lag of its event loop, and where a number was measured."""
+"""Shared by the benchmarks: CPU clocks, event-loop lag, and provenance of results."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 LAG_GRID_SECONDS = 0.025
-"""Lag is asked for at every point of such a grid, whether or not the loop was free then. Finer would cost the driver
-more than it does itself when little happens."""
+"""Interval of the points at which lag is measured. A finer grid would cost the driver more than its own work when
+little happens."""
 
 
 class LagMeter:
-    """How late the event loop runs what is due, seen from points that are evenly spaced in time.
+    """Measures how late the event loop runs due callbacks, at evenly spaced points in time.
 
-    A loop that is held for 100 ms is late for all ten points of that time and not only for one, so a percentile is the
-    share of time and a stall cannot hide behind the calm before it. Includes the time that the kernel gave the core to
-    other processes, and about 1 ms that the loop's own timers are coarse by.
+    A loop that is blocked for 100 ms is late for every point of that time, so a percentile is a share of time and a
+    stall cannot hide behind calm periods. Includes time in which the kernel gave the core to other processes, and about
+    1 ms of timer resolution.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._lags: list[float] = []
-        # Not the loop's own clock: uvloop's stands still during a turn, and would hide how late the turn made it.
+        # Not the loop's own clock: uvloop's stands still during an iteration and would hide its delay.
         self._due = time.monotonic() + LAG_GRID_SECONDS
         self._timer = self._loop.call_later(LAG_GRID_SECONDS, self._tick)
 
@@ -48,7 +48,7 @@ class LagMeter:
         self._timer = self._loop.call_later(self._due - now, self._tick)
 
     def take(self) -> list[float]:
-        """Lags since the last call, in seconds."""
+        """Returns the lags since the last call, in seconds."""
         lags, self._lags = self._lags, []
         return lags
 
@@ -57,10 +57,10 @@ class LagMeter:
 
 
 class TimedSelector(selectors.DefaultSelector):
-    """A selector for `asyncio.SelectorEventLoop` that knows the CPU of the loop's thread between two looks at sockets.
+    """A selector for `asyncio.SelectorEventLoop` that measures CPU time of the loop's thread between two polls.
 
-    What `LagMeter` would see on a core that nobody else uses: waiting for other processes is not in it, and neither is
-    waiting for the interpreter lock while another thread of this process holds it.
+    Shows what `LagMeter` would measure on an otherwise idle core: waiting for other processes, or for the interpreter
+    lock while another thread of this process has it, is not included.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class TimedSelector(selectors.DefaultSelector):
         return events
 
     def take(self) -> tuple[list[float], float]:
-        """Seconds of every turn since the last call, and how long that was."""
+        """Returns CPU seconds of every iteration since the last call, and the elapsed time."""
         turns, self._turns = self._turns, []
         now = time.monotonic()
         seconds, self._since = now - self._since, now
@@ -84,10 +84,11 @@ class TimedSelector(selectors.DefaultSelector):
 
 
 def lag_of_turns(turns: Sequence[float], seconds: float, share: float) -> float:
-    """How late something due at a random moment is at most, with probability `share`, because of turns alone.
+    """Returns the delay of a callback due at a random moment that is exceeded with probability 1 - `share`, from
+    iterations alone.
 
-    It falls into a turn of t seconds with probability t / seconds, and then waits for the rest of it, so it waits
-    longer than x with probability sum(max(0, t - x)) / seconds; the x at which that is 1 - share.
+    It falls into an iteration of t seconds with probability t / seconds and waits for the rest of it, so it waits
+    longer than x with probability sum(max(0, t - x)) / seconds; the result is the x for which that is 1 - share.
     """
     allowed = (1 - share) * seconds
     falling = sorted(turns, reverse=True)
@@ -101,12 +102,12 @@ def lag_of_turns(turns: Sequence[float], seconds: float, share: float) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` (0 to 1) of the values do not exceed."""
+    """Returns the smallest value that at least `share` (0 to 1) of the values do not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else math.nan
 
 
 def cpu_seconds() -> dict[str, float]:
-    """CPU seconds so far: `driver` is this process with all its threads, `thread:<name>` one of them."""
+    """Returns CPU seconds so far: `driver` is this process with all threads, `thread:<name>` one of them."""
     seconds = {"driver": time.process_time()}
     for thread in threading.enumerate():
         if thread.ident is not None:
@@ -116,7 +117,7 @@ def cpu_seconds() -> dict[str, float]:
 
 
 def cpu_seconds_of(pids: Iterable[int]) -> float:
-    """CPU seconds so far of other processes of this machine, user and system."""
+    """Returns CPU seconds so far of other processes of this machine, user and system."""
     ticks = 0
     for pid in pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -125,19 +126,19 @@ def cpu_seconds_of(pids: Iterable[int]) -> float:
 
 
 def peak_rss_mib() -> float:
-    """Largest resident memory of this process so far."""
+    """Returns the peak resident memory of this process in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def positive(text: str) -> int:
-    """A whole number above 0, for command lines."""
+    """Parses a positive integer of a command line."""
     if not text.isdecimal() or not (number := int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return number
 
 
 def require_gpus(parser: argparse.ArgumentParser, *, quick: bool) -> None:
-    """End with a usage error where there is no GPU and `quick` was not asked for."""
+    """Exits with a usage error without a GPU, unless `quick`."""
     import torch
 
     if not quick and not torch.cuda.is_available():
@@ -145,7 +146,7 @@ def require_gpus(parser: argparse.ArgumentParser, *, quick: bool) -> None:
 
 
 def provenance(packages: Sequence[str]) -> dict[str, Any]:
-    """Where, when and with which code a number was measured."""
+    """Returns where, when and with which code a number was measured."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         **sources("src", "benchmarks/*.py"),
@@ -160,17 +161,17 @@ def provenance(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def sources(*paths: str) -> dict[str, Any]:
-    """The commit of this repository that is checked out, and whether files of `paths` are not as they are there.
+    """Returns the checked-out commit of this repository, and whether files of `paths` differ from it.
 
-    SOURCE_COMMIT names the commit for a copy of the sources whose history is not there, or is not theirs. Whether such
-    a copy was changed is not known (None), nor is it for one that lies in another repository.
+    SOURCE_COMMIT names the commit for a copy of the sources without its own history. Whether such a copy was changed is
+    unknown (None), also for one inside another repository.
     """
     head = _git("rev-parse", "HEAD") if _git("rev-parse", "--show-prefix") == "" else None
-    told = os.environ.get("SOURCE_COMMIT")
-    is_theirs = head is not None and head.startswith(told or "")
+    named = os.environ.get("SOURCE_COMMIT")
+    is_theirs = head is not None and head.startswith(named or "")
     changes = _git("status", "--porcelain", "--", *paths) if is_theirs else None
     return {
-        "commit": told or (_git("rev-parse", "--short", "HEAD") if head else None) or "unknown",
+        "commit": named or (_git("rev-parse", "--short", "HEAD") if head else None) or "unknown",
         "uncommitted_changes": None if changes is None else bool(changes),
     }
 
@@ -183,7 +184,7 @@ def _cpu_name() -> str:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says; None where there is no git, or no repository."""
+    """Returns git's output; None without git or a repository."""
     try:
         done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""What the driver costs per finished sample, and how late its event loop runs, with thousands of samples in flight.
+"""Measures the driver's CPU per finished sample and its event-loop lag with thousands of samples in flight.
 
     python benchmarks/orchestrator.py --quick
 
-The real loops, lanes, HTTP clients, environment processes and record, against fake engines in processes of their own
-that answer in vLLM's format. The trainer and the weights are stand-ins. Each case runs in a fresh process.
+Real: the loops, request slots, HTTP clients, environment processes and record, against fake engines in separate
+processes that answer in vLLM's format. Fake: the trainer and the weights. Each case runs in a fresh process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fake_servers import VOCABULARY, save_tokenizer
 from measure import provenance
 
 FULL_SPEED_IN_FLIGHT = 4096
-"""With more in flight each request is slower in proportion, as on an engine that is full: the same answers a second."""
+"""With more in flight each request is slower in proportion, as on a full engine: the same answers per second."""
 
 PACKAGES = ("msgspec", "numpy", "pyarrow", "uvloop")
 
@@ -49,27 +49,27 @@ Measures the driver of a training run under load, on this machine, without a GPU
 
 Answers have a log-normal length with a mean of {MEAN_TOKENS} tokens (sigma {LENGTH_SIGMA}, cut at {MAX_TOKENS}). They
 come at a fixed speed per request and are written as vLLM {VLLM_VERSION} writes them, about 140 bytes
-a token; the middlewares that stand in front of vLLM stand in front of the fake engine too, and the
-last of them makes arrays of an answer, unless --answers json. Groups of {GROUP_SIZE}, a batch of an eighth of what
+a token; the fake engine has the middlewares of a real server, of which the last packs an answer
+as arrays, unless --answers json. Groups of {GROUP_SIZE}, a batch of an eighth of what
 is in flight, a training step of {STEP_SECONDS} s, a weight sync after each."""
 
 EPILOG = f"""\
 columns
   answers     what the driver receives, see --answers
-  held        samples in flight on average over the measured time; far below the first column, the
-              machine could not carry the load and the row says little
+  actual      mean samples in flight over the measured time; if far below the first column, the
+              machine could not sustain the load and the row means little
   driver      CPU of the driver process, all threads, per finished sample and per 1,000 tokens
               (aim: {AIM_CPU_MS:g} ms with 4,096 in flight)
   loop        the part of it that ran on the event loop's thread
   recorder    the part of it that ran on the recorder's thread
   reference   CPU of a fixed piece of work (reading one answer of {MEAN_TOKENS:,} tokens as JSON) at the end of
-              the case: what the machine's other work does to all CPU times of the row
-  lag         how late the loop ran what was due, over points that are evenly spaced in time
+              the case: shows how other load on the machine affects all CPU times of the row
+  lag         how late the loop ran due callbacks, at evenly spaced points in time
               (aim: p99 {AIM_LAG_P99_MS:g} ms); includes waiting for a core, so run it on an idle machine
-  turns       the same from the CPU of the loop's own thread alone: what the lag would be on a core that
-              nobody else uses (--loop asyncio only)
-  samples/s   follows from the load (samples in flight x speed / length): it says that the load
-              was met, not how fast the driver could be
+  turns       the same from the CPU of the loop's own thread alone: the lag on an otherwise idle
+              core (--loop asyncio only)
+  samples/s   follows from the load (samples in flight x speed / length): it shows that the load
+              was sustained, not the driver's maximum
   cores       CPU of the driver per second
   RSS         peak of the driver
 
@@ -92,21 +92,21 @@ def cases_of(arguments: argparse.Namespace, tokenizer: str, end_token: int) -> I
 
 
 def run_case(case: Case, profile: str | None) -> dict[str, Any]:
-    """Measure in a fresh process, so that cases do not warm or burden each other."""
+    """Measures in a fresh process, so that cases do not affect each other."""
     command = [sys.executable, str(Path(__file__).with_name("driver_case.py")), json.dumps(asdict(case))]
     if profile is not None:
         command = ["py-spy", "record", "--output", profile, "--rate", "200", "--threads", "--", *command]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     what = f"{case.in_flight} in flight, {case.answers}, {case.loop}"
     if done.returncode != 0:
-        raise RuntimeError(f"the case with {what} failed; its error stands above")
+        raise RuntimeError(f"the case with {what} failed; see its error above")
     result = dict(json.loads(done.stdout.splitlines()[-1]))
     print(f"{what}: {result['driver_ms']:.2f} ms a sample, lag p99 {result['lag_p99_ms']:.1f} ms", file=sys.stderr)
     return result
 
 
 def run_cases(cases: Sequence[Case], arguments: argparse.Namespace) -> list[list[dict[str, Any]]]:
-    """The repeats of every case; `--at-once` of them at the same time, each on cores of its own."""
+    """Returns the repeats of every case; `--at-once` of them run simultaneously, each on its own cores."""
     free: queue.SimpleQueue[tuple[int, ...]] = queue.SimpleQueue()
     for cores in shares_of_cores(arguments.at_once):
         free.put(cores)
@@ -119,13 +119,13 @@ def run_cases(cases: Sequence[Case], arguments: argparse.Namespace) -> list[list
             free.put(cores)
 
     with ThreadPoolExecutor(arguments.at_once) as threads:
-        # A repeat of each case before the next repeat, so that a change of the machine's load meets all of them.
+        # One repeat of each case before the next, so that a change of the machine's load affects all of them.
         runs = list(threads.map(run, [case for _ in range(arguments.repeats) for case in cases]))
     return [runs[index :: len(cases)] for index in range(len(cases))]
 
 
 def shares_of_cores(count: int) -> list[tuple[int, ...]]:
-    """This process's cores in `count` equal shares; one share is no limit at all."""
+    """Splits this process's cores into `count` equal shares; one share is no limit."""
     if count == 1:
         return [()]
     cores = sorted(os.sched_getaffinity(0))
@@ -137,7 +137,7 @@ COLUMNS = (
     ("in flight", "in_flight", "{:,.0f}"),
     ("answers", "answers", "{}"),
     ("loop", "loop", "{}"),
-    ("held", "in_flight_mean", "{:,.0f}"),
+    ("actual", "in_flight_mean", "{:,.0f}"),
     ("driver ms", "driver_ms", "{:.2f}"),
     ("per 1,000 tokens", "driver_ms_per_1000_tokens", "{:.2f}"),
     ("loop ms", "loop_ms", "{:.2f}"),
@@ -155,7 +155,7 @@ COLUMNS = (
 
 
 def median_of(case: Case, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The median of every number over repeats, with the repeats."""
+    """Returns the median of every number over repeats, with the repeats."""
     medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     named = {
         "in_flight": case.in_flight, "answers": case.answers, "loop": case.loop,
@@ -181,13 +181,13 @@ def show(results: Sequence[dict[str, Any]]) -> None:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """What to type for these numbers; where they were written to is of no interest."""
+    """Returns the command for these numbers, without --json."""
     at = argv.index("--json") if "--json" in argv else len(argv)
     return " ".join(["python benchmarks/orchestrator.py", *argv[:at], *argv[at + 2 :]])
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The report for people: the table, and where it was measured."""
+    """Formats the report as Markdown: the table and its provenance."""
     made = report["provenance"]
     settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in report["settings"].items())
     lines = [
@@ -203,7 +203,7 @@ def markdown(report: dict[str, Any]) -> str:
         "|" + "---:|" * len(COLUMNS),
         *("| " + " | ".join(cells(result)) + " |" for result in report["results"]),
         "",
-        "`python benchmarks/orchestrator.py --help` says what the columns mean.",
+        "`python benchmarks/orchestrator.py --help` explains the columns.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -217,10 +217,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--in-flight", type=int, nargs="+", metavar="N",
         help=f"samples in flight, each a multiple of {unit} (default: 256 1024 4096)")  # fmt: skip
     add("--answers", nargs="+", choices=("arrays", "json"), default=["arrays"],
-        help="what the driver receives: arrays that the server made of vLLM's JSON, or that JSON itself "
+        help="what the driver receives: binary responses of the server, or vLLM's JSON "
         "(default: arrays)")  # fmt: skip
     add("--loop", nargs="+", choices=("uvloop", "asyncio"), default=["asyncio"],
-        help="event loop of the driver; a run takes Python's own (default: asyncio)")  # fmt: skip
+        help="event loop of the driver; a run uses Python's own (default: asyncio)")  # fmt: skip
     add("--seconds", type=float, default=40.0, help="measured seconds of each repeat (default: 40)")
     add("--tokens-per-second", type=float, default=50.0, metavar="S",
         help="speed of each request; at 50, one of 1,000 tokens takes 20 s (default: 50), and with more than "

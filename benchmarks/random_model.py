@@ -1,6 +1,6 @@
-"""Models of true shapes with random weights, and a small tokenizer of the same vocabulary, made on the spot.
+"""Builds models of real shapes with random weights, and a small tokenizer of the same vocabulary.
 
-What they write is noise, and takes as long to write as sense. Lengths are forced (`forced_lengths`).
+Their text is noise, which takes as long as sense. `forced_lengths` sets its length.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32_768,
     },
 }  # fmt: skip
-"""Those of Qwen2.5 (arXiv:2412.15115), and one that a CPU serves and trains."""
+"""Shapes of Qwen2.5 (arXiv:2412.15115), and one for a CPU."""
 
 
 def make_model(folder: Path, shape: str, *, on_gpu: bool) -> None:
-    """Write config, weights (bfloat16, on the CPU float32) and tokenizer into `folder`, unless they are there."""
+    """Writes config, weights (bfloat16, on the CPU float32) and tokenizer into `folder`, unless they exist."""
     if (folder / "tokenizer.json").exists():
         return
     import torch

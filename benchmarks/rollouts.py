@@ -1,9 +1,9 @@
-"""What each policy of running ahead costs: idle engines, a waiting trainer, thrown-away tokens, age and length bias.
+"""Compares policies of asynchronous generation: idle time, wasted tokens, age and length bias.
 
     python benchmarks/rollouts.py
 
-The real loops, lanes, window and staleness over the fake engine's model of running, pausing and aborting, on a
-simulated clock: hours of a run take seconds, whatever else the machine does, and a seed always gives the same numbers.
+The real loops, request slots, window and staleness over the fake engine, on a simulated clock: hours of a run take
+seconds, and a seed always gives the same numbers on any machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from measure import REPOSITORY, provenance
 
-sys.path.insert(0, str(REPOSITORY))  # the simulation is the tests' own
+sys.path.insert(0, str(REPOSITORY))  # the simulation belongs to the tests
 
 from svg_bars import Panel, bar_chart
 from tests.unit.orchestrator.fakes import StrictRecorder, config_of
@@ -41,7 +41,7 @@ from telescope.utils.text import pluralize
 
 GROUP_SIZE = 8
 BATCH_GROUPS = 32
-LANE_GROUPS = 64
+SLOT_GROUPS = 64
 SERVERS = 2
 TOKENS_PER_SECOND = 50.0
 MEAN_TOKENS = 1000
@@ -50,12 +50,12 @@ MAX_TOKENS = 8192
 LONG_TOKENS = 4000
 SYNC_SECONDS = 0.2
 TRAIN_SHARE = 0.9
-"""A training step takes this share of the time that full lanes need for one batch: a run that is about balanced."""
+"""Duration of a training step relative to generating one batch with full request slots: a roughly balanced run."""
 
 WARM_UP_STEPS = 20
 COOL_DOWN_STEPS = 20
-"""Steps that are trained and do not count. The longest answer takes about 17 steps, before which only shorter ones can
-have been trained; and near its end a run opens no groups, because no step is left for them."""
+"""Trained steps that do not count. The longest answer takes about 17 steps, before which only shorter ones can have
+been trained; near its end a run opens no groups, because no step is left for them."""
 
 METER_SECONDS = 0.5
 PACKAGES = ("numpy",)
@@ -63,13 +63,13 @@ PACKAGES = ("numpy",)
 
 @dataclass(frozen=True)
 class Policy:
-    """How far generation runs ahead, and what becomes of a group that grew too old."""
+    """How far generation runs ahead, and what happens to a group that is too old."""
 
     name: str
     steps_ahead: int
     max_age: int = -1
     returns: int = MAX_REQUEUES
-    """Times that the draw of a group that became too old is asked again; a run has no setting for it."""
+    """Requeues of a prompt whose group is too old; a run has no setting for it."""
 
 
 POLICIES = (
@@ -85,11 +85,11 @@ POLICIES = (
 DESCRIPTION = f"""\
 Compares policies of asynchronous training on a simulated clock.
 
-{SERVERS} servers with {LANE_GROUPS * GROUP_SIZE} lanes in all, {TOKENS_PER_SECOND:g} tokens a second and request;
-groups of {GROUP_SIZE}, batches of {BATCH_GROUPS} groups. Answers have a log-normal length (mean {MEAN_TOKENS} tokens,
-sigma {LENGTH_SIGMA:g}, cut at {MAX_TOKENS:,}), drawn from the request's seed: asked again, a prompt is answered as
-lengthily as before. A training step takes {TRAIN_SHARE:.0%} of the time that full lanes need for a batch, a weight
-sync {SYNC_SECONDS:g} s, in which requests freeze and then go on. Rewards do not depend on lengths."""
+{SERVERS} servers with {SLOT_GROUPS * GROUP_SIZE} request slots in all, {TOKENS_PER_SECOND:g} tokens per second and
+request; groups of {GROUP_SIZE}, batches of {BATCH_GROUPS} groups. Answers have a log-normal length (mean
+{MEAN_TOKENS} tokens, sigma {LENGTH_SIGMA:g}, cut at {MAX_TOKENS:,}), determined by the request's seed: a requeued
+prompt gets an answer of the same length. A training step takes {TRAIN_SHARE:.0%} of the time of a batch with full
+slots, a weight sync {SYNC_SECONDS:g} s, during which requests freeze. Rewards do not depend on lengths."""
 
 EPILOG = f"""\
 policies
@@ -97,21 +97,21 @@ policies
   one step ahead  max_async_rollout 1
   async           max_async_rollout 8, weights updated while answers are being sampled
   keep            nothing grows too old (max_off_policy_steps -1)
-  requeue         a group older than max_off_policy_steps is aborted and its prompt asked again, twice at most
-  drop            it is aborted and given up (no setting of a run; here for comparison)
+  requeue         a group older than max_off_policy_steps is aborted and its prompt requeued, twice at most
+  drop            it is aborted and dropped (not a setting of a run; for comparison)
 
 columns
   steps/h         training steps an hour of simulated time
-  generator idle  share of lane time in which no request runs, pauses for weights included
+  generator idle  share of slot time in which no request runs, pauses for weights included
   trainer waits   share of time in which the trainer has no batch
-  wasted          tokens sampled and thrown away, of all tokens whose fate is known
+  wasted          tokens sampled and discarded, of all tokens whose fate is known
   age, oldest     training steps between the weights that sampled a token and those it trains: mean, maximum
   length          mean length of a trained answer over that of the distribution: 1 is no bias
   long answers    share of answers over {LONG_TOKENS:,} tokens among the trained, over that of the distribution"""
 
 
 class SampleRows(StrictRecorder):
-    """Keeps the fates of groups and samples, and not their tokens."""
+    """Records the fates of groups and samples without their tokens."""
 
     def write(self, table: str, row: Mapping[str, Any]) -> None:
         if table in ("groups", "samples"):
@@ -122,22 +122,22 @@ class SampleRows(StrictRecorder):
 
 
 def length_of(seed: int) -> int:
-    """Length of the answer to a request with this seed."""
+    """Returns the length of the answer to a request with this seed."""
     mu = math.log(MEAN_TOKENS) - LENGTH_SIGMA**2 / 2
     drawn = random.Random(seed).lognormvariate(mu, LENGTH_SIGMA)
     return min(MAX_TOKENS, max(1, round(drawn)))
 
 
 def answer(request: FakeRequest) -> list[int]:
-    """Its last token decides the reward, so that rewards do not depend on lengths."""
+    """Returns an answer whose last token decides the reward, so that rewards do not depend on lengths."""
     return [7] * (length_of(request.seed) - 1) + [2 + zlib.crc32(request.seed.to_bytes(8, "little")) % 2]
 
 
 class MeteredSimulation(Simulation):
-    """A run of one policy, with a meter on its engines and its trainer."""
+    """A run of one policy, with meters on its engines and its trainer."""
 
     def __init__(self, policy: Policy, steps: int, seed: int) -> None:
-        samples_per_second = LANE_GROUPS * GROUP_SIZE * TOKENS_PER_SECOND / MEAN_TOKENS
+        samples_per_second = SLOT_GROUPS * GROUP_SIZE * TOKENS_PER_SECOND / MEAN_TOKENS
         train_seconds = TRAIN_SHARE * BATCH_GROUPS * GROUP_SIZE / samples_per_second
         pace = Pace(
             train=(train_seconds, train_seconds), sync=SYNC_SECONDS, score=(0.0, 0.2),
@@ -147,7 +147,7 @@ class MeteredSimulation(Simulation):
             seed=seed, group_size=GROUP_SIZE, prompts_batch_size_for_trainer=BATCH_GROUPS,
             number_of_steps=steps + COOL_DOWN_STEPS,
             max_async_rollout=policy.steps_ahead, max_off_policy_steps=policy.max_age,
-            max_concurrent_prompts_per_server=LANE_GROUPS // SERVERS, inference_num_workers=SERVERS,
+            max_concurrent_prompts_per_server=SLOT_GROUPS // SERVERS, inference_num_workers=SERVERS,
             discard_group_zero_advantage=False, max_tokens=MAX_TOKENS, max_model_len=2 * MAX_TOKENS,
             seq_len=2 * MAX_TOKENS,
         )  # fmt: skip
@@ -167,7 +167,7 @@ class MeteredSimulation(Simulation):
         self.lengths.append([int(n) - prompt for b in batches for n in np.diff(b.cu_seqlens)[: len(b.sample_ids)]])
 
     async def measured(self) -> dict[str, float]:
-        """Run to the end, and what came of it after the warm-up."""
+        """Runs to the end and returns the numbers after the warm-up."""
         meter = asyncio.create_task(self._meter())
         await self.run()
         meter.cancel()
@@ -175,7 +175,7 @@ class MeteredSimulation(Simulation):
             await meter
         sampled = sum(server.engine.num_sampled_tokens for server in self.servers)
         recorded = sum(row["completion_tokens"] for row in self.recorder.of("samples"))
-        assert recorded == sampled, f"the engines sampled {sampled} tokens, and {recorded} have a fate on record"
+        assert recorded == sampled, f"the engines sampled {sampled} tokens, but the record has {recorded}"
         return self._results()
 
     async def _meter(self) -> None:
@@ -199,7 +199,7 @@ class MeteredSimulation(Simulation):
                 tokens[row["status"] == "kept"] += row["completion_tokens"]
         return {
             "steps_per_hour": 3600 * num_steps / (end - start),
-            "generator_idle": 1 - float(np.mean(running)) / (LANE_GROUPS * GROUP_SIZE),
+            "generator_idle": 1 - float(np.mean(running)) / (SLOT_GROUPS * GROUP_SIZE),
             "trainer_waiting": 1 - num_steps * busy_a_step / (end - start),
             "wasted": tokens[False] / (tokens[True] + tokens[False]),
             "age_mean": float(np.mean(ages)),
@@ -212,12 +212,12 @@ class MeteredSimulation(Simulation):
 
 @functools.cache
 def drawn_lengths() -> np.ndarray:
-    """Many lengths of the distribution itself."""
+    """Returns many lengths from the distribution."""
     return np.array([length_of(seed) for seed in range(200_000)])
 
 
 def run_policy(policy: Policy, steps: int, seed: int) -> dict[str, float]:
-    """One policy, one seed."""
+    """Runs one policy with one seed."""
     measured: dict[str, float] = run_simulated(MeteredSimulation(policy, steps, seed).measured())
     return measured
 
@@ -242,7 +242,7 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="Policies of running ahead (medians over seeds)")
+    table = Table(title="Policies of asynchronous generation (medians over seeds)")
     for title in ("policy", *(title for title, _, _ in COLUMNS)):
         table.add_column(title, justify="left" if title == "policy" else "right")
     for result in results:
@@ -251,11 +251,11 @@ def show(results: Sequence[Mapping[str, Any]]) -> None:
 
 
 def markdown(report: Mapping[str, Any], plot: str) -> str:
-    """The report for people."""
+    """Formats the report as Markdown."""
     made, titles = report["provenance"], [title for title, _, _ in COLUMNS]
     return "\n".join(
         [
-            "# Policies of running ahead",
+            "# Policies of asynchronous generation",
             "",
             f"`{report['command']}`, commit {made['commit']}"
             f"{' with uncommitted changes' if made['uncommitted_changes'] else ''}, {made['date']}. On a simulated "
@@ -268,15 +268,15 @@ def markdown(report: Mapping[str, Any], plot: str) -> str:
             "|---|" + "---:|" * len(titles),
             *("| " + " | ".join(cells(result)) + " |" for result in report["results"]),
             "",
-            f"![the same as bars]({plot})",
+            f"![the table as bars]({plot})",
             "",
-            "`python benchmarks/rollouts.py --help` says what the policies and columns are.",
+            "`python benchmarks/rollouts.py --help` explains policies and columns.",
         ]
     ) + "\n"  # fmt: skip
 
 
 def plot(results: Sequence[Mapping[str, Any]]) -> str:
-    """The table as an SVG of bars, one panel a column."""
+    """Draws the table as an SVG of bars, one panel per column."""
     names = [str(result["policy"]) for result in results]
     panels = [
         Panel(title, [float(result[name]) for result in results], form)
@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             + " ".join(map(str, arguments.seeds)),
             "provenance": made,
             "settings": {
-                "servers": SERVERS, "lanes": LANE_GROUPS * GROUP_SIZE, "group_size": GROUP_SIZE,
+                "servers": SERVERS, "lanes": SLOT_GROUPS * GROUP_SIZE, "group_size": GROUP_SIZE,
                 "batch_groups": BATCH_GROUPS, "tokens_per_second": TOKENS_PER_SECOND, "mean_tokens": MEAN_TOKENS,
                 "length_sigma": LENGTH_SIGMA, "max_tokens": MAX_TOKENS, "train_share": TRAIN_SHARE,
                 "sync_seconds": SYNC_SECONDS,

@@ -1,4 +1,4 @@
-"""Bar charts as SVG, written by hand: a panel per quantity, a bar per row, nothing to install."""
+"""Draws bar charts as SVG: a panel per quantity, a bar per row, without dependencies."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from html import escape
 
 NAME_WIDTH, PANEL_WIDTH, GAP = 170, 150, 18
 BAR_HEIGHT, ROW_HEIGHT, TOP = 14, 22, 40
-COLOURS = ("#3b6ea5", "#3b6ea5", "#2e8b57", "#b8860b", "#a94442", "#b8860b", "#a94442")
+COLORS = ("#3b6ea5", "#3b6ea5", "#2e8b57", "#b8860b", "#a94442", "#b8860b", "#a94442")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One quantity: its values in the order of the rows, and how a value is written."""
+    """One quantity: its values in the order of the rows, and their format."""
 
     title: str
     values: Sequence[float]
@@ -21,7 +21,7 @@ class Panel:
 
 
 def bar_chart(names: Sequence[str], panels: Sequence[Panel]) -> str:
-    """An SVG with one row per name; in each panel the longest bar is the largest value."""
+    """Returns an SVG with one row per name; in each panel the longest bar is the largest value."""
     width = NAME_WIDTH + len(panels) * (PANEL_WIDTH + GAP)
     height = TOP + ROW_HEIGHT * len(names) + 10
     parts = [
@@ -39,8 +39,8 @@ def bar_chart(names: Sequence[str], panels: Sequence[Panel]) -> str:
         for row, value in enumerate(panel.values):
             y = TOP + ROW_HEIGHT * row
             length = max(0.0, value) / largest * (PANEL_WIDTH - 50)
-            colour = COLOURS[row % len(COLOURS)]
-            parts.append(f'<rect x="{left}" y="{y}" width="{length:.1f}" height="{BAR_HEIGHT}" fill="{colour}"/>')
+            color = COLORS[row % len(COLORS)]
+            parts.append(f'<rect x="{left}" y="{y}" width="{length:.1f}" height="{BAR_HEIGHT}" fill="{color}"/>')
             text = escape(panel.form.format(value))
             parts.append(f'<text x="{left + length + 4:.1f}" y="{y + BAR_HEIGHT - 3}">{text}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"

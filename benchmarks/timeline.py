@@ -1,14 +1,14 @@
-"""Cost of the timeline: a training step that measures its operations, and one that does not.
+"""Measures the cost of the timeline (`track_gpu_events`) in a training step.
 
     python benchmarks/timeline.py --quick                       a tiny model on the CPU, some seconds
     python benchmarks/timeline.py --shapes 0.6b --tokens 1024   on one GPU: short micro-batches show it most
     python benchmarks/timeline.py --json results.json
 
-Runs `Trainer.train_step`, the very call that a training run makes, on one rank with random weights of a true shape: a
-step is some micro-batches of the given tokens. The two kinds of step alternate, so that a machine that warms up or is
-shared slows both. On a GPU a step's wall time is measured, on the CPU its processor time, which others on the machine
-hardly change. The cost is the difference of the medians; its error is that of a median, 1.25 standard deviations of
-a step over the root of the number of steps, of both kinds together.
+Runs `Trainer.train_step`, as a training run does, on one rank with random weights of a real shape: a step is some
+micro-batches of the given tokens. Steps with and without the timeline alternate, so that warming up and other load slow
+both. On a GPU the wall time of a step is measured, on the CPU its processor time, which other processes hardly change.
+The cost is the difference of the medians; its error is that of a median, 1.25 standard deviations of a step over the
+root of the number of steps, of both kinds together.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from telescope.trainer.timeline import Timeline
 from telescope.trainer.worker import Trainer, choose_device
 
 SPANS = 10_000
-"""Empty spans that are timed alone."""
+"""Number of empty spans that are timed."""
 
 
 def main() -> int:
@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def run(shape: str, num_tokens: int, model: str, device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One row of the report."""
+    """Returns one row of the report."""
     trainer = make_trainer(model, num_tokens, device)
     batch = make_batch(arguments.micro_batches, num_tokens, SHAPES[shape]["vocab_size"])
     clock = time.perf_counter if device.type == "cuda" else time.process_time
@@ -117,7 +117,7 @@ def run(shape: str, num_tokens: int, model: str, device: torch.device, arguments
 
 
 def span_microseconds(device: torch.device) -> float:
-    """Host time of one span around nothing, reading it included."""
+    """Returns the host time of one empty span, reading it included."""
     timeline = Timeline(device, 0)
     started = time.perf_counter()
     for index in range(SPANS):
@@ -145,7 +145,7 @@ def make_trainer(model: str, num_tokens: int, device: torch.device) -> Trainer:
 
 
 def make_batch(num_micro_batches: int, num_tokens: int, vocab_size: int) -> StepInput:
-    """Micro-batches of one sequence each."""
+    """Returns micro-batches of one sequence each."""
     rng = np.random.default_rng(0)
     trained_L = np.arange(num_tokens) > 0
     samples = [
@@ -179,7 +179,7 @@ def print_table(report: dict[str, Any]) -> None:
     console = Console(width=140)
     console.print(table)
     where = report["where"]["gpu"] or report["where"]["cpu"]
-    console.print(f"one empty span: {report['microseconds_per_span']:.1f} us of the host's time; {where}")
+    console.print(f"one empty span: {report['microseconds_per_span']:.1f} us of host time; {where}")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""How fast a training step is, and what it takes: tokens/s, model FLOPs utilisation, peak memory.
+"""Measures a training step: tokens/s, model FLOPs utilization, peak memory.
 
     python benchmarks/trainer.py --quick --ranks 2                           a tiny model on the CPU, two processes
     python benchmarks/trainer.py --shapes 0.6b --tokens 16384 65536          on one GPU
     python benchmarks/trainer.py --shapes 14b --ranks 4 --tokens 16384 32768 --loads single --json results.json
 
-Runs `Trainer.train_step`, the very call that a training run makes, on random weights of a true shape: a step is
-`--micro-batches` rows of the given tokens on each rank, forward, backward, gradient norm, clipping and AdamW. Two
-loads: `single`, one sequence of the whole length, and `packed`, answers of log-normal length (mean 1,000 tokens, sigma
-0.8, at most 8,192) laid end to end. All tokens but each sequence's first are trained. Tokens/s are of all ranks.
+Runs `Trainer.train_step`, as a training run does, on random weights of a real shape: a step is `--micro-batches` rows
+of the given tokens on each rank, forward, backward, gradient norm, clipping and AdamW. Two loads: `single`, one
+sequence of the whole length, and `packed`, answers of log-normal length (mean 1,000 tokens, sigma 0.8, at most 8,192)
+packed end to end. All tokens but each sequence's first are trained. Tokens/s are of all ranks.
 
 Model FLOPs of a step: 6 N per token, N being all parameters but the embedding table, the output layer included (also
 where it shares the table), plus causal attention, 6 x layers x heads x head dimension x length per token of a sequence
-of that length. What is computed twice, by choice or by the backward pass of attention and of the output layer, does
-not count. The utilisation is a share of 989 TFLOP/s a GPU (H100, bfloat16, without sparsity), and of the matrix product
-that is measured in the same run. Seconds are the median over the timed steps, of wall time up to the step's metrics.
-Peak memory is what torch's allocator gave out on the rank that took most, beside what `--dry-run` would say,
-without its share of libraries.
+of that length. Recomputation, by choice or by the backward pass of attention and of the output layer, does not count.
+Utilization is relative to 989 TFLOP/s per GPU (H100, bfloat16, without sparsity), and to the matrix product measured in
+the same run. Seconds are the median over the timed steps, of wall time up to the step's metrics. Peak memory is what
+torch's allocator handed out on the rank with the most, next to the estimate of `--dry-run` without its share for
+libraries.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from trainer_case import (
 from telescope.trainer.worker import choose_device
 
 __all__ = ["GIB", "SHAPES", "free_port", "gpu_name", "write_model"]
-"""What other benchmarks take from here."""
+"""Names that other benchmarks import from here."""
 RESHARD = {"auto": "auto", "true": True, "false": False}
 
 
@@ -58,7 +58,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["0.6b"])
     parser.add_argument("--ranks", type=positive, default=1, help="GPUs, with --quick processes on the CPU")
-    parser.add_argument("--micro-batches", type=positive, default=1, help="of each rank in a step")
+    parser.add_argument("--micro-batches", type=positive, default=1, help="micro-batches of each rank in a step")
     parser.add_argument("--tokens", nargs="+", type=positive, default=[16_384, 65_536], help="tokens of a micro-batch")
     parser.add_argument("--loads", nargs="+", choices=["single", "packed"], default=["single", "packed"])
     parser.add_argument("--checkpointing", nargs="+", choices=list(CHECKPOINTING), default=["selective"])
@@ -67,11 +67,11 @@ def main() -> int:
     )
     parser.add_argument("--reshard", nargs="+", choices=list(RESHARD), default=["auto"])
     parser.add_argument("--prefetch", nargs="+", type=int, default=[1], help="fsdp_prefetch_layers")
-    parser.add_argument("--model-dtype", default="float32", help="of weights and optimizer state")
+    parser.add_argument("--model-dtype", default="float32", help="dtype of weights and optimizer state")
     parser.add_argument("--chunk-size", type=positive, default=1024, help="entropy_chunk_size")
     parser.add_argument("--no-compile", action="store_true", help="compile_blocks: false")
     parser.add_argument("--steps", type=positive, default=5, help="timed steps of a case")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them; compiling comes first of all")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them, after compiling")
     parser.add_argument("--case-seconds", type=float, default=300, help="deadline of a case of several ranks")
     parser.add_argument("--quick", action="store_true", help="the tiny shape on the CPU")
     parser.add_argument("--json", type=Path, help="write the results here, after every case")
@@ -85,7 +85,7 @@ def main() -> int:
     device = choose_device(wanted_device, 0)
     matmul = matmul_tflops(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the ranks are other processes
+        torch.cuda.empty_cache()  # the ranks are separate processes
     report: dict[str, Any] = {
         "where": provenance(["torch", "transformers"]) | {"gpu": gpu_name(device)},
         "command": " ".join(["benchmarks/trainer.py", *sys.argv[1:]]),
@@ -109,7 +109,7 @@ def main() -> int:
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
-    """Every combination of what is given."""
+    """Returns every combination of the arguments."""
     return [
         Case(
             shape, num_tokens, load, checkpointing, ranks=arguments.ranks, micro_batches=arguments.micro_batches,
@@ -125,13 +125,13 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
 
 
 def progress(case: Case, row: dict[str, Any]) -> str:
-    """What a case came to, in a few words."""
+    """Summarizes a case in a few words."""
     seconds = f"{row['seconds']:.3f} s/step" if "seconds" in row else "failed" if "failed" in row else "out of memory"
     return f"{case.shape}, {case.num_tokens:,} tokens, {case.load}, {case.checkpointing}: {seconds}"
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """Name and driver, None on the CPU."""
+    """Returns the GPU's name and driver, None on the CPU."""
     if device.type == "cpu" or shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]

@@ -1,7 +1,7 @@
-"""One case of the trainer benchmark: a model of a true shape, a load, and the ranks that train on it.
+"""One case of the trainer benchmark: a model of a real shape, a load, and its ranks.
 
-Owns shapes, loads, the count of floating-point operations, and timing steps on the ranks. Does not own which cases are
-run, nor the report (`trainer`).
+Owns shapes, loads, the count of floating-point operations, and timing steps on the ranks. Does not own the choice of
+cases nor the report (`trainer`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
 MEAN_ANSWER, SIGMA_ANSWER, LONGEST_ANSWER = 1000, 0.8, 8192
 GIB = 2**30
 OUT_OF_MEMORY = 3
-"""Exit code of a rank that does not fit."""
+"""Exit code of a rank that runs out of memory."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -65,7 +65,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
     },
 }  # fmt: skip
-"""Those of Qwen3 (Qwen3 Technical Report, arXiv:2505.09388), and one that a CPU can train."""
+"""Shapes of Qwen3 (Qwen3 Technical Report, arXiv:2505.09388), and one for a CPU."""
 
 CHECKPOINTING = {
     "none": {"gradient_checkpointing": False},
@@ -80,35 +80,35 @@ class Case:
 
     shape: str
     num_tokens: int
-    """Of one micro-batch of one rank."""
+    """Tokens of one micro-batch of one rank."""
     load: str
     checkpointing: str
     ranks: int = 1
     micro_batches: int = 1
-    """Of each rank in a step."""
+    """Micro-batches of each rank in a step."""
     model_dtype: str = "float32"
     compiled: bool = True
     chunk_size: int = 1024
     reshard: bool | str = "auto"
     prefetch: int = 1
     checkpointing_layers: int | None = None
-    """Blocks that are recomputed; None: all, unless `checkpointing` is none."""
+    """Number of recomputed blocks; None: all, unless `checkpointing` is none."""
     steps: int = 5
     warmup: int = 3
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of the sequences of a micro-batch. All are alike, so that no rank waits for a longer one."""
+        """Sequence lengths of a micro-batch. All micro-batches are alike, so that no rank waits for a longer one."""
         return [self.num_tokens] if self.load == "single" else answer_lengths(self.num_tokens)
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks."""
+        """Tokens of all ranks in a step."""
         return self.num_tokens * self.ranks * self.micro_batches
 
 
 def run_here(case: Case, wanted_device: str, matmul: float, folder: Path) -> dict[str, Any]:
-    """The numbers of a case of one rank, in this process; `out_of_memory` if it does not fit."""
+    """Measures a case of one rank in this process; `out_of_memory` if it does not fit."""
     device, trainer = choose_device(wanted_device, 0), None
     try:
         trainer = make_trainer(case, device, folder, 0, free_port())
@@ -125,7 +125,7 @@ def run_here(case: Case, wanted_device: str, matmul: float, folder: Path) -> dic
 
 
 def run_on_ranks(case: Case, wanted_device: str, matmul: float, folder: Path, deadline: float) -> dict[str, Any]:
-    """The same on several ranks, each in a new process. One that ends early takes the others with it."""
+    """Measures a case on several ranks, each in a new process. When one exits early, the others are killed."""
     results = folder / "numbers.json"
     results.unlink(missing_ok=True)
     context = multiprocessing.get_context("spawn")
@@ -166,8 +166,8 @@ def _rank(rank: int, case: Case, wanted_device: str, matmul: float, folder: Path
 
 
 def make_trainer(case: Case, device: torch.device, folder: Path, rank: int, port: int) -> Trainer:
-    """A rank like those of a training run, but for its mixed precision on the CPU and for weights that are noise, drawn
-    where they are used: those of a large model take minutes to write and read."""
+    """Returns a rank as in a training run, except for mixed precision on the CPU and random weights, which are drawn in
+    place: writing and reading those of a large model takes minutes."""
     write_config(SHAPES[case.shape], folder)
     load = load_causal_lm
 
@@ -186,7 +186,7 @@ def make_trainer(case: Case, device: torch.device, folder: Path, rank: int, port
 
 @torch.no_grad()
 def draw_weights(policy: PolicyModel, source: Any, mesh: Any, device: torch.device) -> None:
-    """In place of `sharding.fill`: matrices of small random numbers, norms of ones, the buffers as they should be."""
+    """Replaces `sharding.fill`: matrices of small random numbers, norms of ones, correct buffers."""
     torch.manual_seed(dist.get_rank())
     for parameter in policy.parameters():
         local = sharding.local_tensor(parameter)
@@ -224,7 +224,7 @@ def make_config(case: Case, device: torch.device, folder: Path) -> TelescopeConf
 
 
 def time_steps(trainer: Trainer, case: Case, device: torch.device, matmul: float) -> dict[str, Any]:
-    """The numbers of a case, the same on every rank but for the seconds. Collective."""
+    """Returns the numbers of a case, equal on every rank except for the seconds. Collective."""
     shape, seconds, steps = SHAPES[case.shape], [], []
     compiling = compile_seconds(trainer)
     rows = [make_row(case, index) for index in range(case.micro_batches)]
@@ -258,7 +258,7 @@ def time_steps(trainer: Trainer, case: Case, device: torch.device, matmul: float
 
 
 def compile_seconds(trainer: Trainer) -> dict[str, Any]:
-    """What a warm-up took, and torch's own count of its phases, of which some contain others. Collective."""
+    """Returns the seconds of a warm-up, and torch's count of its phases, some of which contain others. Collective."""
     if not trainer.backend.compiles:
         return {}
     from torch._dynamo.utils import calculate_time_spent
@@ -268,7 +268,7 @@ def compile_seconds(trainer: Trainer) -> dict[str, Any]:
 
 
 def memory_of_ranks(trainer: Trainer, device: torch.device) -> dict[str, Any]:
-    """The estimate without the share of libraries, and on GPUs what the allocator of each rank gave out. Collective."""
+    """Returns the estimate without libraries, and on GPUs each rank's allocator peak. Collective."""
     text = (Path(trainer.config.model) / "config.json").read_text()
     shape = ModelShape.from_config(json.loads(text))
     assert shape is not None
@@ -286,7 +286,7 @@ def memory_of_ranks(trainer: Trainer, device: torch.device) -> dict[str, Any]:
 
 
 def make_row(case: Case, seed: int) -> MicroBatch:
-    """A micro-batch in which every token but the first of each sequence is trained."""
+    """Returns a micro-batch in which all tokens but the first of each sequence are trained."""
     rng = np.random.default_rng(seed)
     samples = []
     for index, length in enumerate(case.lengths):
@@ -310,14 +310,14 @@ def make_row(case: Case, seed: int) -> MicroBatch:
 
 
 def make_step(case: Case, rows: list[MicroBatch], step: int) -> StepInput:
-    """The share of one rank; all ranks have the same."""
+    """Returns the input of one rank; all ranks have the same."""
     trained = sum(int(row.trained_T.sum()) for row in rows) * case.ranks
     samples = sum(len(row.sample_ids) for row in rows) * case.ranks
     return StepInput(step, 0, [OptimizerStepBatch(list(rows), trained, samples)])
 
 
 def answer_lengths(num_tokens: int, seed: int = 0) -> list[int]:
-    """Log-normal lengths that add up to `num_tokens`; the last is cut to fit."""
+    """Returns log-normal lengths that add up to `num_tokens`; the last is cut to fit."""
     rng = np.random.default_rng(seed)
     lengths: list[int] = []
     while (missing := num_tokens - sum(lengths)) > 1:
@@ -327,7 +327,7 @@ def answer_lengths(num_tokens: int, seed: int = 0) -> list[int]:
 
 
 def model_flops(shape: dict[str, Any], lengths: list[int]) -> float:
-    """Floating-point operations of forward and backward that the model needs, whatever is computed twice."""
+    """Returns floating-point operations of forward and backward, recomputation not counted."""
     width, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
     queries, keys = shape["num_attention_heads"] * shape["head_dim"], shape["num_key_value_heads"] * shape["head_dim"]
     per_layer = width * (2 * queries + 2 * keys) + 3 * width * inner + 2 * width + 2 * shape["head_dim"]
@@ -337,7 +337,7 @@ def model_flops(shape: dict[str, Any], lengths: list[int]) -> float:
 
 
 def write_config(shape: dict[str, Any], folder: Path) -> Qwen3Config:
-    """The `config.json` of a shape."""
+    """Writes and returns the config of a shape."""
     config = Qwen3Config(
         **shape, max_position_embeddings=131_072, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         architectures=["Qwen3ForCausalLM"],
@@ -347,7 +347,7 @@ def write_config(shape: dict[str, Any], folder: Path) -> Qwen3Config:
 
 
 def write_model(shape: dict[str, Any], folder: Path, device: torch.device) -> None:
-    """A checkpoint with random bfloat16 weights."""
+    """Writes a checkpoint with random bfloat16 weights."""
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(write_config(shape, folder), dtype=torch.bfloat16)
@@ -355,7 +355,7 @@ def write_model(shape: dict[str, Any], folder: Path, device: torch.device) -> No
 
 
 def matmul_tflops(device: torch.device) -> float:
-    """Rate of one large square product, in the dtype that the model computes in."""
+    """Returns TFLOP/s of one large square product in the model's dtype."""
     size = MATMUL_SIZE[device.type]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -373,7 +373,7 @@ def matmul_tflops(device: torch.device) -> float:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody uses now."""
+    """Returns a free TCP port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

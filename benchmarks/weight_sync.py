@@ -1,21 +1,21 @@
-"""What a weight sync costs: the engines' pause, the trainer's stall, the whole, and bytes per second.
+"""Measures a weight sync: the engines' pause, the trainer's stall, the total, bytes per second.
 
     python benchmarks/weight_sync.py --quick                                 a tiny model on the CPU, two minutes
     python benchmarks/weight_sync.py --shapes 4b --json results.json         one engine, one trainer rank
     python benchmarks/weight_sync.py --shapes 8b --engines 4 --trainers 4
 
-The parts are those of a training run (Ray, vLLM servers, FSDP2 ranks, `WeightSync`), on random weights of a true shape.
-Requests are in flight all the time, so the engines have something to pause. Each shape is measured with what
-`weight_transfer: auto` comes to and then, on the same processes, in place. The first sync of each connects, is proven
-tensor by tensor, and is not counted. Seconds of a sync:
+Uses the components of a training run (Ray, vLLM servers, FSDP2 ranks, `WeightSync`), on random weights of a real shape,
+with requests in flight all the time. Each shape is measured with the result of `weight_transfer: auto` and then, on the
+same processes, in place. The first sync of each connects, is verified tensor by tensor, and is not counted. Seconds of
+a sync:
 
-- total: from asking for it until every engine samples from the new weights, as the training loop waits for it;
+- total: from the request until every engine samples from the new weights, as the training loop waits for it;
 - stall: the ranks are busy with it and cannot train (gathering, casting, sending);
 - pause: an engine does not schedule (the slowest engine's);
 - transfer: from announcing it to an engine until that engine has everything;
-- wait, load, swap: of the engine's worker, for bytes, for taking them apart, for copying them over the old ones.
+- wait, load, swap: of the engine's worker, for bytes, for loading them, for copying them over the old ones.
 
-`tokens_per_second` are sampled tokens of all engines, between syncs and while syncs run.
+`tokens_per_second` are sampled tokens of all engines, between syncs and during syncs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from telescope.tiny_model.build import build_tokenizer
 from telescope.trainer.worker import choose_device
 
 MORE_SHAPES: dict[str, dict[str, Any]] = {
-    # With a head size that vLLM's attention has on a CPU.
+    # With a head size that vLLM's attention supports on a CPU.
     "tiny": SHAPES["tiny"] | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
     "1.7b": {
         "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -58,7 +58,7 @@ MORE_SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SETTLE_SECONDS = 1.0
-"""Between two syncs the engines sample undisturbed for this long."""
+"""Undisturbed sampling time between two syncs."""
 ANSWER_TOKENS = 400
 SYNC_TIMEOUT_SECONDS = 300.0
 NUMBERS = ("total", "stall", "pause", "transfer", "wait", "load", "swap")
@@ -91,7 +91,7 @@ def main() -> int:
             write_model(shapes[shape], Path(folder), device)
             finish_model(Path(folder))
             if device.type == "cuda":
-                torch.cuda.empty_cache()  # this process leaves the GPU to the others
+                torch.cuda.empty_cache()  # leaves the GPU to the other processes
 
             def keep(case: dict[str, Any]) -> None:
                 report["cases"].append(case)
@@ -104,7 +104,7 @@ def main() -> int:
 
 
 def finish_model(folder: Path) -> None:
-    """Add a small tokenizer; the ids that it has no token for are just never shown to it."""
+    """Adds a small tokenizer; ids without a token are never shown to it."""
     tokenizer = build_tokenizer(["3 7 2 -> 12", "5 1 9 -> 15"] * 8, 384)
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
@@ -133,7 +133,7 @@ def configuration(model: str, device: torch.device, run_dir: str, arguments: arg
         "max_num_seqs": arguments.requests,
         "mixed_precision_dtype": "null" if on_cpu else "bfloat16",
         "weight_broadcast_bucket_mb": arguments.bucket_mb,
-        "weight_probe_every": 0,  # the first sync alone
+        "weight_probe_every": 0,  # only the first sync
         "use_wandb": "false",
         "run_dir": run_dir,
     }
@@ -153,7 +153,7 @@ async def measure(
     arguments: argparse.Namespace,
     keep: Callable[[dict[str, Any]], None],
 ) -> None:
-    """The rows of one shape, each to `keep` once it is known: `auto`, then in place if that was something else."""
+    """Passes the rows of one shape to `keep`: `auto`, then in place if that differs."""
     async with AsyncExitStack() as stack:
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="weight-sync-"))
         stack.push(lambda kind, error, traceback: print_logs(Path(run_dir) / "run" / "logs") if error else None)
@@ -172,13 +172,13 @@ async def measure(
 
 
 def print_logs(folder: Path) -> None:
-    """The last lines of every process, when something failed; the folder is about to go."""
+    """Prints the last lines of every process after a failure; the folder is about to be removed."""
     for path in sorted(folder.glob("*.log")):
         print(f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-150:], sep="\n", flush=True)
 
 
 def in_place(parts: RunComponents) -> WeightSync:
-    """Syncs of the same parts inside the pause."""
+    """Returns syncs of the same components inside the pause."""
     return WeightSync(
         parts.config.replace(weight_transfer="in_place"),
         parts.trainer,
@@ -193,15 +193,15 @@ def in_place(parts: RunComponents) -> WeightSync:
 
 @contextlib.asynccontextmanager
 async def load(parts: RunComponents, requests: int) -> AsyncIterator[None]:
-    """Keep `requests` requests in flight on every engine."""
+    """Keeps `requests` requests in flight on every engine."""
     counter = iter(range(1 << 30))
 
-    async def lane(client: Any) -> None:
+    async def slot(client: Any) -> None:
         while True:
             name = f"load-{next(counter)}"
             await client.generate(GenerateRequest(name, [5 + i for i in range(24)], ANSWER_TOKENS, 1.0))
 
-    tasks = [asyncio.create_task(lane(client)) for client in parts.inference.clients for _ in range(requests)]
+    tasks = [asyncio.create_task(slot(client)) for client in parts.inference.clients for _ in range(requests)]
     try:
         yield
     finally:
@@ -211,12 +211,12 @@ async def load(parts: RunComponents, requests: int) -> AsyncIterator[None]:
 
 
 async def sampled(parts: RunComponents) -> float:
-    """Tokens that all engines have sampled so far."""
+    """Returns the tokens that all engines have sampled so far."""
     return sum([(await client.metrics())["vllm:generation_tokens_total"] for client in parts.inference.clients])
 
 
 async def measure_kind(parts: RunComponents, weights: WeightSync, shape: str, num_syncs: int) -> dict[str, Any]:
-    """Medians over `num_syncs` syncs, after one that is not counted."""
+    """Returns medians over `num_syncs` syncs, after one that is not counted."""
     syncs: list[dict[str, float]] = []
     rates: dict[str, list[float]] = {"between": [], "during": []}
     metrics: dict[str, float] = {}
@@ -226,7 +226,7 @@ async def measure_kind(parts: RunComponents, weights: WeightSync, shape: str, nu
         tokens, started = await sampled(parts), time.monotonic()
         async with asyncio.timeout(SYNC_TIMEOUT_SECONDS):
             async with parts.trainer.queue:
-                parts.trainer.version += 1  # as after a training step; the weights may be the same
+                parts.trainer.version += 1  # as after a training step; the weights may be unchanged
             asked = time.monotonic()
             metrics = await weights.sync()
             ended = time.monotonic()

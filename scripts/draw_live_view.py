@@ -1,4 +1,4 @@
-"""Draws the picture of the live view in the README from a real run.
+"""Draws the README's picture of the live view from a real run.
 
 python scripts/draw_live_view.py runs/countdown-demo-... --step 40 docs/images/live.svg
 """
@@ -19,7 +19,7 @@ WIDTH = 104
 
 
 def status_at(run: Run, step: int) -> RunStatus:
-    """The state of the live view after `step` steps, from the record."""
+    """Returns the state of the live view after `step` steps, from the record."""
     rows = sorted(run.table("steps").to_pylist(), key=lambda row: row["step"])
     info = run.info
     assert info is not None, "not a run directory"

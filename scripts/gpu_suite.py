@@ -1,14 +1,14 @@
-"""Tests and benchmarks on a machine with GPUs, in order of worth, inside a time limit; one JSON with all results.
+"""Runs GPU tests and benchmarks in order of value within a time limit; writes one JSON report.
 
     python scripts/gpu_suite.py --json results.json --minutes 10
     python scripts/gpu_suite.py --json results.json --only experts "four ranks"    these, in this order
-    python scripts/gpu_suite.py --list                    what there is, what it needs and how long it takes
+    python scripts/gpu_suite.py --list                    the parts, their needs and durations
 
-Each part is a process of its own with a deadline, and has its GPUs to itself; parts whose GPUs are free run side by
-side, unless `--one-at-a-time`. What needs more GPUs than there are, or more time than is left, is skipped and says so.
-Results are written before and after every part, so a machine that goes away takes only the parts in progress with it,
-and leaves their names ("running", and since when). Ctrl-C or SIGTERM ends what runs, and the report says so
-("interrupted"). Exit code 1 when a part failed, or none was run.
+Each part is a separate process with a deadline and its own GPUs; parts whose GPUs are free run side by side, unless
+`--one-at-a-time`. Parts that need more GPUs than exist, or more time than is left, are skipped and reported. Results
+are written before and after every part, so a lost machine costs only the running parts, and their names and start times
+remain ("running"). Ctrl-C or SIGTERM ends what runs, and the report marks it ("interrupted"). Exit code 1 when a part
+failed, or none ran.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 from measure import sources  # noqa: E402  (which imports nothing that must be installed)
 
 MEASURED = ("src", "benchmarks/*.py", "scripts", "tests")
-"""What the commit in the report is said of."""
+"""Paths to which the commit in the report refers."""
 TAIL_LINES = {"passed": 15, "failed": 150}
-"""A failed part: the traceback of a test, and after it the end of its server's log."""
+"""Lines of a failed part: the traceback of a test, then the end of its server's log."""
 LONGEST_TEXT = 2000
-"""Of results that are not JSON: characters that the report keeps."""
+"""Characters that the report keeps of results that are not JSON."""
 FIRST_PORT = 8200
 POLL_SECONDS = 0.5
 ENDINGS = ((signal.SIGINT, 30.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0))
-"""What a part gets when its time is over, and the seconds to end after each: those that started others end them."""
+"""Signals for a part whose time is over, and the seconds to exit after each, since it must end what it started."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """`command` may hold {json} for a file of results, {tiny} for a model made beforehand, {folder} for scratch and
-    {port}, from which on ten ports are its own."""
+    """A part of the suite. `command` may contain {json} (results file), {tiny} (a prebuilt model), {folder} (scratch)
+    and {port} (the first of ten ports)."""
 
     name: str
     command: str
     num_gpus: int
     seconds: int
-    """What it takes on H200s with a cold compile cache, and about a half more: its deadline."""
+    """Deadline: its duration on H200s with a cold compile cache, and about half of that more."""
     results: str = "results.json"
-    """Where its results are, in the scratch folder."""
+    """Results file in the scratch folder."""
 
 
 DEMO = (
@@ -67,7 +67,7 @@ DEMO = (
 RUN = f"{sys.executable} -m telescope.cli.main"
 PYTEST = f"{sys.executable} -m pytest -q -p no:cacheprovider -m gpu"
 FIRST_FAILURE = f"{PYTEST} -x --tb=short"
-"""Ends with the first failure: the tests after it need the same server, and time may be over before their report."""
+"""Stops at the first failure: later tests need the same server, and the time might end before their report."""
 BENCHMARK = f"{sys.executable} benchmarks"
 SHARES = (
     "--json {json} --port {port} --folder {folder} --set ray_inference_cpus_per_worker=4 ray_trainer_cpus_per_worker=4"
@@ -79,7 +79,7 @@ EXPERTS_AND_RANKS = "tests/gpu/weights/test_experts_and_ranks_on_gpu.py"
 RANKS = "tests/gpu/weights/test_ranks_on_gpu.py"
 PARTS = (
     Part("weights", f"{PYTEST} tests/gpu/weights --ignore {EXPERTS_AND_RANKS} --ignore {RANKS}", 2, 300),
-    # A server starts in 110 to 130 s with nothing cached. These start two, those of four ranks over host memory one.
+    # A server starts in 110 to 130 s with a cold cache. These start two, those of four ranks through host memory one.
     Part("experts and ranks", f"{FIRST_FAILURE} {EXPERTS_AND_RANKS} -k tied-2-nccl", 3, 420),
     Part("ranks", f"{FIRST_FAILURE} {RANKS} -k tied-2-nccl", 3, 420),
     Part("two ranks of an engine", f"{FIRST_FAILURE} {RANKS} -k tied-2-staged", 2, 260),
@@ -105,7 +105,7 @@ PARTS = (
         360,
     ),
     Part("memory of steps", f"{PYTEST} tests/gpu/test_memory_on_gpu.py", 1, 480),
-    # With the flash-attn-4 package 24 pairs of kernels to compile, about ten seconds each.
+    # flash-attn-4 compiles 24 pairs of kernels, about ten seconds each.
     Part("attention kernels", f"{PYTEST} tests/gpu/test_attention_on_gpu.py", 1, 480),
     Part("two ranks", f"{PYTEST} tests/gpu/test_two_gpus.py", 2, 420),
     Part("trainer speed", f"{sys.executable} benchmarks/trainer.py --shapes 0.6b --json {{json}}", 1, 300),
@@ -147,8 +147,8 @@ PARTS = (
     Part("sync small", f"{SYNC} 0.6b 1.7b", 2, 360),
     Part("sync 8b on four", f"{SYNC} 8b --engines 2 --trainers 2", 4, 420),
     Part("steps", f"{BENCHMARK}/engine_steps.py --json {{json}} --port {{port}}", 1, 300),
-    # Until its loads begin it takes 150 to 170 s, and a pair of loads about 40: 8 pairs in 490 s. More requests would
-    # make for longer loads, but fewer, and the machine drifts from one to the next.
+    # It takes 150 to 170 s until its loads begin, and 40 for a pair of loads: 8 pairs in 490 s. More requests would
+    # give longer but fewer loads, and the machine's speed drifts from one to the next.
     Part(
         "throughput",
         f"{BENCHMARK}/engine_throughput.py --requests 640 --repeats 20 --seconds 490 {SHARES}",
@@ -156,7 +156,7 @@ PARTS = (
         560,
     ),
     Part("end to end", f"{BENCHMARK}/end_to_end.py --timeout 470 {SHARES}", 4, 560),
-    # Few lanes and one rank: generation, and not the trainer, says how fast it goes.
+    # Few request slots and one rank, so that generation limits the speed, not the trainer.
     Part(
         "engine loss",
         f"{BENCHMARK}/engine_loss.py --warm-up 2 --before 12 --after 6 {SHARES} trainer_num_workers=1 "
@@ -170,13 +170,13 @@ PARTS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=Path("gpu_suite.json"), help="where the results go")
-    parser.add_argument("--minutes", type=float, default=30.0, help="start nothing that may not end within this time")
+    parser.add_argument("--minutes", type=float, default=30.0, help="start no part that may exceed this time")
     parser.add_argument(
-        "--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART", help="these alone, in this order"
+        "--only", nargs="+", choices=[part.name for part in PARTS], metavar="PART", help="only these, in this order"
     )
-    parser.add_argument("--one-at-a-time", action="store_true", help="no two parts side by side")
-    parser.add_argument("--folder", type=Path, help="keep there what the parts print and write (default: nowhere)")
-    parser.add_argument("--list", action="store_true", help="print the parts and end")
+    parser.add_argument("--one-at-a-time", action="store_true", help="run no two parts side by side")
+    parser.add_argument("--folder", type=Path, help="keep output and results of the parts here (default: nowhere)")
+    parser.add_argument("--list", action="store_true", help="print the parts and exit")
     arguments = parser.parse_args()
     if arguments.list:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--list | head`
@@ -184,7 +184,7 @@ def main() -> int:
             print(f"{part.name:28} {part.num_gpus} GPU(s), up to {part.seconds} s: {part.command}")
         return 0
     if not arguments.json.absolute().parent.is_dir():
-        parser.error(f"--json is {arguments.json}, whose folder does not exist: make it, or name another file")
+        parser.error(f"--json is {arguments.json}, whose folder does not exist: create it, or name another file")
     by_name = {part.name: part for part in PARTS}
     parts = [by_name[name] for name in dict.fromkeys(arguments.only or by_name)]
     if not arguments.minutes > 0:
@@ -200,7 +200,7 @@ def main() -> int:
 
         def note(part: Part, result: dict[str, Any]) -> None:
             found[part.name] = asdict(part) | result
-            write_whole(arguments.json, json.dumps(report | {"parts": list(found.values())}, indent=1) + "\n")
+            write_atomically(arguments.json, json.dumps(report | {"parts": list(found.values())}, indent=1) + "\n")
             took = f" ({result['took']:.0f} s)" if "took" in result else ""
             print(f"{part.name}: {result['outcome']}{took}", flush=True)
             if result["outcome"] == "failed":
@@ -217,15 +217,16 @@ def main() -> int:
         return 128 + suite.ended_by
     outcomes = [part["outcome"] for part in found.values()]
     if "passed" not in outcomes and "failed" not in outcomes:
-        print("no part was run", file=sys.stderr)
+        print("no part ran", file=sys.stderr)
         return 1
     return int("failed" in outcomes)
 
 
 @contextmanager
 def ended_by_signals(suite: Suite) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the suite, between two of its steps: an exception could come between the start
-    of a part and the note of it. Parts have sessions of their own, and would outlive this process on their GPUs."""
+    """Ends the suite at the first Ctrl-C or SIGTERM, between two of its steps: an exception could come between the
+    start of a part and its registration. Parts have their own sessions, and would outlive this process on their GPUs.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         suite.ended_by = number
@@ -243,15 +244,15 @@ def utc_now() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that whoever reads it meanwhile finds the old text or the new one."""
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file atomically: a concurrent reader sees the old text or the new one."""
     partial = path.with_name(path.name + ".part")
     partial.write_text(text)
     partial.replace(path)
 
 
 def gpu_names() -> list[str]:
-    """The GPUs of this machine, in the words of its driver; empty without one."""
+    """Returns the GPUs of this machine as the driver lists them; empty without one."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
@@ -261,15 +262,15 @@ def gpu_names() -> list[str]:
 
 
 def gpu_ids(count: int) -> list[str]:
-    """The GPUs to use, as CUDA_VISIBLE_DEVICES names them; all of the machine's when it is not set."""
+    """Returns the GPUs of CUDA_VISIBLE_DEVICES, or all of the machine's when it is not set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return [str(index) for index in range(count)] if visible is None else [name for name in visible.split(",") if name]
 
 
 class Suite:
-    """Runs parts in their order, each as soon as there are GPUs for it.
+    """Runs parts in order, each as soon as there are GPUs for it.
 
-    While a part waits for GPUs, later and smaller ones go before it if they are over, by their deadlines, before those
+    While a part waits for GPUs, later and smaller parts may run first if their deadlines come before those of the parts
     that it waits for.
     """
 
@@ -285,10 +286,10 @@ class Suite:
         self._running: list[Running] = []
         self._num_started = 0
         self.ended_by: int | None = None
-        """The signal after which no part is started, and `results` ends."""
+        """The signal after which no part starts and `results` ends."""
 
     def results(self) -> Iterator[tuple[Part, dict[str, Any]]]:
-        """Each part with its result, as they end; before that, as it is about to start, with the outcome "running"."""
+        """Yields each part with its result as it ends, and before its start with the outcome "running"."""
         while self.ended_by is None and (self._waiting or self._running):
             for part in list(self._waiting):
                 reason = why_not(part, self._num_gpus, self._ends - time.monotonic())
@@ -321,14 +322,14 @@ class Suite:
                 before = min(before, max(running.deadline for running in self._running))
 
     def stop(self) -> list[tuple[Part, dict[str, Any]]]:
-        """End what runs. Returns its results, with the outcome "interrupted"."""
+        """Ends running parts. Returns their results, with the outcome "interrupted"."""
         stopped, self._running = self._running, []
         end_parts(stopped)
         return [(running.part, running.result() | {"outcome": "interrupted"}) for running in stopped]
 
 
 class Running:
-    """A part that was started on `gpus`. `results` of its result is what it wrote, if it writes."""
+    """A part running on `gpus`. `results` of its result is the content of its results file."""
 
     def __init__(self, part: Part, gpus: Sequence[str], folder: Path, port: int) -> None:
         self.part = part
@@ -340,7 +341,7 @@ class Running:
         self.deadline = self._started + part.seconds
         command = part.command.format(**words)
         if "{tiny}" in part.command:
-            # Kernels of GPUs want heads of 64 numbers.
+            # GPU kernels require heads of 64 numbers.
             command = f"{RUN} tiny-model --output {words['tiny']} --num-heads 2 --num-kv-heads 1 && exec {command}"
         with self._output.open("w") as sink:
             self.process = subprocess.Popen(
@@ -350,17 +351,17 @@ class Running:
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=heed_interrupts,
+                preexec_fn=restore_interrupts,
             )
 
     def is_over(self) -> bool:
-        """Whether it has ended, if need be because its time is over."""
+        """Returns whether it has ended; ends it when its time is over."""
         if self.process.poll() is None and time.monotonic() > self.deadline:
             end_parts([self])
         return self.process.poll() is not None
 
     def result(self) -> dict[str, Any]:
-        """How it went."""
+        """Returns the result."""
         took = time.monotonic() - self._started
         code = self.process.returncode
         outcome = "passed" if code == 0 else "failed"
@@ -375,7 +376,7 @@ class Running:
         }
 
     def _read_results(self) -> Any:
-        """What it wrote; None if nothing. A part that was killed while it wrote must not take the others with it."""
+        """Returns what it wrote, or None. A file cut off by a kill must not fail the other parts."""
         if not self._results.exists():
             return None
         text = self._results.read_text(errors="replace")
@@ -385,13 +386,13 @@ class Running:
             return {"not_json": str(error), "text": text[:LONGEST_TEXT]}
 
 
-def heed_interrupts() -> None:
-    """In a part, before its command: what a script runs in the background ignores SIGINT, and so would all below it."""
+def restore_interrupts() -> None:
+    """Restores SIGINT in a part before its command: background processes of a script ignore it otherwise."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end_parts(parts: Sequence[Running]) -> None:
-    """End parts with everything that they started, all at once: each may take as long as `ENDINGS` says."""
+    """Ends parts with everything that they started, all at once, within the times of `ENDINGS`."""
     for number, seconds in ENDINGS:
         alive = [part.process for part in parts if part.process.poll() is None]
         for process in alive:
@@ -402,11 +403,11 @@ def end_parts(parts: Sequence[Running]) -> None:
                 process.wait(max(0.0, deadline - time.monotonic()))
     for part in parts:
         with suppress(ProcessLookupError):
-            os.killpg(part.process.pid, signal.SIGKILL)  # what is left of its group
+            os.killpg(part.process.pid, signal.SIGKILL)  # the rest of its group
 
 
 def why_not(part: Part, num_gpus: int, seconds_left: float) -> dict[str, Any] | None:
-    """The result of a part that is not run here, or None."""
+    """Returns the result of a part that cannot run here, or None."""
     if part.num_gpus > num_gpus:
         return {"outcome": f"skipped: needs {part.num_gpus} GPUs, this machine has {num_gpus}"}
     if part.seconds > seconds_left:
@@ -415,7 +416,7 @@ def why_not(part: Part, num_gpus: int, seconds_left: float) -> dict[str, Any] | 
 
 
 def environment(gpus: Sequence[str]) -> dict[str, str]:
-    """This process's, with the sources of this checkout first, and those GPUs alone."""
+    """Returns this process's environment with this checkout's sources first, and only those GPUs."""
     paths = [str(REPOSITORY / "src"), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 

@@ -1,16 +1,16 @@
-"""Makes `.venv` what the requirement files say: run by `make setup`, and by every target that needs the environment.
+"""Brings `.venv` in line with the requirement files; every target that needs the environment runs it.
 
-Plain Python 3.11+ and pip are all it needs. It picks the CPU or the CUDA pins (is there an NVIDIA GPU?), installs them
-without following dependencies (the files are complete, and requirements/leave-out.txt says what is missing on purpose),
+Needs Python 3.11+ and pip only. It picks the CPU or the CUDA pins (by the presence of an NVIDIA GPU), installs them
+without following dependencies (the files are complete, and requirements/leave-out.txt explains what is left out),
 installs this checkout in place, and imports the large packages once.
 
 Invariants:
-- Safe to run again, to interrupt, and to run twice at once. A stamp inside `.venv`, made of the files' contents, says
-  that nothing is left to do, and a second run ends in a fraction of a second.
-- No address of a package index is written here. Where packages come from is pip's own configuration; the one thing that
-  a user may have to name is an index with CPU builds of torch (TORCH_INDEX_URL).
-- What it installs with is `uv` at a pinned version, three times as fast as pip on a first set-up; where the index lacks
-  it, or pip is configured in a way that it cannot follow, pip does the same work.
+- Safe to run again, to interrupt, and to run twice at once. A stamp inside `.venv`, made of the files' contents, shows
+  that nothing is left to do; a second run then ends in a fraction of a second.
+- Contains no address of a package index. Packages come from pip's own configuration; a user may have to name an index
+  with CPU builds of torch (TORCH_INDEX_URL).
+- Installs with `uv` at a pinned version, three times as fast as pip on a first set-up. Where the index lacks it, or pip
+  has a configuration that it cannot follow, pip does the same work.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VENV_PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "telescope-setup.json"
 SUPPORTED = ((3, 11), (3, 13))
 IMPORT_DEADLINE_SECONDS = 600
-# What the trainer and the engine import, one process for each: their bytecode is written while it is checked.
+# Imports of the trainer and of the engine, one process each: checking them also writes their bytecode.
 IMPORT_CHECKS = (
     "import torch, transformers, ray, datasets, wandb; import transformers.models.qwen2.modeling_qwen2",
     "import vllm; import vllm.entrypoints.openai.api_server",
@@ -45,15 +45,15 @@ IMPORT_CHECKS = (
 
 
 class SetUpError(Exception):
-    """Cannot be set up as things are; the message is the whole explanation and names the fix."""
+    """The set-up cannot continue; the message is the full explanation with the fix."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Makes .venv what requirements/*.txt say.")
+    parser = argparse.ArgumentParser(description="Brings .venv in line with requirements/*.txt.")
     parser.add_argument("--kind", choices=("auto", "cpu", "cuda"), default=os.environ.get("ACCELERATOR") or "auto")
-    parser.add_argument("--pip", action="store_true", help="install with pip although uv would be faster")
+    parser.add_argument("--pip", action="store_true", help="install with pip instead of uv")
     arguments = parser.parse_args()
-    # Bytecode that is not kept would be compiled again by every process of every run.
+    # Without saved bytecode every process of every run would compile again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     try:
         kind = find_kind() if arguments.kind == "auto" else arguments.kind
@@ -66,13 +66,13 @@ def main() -> int:
         print(f"set-up: failed with exit code {error.returncode}: {shlex.join(map(str, error.cmd))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("set-up: interrupted; `make setup` goes on from here", file=sys.stderr)
+        print("set-up: interrupted; `make setup` continues from here", file=sys.stderr)
         return 130
     return 0
 
 
 def set_up(kind: str, *, use_pip: bool) -> None:
-    """Bring `.venv` up to date: the pinned packages if their files changed, this checkout if its metadata changed."""
+    """Brings `.venv` up to date: the pinned packages if their files changed, this checkout if its metadata changed."""
     pins = [ROOT / "requirements" / f"{kind}.txt", ROOT / "requirements" / "dev.txt"]
     wanted = {
         "kind": kind,
@@ -85,7 +85,7 @@ def set_up(kind: str, *, use_pip: bool) -> None:
         return
     started = time.monotonic()
     if platform.machine() != "x86_64":
-        say(f"note: {platform.machine()} is untested, the pins were made for x86_64")
+        say(f"note: {platform.machine()} is untested; the pins are for x86_64")
     if kind == "cuda":
         say("NVIDIA GPU found: CUDA torch and vllm (ACCELERATOR=cpu for the CPU ones)")
     else:
@@ -106,7 +106,7 @@ def set_up(kind: str, *, use_pip: bool) -> None:
 
 
 def find_kind() -> str:
-    """`cuda` where the NVIDIA driver lists a GPU, else `cpu`."""
+    """Returns `cuda` if the NVIDIA driver lists a GPU, else `cpu`."""
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
     except (FileNotFoundError, PermissionError, subprocess.TimeoutExpired):
@@ -119,7 +119,7 @@ def find_kind() -> str:
 
 @contextmanager
 def only_one_at_a_time() -> Iterator[None]:
-    """Holds a lock on `.venv`: `make demo` and `make test` in two terminals share the work instead of mixing it."""
+    """Locks `.venv`, so that `make demo` and `make test` in two terminals do not mix their work."""
     VENV.mkdir(exist_ok=True)
     with open(VENV / ".telescope-setup.lock", "w") as lock:
         try:
@@ -131,7 +131,7 @@ def only_one_at_a_time() -> Iterator[None]:
 
 
 def environment_works() -> bool:
-    """Whether `.venv` holds a Python that is supported and starts (a moved or copied folder does not)."""
+    """Returns whether `.venv` has a supported Python that starts (a moved or copied folder does not)."""
     probe = "import sys, pip; print(sys.prefix, *sys.version_info[:2], sep='\\n')"
     try:
         answer = subprocess.run(
@@ -143,7 +143,7 @@ def environment_works() -> bool:
 
 
 def make_environment() -> None:
-    """Create `.venv`, or start it anew where the one that is there is of no use."""
+    """Creates `.venv`, or recreates an unusable one."""
     if environment_works():
         return
     step(f"making .venv with Python {platform.python_version()} ({sys.executable})")
@@ -153,20 +153,20 @@ def make_environment() -> None:
     except ImportError as error:
         version = f"{sys.version_info[0]}.{sys.version_info[1]}"
         raise SetUpError(
-            f"{sys.executable} has no module {error.name!r}, which makes environments.\n"
+            f"{sys.executable} has no module {error.name!r}, which creates environments.\n"
             f"  Debian, Ubuntu:  apt install python{version}-venv\n"
             "  elsewhere:       make setup PYTHON=/path/to/another/python3"
         ) from error
     if VENV_PYTHON.is_symlink() or VENV_PYTHON.exists():
-        say("the .venv that is here does not start or is of another Python: it is made anew")
-        for entry in VENV.iterdir():  # all but the lock, which is held
+        say("the existing .venv does not start or has another Python: recreating it")
+        for entry in VENV.iterdir():  # all but the lock, which is in use
             if entry.name != ".telescope-setup.lock":
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     run([sys.executable, "-m", "venv", str(VENV)])
 
 
 def read_stamp() -> dict[str, str]:
-    """What the last completed set-up was made of; empty where none completed."""
+    """Returns the stamp of the last completed set-up; empty without one."""
     try:
         stamp = json.loads(STAMP.read_text())
     except (OSError, ValueError):
@@ -175,7 +175,7 @@ def read_stamp() -> dict[str, str]:
 
 
 def digest(*paths: Path, text: str = "") -> str:
-    """A short hash of the contents of some files, and of a text."""
+    """Returns a short hash of the contents of some files and of a text."""
     total = hashlib.sha256(text.encode())
     for path in paths:
         total.update(path.read_bytes())
@@ -194,7 +194,7 @@ class Installer:
         self.name = name
 
     def install(self, *arguments: str, quiet_failure: bool = False) -> bool:
-        """Install, and return whether it worked; raises `CalledProcessError` unless `quiet_failure`."""
+        """Installs and returns whether it worked; raises `CalledProcessError` unless `quiet_failure`."""
         finished = subprocess.run(
             [*self.command, *arguments],
             env=os.environ | self.environment,
@@ -206,8 +206,8 @@ class Installer:
 
 
 def make_installer(pins: list[Path], *, use_pip: bool) -> Installer:
-    """uv where it can be had and can follow pip's configuration, else pip."""
-    # pip compiles all 27,000 modules, most of which no run imports; the import check compiles those that matter.
+    """Returns uv if it is available and can follow pip's configuration, else pip."""
+    # pip would compile all 27,000 modules, most of which no run imports; the import check compiles those that matter.
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
     pip = Installer([str(VENV_PYTHON), "-m", "pip", "install", "--no-compile", *quiet], {}, "pip")
     if use_pip:
@@ -221,13 +221,13 @@ def make_installer(pins: list[Path], *, use_pip: bool) -> Installer:
     step(f"fetching the installer ({uv_pin})")
     uv = VENV / "bin" / "uv"
     if not pip.install("--no-deps", uv_pin, quiet_failure=True) or not uv.exists():
-        say(f"installing with pip: {uv_pin} cannot be had from pip's index")
+        say(f"installing with pip: {uv_pin} is not available from pip's index")
         return pip
     return Installer([str(uv), "pip", "install", *quiet, "--python", str(VENV_PYTHON), *options], environment, "uv")
 
 
 def install_packages(kind: str, pins: list[Path], installer: Installer) -> None:
-    """Install every pin; on CPU torch first, since it decides what may be installed at all."""
+    """Installs every pin; on CPU torch first, since the others depend on its build."""
     wanted = [
         line.strip()
         for pin in pins
@@ -253,28 +253,28 @@ def install_packages(kind: str, pins: list[Path], installer: Installer) -> None:
 
 
 def install_cpu_torch(torch: str, installer: Installer) -> None:
-    """Install the CPU build of torch.
+    """Installs the CPU build of torch.
 
-    It is a version of its own, `2.13.0+cpu`, and the plain `2.13.0` of PyPI is a CUDA build that brings gigabytes of
-    NVIDIA libraries. So the CPU one is asked for by name: from TORCH_INDEX_URL if that is set, else from wherever pip
-    is configured to look. If that has none, the plain one is installed with all that it needs: it works, and is large.
+    It is a separate version, `2.13.0+cpu`; the plain `2.13.0` of PyPI is a CUDA build with gigabytes of NVIDIA
+    libraries. So the CPU build is requested by name: from TORCH_INDEX_URL if set, else from pip's configured sources.
+    If those lack it, the plain version is installed with its dependencies: it works, and is large.
     """
     step(f"installing {torch}, CPU build")
     if index := os.environ.get("TORCH_INDEX_URL"):
         if not installer.install("--no-deps", f"{torch}+cpu", "--extra-index-url", index, quiet_failure=True):
-            raise SetUpError(f"TORCH_INDEX_URL={index} has no {torch}+cpu for this Python; correct it or unset it")
+            raise SetUpError(f"TORCH_INDEX_URL={index} has no {torch}+cpu for this Python; fix or unset it")
         return
     if installer.install("--no-deps", f"{torch}+cpu", quiet_failure=True):
         return
     say(
-        f"the indexes that pip is configured with have no {torch}+cpu. The CUDA build works on a CPU too, but brings\n"
-        "  several GB. To avoid that, interrupt, and name an index of CPU builds: TORCH_INDEX_URL=https://.. make setup"
+        f"pip's configured indexes have no {torch}+cpu. The CUDA build also works on a CPU, but downloads\n"
+        "  several GB. To avoid that, interrupt and name an index of CPU builds: TORCH_INDEX_URL=https://.. make setup"
     )
     installer.install(torch)
 
 
 def pip_configuration() -> dict[str, str]:
-    """What pip is configured with, from its files and environment: option name to value, the strongest source wins."""
+    """Returns pip's configuration by option name; environment over installation over global files."""
     listing = subprocess.run(
         [VENV_PYTHON, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     ).stdout
@@ -289,11 +289,11 @@ def pip_configuration() -> dict[str, str]:
 
 
 def uv_options(configuration: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """pip's configuration in uv's words: command line options, and environment variables.
+    """Translates pip's configuration to uv's options and environment variables.
 
-    Raises `SetUpError` where uv has no word for it.
+    Raises `SetUpError` for an option that uv does not support.
     """
-    options = ["--index-strategy", "unsafe-best-match"]  # pip's: the best version of all indexes, not of the first
+    options = ["--index-strategy", "unsafe-best-match"]  # as pip: the best version of all indexes, not of the first
     environment = {}
     for option, value in configuration.items():
         match option:
@@ -315,7 +315,7 @@ def uv_options(configuration: dict[str, str]) -> tuple[list[str], dict[str, str]
             case "proxy":
                 environment |= {"HTTP_PROXY": value, "HTTPS_PROXY": value}
             case "client-cert" | "keyring-provider" | "constraint" | "only-binary" | "no-binary" | "require-hashes":
-                raise SetUpError(f"pip is configured with {option!r}, which uv would not follow")
+                raise SetUpError(f"uv does not support pip's option {option!r}")
     return options, environment
 
 
@@ -323,7 +323,7 @@ def uv_options(configuration: dict[str, str]) -> tuple[list[str], dict[str, str]
 
 
 def check_imports() -> None:
-    """Import what the trainer and the engine import, side by side; raises `SetUpError` with what went wrong."""
+    """Imports the packages of the trainer and the engine in parallel; raises `SetUpError` with the failure."""
     step("checking that torch, transformers, Ray and vLLM start (and compiling them)")
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "VLLM_LOGGING_LEVEL": "ERROR"}
     checks = [
@@ -337,7 +337,7 @@ def check_imports() -> None:
             try:
                 output, _ = check.communicate(timeout=IMPORT_DEADLINE_SECONDS)
             except subprocess.TimeoutExpired:
-                raise SetUpError(f"{code!r} did not end within {IMPORT_DEADLINE_SECONDS} s") from None
+                raise SetUpError(f"{code!r} did not finish within {IMPORT_DEADLINE_SECONDS} s") from None
             if check.returncode != 0:
                 last_lines = "\n".join(output.splitlines()[-12:])
                 raise SetUpError(f"the packages are installed, but {code!r} fails:\n{last_lines}")
@@ -349,7 +349,7 @@ def check_imports() -> None:
 
 
 def describe_environment() -> str:
-    """The versions that matter most, as one line."""
+    """Returns the most important versions in one line."""
     code = (
         "from importlib.metadata import distributions\n"
         "versions = {d.name: d.version for d in distributions()}\n"
@@ -361,17 +361,17 @@ def describe_environment() -> str:
 
 
 def run(command: list[str]) -> None:
-    """Run a command that has to work."""
+    """Runs a command that must succeed."""
     subprocess.run(command, check=True, cwd=ROOT)
 
 
 def step(message: str) -> None:
-    """Say what begins, with the time of day, since steps take a minute and more."""
+    """Prints what begins, with the time of day, since steps take a minute and more."""
     print(f"set-up {time.strftime('%H:%M:%S')}  {message}", flush=True)
 
 
 def say(message: str) -> None:
-    """Say something that is no step of its own."""
+    """Prints a remark."""
     print(f"set-up: {message}", flush=True)
 
 

@@ -1,7 +1,7 @@
-"""Countdown puzzles that are handed in through a tool, whose reply is the next puzzle.
+"""Countdown puzzles submitted through a tool, whose reply is the next puzzle.
 
-What stands between `<answer>` tags is a call of `submit`. Made for a model that was warm-started on Countdown alone: it
-calls the tool in the words that it knows.
+Text between `<answer>` tags is a call of `submit`. Made for a model that was warm-started on Countdown alone: it calls
+the tool in the words that it knows.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from telescope.environments.tool_env import ToolCall, ToolEnvironment
 
 REQUIRED_PACKAGES: list[str] = []
 SOLVED = "solved"
-"""Where `state.custom` keeps, for every puzzle that was handed in, whether it was right."""
+"""Key of `state.custom` with the correctness of every submitted puzzle."""
 
 
 class CheckedPuzzles(ToolEnvironment):
-    """`num_puzzles` puzzles of the demo's kind in a row. The reward is the share that was handed in and right."""
+    """`num_puzzles` puzzles of the demo's kind in a row. The reward is the share submitted and right."""
 
     reward_min, reward_max = 0.0, 1.0
     metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {"correct": {"min": 0.0, "max": 1.0}}
@@ -41,7 +41,7 @@ class CheckedPuzzles(ToolEnvironment):
         return self.countdown.get_sample(series * self.num_puzzles + turn)
 
     def submit(self, expression: str, state: RolloutState) -> str:
-        """Hand an expression in and get the next puzzle."""
+        """Submit an expression and get the next puzzle."""
         solved: list[float] = state.custom.setdefault(SOLVED, [])
         series = state.sample.metadata["series"]
         result = self.countdown.compute_reward(f"<answer>{expression}</answer>", self._puzzle(series, len(solved)))
@@ -53,7 +53,7 @@ class CheckedPuzzles(ToolEnvironment):
         return [] if answer is None else [ToolCall("submit", {"expression": answer}, completion)]
 
     def is_done(self, state: RolloutState) -> tuple[bool, str | None]:
-        # Asked before and after a call is run: the last puzzle is handed in before the conversation ends.
+        # The last puzzle is submitted before the conversation ends.
         if self.is_final_answer(state.trajectory[-1].completion, state):
             return True, "final_answer"
         return (True, "all_in") if len(state.custom.get(SOLVED, ())) == self.num_puzzles else (False, None)

@@ -1,4 +1,4 @@
-"""The cheapest environment that still gives a gradient: the reward depends on the answer's length in characters."""
+"""A minimal environment with a gradient: the reward depends on the answer's length in characters."""
 
 from typing import Any
 

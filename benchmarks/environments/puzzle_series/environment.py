@@ -1,7 +1,7 @@
-"""Several Countdown puzzles in one conversation, each put when the one before was answered; for runs of several turns.
+"""Several Countdown puzzles in one conversation, each after the answer to the last; for multi-turn runs.
 
-The reward is the share that was solved, so every turn is worth learning, and a later one is answered with all that was
-said before it in the context.
+The reward is the share solved, so every turn is worth learning, and a later one has everything before it in its
+context.
 """
 
 from __future__ import annotations

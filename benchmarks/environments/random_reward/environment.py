@@ -1,4 +1,4 @@
-"""Rewards that follow from nothing but chance, for runs in which only speed counts."""
+"""Random rewards, for runs in which only speed counts."""
 
 import zlib
 from typing import Any
@@ -12,7 +12,7 @@ class RandomRewardEnvironment(SingleTurnEnvironment):
     """A reward between 0 and 1 by the answer's text, so that the rewards of a group are never all equal."""
 
     def load_dataset(self, num_samples: int = 4096, repeats: int = 4, **_: Any) -> list[Sample]:
-        """Prompts of about 20 tokens for each of `repeats`."""
+        """Returns prompts of about 20 tokens for each of `repeats`."""
         return [Sample(prompt=f"item {index}: {WORDS * repeats}") for index in range(num_samples)]
 
     def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:

@@ -93,7 +93,7 @@ async def bench_over(ground: Ground, folder: Path, monkeypatch: pytest.MonkeyPat
         yield engine_throughput.Bench(config, metered(fake), folder, Lengths(16, 30), REQUESTS)
 
 
-async def test_loads_end_when_their_window_closes_and_leave_nothing_in_the_engine(
+async def test_loads_end_with_their_window_and_leave_the_engine_idle(
     ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with bench_over(ground, tmp_path / "loads", monkeypatch) as bench:

@@ -1,4 +1,4 @@
-"""What tests of the benchmarks share: they import them by their bare names, each test anew."""
+"""Imports benchmarks by their bare names, afresh for each test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A benchmark that is cut off goes on where it stopped, and repeats nothing that it has."""
+"""An interrupted benchmark resumes without repeating finished runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def demo_runs(monkeypatch: pytest.MonkeyPatch) -> Any:
     return demo_runs, trained
 
 
-def test_what_the_file_holds_is_not_run_again(demo_runs: Any, tmp_path: Path) -> None:
+def test_stored_results_are_not_measured_again(demo_runs: Any, tmp_path: Path) -> None:
     module, trained = demo_runs
     path = tmp_path / "results.json"
     grpo, rloo, broken = (module.DemoRun(0, {"algorithm": name}) for name in ("grpo", "rloo", "broken"))
@@ -37,11 +37,11 @@ def test_what_the_file_holds_is_not_run_again(demo_runs: Any, tmp_path: Path) ->
     results = module.run_all([grpo, rloo, module.DemoRun(1, {"algorithm": "grpo"})], path=path, port=1)
     assert len(trained) == 4, "grpo with seed 0 was there, grpo with seed 1 and rloo were not"
     assert [result["settings"]["seed"] for result in results] == [0, 0, 1]
-    assert results[0]["measured"] == {"commit": "c0"}, "each result says where it comes from"
+    assert results[0]["measured"] == {"commit": "c0"}, "each result names its provenance"
     assert len(json.loads(path.read_text())["results"]) == 3
 
 
-def test_other_fields_are_another_run(demo_runs: Any, tmp_path: Path) -> None:
+def test_different_fields_are_a_different_run(demo_runs: Any, tmp_path: Path) -> None:
     module, trained = demo_runs
     path = tmp_path / "results.json"
     module.run_all([module.DemoRun(0, {"algorithm": "grpo", "number_of_steps": 30})], path=path, port=1)

@@ -1,4 +1,4 @@
-"""What the benchmarks of an engine work out of its readings: windows, costs of steps, when nothing runs, and ratios."""
+"""Numbers from an engine's readings: windows, costs of steps, idleness, and ratios."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sample(clock: float, steps: int, tokens: int, *, running: int = 4, beginning
     return Sample(reading, {"engine": cores * clock, "server": 0.25 * clock, "driver": 0.0})
 
 
-def test_the_work_of_a_window_is_what_happened_between_its_ends() -> None:
+def test_the_work_of_a_window_is_the_difference_of_its_ends() -> None:
     from loaded_engine import work
 
     window = [sample(10, 100, 400), sample(11, 150, 600, running=2), sample(12, 200, 820, running=3, beginning=25)]
@@ -31,7 +31,7 @@ def test_the_work_of_a_window_is_what_happened_between_its_ends() -> None:
     assert (found["engine_cores"], found["server_cores"], found["driver_cores"]) == (1.0, 0.25, 0.0)
 
 
-def test_a_window_lies_between_two_points_of_the_work_whenever_these_were_reached() -> None:
+def test_a_window_is_bounded_by_work_not_by_time() -> None:
     from engine_throughput import Span
 
     fast = [sample(at, 10 * at, 7000 + 100 * at) for at in range(8)]
@@ -42,7 +42,7 @@ def test_a_window_lies_between_two_points_of_the_work_whenever_these_were_reache
         assert (window[0].reading.tokens - begin, window[-1].reading.tokens - begin) == (200, 700)
 
 
-def test_an_engine_is_quiet_when_no_step_was_scheduled_or_under_way(tmp_path: Path) -> None:
+def test_an_engine_without_a_step_is_idle(tmp_path: Path) -> None:
     from loaded_engine import is_quiet
 
     def reading() -> StepReading:
@@ -61,7 +61,7 @@ def test_an_engine_is_quiet_when_no_step_was_scheduled_or_under_way(tmp_path: Pa
     assert is_quiet(reading(), reading()), "what is left in the batch when all was aborted is no work"
 
 
-async def test_an_engine_that_goes_on_with_the_last_load_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_still_busy_with_the_last_load_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import loaded_engine
 
     class Busy(loaded_engine.Server):
@@ -73,11 +73,11 @@ async def test_an_engine_that_goes_on_with_the_last_load_is_an_error(monkeypatch
             return StepReading(0.0, float(self.steps), self.steps, self.steps, 7)
 
     monkeypatch.setattr(loaded_engine, "QUIET_SECONDS", 0.001)
-    with pytest.raises(TimeoutError, match="7 requests of the last load still ran"):
+    with pytest.raises(TimeoutError, match="7 requests of the last load still run"):
         await Busy().until_idle(timeout=0.01)
 
 
-async def test_a_generator_that_is_cancelled_closes_its_connections_and_takes_no_more_requests() -> None:
+async def test_a_cancelled_generator_closes_its_connections() -> None:
     from loaded_engine import under_generator
 
     received, closed = asyncio.Queue[bytes](), asyncio.Queue[bytes]()
@@ -110,7 +110,7 @@ async def test_a_generator_that_is_cancelled_closes_its_connections_and_takes_no
     assert list(waiting) == [b"fourth"]
 
 
-def test_loads_are_compared_with_their_neighbour_and_the_ratio_is_that_of_its_two_parts() -> None:
+def test_loads_are_compared_with_their_neighbors() -> None:
     from engine_throughput import compared
 
     def load(name: str, pair: int, speed: float, a_step: float) -> dict[str, Any]:
@@ -151,15 +151,15 @@ async def test_a_prefix_cache_that_was_not_emptied_is_an_error() -> None:
         await empty_prefix_cache(Client(b'{"success":false}'))  # type: ignore[arg-type]
 
 
-def test_a_load_whose_requests_were_all_sent_before_its_window_closed_is_an_error() -> None:
+def test_a_load_that_runs_out_of_requests_is_an_error() -> None:
     from engine_throughput import check_tail
 
     check_tail(True, 640)
-    with pytest.raises(RuntimeError, match="640 requests were all sent"):
+    with pytest.raises(RuntimeError, match="all 640 requests were sent"):
         check_tail(False, 640)
 
 
-def test_requests_are_the_same_whoever_answers_them_and_whenever() -> None:
+def test_requests_are_compared_without_their_ids() -> None:
     from engine_throughput import asked
 
     one, two = b'{"request_id": "a", "seed": 1}', b'{"request_id": "b", "seed": 2}'

@@ -1,4 +1,4 @@
-"""The meters of the benchmarks: a held loop is seen to be late, on either kind of loop; results name their code."""
+"""The meters of the benchmarks: lag of a blocked loop of either kind; provenance of results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def measure() -> Any:
 
 
 @pytest.mark.parametrize("loop", [asyncio.SelectorEventLoop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_a_turn_that_holds_the_loop_is_seen_as_lag_for_as_long_as_it_lasts(measure: Any, loop: Any) -> None:
+def test_a_blocked_loop_is_measured_as_lag_for_its_whole_duration(measure: Any, loop: Any) -> None:
     async def lags() -> list[float]:
         meter = measure.LagMeter()
         await asyncio.sleep(2 * measure.LAG_GRID_SECONDS)
@@ -42,7 +42,7 @@ def test_a_turn_that_holds_the_loop_is_seen_as_lag_for_as_long_as_it_lasts(measu
     assert len(late) >= HELD_SECONDS / measure.LAG_GRID_SECONDS - 2, "every point of the time it was held for counts"
 
 
-def test_turns_are_the_cpu_time_of_the_loop_and_not_its_waits(measure: Any) -> None:
+def test_iterations_are_measured_in_cpu_time_without_waits(measure: Any) -> None:
     selector = measure.TimedSelector()
 
     async def work() -> None:
@@ -61,14 +61,12 @@ def test_turns_are_the_cpu_time_of_the_loop_and_not_its_waits(measure: Any) -> N
 
 
 @pytest.mark.parametrize(("turns", "p99"), [([], 0.0), ([0.5], 0.4), ([0.5, 0.5], 0.45), ([0.1] * 10, 0.09)])
-def test_what_is_due_at_a_random_moment_waits_for_the_rest_of_the_turn_it_falls_into(
-    measure: Any, turns: list[float], p99: float
-) -> None:
+def test_a_callback_waits_for_the_rest_of_the_running_iteration(measure: Any, turns: list[float], p99: float) -> None:
     # Of 10 s, 1% is 0.1 s: the turns' last moments that add up to it are what more than 99% of all moments avoid.
     assert measure.lag_of_turns(turns, 10.0, 0.99) == pytest.approx(p99)
 
 
-def test_a_copy_without_history_names_the_commit_that_it_is_told(
+def test_a_copy_without_history_names_the_given_commit(
     measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "REPOSITORY", tmp_path)
@@ -79,7 +77,7 @@ def test_a_copy_without_history_names_the_commit_that_it_is_told(
     assert where["uncommitted_changes"] is None
 
 
-def test_a_copy_within_another_repository_does_not_pass_its_commit_for_its_own(
+def test_a_copy_inside_another_repository_does_not_name_its_commit(
     measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "copy"
@@ -100,9 +98,7 @@ def test_a_copy_within_another_repository_does_not_pass_its_commit_for_its_own(
     assert measure.sources("src") == {"commit": "0123abc", "uncommitted_changes": None}
 
 
-def test_a_machine_without_git_says_that_the_commit_is_unknown(
-    measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_git_the_commit_is_unknown(measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SOURCE_COMMIT", raising=False)
     assert measure.provenance(["torch"])["commit"] == "unknown"
@@ -112,7 +108,7 @@ def test_a_machine_without_git_says_that_the_commit_is_unknown(
     "name",
     ["end_to_end", "engine_loss", "engine_steps", "engine_throughput", "logprob", "timeline", "trainer", "weight_sync"],
 )
-def test_what_is_for_gpus_is_not_measured_on_a_cpu_unasked(
+def test_gpu_benchmarks_refuse_a_cpu_without_quick(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

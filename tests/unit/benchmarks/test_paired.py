@@ -1,4 +1,4 @@
-"""Ratios from pairs of measurements: what drift and outliers do to them, and how often the interval holds the truth."""
+"""Ratios from pairs of measurements under drift and outliers, and the coverage of their interval."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def paired() -> Any:
     return paired
 
 
-def test_who_goes_first_changes_from_pair_to_pair(paired: Any) -> None:
+def test_the_order_alternates_between_pairs(paired: Any) -> None:
     order = [name for pair in range(4) for name in paired.order_of_pair(pair, ("a", "b"))]
     assert "".join(order) == "abbaabba"
 
 
-def test_a_machine_that_grows_slower_all_the_time_does_not_move_the_ratio(paired: Any) -> None:
+def test_steady_drift_does_not_move_the_ratio(paired: Any) -> None:
     speeds = (100 * 0.98**turn for turn in itertools.count())
     ratios = []
     for pair in range(8):
@@ -35,7 +35,7 @@ def test_a_machine_that_grows_slower_all_the_time_does_not_move_the_ratio(paired
     assert found.low <= 0.9 <= found.high
 
 
-def test_one_pair_that_met_something_else_does_not_move_the_ratio_far(paired: Any) -> None:
+def test_an_outlier_does_not_move_the_ratio_far(paired: Any) -> None:
     found = paired.estimate([0.99, 1.0, 1.01, 0.995, 1.005, 1.0, 0.998, 0.3])
     assert found.ratio == pytest.approx(1.0, abs=0.01)
 
@@ -46,24 +46,24 @@ def test_the_confidence_is_that_of_the_signed_rank_test(paired: Any, pairs: int,
 
 
 @pytest.mark.parametrize("pairs", [3, 6, 7, 9])
-def test_the_interval_misses_the_truth_for_as_many_signs_of_the_errors_as_it_says(paired: Any, pairs: int) -> None:
+def test_the_interval_misses_the_truth_as_often_as_stated(paired: Any, pairs: int) -> None:
     """With errors of given sizes every choice of signs is as likely as any other: all of them are tried."""
     draw = random.Random(pairs)
     sizes = [draw.uniform(0.01, 0.2) for _ in range(pairs)]
-    held, confidence = 0, 0.0
+    covered, confidence = 0, 0.0
     for signs in itertools.product((-1, 1), repeat=pairs):
         found = paired.estimate([math.exp(sign * size) for sign, size in zip(signs, sizes, strict=True)])
-        held += found.low <= 1.0 <= found.high
+        covered += found.low <= 1.0 <= found.high
         confidence = found.confidence
-    assert held / 2**pairs == pytest.approx(confidence)
+    assert covered / 2**pairs == pytest.approx(confidence)
 
 
 def test_an_aim_is_met_or_missed_only_by_the_whole_interval(paired: Any) -> None:
-    def says(*ratios: float) -> str:
-        verdict: str = paired.estimate(ratios).says(0.97)
-        return verdict
+    def verdict(*ratios: float) -> str:
+        result: str = paired.estimate(ratios).verdict(0.97)
+        return result
 
-    assert says(0.98, 0.99, 1.0, 1.01, 0.99, 1.0) == "met"
-    assert says(0.9, 0.92, 0.91, 0.93, 0.9, 0.92) == "missed"
-    assert says(0.9, 0.92, 0.91, 1.0, 1.01, 1.02) == "undecided"
-    assert says(0.99, 1.0, 1.01) == "undecided", "three pairs are no proof"
+    assert verdict(0.98, 0.99, 1.0, 1.01, 0.99, 1.0) == "met"
+    assert verdict(0.9, 0.92, 0.91, 0.93, 0.9, 0.92) == "missed"
+    assert verdict(0.9, 0.92, 0.91, 1.0, 1.01, 1.02) == "undecided"
+    assert verdict(0.99, 1.0, 1.01) == "undecided", "three pairs are not enough"

@@ -1,4 +1,4 @@
-"""The benchmark of training steps: what it counts, and that a rank that ends early holds nobody."""
+"""The trainer benchmark: its counts, and a rank that exits early."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def trainer_case() -> Any:
 
 
 @pytest.mark.parametrize("name", ["0.6b", "4b", "8b", "14b", "32b"])
-def test_operations_are_six_a_parameter_and_token_and_causal_attention(trainer_case, name):
+def test_flops_are_six_per_parameter_and_token_plus_causal_attention(trainer_case, name):
     shape = known_shape(f"qwen3-{name}")
     assert shape is not None
     table = shape.vocab_size * shape.hidden_size
@@ -28,7 +28,7 @@ def test_operations_are_six_a_parameter_and_token_and_causal_attention(trainer_c
     assert found == pytest.approx(6 * in_products * 1024 + attention, rel=1e-12)
 
 
-def test_a_step_of_several_ranks_is_divided_by_the_tokens_of_all(trainer_case):
+def test_a_step_is_normalized_by_the_tokens_of_all_ranks(trainer_case):
     case = trainer_case.Case("tiny", 2048, "packed", "selective", ranks=4, micro_batches=3)
     rows = [trainer_case.make_row(case, index) for index in range(3)]
     (minibatch,) = trainer_case.make_step(case, rows, 0).minibatches

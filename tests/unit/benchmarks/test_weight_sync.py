@@ -1,4 +1,4 @@
-"""The benchmark of weight syncs, on parts that answer at once."""
+"""The weight sync benchmark, on components that answer at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Client:
 
 
 class Weights:
-    """Takes its time and says so; the first sync is slower, as one that connects is."""
+    """Reports its durations; the first sync is slower, since it connects."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -56,7 +56,7 @@ class Weights:
         }
 
 
-async def test_the_first_sync_is_not_counted_and_the_rates_are_those_of_the_medians(weight_sync: Any) -> None:
+async def test_the_first_sync_is_not_counted_and_rates_use_medians(weight_sync: Any) -> None:
     trainer = SimpleNamespace(queue=asyncio.Lock(), version=0)
     parts: Any = SimpleNamespace(
         trainer=trainer,

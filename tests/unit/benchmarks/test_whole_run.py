@@ -1,4 +1,4 @@
-"""What benchmarks of whole runs work out: idle time across a restart, forced lengths, and where every sample went."""
+"""Benchmarks of whole runs: idle time across a restart, forced lengths, and the fate of every sample."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_idle_is_what_is_not_busy() -> None:
     assert meter.tokens_per_second(0, 2) == 150.0
 
 
-def test_a_dead_engine_is_idle_and_a_restarted_one_counts_from_zero() -> None:
+def test_an_exited_engine_is_idle_and_a_restarted_one_counts_from_zero() -> None:
     meter = series((0, 9.0, 90, 900), (1, 10.0, 100, 1000), (7, 0.0, 0, 0), (8, 1.0, 10, 100))
     assert meter.idle_share(0, 8) == pytest.approx(6 / 8)
     assert meter.between(0, 8, lambda reading: reading.tokens) == 200
 
 
-def test_idle_in_pauses_is_the_seconds_that_servers_were_paused_and_not_how_long_the_transfer_took() -> None:
+def test_idle_in_pauses_excludes_the_transfer_outside_them() -> None:
     from end_to_end import paused_share
 
     def step(*pauses: float) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def test_forced_lengths_have_the_stated_mean_and_percentile() -> None:
         Lengths(1000, 100_000)
 
 
-def test_a_forced_request_differs_in_its_length_alone() -> None:
+def test_a_forced_request_differs_only_in_its_length() -> None:
     from forced_lengths import Lengths
 
     request = GenerateRequest("r", [1, 2], 4096, 0.7, seed=11)
@@ -101,7 +101,7 @@ class Record:
         return [{"step": 0, "num_groups": 1, "metrics": {"retried/unseen": 3.0}}]
 
 
-def test_a_record_in_which_all_is_accounted_for_passes() -> None:
+def test_a_complete_record_passes() -> None:
     from engine_loss import account
 
     answer = account(Record(), 2)  # type: ignore[arg-type]
@@ -115,18 +115,18 @@ def test_a_record_in_which_all_is_accounted_for_passes() -> None:
         ("samples", lambda rows: rows[:-1], "groups do not have 2 samples"),
         ("samples", lambda rows: [*rows, rows[0]], "a sample has two rows"),
         ("groups", lambda rows: [*rows, rows[1]], "a group has two rows"),
-        ("groups", lambda rows: rows[1:], "a draw that was opened has no row"),
-        ("groups", lambda rows: [{**rows[0], "status": "discarded"}, rows[1]], "has trained other groups"),
+        ("groups", lambda rows: rows[1:], "an opened prompt has no row"),
+        ("groups", lambda rows: [{**rows[0], "status": "discarded"}, rows[1]], "trained other groups"),
     ],
 )
-def test_a_record_that_loses_something_does_not(table: str, change: Any, words: str) -> None:
+def test_an_incomplete_record_fails(table: str, change: Any, words: str) -> None:
     from engine_loss import account
 
     with pytest.raises(RuntimeError, match=words):
         account(Record(**{table: change(Record().tables[table])}), 2)  # type: ignore[arg-type]
 
 
-def test_a_report_does_not_say_where_the_sources_lay(tmp_path: Path) -> None:
+def test_a_report_does_not_contain_the_path_of_the_sources(tmp_path: Path) -> None:
     from whole_run import FIELDS, REPOSITORY, write_report
 
     write_report(tmp_path / "report.json", "any", {}, "tiny", None, FIELDS, {})
@@ -135,7 +135,7 @@ def test_a_report_does_not_say_where_the_sources_lay(tmp_path: Path) -> None:
     assert str(REPOSITORY) not in report
 
 
-def test_what_is_set_wins_over_what_a_benchmark_sets_and_that_over_the_quick_model(
+def test_set_overrides_the_benchmark_which_overrides_quick(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from whole_run import FIELDS, QUICK_FIELDS, Case, add_case_arguments
@@ -150,7 +150,7 @@ def test_what_is_set_wins_over_what_a_benchmark_sets_and_that_over_the_quick_mod
     assert (case.fields, case.shape) == (FIELDS, "qwen2.5-0.5b")
 
 
-def test_what_a_run_printed_is_kept_when_it_failed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_of_a_failed_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from whole_run import Case, add_case_arguments
 
     monkeypatch.setattr("whole_run.gpu_names", list)
@@ -175,9 +175,7 @@ def test_a_run_that_only_warmed_up_has_no_results() -> None:
         results_of(Record(), 3, -2)  # type: ignore[arg-type]
 
 
-def test_the_number_of_steps_is_not_set_past_the_benchmark_that_works_it_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_number_of_steps_cannot_be_set(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import end_to_end
 
     monkeypatch.setattr(sys, "argv", ["end_to_end.py", "--quick", "--set", "number_of_steps=5"])

@@ -57,15 +57,13 @@ def test_parts_run_side_by_side_and_never_on_one_gpu(suite: ModuleType, tmp_path
     assert at_once(results[0], results[1])
 
 
-def test_one_at_a_time_is_one_at_a_time(suite: ModuleType, tmp_path: Path) -> None:
+def test_one_at_a_time_runs_no_two_parts_together(suite: ModuleType, tmp_path: Path) -> None:
     parts = [part(suite, f"part {n}", 1, sleep=0.1) for n in range(3)]
     results = [r["results"] for r in run(suite, tmp_path, parts, one_at_a_time=True).values()]
     assert not any(at_once(one, other) for n, one in enumerate(results) for other in results[n + 1 :])
 
 
-def test_a_small_part_goes_before_a_large_one_that_waits_only_if_it_is_over_in_time(
-    suite: ModuleType, tmp_path: Path
-) -> None:
+def test_a_small_part_precedes_a_waiting_large_one_only_if_it_ends_in_time(suite: ModuleType, tmp_path: Path) -> None:
     parts = [
         part(suite, "first", 2, seconds=30, sleep=1.5),
         part(suite, "large", 4, sleep=0.1),
@@ -77,7 +75,7 @@ def test_a_small_part_goes_before_a_large_one_that_waits_only_if_it_is_over_in_t
     assert done["long"]["start"] >= done["large"]["end"]
 
 
-def test_what_needs_more_gpus_or_time_than_there_is_is_skipped_and_says_so(suite: ModuleType, tmp_path: Path) -> None:
+def test_parts_without_enough_gpus_or_time_are_reported_as_skipped(suite: ModuleType, tmp_path: Path) -> None:
     parts = [part(suite, "wide", 8), part(suite, "long", 1, seconds=600), part(suite, "small", 1, sleep=0.0)]
     done = run(suite, tmp_path, parts)
     assert done["wide"]["outcome"] == "skipped: needs 8 GPUs, this machine has 4"
@@ -85,7 +83,7 @@ def test_what_needs_more_gpus_or_time_than_there_is_is_skipped_and_says_so(suite
     assert done["small"]["outcome"] == "passed"
 
 
-def test_a_part_that_hangs_is_ended_with_all_that_it_started_and_frees_its_gpu(
+def test_a_hanging_part_is_killed_with_its_children_and_frees_its_gpu(
     suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(suite, "ENDINGS", tuple((number, 0.3) for number, _ in suite.ENDINGS))
@@ -159,7 +157,7 @@ def test_the_report_names_the_commit_that_was_measured(
     assert "uncommitted_changes" in written
 
 
-def test_results_that_end_in_mid_word_cost_their_own_part_alone(suite: ModuleType, tmp_path: Path) -> None:
+def test_truncated_results_fail_only_their_own_part(suite: ModuleType, tmp_path: Path) -> None:
     parts = [
         suite.Part("killed while it wrote", "printf '[1, 2' > {json}; exit 1", 1, 30),
         part(suite, "next", 1, sleep=0),
@@ -171,7 +169,7 @@ def test_results_that_end_in_mid_word_cost_their_own_part_alone(suite: ModuleTyp
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_suite_that_is_ended_ends_its_parts_and_its_report_says_so(
+def test_an_interrupted_suite_ends_its_parts_and_reports_it(
     suite: ModuleType, tmp_path: Path, one_gpu: Callable[..., int], number: int
 ) -> None:
     pid_file, report = tmp_path / "pid", tmp_path / "report.json"
@@ -196,9 +194,7 @@ def started(request: pytest.FixtureRequest) -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_parts_are_ended_together_so_that_none_waits_for_another_to_end(
-    suite: ModuleType, tmp_path: Path, started: None
-) -> None:
+def test_parts_are_ended_together(suite: ModuleType, tmp_path: Path, started: None) -> None:
     told = tmp_path / "told"
     ready = [tmp_path / "first-ready", tmp_path / "second-ready"]
     wait = "while :; do sleep 0.05; done"
@@ -216,7 +212,7 @@ def test_parts_are_ended_together_so_that_none_waits_for_another_to_end(
     assert [part.result()["exit_code"] for part in running] == [7, 8], "the first ends when the second was told"
 
 
-def test_parts_that_are_named_run_in_the_order_of_their_names_and_once(
+def test_named_parts_run_once_in_the_given_order(
     suite: ModuleType, tmp_path: Path, one_gpu: Callable[..., int]
 ) -> None:
     order, report = tmp_path / "order", tmp_path / "report.json"
@@ -242,7 +238,7 @@ def test_the_gpus_are_those_that_the_caller_may_use(suite: ModuleType, monkeypat
         ([], [], "no GPU was found"),
     ],
 )
-def test_what_can_be_known_beforehand_is_refused_before_a_part_runs(
+def test_bad_arguments_are_refused_before_a_part_runs(
     suite: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -259,9 +255,7 @@ def test_what_can_be_known_beforehand_is_refused_before_a_part_runs(
     assert words in capsys.readouterr().err
 
 
-def test_a_suite_of_which_nothing_ran_has_not_succeeded(
-    suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_suite_that_ran_nothing_fails(suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "PARTS", (suite.Part("wide", "exit 7", 8, 30),))
     monkeypatch.setattr(suite, "gpu_names", lambda: ["a GPU"])
     monkeypatch.setattr(sys, "argv", ["gpu_suite.py", "--json", str(tmp_path / "report.json")])

@@ -38,7 +38,7 @@ def test_test_tools_and_packages_that_train_are_pinned_alike(name: str):
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
-def test_pins_satisfy_what_the_project_asks_for(name: str):
+def test_pins_satisfy_the_projects_requirements(name: str):
     project = PYPROJECT["project"]
     have = pins(name) | {key: version for key, version in pins("dev").items() if key not in pins(name)}
     wanted = project["dependencies"] + project["optional-dependencies"]["train"] + PYPROJECT["dependency-groups"]["dev"]

@@ -46,7 +46,7 @@ def test_a_machine_without_the_driver_has_no_gpu(set_up: ModuleType, tmp_path: P
     assert set_up.find_kind() == "cpu"
 
 
-def test_the_configuration_of_pip_is_told_to_uv(set_up: ModuleType):
+def test_pips_configuration_is_passed_to_uv(set_up: ModuleType):
     options, environment = set_up.uv_options(
         {
             "index-url": "https://a/simple",
@@ -64,7 +64,7 @@ def test_the_configuration_of_pip_is_told_to_uv(set_up: ModuleType):
     assert environment == {"SSL_CERT_FILE": "/ca.pem"}
 
 
-def test_what_uv_cannot_follow_is_left_to_pip(set_up: ModuleType):
+def test_configuration_unknown_to_uv_is_left_to_pip(set_up: ModuleType):
     with pytest.raises(set_up.SetUpError, match="client-cert"):
         set_up.uv_options({"client-cert": "/me.pem"})
 
@@ -116,7 +116,7 @@ def test_a_finished_set_up_is_not_repeated_until_a_file_changes(
     assert done == ["packages", "imports"] * 2
 
 
-def test_cpu_torch_is_asked_for_by_name_and_the_users_index_comes_first(
+def test_cpu_torch_is_requested_by_name_from_the_users_index_first(
     set_up: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     asked: list[tuple[str, ...]] = []
@@ -146,7 +146,7 @@ def test_cpu_torch_is_asked_for_by_name_and_the_users_index_comes_first(
         set_up.install_cpu_torch("torch==2.13.0", Recorder(has_cpu_build=False))
 
 
-def test_a_machine_without_a_supported_python_is_told_what_to_install(tmp_path: Path):
+def test_without_a_supported_python_the_error_names_what_to_install(tmp_path: Path):
     for name in ("python3", "python3.11", "python3.12", "python3.13", "python"):
         (tmp_path / name).write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.2 && exit 0\nexit 1\n')
         (tmp_path / name).chmod(0o755)
@@ -174,7 +174,7 @@ def test_a_named_python_that_does_not_fit_is_refused(tmp_path: Path):
     assert "PYTHON=/bin/false" in finished.stderr
 
 
-def test_an_interpreter_without_venv_is_told_which_package_has_it(set_up: ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_without_venv_the_error_names_its_package(set_up: ModuleType, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(set_up, "environment_works", lambda: False)
     monkeypatch.setitem(sys.modules, "ensurepip", None)
     with pytest.raises(set_up.SetUpError, match=r"apt install python3\.\d+-venv"):
