@@ -1,12 +1,11 @@
-"""A reward put together from named functions.
+"""A reward built from named functions.
 
     rubric = Rubric()
-    rubric.add_reward(correct, weight=1.0, golden_answer="answer", range_min=0.0, range_max=1.0)
-    rubric.add_metric(num_words)
+    rubric.add_reward(correct, weight=1.0, golden_answer="answer").add_metric(num_words, range_min=0, range_max=200)
     result = await rubric.score(completion=completion, sample=sample)
 
-Each function receives, of what `score` is given, only the arguments that it declares, and returns a number. Owns no
-environment and no state; one rubric serves any number of samples at once.
+A function receives only the arguments that it declares, of `completion`, `sample`, `state` and `eos_token`. It returns
+a number, or a number and the golden answer to record. A rubric has no state: it may score many samples concurrently.
 """
 
 from __future__ import annotations
@@ -17,45 +16,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from telescope.environments.base import RewardResult
+from telescope.environments.base import RewardResult, RolloutState, Sample
 from telescope.errors import UserError
 
 
 @dataclass(slots=True, frozen=True)
 class _Term:
-    """A function of the rubric. `weight` None: a metric, which is recorded and not rewarded."""
+    """A function of the rubric. `weight` None: a metric, which does not count in the reward."""
 
     function: Callable[..., Any]
     name: str
     weight: float | None
-    golden_answer: str | None
-    range_min: float | None
-    range_max: float | None
-    invert: bool
-    parameters: frozenset[str]
-    takes_all: bool
-
-    def selected(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that the function declares."""
-        if self.takes_all:
-            return given
-        return {name: value for name, value in given.items() if name in self.parameters}
-
-    def normalised(self, value: float) -> float:
-        """The value mapped from its range to 0..1 (and clipped), 1 being best; unchanged without a range."""
-        if self.range_min is None or self.range_max is None:
-            return -value if self.invert else value
-        share = (value - self.range_min) / (self.range_max - self.range_min)
-        share = min(1.0, max(0.0, share))
-        return 1.0 - share if self.invert else share
+    golden_answer: Any
+    chart: dict[str, float]
+    """The range for charts, as `metrics_ranges` has it."""
 
 
 class Rubric:
-    """Weighted rewards and metrics.
+    """Weighted reward functions and metrics.
 
-    The total reward is the sum of weight x value over all rewards, where a value with a range (`range_min`,
-    `range_max`) is first mapped to 0..1 and clipped there, and `invert` makes small values the good ones. Metrics, and
-    rewards too, are recorded as the functions returned them.
+    The total reward is the sum of weight x value over the reward functions. Every value is recorded under the name of
+    its function. `range_min`, `range_max` and `invert` (lower is better) only describe charts.
     """
 
     def __init__(self) -> None:
@@ -67,54 +48,57 @@ class Rubric:
         weight: float = 1.0,
         *,
         name: str | None = None,
-        golden_answer: str | None = None,
+        golden_answer: Any = None,
         range_min: float | None = None,
         range_max: float | None = None,
         invert: bool = False,
-    ) -> None:
-        """Add a function, plain or async, to the total. `name` defaults to the function's own.
+    ) -> Rubric:
+        """Adds a function, plain or async, to the total. Returns the rubric.
 
-        `golden_answer` names what is recorded as the right answer under this name: `answer` (the sample's) or a key of
-        the sample's metadata.
+        `name` defaults to the name of the function. `golden_answer` is recorded under that name: `"answer"` stands for
+        the answer of the sample, a key of its metadata for that value, anything else for itself.
         """
-        self._add(func, float(weight), name, golden_answer, range_min, range_max, invert)
+        return self._add(func, float(weight), name, golden_answer, range_min, range_max, invert)
 
     def add_metric(
         self,
         func: Callable[..., Any],
         *,
         name: str | None = None,
-        golden_answer: str | None = None,
+        golden_answer: Any = None,
         range_min: float | None = None,
         range_max: float | None = None,
         invert: bool = False,
-    ) -> None:
-        """Add a function that is recorded and not rewarded; `invert` records its negative, or its share of the range
-        that is missing."""
-        self._add(func, None, name, golden_answer, range_min, range_max, invert)
+    ) -> Rubric:
+        """Adds a function that is recorded and does not count in the reward. Returns the rubric."""
+        return self._add(func, None, name, golden_answer, range_min, range_max, invert)
 
     @property
     def metrics_ranges(self) -> dict[str, dict[str, float]]:
-        """Declared ranges by name, as an environment's `metrics_ranges` has them."""
-        ranges: dict[str, dict[str, float]] = {}
-        for term in self._terms:
-            bounds = {"min": term.range_min, "max": term.range_max}
-            known = {key: value for key, value in bounds.items() if value is not None}
-            if known:
-                ranges[term.name] = known
-        return ranges
+        """The declared ranges by name, in the form of an environment's `metrics_ranges`."""
+        return {term.name: dict(term.chart) for term in self._terms if term.chart}
 
-    async def score(self, **arguments: Any) -> RewardResult:
-        """Call every function with its share of `arguments` and add up. Async functions are awaited together.
+    async def score(
+        self,
+        *,
+        completion: Any = None,
+        sample: Sample | None = None,
+        state: RolloutState | None = None,
+        eos_token: str = "",
+        extra_sample_metrics: dict[str, float] | None = None,
+        extra_golden_answers: dict[str, str | None] | None = None,
+        extra_info_turns: list[dict[str, Any]] | None = None,
+        extra_sample_tags: dict[str, str] | None = None,
+    ) -> RewardResult:
+        """Calls all functions and adds up their values. The extras are merged into the result.
 
-        Give at least `sample`, from which golden answers are taken, and whatever the functions ask for (`completion`,
-        `state`, ...). Raises what they raise, and `TypeError` for one that returns no number.
+        Async functions are awaited together. Without `sample`, the sample is that of `state`. Raises what a function
+        raises, which fails the sample, and `TypeError` for a function that does not return a number.
         """
-        missing = {term.name: self._missing(term, arguments) for term in self._terms}
-        for name, lacking in missing.items():
-            if lacking:
-                raise TypeError(f"the rubric's function {name!r} asks for {', '.join(lacking)}, which was not given")
-        returned = [term.function(**term.selected(arguments)) for term in self._terms]
+        if sample is None and state is not None:
+            sample = state.sample
+        arguments = {"completion": completion, "sample": sample, "state": state, "eos_token": eos_token}
+        returned = [_call(term.function, arguments) for term in self._terms]
         waiting = [position for position, value in enumerate(returned) if inspect.isawaitable(value)]
         awaited = await asyncio.gather(*(returned[position] for position in waiting))
         for position, value in zip(waiting, awaited, strict=True):
@@ -124,40 +108,50 @@ class Rubric:
         metrics: dict[str, float] = {}
         golden: dict[str, str | None] = {}
         for term, value in zip(self._terms, returned, strict=True):
-            number = _number(value, term.name)
-            metrics[term.name] = number
-            if term.weight is not None:
-                total += term.weight * term.normalised(number)
-            elif term.invert:
-                metrics[term.name] = term.normalised(number)
             if term.golden_answer is not None:
-                golden[term.name] = _golden(arguments.get("sample"), term.golden_answer)
-        return RewardResult(total_reward=total, sample_metrics=metrics, golden_answers=golden)
+                golden[term.name] = _golden(sample, term.golden_answer)
+            if isinstance(value, tuple) and len(value) == 2:
+                value, answer = value
+                golden[term.name] = None if answer is None else str(answer)
+            metrics[term.name] = _number(value, term.name)
+            if term.weight is not None:
+                total += term.weight * metrics[term.name]
+        return RewardResult(
+            total_reward=total,
+            sample_metrics=metrics | (extra_sample_metrics or {}),
+            golden_answers=golden | (extra_golden_answers or {}),
+            info_turns=list(extra_info_turns or []),
+            sample_tags=dict(extra_sample_tags or {}),
+        )
 
     def _add(
         self,
         func: Callable[..., Any],
         weight: float | None,
         name: str | None,
-        golden_answer: str | None,
+        golden_answer: Any,
         range_min: float | None,
         range_max: float | None,
         invert: bool,
-    ) -> None:
-        called = str(name or getattr(func, "__name__", type(func).__name__))
-        if any(term.name == called for term in self._terms):
-            raise UserError(f"The rubric has two functions called {called!r}. Give one of them another name.")
+    ) -> Rubric:
+        name = str(name or getattr(func, "__name__", type(func).__name__))
+        if any(term.name == name for term in self._terms):
+            raise UserError(f"The rubric has two functions named {name!r}. Give one of them another name.")
         if range_min is not None and range_max is not None and range_min >= range_max:
-            raise UserError(f"The rubric's {called!r} has range_min {range_min}, which is not below {range_max}.")
-        parameters = inspect.signature(func).parameters.values()
-        names = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._terms.append(_Term(func, called, weight, golden_answer, range_min, range_max, invert, names, takes_all))
+            raise UserError(f"The rubric's {name!r} has range_min {range_min}, which is not below {range_max}.")
+        chart = {key: value for key, value in (("min", range_min), ("max", range_max)) if value is not None}
+        if invert:
+            chart["invert"] = True
+        self._terms.append(_Term(func, name, weight, golden_answer, chart))
+        return self
 
-    def _missing(self, term: _Term, given: dict[str, Any]) -> list[str]:
-        parameters = inspect.signature(term.function).parameters.values()
-        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        return [p.name for p in parameters if p.kind in kinds and p.default is p.empty and p.name not in given]
+
+def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Calls the function with the arguments that it declares."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return function(**arguments)
+    return function(**{p.name: arguments[p.name] for p in parameters if p.name in arguments})
 
 
 def _number(value: Any, name: str) -> float:
@@ -166,10 +160,10 @@ def _number(value: Any, name: str) -> float:
     return float(value)
 
 
-def _golden(sample: Any, source: str) -> str | None:
-    if sample is None:
-        return None
+def _golden(sample: Sample | None, source: Any) -> str | None:
+    """The golden answer that `golden_answer` names."""
     if source == "answer":
-        return str(sample.answer)
-    value = sample.metadata.get(source)
-    return None if value is None else str(value)
+        return None if sample is None else str(sample.answer)
+    if sample is not None and isinstance(source, str) and source in sample.metadata:
+        source = sample.metadata[source]
+    return None if source is None else str(source)

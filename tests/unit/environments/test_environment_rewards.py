@@ -1,10 +1,10 @@
-"""Rewards put together from functions."""
+"""Rewards built from functions."""
 
 import asyncio
 
 import pytest
 
-from telescope.environments.base import Sample
+from telescope.environments.base import RolloutState, Sample
 from telescope.environments.rewards import Rubric
 from telescope.errors import UserError
 
@@ -45,41 +45,60 @@ async def test_functions_receive_only_what_they_declare():
         seen.update(arguments)
         return 0
 
-    rubric = Rubric()
-    rubric.add_reward(length)
-    rubric.add_reward(everything)
-    await score(rubric, state="a state", eos_token="<eos>")
-    assert set(seen) == {"completion", "sample", "state", "eos_token"}
-    rubric.add_reward(lambda state: 1.0, name="of_the_state")
-    with pytest.raises(TypeError, match="'of_the_state' asks for state, which was not given"):
-        await score(rubric)
+    state = RolloutState(SAMPLE, "x")
+    rubric = Rubric().add_reward(length).add_reward(everything).add_reward(lambda state: state.num_turns, name="turns")
+    await score(rubric, state=state, eos_token="<eos>")
+    assert seen == {"completion": "4", "sample": SAMPLE, "state": state, "eos_token": "<eos>"}
+    rubric.add_reward(lambda answer: 1.0, name="other")
+    with pytest.raises(TypeError, match="answer"):
+        await score(rubric, state=state)
 
 
-@pytest.mark.parametrize(
-    ("options", "completion", "total"),
-    [
-        ({"range_min": 0, "range_max": 10}, "12345", 0.5),
-        ({"range_min": 0, "range_max": 4}, "12345", 1.0),
-        ({"range_min": 6, "range_max": 10}, "12345", 0.0),
-        ({"range_min": 0, "range_max": 10, "invert": True}, "12", 0.8),
-        ({"invert": True}, "12", -2.0),
-        ({}, "12", 2.0),
-    ],
-)
-async def test_values_are_mapped_from_their_range_and_clipped(options, completion, total):
-    rubric = Rubric()
-    rubric.add_reward(length, **options)
-    result = await score(rubric, completion)
-    assert result.total_reward == pytest.approx(total)
-    assert result.sample_metrics["length"] == len(completion)
+async def test_ranges_describe_charts_and_never_change_a_reward():
+    for options in ({"range_min": 0, "range_max": 4}, {"range_min": 6, "range_max": 10, "invert": True}, {}):
+        rubric = Rubric().add_reward(length, weight=2.0, **options).add_metric(later, **options)
+        result = await score(rubric, "12345")
+        assert (result.total_reward, result.sample_metrics) == (10.0, {"length": 5.0, "later": 2.0})
 
 
-async def test_golden_answers_come_from_the_sample():
+async def test_golden_answers_come_from_the_sample_the_function_or_a_literal():
     rubric = Rubric()
     rubric.add_reward(correct, golden_answer="answer")
     rubric.add_metric(length, golden_answer="unit")
-    rubric.add_metric(lambda: 0, name="none", golden_answer="colour")
-    assert (await score(rubric)).golden_answers == {"correct": "4", "length": "apples", "none": None}
+    rubric.add_metric(lambda: 0, name="literal", golden_answer="blue")
+    rubric.add_metric(lambda: (0, "seven"), name="returned", golden_answer="answer")
+    rubric.add_metric(lambda: (0, None), name="none")
+    result = await score(rubric)
+    assert result.golden_answers == {
+        "correct": "4", "length": "apples", "literal": "blue", "returned": "seven", "none": None,
+    }  # fmt: skip
+    assert result.sample_metrics["returned"] == 0.0
+
+
+async def test_a_function_that_raises_is_a_failure_and_never_a_zero():
+    rubric = Rubric().add_reward(lambda: 1.0, name="one").add_metric(lambda: 1 / 0, name="broken")
+    with pytest.raises(ZeroDivisionError):
+        await score(rubric)
+
+
+async def test_extras_are_merged_into_the_result():
+    rubric = Rubric().add_reward(correct, golden_answer="answer")
+    result = await score(
+        rubric,
+        extra_sample_metrics={"words": 1.0},
+        extra_golden_answers={"unit": "apples"},
+        extra_info_turns=[{"turn": 0}],
+        extra_sample_tags={"kind": "sum"},
+    )
+    assert result.sample_metrics == {"correct": 1.0, "words": 1.0}
+    assert result.golden_answers == {"correct": "4", "unit": "apples"}
+    assert (result.info_turns, result.sample_tags) == ([{"turn": 0}], {"kind": "sum"})
+
+
+async def test_the_sample_is_that_of_the_state_when_none_is_given():
+    rubric = Rubric().add_reward(lambda sample: float(sample is SAMPLE), name="same", golden_answer="answer")
+    result = await rubric.score(state=RolloutState(SAMPLE, "x"))
+    assert (result.total_reward, result.golden_answers) == (1.0, {"same": "4"})
 
 
 def test_ranges_are_declared_as_an_environment_has_them():
@@ -87,13 +106,16 @@ def test_ranges_are_declared_as_an_environment_has_them():
     rubric.add_reward(correct, range_min=0.0, range_max=1.0)
     rubric.add_metric(length, range_min=0.0)
     rubric.add_metric(later)
-    assert rubric.metrics_ranges == {"correct": {"min": 0.0, "max": 1.0}, "length": {"min": 0.0}}
+    rubric.add_metric(lambda: 0, name="errors", range_min=0, range_max=9, invert=True)
+    assert rubric.metrics_ranges == {
+        "correct": {"min": 0.0, "max": 1.0}, "length": {"min": 0.0}, "errors": {"min": 0, "max": 9, "invert": True},
+    }  # fmt: skip
 
 
 async def test_mistakes_are_named():
     rubric = Rubric()
     rubric.add_reward(correct)
-    with pytest.raises(UserError, match="two functions called 'correct'"):
+    with pytest.raises(UserError, match="two functions named 'correct'"):
         rubric.add_metric(correct)
     with pytest.raises(UserError, match="range_min 1, which is not below 0"):
         rubric.add_metric(length, range_min=1, range_max=0)
