@@ -1,8 +1,8 @@
-"""Taking the answer out of a completion.
+"""Extracts answers from completions, and compares them.
 
-Plain functions on strings. Each extractor returns the last occurrence, because a model that corrects itself means its
-last word, and None when there is none. All run in time linear in the text, whatever the model wrote: they search for
-fixed strings and never backtrack. Comparing formulas is another matter (`math_verifier`), and has a deadline.
+Each extractor returns the last occurrence, since a model may correct itself, and `""` when there is none. All run in
+time linear in the text: they search for fixed strings and never backtrack. Formulas are compared by `math_verifier`,
+with a deadline.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s{0,8}\{([^{}]
 def strip_think_tags(text: str) -> str:
     """The text without its `<think>...</think>` parts.
 
-    A closing tag without an opening one ends thinking that the prompt had begun, so all before it goes; an opening tag
-    that is never closed is thinking cut short, so all after it goes.
+    A closing tag without an opening one ends thinking that the prompt began: everything before it is removed. An
+    opening tag that is never closed is thinking that was cut off: everything after it is removed.
     """
     kept: list[str] = []
     position = 0
-    opening = closing = -2  # not looked for yet; each is looked for again only when it lies behind us
+    opening = closing = -2  # not searched yet; each is searched again only once `position` has passed it
     while True:
         if -1 != opening < position:
             opening = text.find(THINK_OPEN, position)
@@ -45,27 +45,26 @@ def strip_think_tags(text: str) -> str:
     return "".join(kept).strip()
 
 
-def extract_xml_tag(text: str, tag: str) -> str | None:
-    """Content of the last complete `<tag>...</tag>`, stripped."""
+def extract_xml_tag(text: str, tag: str) -> str:
+    """Content of the last complete `<tag>...</tag>`, stripped; `""` without one."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     end = text.rfind(closing)
-    if end == -1:
-        return None
-    start = text.rfind(opening, 0, end)
-    if start == -1:
-        return None
-    return text[start + len(opening) : end].strip()
+    start = text.rfind(opening, 0, end) if end != -1 else -1
+    return text[start + len(opening) : end].strip() if start != -1 else ""
 
 
-def extract_answer_tags(text: str) -> str | None:
-    """Content of the last complete `<answer>...</answer>`, stripped."""
+def extract_answer_tags(text: str) -> str:
+    """Content of the last complete `<answer>...</answer>`, stripped; `""` without one."""
     return extract_xml_tag(text, "answer")
 
 
-def extract_boxed_answer(text: str) -> str | None:
-    r"""Content of the last complete `\boxed{...}` (or `\fbox{...}`, or a digit after `\boxed`); braces are balanced."""
+def extract_boxed_answer(text: str) -> str:
+    r"""Content of the last complete `\boxed{...}` (or `\fbox{...}`, or a digit after `\boxed`); `""` without one.
+
+    Braces are balanced.
+    """
     opened: list[int] = []
-    last: str | None = None
+    last = ""
     boxes: list[tuple[int, int]] = []  # depth at which a box opened, and where its content starts
     position = 0
     while position < len(text):
@@ -91,10 +90,13 @@ def extract_boxed_answer(text: str) -> str | None:
     return last
 
 
-def extract_code_block(text: str, language: str = "python") -> str | None:
-    """Content of the last closed fenced block that is marked with `language`, or, if there is none, with nothing."""
+def extract_code_block(text: str, language: str = "python") -> str:
+    """Content of the last closed fenced block marked with `language`; if there is none, of the last unmarked one.
+
+    `""` when there is neither.
+    """
     marked: str | None = None
-    unmarked: str | None = None
+    unmarked = ""
     label: str | None = None
     lines: list[str] = []
     for line in text.splitlines():
@@ -113,20 +115,18 @@ def extract_code_block(text: str, language: str = "python") -> str | None:
     return marked if marked is not None else unmarked
 
 
-def verify_exact_match(answer: str | None, expected: str) -> bool:
-    """Equality up to case and white space; None never matches."""
-    if answer is None:
-        return False
-    return " ".join(answer.split()).casefold() == " ".join(expected.split()).casefold()
+def verify_exact_match(predicted: str, ground_truth: str) -> bool:
+    """Equality after collapsing white space; case counts."""
+    return " ".join(predicted.split()) == " ".join(ground_truth.split())
 
 
-def verify_math_answer(answer: str | None, expected: str, timeout_seconds: float = 5.0) -> bool:
-    """Whether two answers in LaTeX or plain notation mean the same, by the package math-verify.
+def verify_math_answer(predicted: str, ground_truth: str, timeout_seconds: float = 5.0) -> bool:
+    """Whether two answers in LaTeX or plain notation are equal, by the package math-verify.
 
-    None, an answer too long to be one, and one that takes more than `timeout_seconds` to compare do not match. Raises
-    `UserError` when math-verify is not installed, `InfrastructureError` when the process that compares cannot live.
+    An empty answer, one that is too long, and one that takes more than `timeout_seconds` to compare are not. Raises
+    `UserError` when math-verify is not installed, `InfrastructureError` when the process that compares does not start.
     """
-    if answer is None:
+    if not predicted:
         return False
-    same_words = verify_exact_match(*(_TEXT_COMMAND.sub(r"\1", text) for text in (answer, expected)))
-    return same_words or check_equal(answer, expected, timeout_seconds)
+    same_words = verify_exact_match(*(_TEXT_COMMAND.sub(r"\1", text).casefold() for text in (predicted, ground_truth)))
+    return same_words or check_equal(predicted, ground_truth, timeout_seconds)

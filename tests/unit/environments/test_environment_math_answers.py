@@ -35,7 +35,6 @@ def test_equal_answers_are_equal_however_they_are_written(answer, expected):
 @pytest.mark.parametrize(
     "answer",
     [
-        None,
         "",
         "4",
         "3 or 4",

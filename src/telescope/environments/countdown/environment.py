@@ -189,9 +189,7 @@ class CountdownEnvironment(SingleTurnEnvironment):
             return False  # the model's mistake, not a failure
 
 
-def _parsed(answer: str | None) -> Expression | None:
-    if answer is None:
-        return None
+def _parsed(answer: str) -> Expression | None:
     try:
         return parse(answer)
     except ExpressionError:

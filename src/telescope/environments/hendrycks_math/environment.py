@@ -119,13 +119,13 @@ class HendrycksMathEnvironment(SingleTurnEnvironment):
         text = completion.removesuffix(eos_token) if eos_token else completion
         answer = extract_boxed_answer(strip_think_tags(text))
         correct = (
-            answer is not None
+            answer != ""
             and is_worked_out(answer, sample.answer, str(sample.prompt))
             and verify_math_answer(answer, sample.answer, self.verify_timeout_seconds)
         )
         return RewardResult(
             total_reward=float(correct),
-            sample_metrics={"correct": float(correct), "boxed": float(answer is not None)},
+            sample_metrics={"correct": float(correct), "boxed": float(answer != "")},
             golden_answers={"answer": sample.answer},
             sample_tags={"level": str(sample.metadata["level"]), "subject": str(sample.metadata["subject"])},
         )
