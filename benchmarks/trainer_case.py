@@ -76,7 +76,7 @@ CHECKPOINTING = {
 
 @dataclass(slots=True, frozen=True)
 class Case:
-    """A model, a load and the number of steps."""
+    """What is trained, and how often."""
 
     shape: str
     num_tokens: int

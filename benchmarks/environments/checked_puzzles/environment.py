@@ -24,6 +24,8 @@ class CheckedPuzzles(ToolEnvironment):
     reward_min, reward_max = 0.0, 1.0
     metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {"correct": {"min": 0.0, "max": 1.0}}
 
+    tool_role = "tool"
+
     def __init__(self, num_puzzles: int = 2, portion: str = "train", **kwargs: Any) -> None:
         super().__init__(tools=[self.submit], max_turns=num_puzzles, include_tool_schemas_in_prompt=False, **kwargs)
         self.num_puzzles = num_puzzles
@@ -50,11 +52,11 @@ class CheckedPuzzles(ToolEnvironment):
 
     def parse_tool_calls(self, completion: str) -> list[ToolCall]:
         answer = extract_answer_tags(completion)
-        return [] if answer is None else [ToolCall("submit", {"expression": answer}, completion)]
+        return [] if answer == "" else [ToolCall("submit", {"expression": answer}, completion)]
 
     def is_done(self, state: RolloutState) -> tuple[bool, str | None]:
         # The last puzzle is submitted before the conversation ends.
-        if self.is_final_answer(state.trajectory[-1].completion, state):
+        if self.is_final_answer(state.trajectory[-1].text, state):
             return True, "final_answer"
         return (True, "all_in") if len(state.custom.get(SOLVED, ())) == self.num_puzzles else (False, None)
 

@@ -36,13 +36,15 @@ class PuzzleSeries(MultiTurnEnvironment):
         return self.countdown.get_sample(series * self.num_puzzles + turn)
 
     def env_response(self, messages: list[ChatMessage], state: RolloutState) -> list[ChatMessage]:
+        if state.num_turns == self.num_puzzles:
+            return []
         puzzle = self._puzzle(state.sample.metadata["series"], state.num_turns)
         return [{"role": "user", "content": str(puzzle.prompt)}]
 
     def compute_reward(self, state: RolloutState, eos_token: str = "") -> RewardResult:
         series = state.sample.metadata["series"]
         solved = [
-            self.countdown.compute_reward(step.completion, self._puzzle(series, turn)).sample_metrics["correct"]
+            self.countdown.compute_reward(step.text, self._puzzle(series, turn)).sample_metrics["correct"]
             for turn, step in enumerate(state.trajectory)
         ]
         return RewardResult(

@@ -1,49 +1,41 @@
-"""Which keyword arguments an environment takes, and the error for those that it does not.
+"""Keyword arguments of an environment: which method takes them, and the error for misspelled ones.
 
-An argument from the YAML file may be meant for the constructor or for `load_dataset`, of the class itself or of one
-that it inherits from. Known are: the named parameters of both methods, followed up the inheritance for as long as each
-passes `**kwargs` on, and the names that their bodies read from `**kwargs` as literals (`kwargs.get("subset")`).
+An argument from the YAML file may be meant for the constructor or for `load_dataset`, of the class itself or of a base
+class. Known are: the named parameters of both methods, followed up the inheritance for as long as each passes
+`**kwargs` on, and the names that their bodies read from `**kwargs` as literals (`kwargs.get("subset")`). Any other
+argument becomes an attribute of the instance, unless it looks like a misspelled known one.
 """
 
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from telescope.errors import UserError
 from telescope.utils.suggest import nearest_name
 
+NEAR_MISS_RATIO = 0.8
+"""Names that are at least so similar (`difflib`'s ratio) are taken for one name and its misspelling."""
+
 
 def constructor_arguments(cls: type, root: type) -> set[str]:
-    """Names that `cls(...)` takes by itself, without those that `root` passes on to `load_dataset`."""
-    return _arguments_of(cls, "__init__", root)
+    """Names that `cls(...)` takes, those of `root` included if the constructors pass `**kwargs` up to it."""
+    return _arguments_of(cls, "__init__", root).names
 
 
 def dataset_arguments(cls: type, root: type) -> set[str]:
     """Names that `cls.load_dataset` takes."""
-    return _arguments_of(cls, "load_dataset", root)
+    return _arguments_of(cls, "load_dataset", root).names
 
 
-def check_arguments(cls: type, given: Iterable[str], root: type, *, called: str = "") -> None:
-    """Raise `UserError` when `given` holds a name that neither method of `cls` knows."""
-    known = constructor_arguments(cls, root) | dataset_arguments(cls, root)
-    refuse_unknown(given, known, called or cls.__name__)
-
-
-def refuse_unknown(given: Iterable[str], known: set[str], called: str) -> None:
-    """Raise `UserError` that lists the known names when `given` holds another."""
-    unknown = [name for name in given if name not in known]
-    if not unknown:
-        return
-    words = []
-    for name in unknown:
-        near = nearest_name(name, known)
-        words.append(f"{name!r} (did you mean {near!r}?)" if near else repr(name))
-    listed = ", ".join(sorted(known)) or "none at all"
-    raise UserError(f"{called} has no keyword argument {', '.join(words)}. It takes: {listed}.")
+def known_arguments(cls: type, root: type) -> set[str]:
+    """Names that the constructor or `load_dataset` takes, and those that every class below `root` takes."""
+    return constructor_arguments(cls, root) | dataset_arguments(cls, root) | _named_parameters(vars(root)["__init__"])
 
 
 def load_arguments(cls: type, given: Mapping[str, Any], root: type) -> dict[str, Any]:
@@ -52,16 +44,73 @@ def load_arguments(cls: type, given: Mapping[str, Any], root: type) -> dict[str,
     return {name: value for name, value in given.items() if name in known}
 
 
-def instantiate(cls: type, root: type, name: str, given: Mapping[str, Any]) -> Any:
-    """An instance that goes by `name`; of `given`, the constructor gets what it takes, `load_dataset` its part later.
+def refuse_misspelled(cls: type, given: Iterable[str], root: type, *, called: str = "") -> None:
+    """Raises `UserError` for a name that is nearly one that `cls` takes, or that `cls` passes to its base class."""
+    known = known_arguments(cls, root)
+    refuse_near_misses(given, known, called or cls.__name__)
+    fixed = [name for name in given if name not in known and name in _arguments_of(cls, "__init__", root).fixed]
+    if fixed:
+        raise UserError(f"{called or cls.__name__} has no keyword argument {fixed[0]!r}: its class sets it.")
 
-    `root` is the class below which users' classes begin, `Environment` or `Eval`.
+
+def refuse_near_misses(given: Iterable[str], known: set[str], called: str) -> None:
+    """Raises `UserError` that lists the known names when `given` holds a misspelled one."""
+    meant = {name: near for name in given if name not in known and (near := _near_miss(name, known))}
+    if meant:
+        words = ", ".join(f"{name!r} (did you mean {near!r}?)" for name, near in meant.items())
+        raise UserError(f"{called} has no keyword argument {words}. It takes: {', '.join(sorted(known))}.")
+
+
+def refuse_unknown(given: Iterable[str], known: set[str], called: str) -> None:
+    """Raises `UserError` that lists the known names when `given` holds another."""
+    refuse_near_misses(given, known, called)
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        listed = ", ".join(sorted(known)) or "none"
+        raise UserError(f"{called} has no keyword argument {', '.join(map(repr, unknown))}. It takes: {listed}.")
+
+
+def instantiate(cls: type, root: type, name: str, given: Mapping[str, Any]) -> Any:
+    """An instance named `name`. The constructor gets what it takes, `load_dataset` gets its part later.
+
+    `root` is the class that users subclass, `Environment` or `Eval`. Arguments that neither method takes become
+    attributes.
     """
-    accepted = constructor_arguments(cls, root)
-    made: Any = cls(**{key: value for key, value in given.items() if key in accepted})
+    constructor = _arguments_of(cls, "__init__", root)
+    loads = dataset_arguments(cls, root)
+    others = {key: value for key, value in given.items() if key not in constructor.names | loads}
+    passed = {key: value for key, value in given.items() if key in constructor.names}
+    made: Any = cls(**passed, **(others if constructor.reaches_root else {}))
+    null_is_unset = _named_parameters(vars(root)["__init__"])
+    left = {key: value for key, value in others.items() if key not in vars(made)}  # by a constructor that drops them
+    set_attributes(made, {k: v for k, v in left.items() if v is not None or k not in null_is_unset})
     made._load_arguments = {**(made._load_arguments or {}), **load_arguments(cls, given, root)}
     made._name = made._name or name
     return made
+
+
+def set_attributes(instance: Any, values: Mapping[str, Any]) -> None:
+    """Sets attributes. Raises `UserError` for the name of a method or property, which they would hide."""
+    for name, value in values.items():
+        existing = getattr(type(instance), name, None)
+        if isinstance(existing, property) or callable(existing):
+            raise UserError(
+                f"{type(instance).__name__} cannot take the keyword argument {name!r}: it is a method or property."
+            )
+        setattr(instance, name, value)
+
+
+def _near_miss(name: str, known: set[str]) -> str | None:
+    """The known name that `name` nearly is. `min_size` is not nearly `max_size`: each of its words has to be near."""
+    near = nearest_name(name, known)
+    if near is None or _ratio(name.lower(), near.lower()) < NEAR_MISS_RATIO:
+        return None
+    words = zip(name.lower().split("_"), near.lower().split("_"), strict=False)
+    return near if all(_ratio(*pair) > 0.5 for pair in words) else None
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _owners(cls: type, method: str, root: type) -> list[type]:
@@ -75,21 +124,37 @@ def _owners(cls: type, method: str, root: type) -> list[type]:
     return owners
 
 
-def _arguments_of(cls: type, method: str, root: type) -> set[str]:
+@dataclass(slots=True)
+class _Arguments:
+    names: set[str]
+    """Names that the method takes."""
+    fixed: set[str]
+    """Arguments of a base class that a subclass passes by itself."""
+    reaches_root: bool
+    """Whether all definitions pass `**kwargs` on, up to the root."""
+
+
+def _arguments_of(cls: type, method: str, root: type) -> _Arguments:
+    """What `method` of `cls` takes, with all its definitions below `root`."""
     names: set[str] = set()
     fixed: set[str] = set()
-    """Arguments of a base class that a subclass gives by itself."""
     for owner in _owners(cls, method, root):
         function = vars(owner)[method]
-        parameters = list(inspect.signature(function).parameters.values())[1:]
-        taken = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        names.update(taken - fixed)
+        named = _named_parameters(function)
+        names.update(named - fixed)
         rest = _var_keyword(function)
         if rest is None:
-            break
+            return _Arguments(names, fixed, reaches_root=False)
         names.update(_literal_reads(function, rest))
-        fixed |= _given_beside(function, rest) - taken
-    return names
+        fixed |= _given_beside(function, rest) - named
+    if method == "__init__":
+        names.update(_named_parameters(vars(root)["__init__"]) - fixed)
+    return _Arguments(names, fixed, reaches_root=True)
+
+
+def _named_parameters(function: Callable[..., Any]) -> set[str]:
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
 def _given_beside(function: Callable[..., Any], mapping: str) -> set[str]:

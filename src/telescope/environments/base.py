@@ -22,19 +22,27 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from telescope.environments.arguments import check_arguments, load_arguments
+from telescope.environments.arguments import load_arguments, refuse_misspelled, set_attributes
 from telescope.errors import UserError
 
 ChatMessage = dict[str, Any]
-"""A message as chat templates take it: `{"role": "user", "content": "..."}`."""
+"""A message for a chat template: `{"role": "user", "content": "..."}`. It may have a `turn_type`."""
 
-THINKING_PREFIX = "<think>\n"
-"""What `add_thinking_prefix` puts after the generation prompt."""
+Messages = list[ChatMessage]
+
+THINKING_PREFIX = "<think>"
+"""Text that `add_thinking_prefix` puts at the start of an answer."""
+
+MAX_TURNS_REACHED = "max_turns_reached"
+"""Reason of `MultiTurnEnvironment.is_done`."""
+
+ENV_NAME_KEY = "_env_name"
+"""Key of a sample's metadata that holds the name of its environment."""
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass
 class Sample:
     """One item of a dataset. A `prompt` of type str becomes the user's message."""
 
@@ -64,27 +72,33 @@ class EvalMetricsResult:
     sample_tags: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass
 class TrajectoryStep:
-    """One turn of a rollout: the conversation that the model saw and what it answered.
+    """One turn of a rollout: the conversation that the model saw, and its answer.
 
-    `completion` is the decoded text without its end token. `completion_logprobs` is as long as `completion_token_ids`,
-    or empty where nobody asked for them. `is_truncated`: the answer was cut off before the model ended it.
+    `completion` is a list with one assistant message, whose content is the decoded text without its end token.
+    `completion_logprobs` is as long as `completion_token_ids`, or empty if they were not requested. `is_truncated`: the
+    answer was cut off before the model ended it.
     """
 
     prompt: list[ChatMessage]
-    completion: str
+    completion: list[ChatMessage]
     prompt_token_ids: list[int] = field(default_factory=list)
     completion_token_ids: list[int] = field(default_factory=list)
     completion_logprobs: list[float] = field(default_factory=list)
     is_truncated: bool = False
 
+    @property
+    def text(self) -> str:
+        """The answer as text."""
+        return "".join(str(message["content"]) for message in self.completion)
 
-@dataclass(slots=True)
+
+@dataclass
 class RolloutState:
-    """All that is remembered of one rollout of several turns. `custom` is the environment's own.
+    """State of one multi-turn rollout. `custom` belongs to the environment.
 
-    It is made, changed and scored in one process and never leaves it, so `custom` may hold anything.
+    A state is created, changed and scored in one process and never leaves it, so `custom` may hold any object.
     """
 
     sample: Sample
@@ -100,19 +114,74 @@ class RolloutState:
         """Answers of the model so far."""
         return len(self.trajectory)
 
+    def get_full_completion_ids(self) -> list[int]:
+        """Token ids of all answers, in order."""
+        return [token_id for step in self.trajectory for token_id in step.completion_token_ids]
+
+    def get_full_logprobs(self) -> list[float]:
+        """Logprobs of all answers, in order; as many as there are completion ids if they were requested."""
+        return [logprob for step in self.trajectory for logprob in step.completion_logprobs]
+
 
 def sample_uid(sample: Sample) -> str:
     """Identity of a dataset item: 16 hex digits over prompt, answer and metadata.
 
-    It does not depend on the environment's name or on the position in the dataset, so that an evaluation item is
-    recognised in a training set whatever either of them is called.
+    It does not depend on the name of the environment or on the position in the dataset, so an evaluation item is
+    recognized in a training set of another name.
     """
-    content = [sample.prompt, sample.answer, sample.metadata]
+    metadata = {key: value for key, value in sample.metadata.items() if key != ENV_NAME_KEY}
+    content = [sample.prompt, sample.answer, metadata]
     text = json.dumps(content, sort_keys=True, ensure_ascii=True, default=repr, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class Environment(ABC):
+class Dataset:
+    """Samples that are loaded when they are first needed: what environments and evals have in common."""
+
+    # Defaults on the class: a subclass whose __init__ does not call super() works all the same.
+    _name: str = ""
+    _load_arguments: dict[str, Any] | None = None
+    _samples: list[Sample] | None = None
+    _named_samples: list[Sample] | None = None
+
+    @property
+    def name(self) -> str:
+        """The display name; the registry's name unless the subclass overrides it."""
+        return self._name or type(self).__name__
+
+    def load_dataset(self, num_samples: int = -1, **kwargs: Any) -> list[Sample] | None:
+        """All samples, or the first `num_samples` of them when that is not negative.
+
+        It may return the samples, set `self._samples`, or both.
+        """
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self._loaded())
+
+    def get_sample(self, index: int) -> Sample:
+        """The sample at `index`; the same one in every process."""
+        return self._loaded()[index]
+
+    def _loaded(self) -> list[Sample]:
+        if self._samples is None:
+            returned = self.load_dataset(**(self._load_arguments or {}))
+            if returned is not None:
+                self._samples = list(returned)
+            if self._samples is None:
+                raise UserError(f"load_dataset of {self.name!r} returned no samples and did not set self._samples.")
+        if self._named_samples is not self._samples:
+            for sample in self._samples:
+                sample.metadata = {**sample.metadata, ENV_NAME_KEY: self._environment_name()}
+            self._named_samples = self._samples
+        return self._samples
+
+    def _environment_name(self) -> str:
+        """Value of `_env_name` in the metadata of the samples."""
+        return self.name
+
+
+class Environment(Dataset, ABC):
     """A dataset and a reward. Subclass `SingleTurnEnvironment` or `MultiTurnEnvironment` rather than this.
 
     Class attributes that a subclass may set: `reward_min` and `reward_max` (expected range of the reward, for charts),
@@ -126,49 +195,40 @@ class Environment(ABC):
     metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {}
     tags_options: ClassVar[dict[str, list[str]]] = {}
     eos_token: str = ""
-    """The tokenizer's end token, set before the first rollout; empty when there is no tokenizer."""
+    """End token that scoring methods receive; the tokenizer's, unless the keyword argument sets another."""
+    add_thinking_prefix: bool = False
     uses_chat_template: bool = True
     keeps_eos_token: bool = False
     resources_per: ClassVar[Literal["host", "process"]] = "host"
 
-    # Defaults on the class: a subclass whose __init__ does not call super() works all the same.
-    _name: str = ""
-    _load_arguments: dict[str, Any] | None = None
-    _samples: list[Sample] | None = None
     _notices: tuple[str, ...] = ()
 
-    def __init__(self, **kwargs: Any) -> None:
-        """Takes what the subclass left over: arguments of `load_dataset`. Raises `UserError` for unknown ones."""
-        check_arguments(type(self), kwargs, Environment)
-        self._load_arguments = load_arguments(type(self), kwargs, Environment)
+    def __init__(self, eos_token: str | None = None, add_thinking_prefix: bool | None = False, **kwargs: Any) -> None:
+        """Takes what the subclass left over. A keyword that `load_dataset` does not name becomes an attribute.
 
-    @property
-    def name(self) -> str:
-        """The name for people; the registry's name unless the subclass overrides it."""
-        return self._name or type(self).__name__
+        Raises `UserError` for a keyword that looks like a misspelled one.
+        """
+        if eos_token is not None:
+            self.eos_token = eos_token
+        if add_thinking_prefix is not None:
+            self.add_thinking_prefix = add_thinking_prefix
+        refuse_misspelled(type(self), kwargs, Environment)
+        self._load_arguments = load_arguments(type(self), kwargs, Environment)
+        set_attributes(self, {key: value for key, value in kwargs.items() if key not in self._load_arguments})
 
     @property
     def is_multi_turn(self) -> bool:
         return False
 
     @abstractmethod
-    def load_dataset(self, num_samples: int = -1, **kwargs: Any) -> list[Sample]:
-        """All samples, or the first `num_samples` of them when that is not negative."""
+    def load_dataset(self, num_samples: int = -1, **kwargs: Any) -> list[Sample] | None:
+        """All samples, or the first `num_samples` of them when that is not negative.
 
-    def __len__(self) -> int:
-        return len(self._loaded())
-
-    def get_sample(self, index: int) -> Sample:
-        """The sample at `index`; the same one in every process."""
-        return self._loaded()[index]
-
-    def _loaded(self) -> list[Sample]:
-        if self._samples is None:
-            self._samples = list(self.load_dataset(**(self._load_arguments or {})))
-        return self._samples
+        It may return the samples, set `self._samples`, or both.
+        """
 
     def notice(self, text: str) -> None:
-        """Have a run say `text` before it trains, and record it: for what its user has to know of this environment.
+        """Prints and records `text` before training starts: what the user of a run must know.
 
         Call it from the constructor or from `load_dataset`; later it only goes to the log.
         """
@@ -191,26 +251,18 @@ class Environment(ABC):
 class SingleTurnEnvironment(Environment):
     """One prompt, one completion, one reward.
 
-    `system_prompt` is the system message and `instruction_prompt` follows the question in the user's message; either
-    may be None. With `add_thinking_prefix` the model goes on after an opening `<think>`, which is part of the prompt
-    and not of the completion that is scored.
+    The user's message is `instruction_prompt`, a blank line and the question; `system_prompt` is the system message.
+    Either may be None. With `add_thinking_prefix` the model continues after an opening `<think>`, which is part of the
+    prompt and not of the completion that is scored.
     """
 
     system_prompt: str | None = None
     instruction_prompt: str | None = None
-    add_thinking_prefix: bool = False
 
-    def __init__(
-        self,
-        system_prompt: str | None = None,
-        instruction_prompt: str | None = None,
-        add_thinking_prefix: bool = False,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, system_prompt: str | None = None, instruction_prompt: str | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.system_prompt = system_prompt
         self.instruction_prompt = instruction_prompt
-        self.add_thinking_prefix = add_thinking_prefix
 
     @abstractmethod
     def compute_reward(
@@ -230,54 +282,53 @@ class SingleTurnEnvironment(Environment):
     def build_messages(self, question: str | Sequence[ChatMessage]) -> list[ChatMessage]:
         """The conversation before the completion.
 
-        A question of type str gets the instruction after a blank line. A list of messages is taken as it is, with the
-        system prompt put first unless it has one of its own.
+        A question of type str follows the instruction after a blank line. A list of messages is used unchanged, with
+        the system prompt in front unless it has its own.
         """
-        if isinstance(question, str):
-            content = f"{question}\n\n{self.instruction_prompt}" if self.instruction_prompt else question
-            messages: list[ChatMessage] = [{"role": "user", "content": content}]
-        else:
-            messages = [dict(message) for message in question]
-        if self.system_prompt and not (messages and messages[0].get("role") == "system"):
-            messages.insert(0, {"role": "system", "content": self.system_prompt})
-        return messages
+        if isinstance(question, str) and self.instruction_prompt:
+            question = f"{self.instruction_prompt}\n\n{question}"
+        return _with_system_prompt(question, self.system_prompt)
 
     def format_prompt(
         self,
         question: str | list[ChatMessage],
         tokenizer: Any,
-        enable_thinking: bool = False,
-        chat_template: str | None = None,
+        add_thinking_prefix: bool | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> str:
         """The text that the model continues.
 
-        `tokenizer` is anything with transformers' `apply_chat_template`; `chat_template` replaces its own template;
-        `enable_thinking` is handed to the template. Without a chat template (`uses_chat_template = False`) the parts
-        are joined by blank lines.
+        `tokenizer` is anything with transformers' `apply_chat_template`, which also receives `chat_template_kwargs`.
+        `add_thinking_prefix` None means the setting of the environment. Without a chat template
+        (`uses_chat_template = False`) the messages are joined by blank lines.
         """
         messages = self.build_messages(question)
         if self.uses_chat_template:
-            options: dict[str, Any] = {} if chat_template is None else {"chat_template": chat_template}
             text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, enable_thinking=enable_thinking, **options
+                messages, tokenize=False, add_generation_prompt=True, **(chat_template_kwargs or {})
             )
         else:
             text = "\n\n".join(str(message["content"]) for message in messages)
-        if self.add_thinking_prefix and not text.rstrip().endswith(THINKING_PREFIX.rstrip()):
-            text += THINKING_PREFIX
-        return text
+        opens = self.add_thinking_prefix if add_thinking_prefix is None else add_thinking_prefix
+        return with_thinking_prefix(text) if opens else text
 
 
 class MultiTurnEnvironment(Environment):
-    """A conversation: the model answers, the environment replies, until it is done, and then the whole is scored.
+    """A conversation: the model answers, the environment responds, until it is done; then the whole is scored.
 
-    After each answer, which is then the last of `state.trajectory`: `is_done`; if not, `env_response` and again
-    `is_done`; if not, the conversation of `get_next_prompt_messages` goes to the model. An answer that was cut off ends
-    the rollout, unless `continues_after_truncation`. All methods may be plain or `async`.
+    After each answer, which is then the last step of `state.trajectory`: `env_response`, then `is_done`, then, unless
+    done, `get_next_prompt_messages` gives the next prompt. So `env_response` sees every answer, the last one included,
+    and may judge it. All methods may be plain or `async`.
+
+    Class attributes that a subclass may set: `checks_done_first` (True: `is_done` is also called before `env_response`,
+    and an answer that ends the rollout gets no response, which saves an expensive last call),
+    `continues_after_truncation` (False: an answer that was cut off ends the rollout, after `env_response`). With
+    `add_thinking_prefix` every answer starts with `<think>`, which the prompt ends with.
     """
 
     max_turns: int = 10
     system_prompt: str | None = None
+    checks_done_first: ClassVar[bool] = False
     continues_after_truncation: bool = False
 
     def __init__(self, max_turns: int = 10, system_prompt: str | None = None, **kwargs: Any) -> None:
@@ -292,35 +343,32 @@ class MultiTurnEnvironment(Environment):
         return True
 
     def create_initial_state(self, sample: Sample) -> RolloutState:
-        """The memory of a new rollout. Override it to fill `custom`."""
+        """The state of a new rollout. Override it to fill `custom`."""
         return RolloutState(sample=sample, env_name=self.name)
 
     def get_initial_prompt(self, sample: Sample, tokenizer: Any = None) -> list[ChatMessage]:
         """The first conversation; the same at every call, because all rollouts of a group share it."""
-        if isinstance(sample.prompt, str):
-            messages: list[ChatMessage] = [{"role": "user", "content": sample.prompt}]
-        else:
-            messages = [dict(message) for message in sample.prompt]
-        if self.system_prompt and not (messages and messages[0].get("role") == "system"):
-            messages.insert(0, {"role": "system", "content": self.system_prompt})
-        return messages
+        return _with_system_prompt(sample.prompt, self.system_prompt)
 
     @abstractmethod
     def env_response(
         self, messages: list[ChatMessage], state: RolloutState
     ) -> list[ChatMessage] | Awaitable[list[ChatMessage]]:
-        """What the environment says to `messages`, the conversation up to and with the model's last answer."""
+        """The environment's response to `messages`, the conversation that ends with the model's last answer.
+
+        It is called after every answer. An empty list does not end the rollout.
+        """
 
     def is_done(self, state: RolloutState) -> tuple[bool, str | None]:
-        """Whether the rollout ends here, and a word for why, which is recorded."""
+        """Whether the rollout ends here, and the reason, which is recorded. Called after `env_response`."""
         if state.num_turns >= self.max_turns:
-            return True, "max_turns"
+            return True, MAX_TURNS_REACHED
         return False, None
 
     def get_next_prompt_messages(
         self, state: RolloutState, env_response_messages: list[ChatMessage]
     ) -> list[ChatMessage]:
-        """The conversation of the next turn: unless overridden, all that was said and the environment's response."""
+        """The conversation of the next turn: by default everything so far, and the environment's response."""
         return [*conversation(state), *env_response_messages]
 
     @abstractmethod
@@ -341,10 +389,15 @@ class MultiTurnEnvironment(Environment):
         return None
 
 
-def notices_of(environment: Any) -> list[str]:
-    """What an environment has said by `notice`; of an eval, what the environment that it stands on has said."""
-    owners = (environment, getattr(environment, "environment", None))
-    return [text for owner in owners if isinstance(owner, Environment) for text in owner._notices]
+def wrapped_environment(owner: Any) -> Environment | None:
+    """The environment itself, or the one that an eval wraps, if any."""
+    return owner if isinstance(owner, Environment) else owner.env
+
+
+def notices_of(owner: Any) -> list[str]:
+    """The texts that an environment, or the one that an eval wraps, has given to `notice`."""
+    environment = wrapped_environment(owner)
+    return list(environment._notices) if environment is not None else []
 
 
 def conversation(state: RolloutState) -> list[ChatMessage]:
@@ -352,7 +405,28 @@ def conversation(state: RolloutState) -> list[ChatMessage]:
     if not state.trajectory:
         return []
     last = state.trajectory[-1]
-    return [*last.prompt, {"role": "assistant", "content": last.completion}]
+    return [*last.prompt, *last.completion]
+
+
+def assistant_message(text: str) -> ChatMessage:
+    """An answer as a chat message."""
+    return {"role": "assistant", "content": text}
+
+
+def with_thinking_prefix(text: str) -> str:
+    """The prompt with an opening `<think>` at its end, unless the chat template has written one."""
+    return text if text.rstrip().endswith(THINKING_PREFIX) else text + THINKING_PREFIX
+
+
+def _with_system_prompt(prompt: str | Sequence[ChatMessage], system_prompt: str | None) -> list[ChatMessage]:
+    """The prompt as messages, with the system prompt in front unless it has its own."""
+    if isinstance(prompt, str):
+        messages: list[ChatMessage] = [{"role": "user", "content": prompt}]
+    else:
+        messages = [dict(message) for message in prompt]
+    if system_prompt and not (messages and messages[0].get("role") == "system"):
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return messages
 
 
 def eval_metrics_of(result: RewardResult) -> EvalMetricsResult:

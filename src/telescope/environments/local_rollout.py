@@ -23,6 +23,7 @@ from telescope.environments.base import (
     RewardResult,
     SingleTurnEnvironment,
     TrajectoryStep,
+    assistant_message,
 )
 from telescope.environments.serialization import serialize_messages, serialize_score
 from telescope.environments.user_code import settled
@@ -84,9 +85,11 @@ def _single_turn(
     given = answer(messages)
     if given is None:
         raise NoAnswerError("There is no answer to the prompt.")
-    messages = [*messages, {"role": "assistant", "content": given.text}]
+    messages = [*messages, assistant_message(given.text)]
     on_message(messages[-1])
-    result: RewardResult = yield from settled(environment.compute_reward(given.text, sample, eos_token=""))
+    result: RewardResult = yield from settled(
+        environment.compute_reward(given.text, sample, eos_token=environment.eos_token)
+    )
     return LocalRollout(
         messages, serialize_score(result, for_eval=False), 1, "truncated" if given.is_truncated else None
     )
@@ -109,9 +112,10 @@ def _several_turns(
             if given is None:
                 reason: str | None = NO_MORE_ANSWERS
                 break
-            state.trajectory.append(TrajectoryStep(prompt, given.text, is_truncated=given.is_truncated))
-            everything.append({"role": "assistant", "content": given.text})
-            on_message(everything[-1])
+            answer_message = assistant_message(given.text)
+            state.trajectory.append(TrajectoryStep(prompt, [answer_message], is_truncated=given.is_truncated))
+            everything.append(answer_message)
+            on_message(answer_message)
             reply = yield from take_turn(environment, state)
             if reply.done:
                 reason = reply.reason
@@ -121,7 +125,7 @@ def _several_turns(
             everything += reply.added
             prompt = reply.conversation
         state.is_completed, state.stop_reason = True, reason or state.stop_reason
-        result = yield from settled(environment.compute_reward(state, eos_token=""))
+        result = yield from settled(environment.compute_reward(state, eos_token=environment.eos_token))
         return LocalRollout(everything, serialize_score(result, for_eval=False), state.num_turns, state.stop_reason)
     finally:
         yield from settled(environment.end_rollout(state))

@@ -31,7 +31,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from telescope.environments.arguments import check_arguments, instantiate
+from telescope.environments.arguments import instantiate, known_arguments, refuse_misspelled
 from telescope.environments.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment
 from telescope.environments.user_code import describe_error
 from telescope.errors import UserError
@@ -336,14 +336,20 @@ def environment_class(name: str, environments_path: Sequence[str | Path] = ()) -
 def get_environment(name: str, /, *, environments_path: Sequence[str | Path] = (), **kwargs: Any) -> Environment:
     """Make an environment. Its dataset is loaded when it is first asked for.
 
-    `kwargs` go to the constructor, to `load_dataset`, or to both, as each declares them; unknown ones raise
-    `UserError` with the list of the known.
+    `kwargs` go to the constructor, to `load_dataset`, or to both, as each declares them. Others become attributes of
+    the instance; one that looks like a misspelled known one raises `UserError`.
     """
     return make_environment(environment_class(name, environments_path), name, kwargs)
 
 
 def make_environment(cls: type[Environment], name: str, kwargs: dict[str, Any]) -> Environment:
-    """An instance of `cls` that goes by `name`. Raises `UserError` for unknown keyword arguments."""
-    check_arguments(cls, kwargs, Environment, called=f"The environment {name!r}")
+    """An instance of `cls` named `name`. Raises `UserError` for misspelled keyword arguments."""
+    refuse_misspelled(cls, kwargs, Environment, called=f"The environment {name!r}")
     environment: Environment = instantiate(cls, Environment, name, kwargs)
+    others = [key for key in kwargs if key not in known_arguments(cls, Environment)]
+    if others:
+        environment.notice(
+            f"The environment {name!r} received {', '.join(others)} as attributes: neither its constructor nor its "
+            "load_dataset names them."
+        )
     return environment

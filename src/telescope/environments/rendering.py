@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from telescope.environments.base import ChatMessage
+from telescope.environments.base import ChatMessage, assistant_message, with_thinking_prefix
 from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
 
@@ -68,8 +68,10 @@ class Renderer:
         function = environment.format_prompt
         parameters = inspect.signature(function).parameters
         takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        options = {}
-        if takes_rest or "enable_thinking" in parameters:
+        options: dict[str, Any] = {}
+        if takes_rest or "chat_template_kwargs" in parameters:
+            options["chat_template_kwargs"] = {"enable_thinking": self.spec.enable_thinking}
+        elif "enable_thinking" in parameters:
             options["enable_thinking"] = self.spec.enable_thinking
         text = function(prompt, self.tokenizer, **options)
         if not isinstance(text, str):
@@ -140,11 +142,16 @@ class Extension:
 
 
 class Dialogue:
-    """One conversation. `interleaved` False renders every prompt from the start (`interleaved_rollouts: false`)."""
+    """One conversation. `interleaved` False renders every prompt from the start (`interleaved_rollouts: false`).
 
-    def __init__(self, renderer: Renderer, *, interleaved: bool = True) -> None:
+    With `thinking_prefix` every prompt ends with an opening `<think>`; `opening` is that part of the answer.
+    """
+
+    def __init__(self, renderer: Renderer, *, interleaved: bool = True, thinking_prefix: bool = False) -> None:
         self._renderer = renderer
         self._interleaved = interleaved
+        self._thinking_prefix = thinking_prefix
+        self.opening = ""
         self._messages: list[ChatMessage] = []
         self._ids = array("i")
         """Token ids of the model's last prompt."""
@@ -156,7 +163,9 @@ class Dialogue:
     def begin(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Starts the conversation. Returns the token ids of the first prompt."""
         self._messages = list(messages)
-        self._shown = self._renderer.chat_text(self._messages)
+        text = self._renderer.chat_text(self._messages)
+        self._shown = with_thinking_prefix(text) if self._thinking_prefix else text
+        self.opening = self._shown[len(text) :]
         self._last_answer = None
         ids = self._renderer.encode(self._shown, from_template=True)
         self._ids = array("i", ids)
@@ -172,7 +181,7 @@ class Dialogue:
         the template.
         """
         position = len(self._messages)
-        spoken = [*self._messages, {"role": "assistant", "content": answer}]
+        spoken = [*self._messages, assistant_message(self.opening + answer)]
         self._messages = list(messages)
         if not self._interleaved:
             return self._restart(None)
@@ -204,8 +213,8 @@ class Dialogue:
     def _around_answer(self, position: int) -> tuple[str, str]:
         """Returns the template's text before and after the answer at `position`."""
         messages = list(self._messages)
-        messages[position] = {**messages[position], "content": PLACEHOLDER}
-        before, _, behind = self._renderer.chat_text(messages).rpartition(PLACEHOLDER)
+        messages[position] = {**messages[position], "content": self.opening + PLACEHOLDER}
+        before, _, behind = (self._renderer.chat_text(messages) + self.opening).rpartition(PLACEHOLDER)
         return before, behind
 
 

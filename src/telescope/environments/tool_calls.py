@@ -1,27 +1,28 @@
-"""Tool calls in a completion: found, read, and told apart from an answer.
+"""Reads tool calls from completions.
 
 Two forms. `xml`: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`, as Hermes and Qwen templates have it.
-`function`: `<function=add>{"a": 1}</function>`, as Llama 3 has it, or with `<parameter=a>1</parameter>` inside, as
-Qwen3-Coder has it. Arguments may also be a list (by position) or a string of JSON.
+`function`: `add(a=1, b="x")`, a Python call with literal arguments; `<function=add>{"a": 1}</function>` (Llama 3) and
+`<function=add><parameter=a>1</parameter></function>` (Qwen3-Coder) are read too. JSON arguments may also be a list (by
+position) or a string of JSON.
 
-Invariants, for any text whatever:
+Invariants, for any text:
 - Reading never raises, and takes time linear in the text.
-- What was meant as a call and cannot be read becomes a call with an `error`, which the model is told; it is not dropped
-  and does not count as an answer. What was meant as a call is recognised generously, by any trace of the markup.
-- Calls inside of `<think>` are thoughts, not calls.
+- An attempted call that cannot be read becomes a call with an `error`, which is reported to the model; it is not
+  dropped and does not count as an answer. Any trace of the markup, or of a known tool's name before a parenthesis,
+  counts as an attempt.
+- Calls inside `<think>` do not count.
 
-What a tool returned, as text for the model: JSON where it can be, in the same forms that arguments take.
-
-Any object whatever becomes some text. Invariant: nothing is iterated that might not end.
+`as_text` writes what a tool returned: JSON where possible, in the forms that arguments have.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 import json
 import re
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,13 +34,19 @@ from telescope.environments.parsers import strip_think_tags
 ToolCallFormat = Literal["xml", "function"]
 
 MAX_CALLS = 64
-"""Calls that are read in one completion; a model that loops writes thousands."""
+"""Calls that are read in one completion; a model in a loop writes thousands."""
 MAX_CALL_CHARACTERS = 100_000
+MAX_UNCLOSED = 4
+"""Calls without a closing parenthesis for which the rest of a completion is searched."""
 
 _XML_OPEN, _XML_CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION_OPEN = re.compile(r"<function=([^<>\s]{0,200})>")
 _KEYS_OF_A_CALL = frozenset({"name", "arguments", "parameters", "id", "type", "index"})
 _FUNCTION_CLOSE = "</function>"
+_CALL_SYNTAX = re.compile(r"(?<![\w.])([A-Za-z_]\w{0,200})\(")
+_STRING_OR_BRACKET = re.compile(
+    r'"""(?:[^"\\]|\\.|"(?!""))*"""|"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'|[()\[\]{}]', re.DOTALL
+)
 _PARAMETER = re.compile(r"<parameter=([^<>\s]{1,200})>")
 _PARAMETER_CLOSE = "</parameter>"
 _TRACES = {
@@ -53,13 +60,13 @@ _TRACES = {
         re.IGNORECASE,
     ),
 }
-"""Pieces of the markup, at least one of which is left when some of its characters are missing or wrong. None of them is
-what people write: "the tool call gave 5" and "fraction=3" are answers."""
+"""Pieces of the markup, at least one of which is left when some of its characters are missing or wrong. None of them
+occurs in ordinary text: "the tool call gave 5" and "fraction=3" are answers."""
 
 
 @dataclass(slots=True)
 class ToolCall:
-    """One call. `arguments` is what the model wrote, not checked yet; `error` says why it cannot be read at all."""
+    """One call. `arguments` is what the model wrote, not checked yet; `error` is the reason why it cannot be read."""
 
     name: str
     arguments: Any
@@ -69,7 +76,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class ToolResult:
-    """What a call came to: a `result`, or an `error` with `success` false. Both are text for the model."""
+    """Outcome of a call: a `result`, or an `error` with `success` False. Both become text for the model."""
 
     tool_name: str
     result: Any
@@ -82,19 +89,33 @@ class ToolResult:
         yield  # makes this a generator
 
 
-def parse_calls(completion: str, form: ToolCallFormat) -> list[ToolCall]:
-    """All calls in the order in which they stand, unreadable ones with their `error`; empty when there is none."""
+FORM_SHOWN: dict[str, str] = {
+    "xml": '<tool_call>{"name": "...", "arguments": {...}}</tool_call>',
+    "function": 'NAME(parameter=value, other="text")',
+}
+_FUNCTION_MARKUP = '<function=NAME>{"parameter": value}</function>'
+
+
+def parse_calls(completion: str, form: ToolCallFormat, tool_names: Collection[str] | None = None) -> list[ToolCall]:
+    """All calls in their order, unreadable ones with their `error`; empty when there is none.
+
+    Only names in `tool_names` (None: all) are read as Python calls.
+    """
     text = strip_think_tags(completion)
-    calls = _xml_calls(text) if form == "xml" else _function_calls(text)
+    calls = _xml_calls(text) if form == "xml" else _function_calls(text) or _call_syntax(text, tool_names)
     if not calls and looks_like_a_call(text, form):
         calls = [ToolCall("", None, text, f"A tool call must have the form {FORM_SHOWN[form]}.")]
     return calls
 
 
-FORM_SHOWN: dict[str, str] = {
-    "xml": '<tool_call>{"name": "...", "arguments": {...}}</tool_call>',
-    "function": '<function=NAME>{"parameter": value}</function>',
-}
+def parse_xml_tool_calls(text: str) -> list[ToolCall]:
+    """The readable `<tool_call>...</tool_call>` calls, in their order."""
+    return [call for call in _xml_calls(text) if call.error is None]
+
+
+def parse_function_call_syntax(text: str, tool_names: Collection[str] | None = None) -> list[ToolCall]:
+    """The calls `name(arg=1, other="x")` with literal arguments, in their order; of `tool_names` only, if given."""
+    return [call for call in _call_syntax(text, tool_names) if call.error is None]
 
 
 def looks_like_a_call(text: str, form: ToolCallFormat) -> bool:
@@ -105,7 +126,7 @@ def looks_like_a_call(text: str, form: ToolCallFormat) -> bool:
 def _xml_calls(text: str) -> list[ToolCall]:
     calls: list[ToolCall] = []
     position = 0
-    end = -2  # not looked for yet; looked for again only when it lies behind us
+    end = -2  # not searched yet; searched again only once `inside` has passed it
     while (start := text.find(_XML_OPEN, position)) != -1 and len(calls) < MAX_CALLS:
         inside = start + len(_XML_OPEN)
         if -1 != end < inside:
@@ -126,7 +147,7 @@ def _not_read(count: int) -> list[ToolCall]:
 
 
 def _read_object(body: str, raw: str, *, closed: bool) -> ToolCall:
-    """The call in a JSON object. One that was only left unclosed is read, since its meaning is plain."""
+    """The call in a JSON object. One that only lacks its closing tag is read, since its meaning is clear."""
     value, problem = _read_json(body)
     if problem is not None:
         lacks = "" if closed else f" The closing {_XML_CLOSE} is missing."
@@ -141,7 +162,7 @@ def _read_object(body: str, raw: str, *, closed: bool) -> ToolCall:
         return ToolCall("", None, raw, 'A tool call must have a "name" that is a string.')
     arguments = value.get("arguments", value.get("parameters", {}))
     stray = ", ".join(repr(key[:40]) for key in value if key not in _KEYS_OF_A_CALL)
-    if stray:  # left out, they would let the tool run with its defaults
+    if stray:  # ignoring them would run the tool with its defaults
         return ToolCall(name, arguments, raw, f'A tool call has no {stray}: its parameters stand in "arguments".')
     return ToolCall(name, arguments, raw, _arguments_problem(arguments))
 
@@ -161,7 +182,7 @@ def _function_calls(text: str) -> list[ToolCall]:
         stop = limit if end == -1 else end + len(_FUNCTION_CLOSE)
         raw, body = text[opening.start() : stop], text[opening.end() : limit if end == -1 else end].strip()
         if not opening[1]:
-            calls.append(ToolCall("", None, raw, f"A tool call must name its function: {FORM_SHOWN['function']}."))
+            calls.append(ToolCall("", None, raw, f"A tool call must name its function: {_FUNCTION_MARKUP}."))
         elif "<parameter=" in body:
             calls.append(_read_parameters(opening[1], body, raw))
         elif not body:
@@ -173,6 +194,58 @@ def _function_calls(text: str) -> list[ToolCall]:
                 problem = f"The arguments of {opening[1]} are not valid JSON: {problem}.{lacks}"
             calls.append(ToolCall(opening[1], value, raw, problem or _arguments_problem(value)))
     return [*calls, *_not_read(len(openings[MAX_CALLS:]))]
+
+
+def _call_syntax(text: str, tool_names: Collection[str] | None) -> list[ToolCall]:
+    """Python calls. Without `tool_names`, text that is no readable call is skipped, since it may be anything."""
+    calls: list[ToolCall] = []
+    position = num_tried = num_unclosed = 0
+    while found := _CALL_SYNTAX.search(text, position):
+        if num_tried == MAX_CALLS or num_unclosed == MAX_UNCLOSED:
+            return [*calls, *_not_read(len(_CALL_SYNTAX.findall(text, position)) if tool_names else 0)]
+        position = found.end()
+        if tool_names is not None and found[1] not in tool_names:
+            continue
+        num_tried += 1
+        end = _closing_parenthesis(text, found.end())
+        if end == -1:
+            num_unclosed += 1
+            call = ToolCall(
+                found[1], None, text[found.start() :], f"The call of {found[1]} has no closing parenthesis."
+            )
+        else:
+            call = _read_syntax(found[1], text[found.start() : end])
+        if call.error is None or tool_names is not None:
+            calls.append(call)
+            position = max(position, end)
+    return calls
+
+
+def _closing_parenthesis(text: str, position: int) -> int:
+    """Where the call ends whose arguments start at `position`; -1 when it does not."""
+    depth = 1
+    for token in _STRING_OR_BRACKET.finditer(text, position, position + MAX_CALL_CHARACTERS):
+        if token[0] in "([{":
+            depth += 1
+        elif token[0] in ")]}":
+            depth -= 1
+            if depth == 0:
+                return token.end()
+    return -1
+
+
+def _read_syntax(name: str, raw: str) -> ToolCall:
+    form = f"write it as {name}(parameter=value) with literal values"
+    try:
+        call = ast.parse(raw, mode="eval").body
+        assert isinstance(call, ast.Call)
+        positional = [ast.literal_eval(value) for value in call.args]
+        named = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords if word.arg is not None}
+        if len(named) < len(call.keywords) or (positional and named):
+            return ToolCall(name, None, raw, f"The call of {name} cannot be read: {form}.")
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, AssertionError) as error:
+        return ToolCall(name, None, raw, f"The call of {name} cannot be read ({type(error).__name__}): {form}.")
+    return ToolCall(name, positional or named, raw)
 
 
 def _read_parameters(name: str, body: str, raw: str) -> ToolCall:
@@ -219,7 +292,7 @@ def _kind(value: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A text as it is, else JSON, else `str`, else a word about the type."""
+    """Text for any object: a str unchanged, else JSON, else `str()`, else its type. Consumes no iterator."""
     if isinstance(value, str):
         return value
     if isinstance(value, bytes | bytearray):
@@ -227,13 +300,13 @@ def as_text(value: Any) -> str:
     for write in (lambda: json.dumps(value, ensure_ascii=False, default=_plain), lambda: str(value)):
         try:
             return write()
-        except Exception:  # a number of too many digits, a loop, a `__str__` that raises
+        except Exception:  # a number with too many digits, a reference cycle, a `__str__` that raises
             continue
-    return f"a result of type {type(value).__name__} that cannot be written out"
+    return f"a result of type {type(value).__name__} that cannot be written as text"
 
 
 def _plain(value: Any) -> Any:
-    """What JSON knows, for an object that it does not know."""
+    """A JSON value for an object that JSON does not know."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -1,14 +1,13 @@
 """Environments in which the model may call Python functions.
 
-`ToolEnvironment` shows the model its tools, finds the calls in each answer, runs them and replies with what they came
-to. An answer without a call is the final one and ends the rollout. It owns the conversation; what a call looks like is
-`tool_calls`'s matter, how arguments are checked is `tool_schema`'s, the reward is the subclass's.
+`ToolEnvironment` shows the model its tools, runs the calls in each answer and responds with their results. An answer
+without a call is the final one and ends the rollout. This module owns the conversation; `tool_calls` reads calls,
+`tool_schema` checks arguments, and the subclass computes the reward.
 
 Invariants:
-- Whatever the model writes, there is a reply: a call that is broken, names no tool, has wrong arguments, raises or
-  takes too long becomes an observation for the model. Only a tool's `InfrastructureError` goes up: that is not the
-  model's doing.
-- Nothing about a rollout is kept on the environment; what tools did is counted in `state.custom["tool_results"]`.
+- Every call gets a response: one that is broken, names no tool, has wrong arguments, raises or takes too long becomes
+  an error message for the model. Only a tool's `InfrastructureError` propagates: it is not the fault of the model.
+- An environment keeps no state of a rollout; calls and results are counted in `state.custom`.
 """
 
 from __future__ import annotations
@@ -21,33 +20,51 @@ from contextvars import ContextVar
 from typing import Any, ClassVar, Literal
 
 from telescope.environments.base import ChatMessage, MultiTurnEnvironment, RolloutState, Sample
-from telescope.environments.tool_calls import FORM_SHOWN, ToolCall, ToolCallFormat, ToolResult, as_text, parse_calls
+from telescope.environments.tool_calls import (
+    FORM_SHOWN,
+    ToolCall,
+    ToolCallFormat,
+    ToolResult,
+    as_text,
+    parse_calls,
+    parse_function_call_syntax,
+    parse_xml_tool_calls,
+)
 from telescope.environments.tool_schema import ArgumentError, Tool, func_to_tool_schema
 from telescope.environments.user_code import DeadlinePassed, deadline, within
 from telescope.errors import InfrastructureError, UserError
 
-__all__ = ["ToolCall", "ToolEnvironment", "ToolResult", "func_to_tool_schema"]
-
-RESULTS_KEY = "tool_results"
-"""Where `state.custom` keeps one `(tool name, success)` for every call; the name is empty for a call of no tool."""
+__all__ = [
+    "ToolCall",
+    "ToolEnvironment",
+    "ToolResult",
+    "func_to_tool_schema",
+    "parse_function_call_syntax",
+    "parse_xml_tool_calls",
+]
 
 _state: ContextVar[RolloutState | None] = ContextVar("tool_state", default=None)
-"""The rollout whose calls are being run, for tools that ask for it."""
+"""The rollout whose calls are running, for tools that take the state."""
 
 
 class ToolEnvironment(MultiTurnEnvironment):
-    """A conversation with tools. Subclasses give `load_dataset` and `compute_reward(state)`.
+    """A conversation with tools. Subclasses define `load_dataset` and `compute_reward(state)`.
 
-    `tools` are plain or async functions, with annotations and docstrings; one that annotates a parameter with
-    `RolloutState` is given the state. With `include_tool_schemas_in_prompt` the system message ends with the schemas
-    and the form of a call. `error_formatter` turns a tool's exception into the text that the model reads.
+    `tools` are plain or async functions, with annotations and docstrings; a parameter annotated with `RolloutState`
+    receives the state. With `include_tool_schemas_in_prompt` the system message ends with the schemas and the form of
+    a call. `error_formatter` turns a tool's exception into the text that the model reads.
 
-    Class attributes: `tool_timeout_seconds` bounds one call; `tool_role` is the role of the replies ("user" joins all
-    replies of a turn to one message, for templates that know no other role); `max_result_characters` cuts long results.
+    `tool_map` maps names to functions, `tool_schemas` has OpenAI schemas. `state.custom` has `tool_calls` (dictionaries
+    with tool, name and arguments), `tool_results` (with tool, result, success and error), `tool_success_count`,
+    `tool_error_count` and `tools_by_name` (number of calls of each tool).
+
+    Class attributes: `tool_timeout_seconds` bounds one call; `tool_role` is the role of the responses ("user": one
+    message for all results of a turn; "tool": one message per result, in the tool role of the chat template);
+    `max_result_characters` cuts long results.
     """
 
     tool_timeout_seconds: float = 30.0
-    tool_role: ClassVar[Literal["tool", "user"]] = "tool"
+    tool_role: ClassVar[Literal["tool", "user"]] = "user"
     max_result_characters: int = 16_000
 
     def __init__(
@@ -66,31 +83,34 @@ class ToolEnvironment(MultiTurnEnvironment):
         self.tool_call_format: ToolCallFormat = tool_call_format
         self.include_tool_schemas_in_prompt = include_tool_schemas_in_prompt
         self.error_formatter = error_formatter
-        self.tools: dict[str, Tool] = {}
-        for function in tools or ():
+        self.tools = list(tools or ())
+        self._tools: dict[str, Tool] = {}
+        for function in self.tools:
             tool = Tool(function)
-            if tool.name in self.tools:
-                raise UserError(f"{type(self).__name__} has two tools that are called {tool.name!r}.")
-            self.tools[tool.name] = tool
-
-    @property
-    def tool_schemas(self) -> list[dict[str, Any]]:
-        """OpenAI schemas of all tools."""
-        return [tool.schema for tool in self.tools.values()]
+            if tool.name in self._tools:
+                raise UserError(f"{type(self).__name__} has two tools named {tool.name!r}.")
+            self._tools[tool.name] = tool
+        self.tool_map = {name: tool.function for name, tool in self._tools.items()}
+        self.tool_schemas = [tool.schema for tool in self._tools.values()]
 
     # The conversation
+
+    def create_initial_state(self, sample: Sample) -> RolloutState:
+        state = super().create_initial_state(sample)
+        _counts(state)
+        return state
 
     def get_initial_prompt(self, sample: Sample, tokenizer: Any = None) -> list[ChatMessage]:
         messages = super().get_initial_prompt(sample, tokenizer)
         if not (self.include_tool_schemas_in_prompt and self.tools):
             return messages
         if messages and messages[0].get("role") == "system":
-            first = f"{messages[0]['content']}\n\n{self.describe_tools()}"
+            first = f"{messages[0]['content']}\n\n{self._build_tools_prompt_section()}"
             return [{**messages[0], "content": first}, *messages[1:]]
-        return [{"role": "system", "content": self.describe_tools()}, *messages]
+        return [{"role": "system", "content": self._build_tools_prompt_section()}, *messages]
 
-    def describe_tools(self) -> str:
-        """What the system message says of the tools. Override it for other words."""
+    def _build_tools_prompt_section(self) -> str:
+        """The part of the system message that describes the tools. May be overridden."""
         schemas = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in self.tool_schemas)
         return (
             f"You may call these tools:\n<tools>\n{schemas}\n</tools>\n\nTo call one, write\n"
@@ -101,21 +121,21 @@ class ToolEnvironment(MultiTurnEnvironment):
     def env_response(
         self, messages: list[ChatMessage], state: RolloutState
     ) -> list[ChatMessage] | Awaitable[list[ChatMessage]]:
-        """Run the calls of the last answer and reply with their results, in order."""
+        """Runs the calls of the last answer and responds with their results, in order; without a call, with nothing."""
         token = _state.set(state)
         try:
-            calls = self.parse_tool_calls(state.trajectory[-1].completion)
+            calls = self.parse_tool_calls(state.trajectory[-1].text)
             results = [self._run(call) for call in calls]
         finally:
             _state.reset(token)
         settled = [result for result in results if isinstance(result, ToolResult)]
         if len(settled) == len(results):
-            return self._reply(calls, settled, state)
-        return self._reply_later(calls, results, state)
+            return self._respond(calls, settled, state)
+        return self._respond_later(calls, results, state)
 
     def is_done(self, state: RolloutState) -> tuple[bool, str | None]:
-        """Done with a final answer, or when the turns are used up."""
-        if state.trajectory and self.is_final_answer(state.trajectory[-1].completion, state):
+        """Done with a final answer, or after `max_turns`."""
+        if state.trajectory and self.is_final_answer(state.trajectory[-1].text, state):
             return True, "final_answer"
         return super().is_done(state)
 
@@ -123,21 +143,24 @@ class ToolEnvironment(MultiTurnEnvironment):
 
     def parse_tool_calls(self, completion: str) -> list[ToolCall]:
         """The calls in an answer; unreadable ones with their `error`."""
-        return parse_calls(completion, self.tool_call_format)
+        return parse_calls(completion, self.tool_call_format, self._tools)
 
     def is_final_answer(self, completion: str, state: RolloutState) -> bool:
-        """Whether the answer ends the rollout: unless overridden, when nothing in it was meant as a call."""
+        """Whether the answer ends the rollout: by default, when it has no call, readable or not."""
         return not self.parse_tool_calls(completion)
 
     def execute_tool(self, call: ToolCall) -> ToolResult | Awaitable[ToolResult]:
-        """Run one call. May be overridden by a plain or an async method; `await super().execute_tool(call)` works."""
+        """Runs one call. A plain or async method may override it; `await super().execute_tool(call)` works."""
         if call.error is not None:
             return ToolResult(call.name, None, success=False, error=call.error)
-        tool = self.tools.get(call.name)
+        tool = self._tools.get(call.name)
         if tool is None:
-            known = ", ".join(self.tools) or "none"
+            known = ", ".join(self._tools) or "none"
             return ToolResult(
-                "", None, success=False, error=f"there is no tool {call.name[:100]!r}. The tools are: {known}."
+                call.name[:100],
+                None,
+                success=False,
+                error=f"there is no tool {call.name[:100]!r}. The tools are: {known}.",
             )
         try:
             bound = tool.bind(call.arguments, _state.get())
@@ -155,24 +178,27 @@ class ToolEnvironment(MultiTurnEnvironment):
         return ToolResult(tool.name, result)
 
     def format_tool_result(self, result: ToolResult) -> str:
-        """The text of a reply."""
-        text = f"Error: {result.error}" if not result.success else as_text(result.result)
+        """The text of one result: `[name] result` or `[name] Error: ...`; without the name in the tool role."""
+        text = as_text(result.result) if result.success else f"Error: {result.error}"
         if len(text) > self.max_result_characters:
             text = f"{text[: self.max_result_characters]}... ({len(text)} characters in all)"
-        return text
+        return f"[{result.tool_name}] {text}" if self.tool_role == "user" and result.tool_name else text
+
+    def format_multiple_tool_results(self, results: Sequence[ToolResult]) -> str:
+        """The text of a response to several calls, one after the other as `Tool 1: ...`."""
+        return "\n".join(f"Tool {i}: {self.format_tool_result(result)}" for i, result in enumerate(results, 1))
 
     def get_tool_metrics(self, state: RolloutState) -> dict[str, float]:
         """Numbers of a rollout's calls, for `sample_metrics`; `<tool>_calls` for every tool, called or not."""
-        results: Sequence[tuple[str, bool]] = state.custom.get(RESULTS_KEY, ())
-        successes = sum(success for _, success in results)
-        counts = {name: sum(called == name for called, _ in results) for name in self.tools}
+        custom = _counts(state)
+        total = custom["tool_success_count"] + custom["tool_error_count"]
         return {
-            "total_tool_calls": float(len(results)),
-            "tool_success_count": float(successes),
-            "tool_error_count": float(len(results) - successes),
-            "tool_success_rate": successes / len(results) if results else 0.0,
-            "unique_tools_used": float(sum(count > 0 for count in counts.values())),
-            **{f"{name}_calls": float(count) for name, count in counts.items()},
+            "total_tool_calls": total,
+            "tool_success_count": custom["tool_success_count"],
+            "tool_error_count": custom["tool_error_count"],
+            "tool_success_rate": custom["tool_success_count"] / total if total else 0.0,
+            "unique_tools_used": sum(name in custom["tools_by_name"] for name in self.tool_map),
+            **{f"{name}_calls": custom["tools_by_name"].get(name, 0) for name in self.tool_map},
         }
 
     # Running
@@ -182,13 +208,13 @@ class ToolEnvironment(MultiTurnEnvironment):
             return self.execute_tool(call)
         except InfrastructureError:
             raise
-        except (Exception, SystemExit) as error:  # of a method that was overridden
+        except (Exception, SystemExit) as error:  # raised by an override
             return self._error_result(call.name, error)
 
-    async def _reply_later(
+    async def _respond_later(
         self, calls: list[ToolCall], pending: list[ToolResult | Awaitable[ToolResult]], state: RolloutState
     ) -> list[ChatMessage]:
-        """Wait for all async calls together."""
+        """Awaits all async calls together."""
         token = _state.set(state)
         try:
             results = await asyncio.gather(
@@ -196,7 +222,7 @@ class ToolEnvironment(MultiTurnEnvironment):
             )
         finally:
             _state.reset(token)
-        return self._reply(calls, results, state)
+        return self._respond(calls, results, state)
 
     async def _settled(self, call: ToolCall, result: ToolResult | Awaitable[ToolResult]) -> ToolResult:
         try:
@@ -224,7 +250,7 @@ class ToolEnvironment(MultiTurnEnvironment):
             text = f"{name} tried to end the process."
         else:
             text = self._formatted(error)
-        return ToolResult(name if name in self.tools else "", None, success=False, error=text)
+        return ToolResult(name, None, success=False, error=text)
 
     def _formatted(self, error: BaseException) -> str:
         plain = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -233,17 +259,33 @@ class ToolEnvironment(MultiTurnEnvironment):
         try:
             return str(self.error_formatter(error))
         except Exception:
-            return plain  # a formatter that fails must not cost the rollout
+            return plain  # a formatter that fails must not fail the rollout
 
-    def _reply(self, calls: list[ToolCall], results: Sequence[ToolResult], state: RolloutState) -> list[ChatMessage]:
-        history = state.custom.setdefault(RESULTS_KEY, [])
-        history.extend((r.tool_name if r.tool_name in self.tools else "", bool(r.success)) for r in results)
-        texts = [self.format_tool_result(result) for result in results]
-        if self.tool_role == "user":
-            wrapped = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts)
-            return [{"role": "user", "content": wrapped}]
-        names = [result.tool_name or call.name for call, result in zip(calls, results, strict=True)]
-        return [
-            {"role": "tool", "content": text, **({"name": name[:100]} if name else {})}
-            for name, text in zip(names, texts, strict=True)
-        ]
+    def _respond(self, calls: list[ToolCall], results: Sequence[ToolResult], state: RolloutState) -> list[ChatMessage]:
+        custom = _counts(state)
+        for call, result in zip(calls, results, strict=True):
+            result.tool_name = result.tool_name or call.name[:100]
+            name = result.tool_name
+            custom["tool_calls"].append({"tool": call.name, "name": call.name, "arguments": call.arguments})
+            custom["tool_results"].append(
+                {"tool": name, "result": result.result, "success": bool(result.success), "error": result.error}
+            )
+            custom["tool_success_count" if result.success else "tool_error_count"] += 1
+            if name in self.tool_map:
+                custom["tools_by_name"][name] = custom["tools_by_name"].get(name, 0) + 1
+        if self.tool_role == "tool":
+            named = [{"name": result.tool_name} if result.tool_name else {} for result in results]
+            texts = [self.format_tool_result(result) for result in results]
+            return [{"role": "tool", "content": text, **name} for text, name in zip(texts, named, strict=True)]
+        if not results:
+            return []
+        text = self.format_tool_result(results[0]) if len(results) == 1 else self.format_multiple_tool_results(results)
+        return [{"role": "user", "content": text}]
+
+
+def _counts(state: RolloutState) -> dict[str, Any]:
+    """`state.custom` with the entries that a tool environment keeps there."""
+    empty = {"tool_calls": [], "tool_results": [], "tool_success_count": 0, "tool_error_count": 0, "tools_by_name": {}}
+    for key, value in empty.items():
+        state.custom.setdefault(key, value)
+    return state.custom

@@ -2,7 +2,7 @@
 
 `src/telescope/evals/<name>/eval.py` is an eval called `<name>`, and so is `<name>/eval.py` in any folder of
 `environments_path`, an entry point of the group `telescope.evals`, and `package.module:Class`. Every other name is
-looked up among the environments, each of which is an eval as it is.
+looked up among the environments, each of which is also an eval.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from telescope.environments.arguments import constructor_arguments, dataset_arguments, instantiate, refuse_unknown
+from telescope.environments.arguments import instantiate, known_arguments, refuse_near_misses, refuse_unknown
 from telescope.environments.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment
 from telescope.environments.registry import ENVIRONMENTS, Discovery, Source, environment_class, make_environment
 from telescope.environments.worker_pool.messages import EnvironmentSpec
@@ -45,8 +45,8 @@ def check_eval(name: str, environments_path: Sequence[str | Path] = ()) -> Sourc
 def get_eval(name: str, /, *, environments_path: Sequence[str | Path] = (), **kwargs: Any) -> Eval:
     """Make an eval. Its dataset is loaded when it is first asked for.
 
-    `kwargs` go to the eval's constructor, to its `load_dataset`, or else to its environment; unknown ones raise
-    `UserError` with the list of the known.
+    `kwargs` go to the eval's constructor, to its `load_dataset`, or else to its environment, which keeps those that it
+    does not know as attributes. Misspelled ones raise `UserError`, as do unknown ones of an eval without environment.
     """
     check_eval(name, environments_path)
     if ":" not in name and not EVALS.has(name, environments_path):
@@ -69,32 +69,30 @@ def _make_eval(
     environments_path: Sequence[str | Path],
     environment_name: str | None,
 ) -> Eval:
-    """An instance of `cls` with the environment that it stands on, if any."""
-    accepted, loads = constructor_arguments(cls, Eval), dataset_arguments(cls, Eval)
-    own = accepted | loads | {"system_prompt"}
+    """An instance of `cls` with the environment that it wraps, if any."""
+    own = known_arguments(cls, Eval) | {"system_prompt"}
     environment_type = None
-    known = own
-    if environment_name is not None:
+    if environment_name is None:
+        refuse_unknown(kwargs, own, f"The eval {name!r}")
+    else:
         environment_type = environment_class(environment_name, environments_path)
         if not issubclass(environment_type, SingleTurnEnvironment | MultiTurnEnvironment):
             raise UserError(
-                f"The eval {name!r} stands on {environment_name!r}, which is neither a SingleTurnEnvironment nor a "
+                f"The eval {name!r} wraps {environment_name!r}, which is neither a SingleTurnEnvironment nor a "
                 "MultiTurnEnvironment."
             )
-        known = own | constructor_arguments(environment_type, Environment)
-        known |= dataset_arguments(environment_type, Environment)
-    refuse_unknown(kwargs, known, f"The eval {name!r}")
+        refuse_near_misses(kwargs, own | known_arguments(environment_type, Environment), f"The eval {name!r}")
 
-    evaluation: Eval = instantiate(cls, Eval, name, kwargs)
+    evaluation: Eval = instantiate(cls, Eval, name, {key: value for key, value in kwargs.items() if key in own})
     if "system_prompt" in kwargs:
         evaluation.system_prompt = kwargs["system_prompt"]
-    if environment_type is not None:
-        handed_on = {key: value for key, value in kwargs.items() if key not in own}
-        environment = make_environment(environment_type, name, {**cls.environment_kwargs, **handed_on})
+    if environment_type is not None and environment_name is not None:
+        passed_on = {key: value for key, value in kwargs.items() if key not in own}
+        environment = make_environment(environment_type, environment_name, {**cls.environment_kwargs, **passed_on})
         assert isinstance(environment, SingleTurnEnvironment | MultiTurnEnvironment)
         if "system_prompt" in kwargs or evaluation.system_prompt is not None:
             environment.system_prompt = evaluation.system_prompt
-        evaluation.environment = environment
+        evaluation.env = environment
         evaluation.is_multi_turn = environment.is_multi_turn
         evaluation.metrics_ranges = evaluation.metrics_ranges or environment.metrics_ranges
         evaluation.tags_options = evaluation.tags_options or environment.tags_options

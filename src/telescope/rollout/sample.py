@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from telescope.config import TelescopeConfig
-from telescope.environments.worker_pool.messages import Advance
+from telescope.environments.worker_pool.messages import PROMPT_TOO_LONG, ROLLOUT_ERROR, Advance
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.trajectory import Trajectory, Turn
 from telescope.rollout.types import Engine, Environments, GenerateRequest, Generation, Lease, RequestId, RequestSlots
@@ -150,6 +150,8 @@ class Rollout:
             if not trajectory.cancelled:
                 trajectory.failure_kind = "environment" if isinstance(error, EnvironmentFailure) else "infrastructure"
                 trajectory.failure_message = str(error)
+                if isinstance(error, EnvironmentFailure):
+                    trajectory.end_reason = trajectory.end_reason or ROLLOUT_ERROR
         except asyncio.CancelledError:
             if not trajectory.cancelled:
                 raise
@@ -211,6 +213,7 @@ class Rollout:
         while not trajectory.cancelled:
             num_free_tokens = settings.sampling.max_context - len(prompt_token_ids)
             if num_free_tokens <= 0:
+                trajectory.end_reason = PROMPT_TOO_LONG
                 what = f"the prompt of turn {len(trajectory.turns)} fills the context (max_model_len, seq_len)"
                 raise EnvironmentFailure(what)
             started_at = time.time()

@@ -95,9 +95,9 @@ async def test_an_exhausted_context_ends_the_rollout_with_what_there_is(make_poo
     assert (advance.done, advance.end_reason, advance.reward.total_reward) == (True, "context_exhausted", 2.0)
 
 
-async def test_turns_are_limited_and_the_environment_may_stop_before_it_replies(make_pool, encode):
+async def test_turns_are_limited_and_the_environment_may_stop_the_rollout(make_pool, encode):
     pool = await make_pool(EnvironmentSpec("talk", {"max_turns": 2}))
-    for rollout, words, reason in (("a", ["x", "y"], "max_turns"), ("b", ["stop at once"], "told so")):
+    for rollout, words, reason in (("a", ["x", "y"], "max_turns_reached"), ("b", ["stop at once"], "told so")):
         await pool.begin(rollout, "talk", 0)
         advance = [await say(pool, encode, rollout, word) for word in words][-1]
         assert (advance.done, advance.end_reason) == (True, reason)

@@ -22,10 +22,10 @@ async def test_tools_that_hang_are_observations_and_their_process_lives_on(make_
     said = [call("spin"), call("doze", 60), call("doze", 0.01), call("run_a_loop")] * 5
     advances = await asyncio.gather(*(pool.respond(f"r{i}", encode(text)) for i, text in enumerate(said)))
     expected = [
-        "Error: spin did not end within 0.3 seconds.",
-        "Error: doze did not end within 0.3 seconds.",
-        "slept",
-        "ran",
+        "[spin] Error: spin did not end within 0.3 seconds.",
+        "[doze] Error: doze did not end within 0.3 seconds.",
+        "[doze] slept",
+        "[run_a_loop] ran",
     ]
     assert [advance.messages[0]["content"] for advance in advances] == expected * 5
     last = await pool.respond("r0", encode("That is all."))
@@ -62,5 +62,5 @@ async def test_a_game_of_wordle_is_played_to_its_end(make_pool, encode):
     await pool.begin("r", "wordle", 0)
     replies = [await pool.respond("r", encode(text)) for text in ("[slate]", "no guess", "[crane] [stone]")]
     assert [reply.done for reply in replies] == [False, False, True]
-    assert replies[2].end_reason == "max_turns"
+    assert replies[2].end_reason == "max_turns_reached"
     assert replies[2].reward.sample_metrics["num_invalid"] == 2.0

@@ -164,7 +164,7 @@ def test_what_goes_wrong_is_said_and_nothing_hangs(capsys, chat_server, monkeypa
     for arguments, words in (
         (["--answer", "x", "--url", "http://x"], "give one of them"),
         (["--set", "seed"], "write it as KEY=VALUE"),
-        (["--set", "sead=1", "--answer", "x"], "did you mean 'seed'"),
+        (["--set", "sed=1", "--answer", "x"], "did you mean 'seed'"),
         (["--item", "100000", "--answer", "x"], "There is no item 100000: the dataset has 625"),
         (["--url", "localhost:1"], "write it with http://"),
         ([], "Nobody answers"),
@@ -236,7 +236,7 @@ def test_async_environments_are_played_and_cleaned_up(tmp_path):
     (tmp_path / "later" / "environment.py").write_text(async_environment)
     environment = get_environment("later", environments_path=[tmp_path], max_turns=3)
     played = roll_out_item(environment, 0, lambda messages: Answer("go"))
-    assert (played.score["total_reward"], played.num_turns, played.end_reason) == (3.0, 3, "max_turns")
+    assert (played.score["total_reward"], played.num_turns, played.end_reason) == (3.0, 3, "max_turns_reached")
     with pytest.raises(ValueError, match="no luck"):
         roll_out_item(environment, 0, lambda messages: Answer("fail"))
     assert environment.ended == [3, 1]

@@ -3,8 +3,10 @@
 from functools import cache
 
 import pytest
+from tests.unit.environments.turns import play as play_turns
+from tests.unit.environments.turns import step
 
-from telescope.environments.base import TrajectoryStep, conversation
+from telescope.environments.base import conversation
 from telescope.environments.calculator_agent.questions import (
     Question,
     QuestionSettings,
@@ -18,7 +20,7 @@ QUESTION = Question((12, 7, 3), ("+", "*"))  # (12 + 7) * 3 = 57
 
 
 def play(*completions, style="short", question=QUESTION, **kwargs):
-    """Rewards, metrics and the replies of a rollout with these answers."""
+    """Reward, metrics and responses of a rollout with these answers."""
     result, replies = result_of(*completions, style=style, question=question, **kwargs)
     return result.total_reward, result.sample_metrics, replies
 
@@ -28,16 +30,7 @@ make_environment = cache(get_environment)
 
 def result_of(*completions, style="short", question=QUESTION, **kwargs):
     environment = make_environment("calculator_agent", prompt_style=style, **kwargs)
-    state = environment.create_initial_state(environment.sample_of(question))
-    prompt, replies = environment.get_initial_prompt(state.sample), []
-    for completion in completions:
-        state.trajectory.append(TrajectoryStep(prompt, completion))
-        done, state.stop_reason = environment.is_done(state)
-        if done:
-            break
-        response = environment.env_response(conversation(state), state)
-        replies.append([message["content"] for message in response])
-        prompt = environment.get_next_prompt_messages(state, response)
+    state, replies = play_turns(environment, environment.sample_of(question), *completions)
     return environment.compute_reward(state), replies
 
 
@@ -47,7 +40,7 @@ def test_working_it_out_step_by_step_is_right():
     assert (reward, metrics["correct"], metrics["num_turns"], metrics["calculate_calls"]) == (1.0, 1.0, 3.0, 2.0)
 
 
-def test_the_full_form_is_the_same_game():
+def test_the_full_form_works_the_same():
     calls = [f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{e}"}}}}</tool_call>'
              for e in ("12 + 7", "19 * 3")]  # fmt: skip
     reward, _, replies = play(*calls, "It is <answer>57</answer>", style="full")
@@ -102,6 +95,14 @@ def test_what_did_not_come_from_the_calculator_alone_or_is_not_one_number_earns_
     assert (reward, metrics["correct"]) == (0.0, 0.0)
 
 
+def test_an_answer_that_was_cut_off_is_not_final():
+    environment = get_environment("calculator_agent", prompt_style="short")
+    state, _ = play_turns(environment, environment.sample_of(QUESTION), "<call>12+7</call>", "<call>19*3</call>")
+    state.trajectory.append(step("<answer>57</answer>", is_truncated=True))
+    state.stop_reason = "final_answer"
+    assert environment.compute_reward(state).total_reward == 0.0
+
+
 def test_a_right_answer_without_the_calculator_may_be_given_something():
     assert play("<answer>57</answer>", answer_reward=0.25)[0] == 0.25
     assert play("<answer>58</answer>", answer_reward=0.25)[0] == 0.0
@@ -110,7 +111,7 @@ def test_a_right_answer_without_the_calculator_may_be_given_something():
 @pytest.mark.parametrize(
     "call", ["<call>19*</call>", "<call>x</call>", "<call>19*3", "19*3</call>", "<call>1/0</call>"]
 )
-def test_a_call_that_fails_is_told_in_one_word_and_is_not_an_answer(call):
+def test_a_failed_call_gets_one_word_and_is_not_an_answer(call):
     _, metrics, replies = play(call, "<call>19*3</call>")
     assert replies == [["error"], ["57"]]
     assert (metrics["tool_error_count"], metrics["tool_success_count"]) == (1.0, 1.0)
@@ -119,9 +120,9 @@ def test_a_call_that_fails_is_told_in_one_word_and_is_not_an_answer(call):
 def test_results_of_one_rollout_are_not_those_of_another():
     environment = get_environment("calculator_agent", prompt_style="short")
     states = [environment.create_initial_state(environment.sample_of(QUESTION)) for _ in range(2)]
-    states[0].trajectory.append(TrajectoryStep([], "<call>19*3</call>"))
+    states[0].trajectory.append(step("<call>19*3</call>"))
     environment.env_response(conversation(states[0]), states[0])
-    states[1].trajectory.append(TrajectoryStep([], "<answer>57</answer>"))
+    states[1].trajectory.append(step("<answer>57</answer>"))
     states[1].stop_reason = "final_answer"
     assert environment.compute_reward(states[1]).total_reward == 0.0
 

@@ -148,7 +148,7 @@ def test_prompts_may_be_replaced_or_null():
     assert [message["role"] for message in bare.build_messages("q")] == ["user"]
     assert bare.build_messages("q")[0]["content"] == "q"
     own = countdown(prompt_style="short", system_prompt="S", instruction_prompt="I")
-    assert [message["content"] for message in own.build_messages("q")] == ["S", "q\n\nI"]
+    assert [message["content"] for message in own.build_messages("q")] == ["S", "I\n\nq"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""What a conversation is, apart from who plays it."""
+"""Multi-turn environments, apart from the process that runs them."""
 
 import pytest
+from tests.unit.environments.turns import play
 
 from telescope.environments.base import (
     MultiTurnEnvironment,
@@ -8,7 +9,6 @@ from telescope.environments.base import (
     RolloutState,
     Sample,
     TrajectoryStep,
-    conversation,
 )
 from telescope.environments.registry import make_environment
 from telescope.errors import UserError
@@ -22,7 +22,7 @@ class Guess(MultiTurnEnvironment):
         return [{"role": "user", "content": f"{messages[-1]['content']} is wrong."}]
 
     def compute_reward(self, state, eos_token=""):
-        return RewardResult(float(state.trajectory[-1].completion == state.sample.answer), {"turns": state.num_turns})
+        return RewardResult(float(state.trajectory[-1].text == state.sample.answer), {"turns": state.num_turns})
 
 
 class SlowGuess(Guess):
@@ -30,17 +30,12 @@ class SlowGuess(Guess):
         return super().compute_reward(state)
 
 
-def played(environment, *completions):
-    state = environment.create_initial_state(environment.get_sample(0))
-    prompt = environment.get_initial_prompt(state.sample)
-    for completion in completions:
-        state.trajectory.append(TrajectoryStep(prompt, completion))
-        prompt = environment.get_next_prompt_messages(state, environment.env_response(conversation(state), state))
-    return state, prompt
+def played(environment, *answers):
+    return play(environment, environment.get_sample(0), *answers)[0]
 
 
 def test_next_prompt_is_all_that_was_said_and_the_response():
-    _, prompt = played(Guess(system_prompt="Be brief."), "3", "5")
+    prompt = played(Guess(system_prompt="Be brief."), "3", "5", "7").trajectory[-1].prompt
     assert [m["role"] for m in prompt] == ["system", "user", "assistant", "user", "assistant", "user"]
     assert [m["content"] for m in prompt[-2:]] == ["5", "5 is wrong."]
 
@@ -52,16 +47,16 @@ def test_a_system_message_of_the_sample_is_not_doubled():
 
 def test_the_rollout_ends_with_its_last_turn():
     environment = Guess(max_turns=2)
-    state, _ = played(environment, "3")
-    assert environment.is_done(state) == (False, None)
-    state, _ = played(environment, "3", "7")
-    assert environment.is_done(state) == (True, "max_turns")
+    state = played(environment, "3")
+    assert (state.is_completed, environment.is_done(state)) == (False, (False, None))
+    state = played(environment, "3", "7", "9")
+    assert (state.num_turns, state.stop_reason) == (2, "max_turns_reached")
     assert environment.compute_reward(state).total_reward == 1.0
 
 
 async def test_eval_metrics_are_the_rewards_for_plain_and_async_code():
     for environment in (Guess(), SlowGuess()):
-        state, _ = played(environment, "7")
+        state = played(environment, "7")
         result = environment.compute_eval_metrics(state)
         result = await result if isinstance(environment, SlowGuess) else result
         assert result.metrics == {"reward": 1.0, "turns": 1}
@@ -71,7 +66,7 @@ def test_states_of_two_rollouts_share_nothing():
     environment = Guess()
     first, second = (environment.create_initial_state(environment.get_sample(0)) for _ in range(2))
     first.custom["seen"] = 1
-    first.trajectory.append(TrajectoryStep([], "x"))
+    first.trajectory.append(TrajectoryStep([], []))
     assert (second.custom, second.num_turns) == ({}, 0)
     assert RolloutState(Sample(""), "x").custom is not RolloutState(Sample(""), "x").custom
 

@@ -61,7 +61,7 @@ def test_a_class_that_stands_on_the_base_itself_is_a_single_turn_environment(wri
     assert not environment.is_multi_turn
     assert [message["role"] for message in environment.build_messages("a")] == ["system", "user"]
     assert environment.compute_reward("b", environment.get_sample(0)).total_reward == 1.0
-    assert get_eval("plain_puzzle", environments_path=[path]).environment is not None
+    assert get_eval("plain_puzzle", environments_path=[path]).env is not None
 
 
 def test_a_class_that_stands_on_the_base_itself_needs_a_reward(write):
@@ -258,7 +258,7 @@ def test_an_eval_takes_from_its_environment_what_it_does_not_define(write):
     assert "bench" in list_evals([path])
     assert [m["content"] for m in evaluation.build_messages(evaluation.get_sample(0).prompt)] == [
         "of the eval",
-        "dev\n\nI",
+        "I\n\ndev",
     ]
     sample = Sample("", "3", {"numbers": [1, 2], "target": 3})
     assert evaluation.compute_eval_metrics("<answer>1+2</answer>", sample).metrics["correct"] == 1.0

@@ -34,7 +34,7 @@ class FakeTokenizer:
             ids = [BOS] * ("b" in self.adds) + ids + [EOS] * ("e" in self.adds)
         return {"input_ids": ids}
 
-    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, enable_thinking, chat_template=None):
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, enable_thinking=False):
         text = "<s>" + "".join(f"[{m['role']}]{m['content']}" for m in messages) + "[assistant]"
         return text + ("<think>\n" if enable_thinking else "")
 
@@ -76,7 +76,9 @@ def test_template_gets_enable_thinking_and_the_system_prompt():
 
 def test_thinking_prefix_is_added_once():
     environment = Question(add_thinking_prefix=True)
-    assert renderer(FakeTokenizer()).prompt_text(environment, "q").endswith("[assistant]<think>\n")
+    assert renderer(FakeTokenizer()).prompt_text(environment, "q").endswith("[assistant]<think>")
+    assert environment.format_prompt("q", FakeTokenizer(), add_thinking_prefix=False).endswith("[assistant]")
+    assert Question().format_prompt("q", FakeTokenizer(), add_thinking_prefix=True).endswith("[assistant]<think>")
     with_template = renderer(FakeTokenizer(), enable_thinking=True).prompt_text(environment, "q")
     assert with_template.endswith("[assistant]<think>\n")
 
@@ -92,7 +94,7 @@ def test_raw_prompts_bypass_the_template_and_need_none():
     environment.uses_chat_template = False
     tokenizer = FakeTokenizer()
     tokenizer.chat_template = None
-    assert renderer(tokenizer).prompt_text(environment, "q") == "q\n\nI"
+    assert renderer(tokenizer).prompt_text(environment, "q") == "I\n\nq"
     with pytest.raises(UserError, match="has no chat template"):
         renderer(tokenizer).prompt_text(Question(), "q")
 

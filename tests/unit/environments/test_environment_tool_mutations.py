@@ -7,8 +7,9 @@ from typing import Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.environments.turns import step
 
-from telescope.environments.base import RewardResult, Sample, TrajectoryStep, conversation
+from telescope.environments.base import RewardResult, Sample, conversation
 from telescope.environments.tool_calls import parse_calls
 from telescope.environments.tool_env import ToolEnvironment
 
@@ -22,6 +23,8 @@ def search(query: str, limit: int | list[int] = 3, order: Literal["new", "old"] 
 
 
 class Searching(ToolEnvironment):
+    tool_role = "tool"
+
     def load_dataset(self, num_samples=-1):
         return [Sample("Find it.")]
 
@@ -68,7 +71,7 @@ def mutated(text: str, rng: random.Random) -> str:
 
 def observe(environment: ToolEnvironment, completion: str) -> list[dict]:
     state = environment.create_initial_state(environment.get_sample(0))
-    state.trajectory.append(TrajectoryStep(environment.get_initial_prompt(state.sample), completion))
+    state.trajectory.append(step(completion, environment.get_initial_prompt(state.sample)))
     assert environment.is_done(state) == (False, None), f"took for a final answer: {completion!r}"
     messages = environment.env_response(conversation(state), state)
     assert isinstance(messages, list)

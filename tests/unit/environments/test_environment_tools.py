@@ -1,4 +1,4 @@
-"""A conversation with tools: calls found, run, answered, counted."""
+"""Tool environments: calls are read, run, answered and counted."""
 
 import asyncio
 import dataclasses
@@ -9,8 +9,9 @@ import time
 import numpy as np
 import pydantic
 import pytest
+from tests.unit.environments.turns import step
 
-from telescope.environments.base import RewardResult, RolloutState, Sample, TrajectoryStep, conversation
+from telescope.environments.base import RewardResult, RolloutState, Sample, conversation
 from telescope.environments.tool_calls import as_text
 from telescope.environments.tool_env import ToolCall, ToolEnvironment, ToolResult
 from telescope.errors import InfrastructureError, UserError
@@ -65,6 +66,7 @@ TOOLS = [add, slow_add, fail, leave, spin, doze, lose_the_sandbox, remember, rem
 
 
 class Tools(ToolEnvironment):
+    tool_role = "tool"
     tool_timeout_seconds = 0.2
 
     def __init__(self, tools=None, **kwargs):
@@ -84,7 +86,7 @@ def xml(name, arguments):
 def after(environment, completion, state=None):
     state = state or environment.create_initial_state(environment.get_sample(0))
     prompt = environment.get_initial_prompt(state.sample)
-    state.trajectory.append(TrajectoryStep(prompt, completion))
+    state.trajectory.append(step(completion, prompt))
     return state
 
 
@@ -136,7 +138,7 @@ def test_async_calls_of_one_answer_wait_together():
         ('<function=add>{"a": 1', ["Error: The arguments of add are not valid JSON: "]),
         ("<function=add>1</function>", ['Error: "arguments" must be a JSON object, not a number.']),
         ("<function=>{}</function>", ["Error: A tool call must name its function"]),
-        ("<function add>{}</function>", ["Error: A tool call must have the form <function=NAME>"]),
+        ("<function add>{}</function>", ["Error: A tool call must have the form NAME(parameter=value"]),
     ],
 )
 def test_the_function_form(completion, expected):
@@ -258,7 +260,7 @@ def test_results_take_the_forms_that_arguments_have(value, text):
 
 
 def test_results_are_written_out_whatever_they_are_and_long_ones_are_cut():
-    assert reply(Tools(), xml("big", {})) == ["a result of type int that cannot be written out"]
+    assert reply(Tools(), xml("big", {})) == ["a result of type int that cannot be written as text"]
     environment = Tools([remember])
     environment.max_result_characters = 10
     assert reply(environment, xml("remember", {"text": "x" * 50})) == ["xxxxxxxxxx... (50 characters in all)"]
@@ -267,18 +269,6 @@ def test_results_are_written_out_whatever_they_are_and_long_ones_are_cut():
 def test_a_loop_of_calls_is_not_run_without_end():
     got = reply(Tools(), xml("add", [1]) * 1000)
     assert got[0] == "2" and len(got) == 65 and "936 more calls were not read" in got[-1]
-
-
-def test_a_template_that_knows_no_tool_role_gets_one_message_of_the_user():
-    environment = Tools()
-    environment.tool_role = "user"
-    state = after(environment, xml("add", [1]) + xml("add", [2]))
-    assert environment.env_response(conversation(state), state) == [
-        {
-            "role": "user",
-            "content": "<tool_response>\n2\n</tool_response>\n<tool_response>\n3\n</tool_response>",
-        }
-    ]
 
 
 class Overridden(Tools):
@@ -304,5 +294,5 @@ def test_an_override_that_raises_is_an_observation():
 def test_arguments_of_the_class_are_checked():
     with pytest.raises(UserError, match="tool_call_format is 'json'; use xml or function"):
         Tools(tool_call_format="json")
-    with pytest.raises(UserError, match="two tools that are called 'add'"):
+    with pytest.raises(UserError, match="two tools named 'add'"):
         Tools([add, add])

@@ -1,36 +1,26 @@
-"""Wordle: the rules, and what a player may try instead of playing."""
+"""Wordle: the rules, and attempts to cheat."""
 
 import importlib.machinery
 import sys
 import types
 
 import pytest
+from tests.unit.environments.turns import play as play_turns
 
-from telescope.environments.base import Sample, TrajectoryStep, conversation
+from telescope.environments.base import Sample
 from telescope.environments.registry import get_environment
-from telescope.environments.wordle.environment import colour, secret_words
+from telescope.environments.wordle.environment import color, secret_words
 from telescope.errors import UserError
 
 
 def play(*completions, secret="crane", **kwargs):
     environment = get_environment("wordle", **kwargs)
-    state = environment.create_initial_state(Sample("Guess.", answer=secret))
-    prompt, replies = environment.get_initial_prompt(state.sample), []
-    for completion in completions:
-        state.trajectory.append(TrajectoryStep(prompt, completion))
-        done, state.stop_reason = environment.is_done(state)
-        if not done:
-            response = environment.env_response(conversation(state), state)
-            done, state.stop_reason = environment.is_done(state)
-            replies.append(response[0]["content"])
-            prompt = environment.get_next_prompt_messages(state, response)
-        if done:
-            break
-    return environment.compute_reward(state), replies, state
+    state, replies = play_turns(environment, Sample("Guess.", answer=secret), *completions)
+    return environment.compute_reward(state), [reply[0] for reply in replies], state
 
 
 @pytest.mark.parametrize(
-    ("guess", "secret", "colours"),
+    ("guess", "secret", "colors"),
     [
         ("crane", "crane", "GGGGG"),
         ("slate", "crane", "XXGXG"),
@@ -41,8 +31,8 @@ def play(*completions, secret="crane", **kwargs):
         ("fuzzy", "crane", "XXXXX"),
     ],
 )
-def test_letters_are_coloured_by_the_rules(guess, secret, colours):
-    assert colour(guess, secret) == colours
+def test_letters_are_colored_by_the_rules(guess, secret, colors):
+    assert color(guess, secret) == colors
 
 
 def test_a_game_that_is_won():
@@ -56,7 +46,7 @@ def test_the_word_in_the_last_attempt_counts():
     result, _, state = play("[slate]", "[crane]", max_turns=2)
     assert (result.total_reward, state.stop_reason) == (1.0, "solved")
     result, replies, state = play("[slate]", "[nacre]", max_turns=2)
-    assert (result.total_reward, state.stop_reason) == (pytest.approx(0.2 * 3 / 5), "max_turns")
+    assert (result.total_reward, state.stop_reason) == (pytest.approx(0.2 * 3 / 5), "max_turns_reached")
     assert replies[0].endswith("You have 1 attempt left.")
 
 

@@ -98,6 +98,7 @@ async def test_an_environment_that_fails_masks_the_sample_and_is_not_asked_again
     sample = await bench.run()
     assert sample.reward is None
     assert (sample.failure_kind, sample.failure_message) == ("environment", "KeyError: 'numbers'")
+    assert sample.stop_reason == "rollout_error"
     assert len(bench.engine.requests) == len(bench.environments.calls) == 1
     assert sample.num_completion_tokens == 2, "what was generated stays on record"
     assert not bench.failures
@@ -290,6 +291,7 @@ async def test_a_prompt_that_fills_the_context_masks_the_sample() -> None:
     sample = await bench.run(prompt=list(range(15)), max_context=15)
     assert (sample.reward, sample.failure_kind) == (None, "environment")
     assert "turn 0 fills the context (max_model_len, seq_len)" in str(sample.failure_message)
+    assert sample.stop_reason == "prompt_too_long"
     assert not bench.engine.requests
     assert bench.slots.num_held == 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telescope.environments.base import ChatMessage, TrajectoryStep, conversation
+from telescope.environments.base import ChatMessage, TrajectoryStep, assistant_message, conversation
 from telescope.environments.calculator_agent.environment import CalculatorAgentEnvironment
 from telescope.environments.calculator_agent.questions import Question, is_held_out
 from telescope.environments.registry import get_environment
@@ -44,11 +44,11 @@ def rewarded(turns: tuple[Turn, ...], question: Question) -> bool:
     prompt = response = ENVIRONMENT.get_initial_prompt(state.sample)
     for turn in turns:
         assert [read(message) for message in turn.messages] == [read(message) for message in response]
-        state.trajectory.append(TrajectoryStep(prompt, turn.answer))
+        state.trajectory.append(TrajectoryStep(prompt, [assistant_message(turn.answer)]))
+        response = ENVIRONMENT.env_response(conversation(state), state)
         done, state.stop_reason = ENVIRONMENT.is_done(state)
         assert done == (turn is turns[-1])
         if not done:
-            response = ENVIRONMENT.env_response(conversation(state), state)
             prompt = ENVIRONMENT.get_next_prompt_messages(state, response)
     return ENVIRONMENT.compute_reward(state).total_reward == 1.0
 

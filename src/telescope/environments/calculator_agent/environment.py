@@ -1,8 +1,8 @@
-"""The calculator agent: a question, a calculator that works out one operation at a time, and an answer.
+"""The calculator agent: a question, a calculator that does one operation at a time, and an answer.
 
-The reward is for the right answer that the calculator has given: the last answer stands alone between `<answer>` tags,
-is the question's value, and is the result of a call. Knowing the value without asking earns nothing, and neither does
-asking without answering. Expressions are read by Countdown's grammar (digits and + - * /); nothing here evaluates text.
+The reward requires that the last answer is one number between `<answer>` tags, that it is the value of the question,
+and that the calculator has returned it. A right answer without the calculator earns nothing, and neither does a call
+without an answer. Countdown's grammar (digits and + - * /) parses expressions; no text is evaluated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REQUIRED_PACKAGES: list[str] = []
 
 DEFAULT_NUM_SAMPLES = 2_000
 RESULTS_KEY = "calculator_results"
-"""Where `state.custom` keeps the values that the calculator has given."""
+"""Key of `state.custom` that holds the values that the calculator has returned."""
 
 SYSTEM_PROMPT = "You work out arithmetic with a calculator. You do not reckon in your head."
 INSTRUCTION = (
@@ -38,7 +38,7 @@ _UNSET: Any = object()
 
 
 class CalculatorAgentEnvironment(ToolEnvironment):
-    """Questions such as `12+7*3`, to be worked out from left to right with a calculator.
+    """Questions such as `12+7*3`, to be computed from left to right with a calculator.
 
     `prompt_style` is `full` (instructions and tool schemas, calls in the usual form) or `short` (the bare question,
     calls as `<call>12+7</call>`, results as bare numbers). `portion` is `all`, `train` or `heldout`: a fixed fifth of
@@ -52,6 +52,8 @@ class CalculatorAgentEnvironment(ToolEnvironment):
         "right_answer": {"min": 0.0, "max": 1.0},
         "tool_success_rate": {"min": 0.0, "max": 1.0},
     }
+
+    tool_role = "tool"
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class CalculatorAgentEnvironment(ToolEnvironment):
         operations: str = "+-*",
         **_: Any,
     ) -> list[Sample]:
-        """The questions. Raises `UserError` when the settings admit fewer than `num_samples`."""
+        """The questions. Raises `UserError` when the settings allow fewer than `num_samples`."""
         if portion not in ("all", "train", "heldout"):
             raise UserError(f"calculator_agent: portion is {portion!r}; use all, train or heldout.")
         if not operations or set(operations) - set("+-*"):
@@ -117,7 +119,7 @@ class CalculatorAgentEnvironment(ToolEnvironment):
 
     def execute_tool(self, call: ToolCall) -> ToolResult:
         result = super().execute_tool(call)
-        assert isinstance(result, ToolResult), "the calculator is plain code"
+        assert isinstance(result, ToolResult), "the calculator is not async"
         return result
 
     def format_tool_result(self, result: ToolResult) -> str:
@@ -126,11 +128,12 @@ class CalculatorAgentEnvironment(ToolEnvironment):
         return super().format_tool_result(result)
 
     def compute_reward(self, state: RolloutState, eos_token: str = "") -> RewardResult:
-        text = strip_think_tags(state.trajectory[-1].completion if state.trajectory else "")
+        last = state.trajectory[-1] if state.trajectory else None
+        text = strip_think_tags(last.text) if last is not None else ""
         answer = extract_answer_tags(text)
         one_answer = text.count("<answer>") == text.count("</answer>") == 1
-        final = state.stop_reason == "final_answer"
-        number = int(answer) if answer is not None and _WHOLE_NUMBER.fullmatch(answer) else None
+        final = last is not None and not last.is_truncated and state.stop_reason == "final_answer"
+        number = int(answer) if _WHOLE_NUMBER.fullmatch(answer) else None
         right = final and one_answer and number is not None and number == int(state.sample.answer)
         given = right and number in state.custom.get(RESULTS_KEY, ())
         return RewardResult(
@@ -147,24 +150,24 @@ class CalculatorAgentEnvironment(ToolEnvironment):
         )
 
     def _turns(self, state: RolloutState, right: bool) -> list[dict[str, Any]]:
-        """Of every turn that the question takes, what is to be asked and whether that was done, or the answer given.
+        """Per turn of the shortest solution, the expected call or answer and whether the model wrote it.
 
-        One may well get there in another way; the reward knows nothing of this.
+        Other solutions earn the full reward too; these records do not affect it.
         """
         steps = state.sample.metadata["steps"]
         turns = []
         for turn, asked in enumerate(steps):
-            said = state.trajectory[turn].completion if turn < len(state.trajectory) else ""
-            calls = [call.arguments for call in self.parse_tool_calls(said)]
+            text = state.trajectory[turn].text if turn < len(state.trajectory) else ""
+            calls = [call.arguments for call in self.parse_tool_calls(text)]
             expressions = [call.get("expression") if isinstance(call, dict) else None for call in calls]
-            due = len(expressions) == 1 and str(expressions[0]).replace(" ", "") == asked
-            turns.append({"turn": turn, "ask": asked, "correct": float(due)})
+            as_expected = len(expressions) == 1 and str(expressions[0]).replace(" ", "") == asked
+            turns.append({"turn": turn, "ask": asked, "correct": float(as_expected)})
         answered = right and len(state.trajectory) == len(steps) + 1
         return [*turns, {"turn": len(steps), "answer": state.sample.answer, "correct": float(answered)}]
 
 
 def calculate(expression: str, state: RolloutState) -> str:
-    """Work out one operation on two whole numbers.
+    """Compute one operation on two whole numbers.
 
     Args:
         expression: two numbers with + - * or / between them, such as 12*7
@@ -174,7 +177,7 @@ def calculate(expression: str, state: RolloutState) -> str:
     except ExpressionError as error:
         raise ValueError(f"the expression {error!s}") from None
     if len(parsed.numbers) != 2:
-        raise ValueError("the calculator takes two numbers with one operator between them")
+        raise ValueError("the expression must be two numbers with one operator between them")
     value: Fraction = parsed.value()
     if value.denominator == 1:
         state.custom.setdefault(RESULTS_KEY, []).append(int(value))
@@ -182,7 +185,7 @@ def calculate(expression: str, state: RolloutState) -> str:
 
 
 def _short_calls(text: str) -> list[ToolCall]:
-    """Calls between `<call>` and `</call>`; anything else that holds one of the tags is a call that cannot be read."""
+    """Calls between `<call>` and `</call>`; other text with one of the tags is a call that cannot be read."""
     calls: list[ToolCall] = []
     position = 0
     while (start := text.find(CALL_OPEN, position)) != -1:

@@ -1,10 +1,8 @@
-"""Wordle, a game of several turns: a secret word of five letters, a guess in each answer, letters coloured in reply.
+"""Wordle: a secret word of five letters, one guess per answer, letters colored in response.
 
-The words are our own list, or TextArena's. The rules and the wording of the feedback (G, Y, X) are those of TextArena's
-Wordle, without its state, which is a module's and not a rollout's. A guess is the one word in square brackets of an
-answer; an answer with none, with several, or with another number of letters costs a turn and reveals nothing.
-
-Secret words: common English words of five letters (`words.json`), or TextArena's list, where it is installed.
+The words are our own list (`words.json`) or TextArena's. The rules and the feedback (G, Y, X) are those of TextArena's
+Wordle, without its module-level state. A guess is the one word in square brackets of an answer; an answer with none,
+with several, or with another number of letters uses up a turn and reveals nothing.
 """
 
 from __future__ import annotations
@@ -41,23 +39,21 @@ _UNSET: Any = object()
 
 @dataclass(slots=True)
 class Game:
-    """What has happened in one game. `num_read` answers of the trajectory have been played."""
+    """Progress of one game."""
 
     guesses: list[tuple[str, str]] = field(default_factory=list)
-    num_read: int = 0
+    """Each valid guess and its colors."""
     num_invalid: int = 0
-    problem: str | None = None
-    """What was wrong with the last answer."""
     solved: bool = False
 
 
 class WordleEnvironment(MultiTurnEnvironment):
     """Guess a word of five letters.
 
-    `word_source` is `own` (a list that ships here) or `textarena` (its list, if the package is installed);
-    `require_known_words` refuses guesses that are not on the list. The order of the secrets follows from `seed`. The
-    reward is 1 for the word, else `partial_reward` times the share of letters of the best guess that are in place
-    (those in another place count half).
+    `word_source` is `own` (a list that ships with Telescope) or `textarena` (its list, if the package is installed).
+    `require_known_words` refuses guesses that are not on the list. `seed` determines the order of the secret words. The
+    reward is 1 for the word, else `partial_reward` times the share of letters in place of the best guess (letters in
+    another place count half).
     """
 
     reward_min, reward_max = 0.0, 1.0
@@ -85,7 +81,7 @@ class WordleEnvironment(MultiTurnEnvironment):
         self.partial_reward = float(partial_reward)
 
     def load_dataset(self, num_samples: int = -1, seed: int = 0, **_: Any) -> list[Sample]:
-        """One item for every secret word, shuffled by `seed`; more than there are words go round again."""
+        """One item per secret word, shuffled by `seed`; with more samples than words, the list repeats."""
         words = list(secret_words(self.word_source))
         random.Random(f"wordle {seed}").shuffle(words)
         count = len(words) if num_samples < 0 else num_samples
@@ -97,23 +93,27 @@ class WordleEnvironment(MultiTurnEnvironment):
         state.custom[GAME_KEY] = Game()
         return state
 
+    def env_response(self, messages: list[ChatMessage], state: RolloutState) -> list[ChatMessage]:
+        game: Game = state.custom[GAME_KEY]
+        left = self.max_turns - state.num_turns
+        rest = f"You have {left} {'attempt' if left == 1 else 'attempts'} left."
+        word, problem = self._read_guess(state.trajectory[-1].text, game)
+        if word is None:
+            game.num_invalid += 1
+            return [{"role": "user", "content": f"{problem} {rest}"}]
+        colors = color(word, state.sample.answer)
+        game.guesses.append((word, colors))
+        game.solved = word == state.sample.answer
+        return [{"role": "user", "content": f"{' '.join(word.upper())}\n{' '.join(colors)}\n{rest}"}]
+
     def is_done(self, state: RolloutState) -> tuple[bool, str | None]:
-        if self._played(state).solved:
+        if state.custom[GAME_KEY].solved:
             return True, "solved"
         return super().is_done(state)
 
-    def env_response(self, messages: list[ChatMessage], state: RolloutState) -> list[ChatMessage]:
-        game = self._played(state)
-        left = self.max_turns - state.num_turns
-        rest = f"You have {left} {'attempt' if left == 1 else 'attempts'} left."
-        if game.problem is not None:
-            return [{"role": "user", "content": f"{game.problem} {rest}"}]
-        word, colours = game.guesses[-1]
-        return [{"role": "user", "content": f"{' '.join(word.upper())}\n{' '.join(colours)}\n{rest}"}]
-
     def compute_reward(self, state: RolloutState, eos_token: str = "") -> RewardResult:
-        game = self._played(state)
-        shares = [(colours.count("G") + colours.count("Y") / 2) / WORD_LENGTH for _, colours in game.guesses]
+        game: Game = state.custom[GAME_KEY]
+        shares = [(colors.count("G") + colors.count("Y") / 2) / WORD_LENGTH for _, colors in game.guesses]
         best = max(shares, default=0.0)
         return RewardResult(
             total_reward=1.0 if game.solved else self.partial_reward * best,
@@ -124,21 +124,8 @@ class WordleEnvironment(MultiTurnEnvironment):
                 "num_invalid": float(game.num_invalid),
             },
             golden_answers={"word": state.sample.answer},
-            info_turns=[{"guess": word, "feedback": colours} for word, colours in game.guesses],
+            info_turns=[{"guess": word, "feedback": colors} for word, colors in game.guesses],
         )
-
-    def _played(self, state: RolloutState) -> Game:
-        """The game with every answer played that is in the trajectory."""
-        game: Game = state.custom[GAME_KEY]
-        for step in state.trajectory[game.num_read :]:
-            game.num_read += 1
-            word, game.problem = self._read_guess(step.completion, game)
-            if word is None:
-                game.num_invalid += 1
-                continue
-            game.guesses.append((word, colour(word, state.sample.answer)))
-            game.solved = game.solved or word == state.sample.answer
-        return game
 
     def _read_guess(self, completion: str, game: Game) -> tuple[str | None, str | None]:
         """The guess, or None and what is wrong."""
@@ -155,19 +142,19 @@ class WordleEnvironment(MultiTurnEnvironment):
         return word, None
 
 
-def colour(guess: str, secret: str) -> str:
-    """G, Y or X for each letter. A letter of the secret colours one letter of the guess, those in place first."""
+def color(guess: str, secret: str) -> str:
+    """G, Y or X for each letter. Each letter of the secret colors one letter of the guess, those in place first."""
     left = [s for g, s in zip(guess, secret, strict=True) if g != s]
-    colours = []
+    colors = []
     for g, s in zip(guess, secret, strict=True):
         if g == s:
-            colours.append("G")
+            colors.append("G")
         elif g in left:
             left.remove(g)
-            colours.append("Y")
+            colors.append("Y")
         else:
-            colours.append("X")
-    return "".join(colours)
+            colors.append("X")
+    return "".join(colors)
 
 
 _OWN_WORDS = Path(__file__).parent / "words.json"

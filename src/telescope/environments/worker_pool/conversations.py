@@ -18,7 +18,9 @@ from telescope.environments.base import (
     RolloutState,
     Sample,
     TrajectoryStep,
+    assistant_message,
     conversation,
+    wrapped_environment,
 )
 from telescope.environments.rendering import Dialogue, Renderer
 from telescope.environments.serialization import (
@@ -28,7 +30,13 @@ from telescope.environments.serialization import (
     serialize_score,
 )
 from telescope.environments.user_code import Steps, error_text, settled
-from telescope.environments.worker_pool.messages import CONTEXT_EXHAUSTED, pack_ids, unpack_floats, unpack_ids
+from telescope.environments.worker_pool.messages import (
+    CONTEXT_EXHAUSTED,
+    ROLLOUT_ERROR,
+    pack_ids,
+    unpack_floats,
+    unpack_ids,
+)
 
 
 @dataclass(slots=True)
@@ -56,17 +64,18 @@ class Reply:
 
 
 def take_turn(environment: MultiTurnEnvironment, state: RolloutState) -> Generator[Awaitable[Any], Any, Reply]:
-    """Lets the environment reply to the last step of the trajectory; fixes the order of its method calls."""
-    if state.trajectory[-1].is_truncated and not environment.continues_after_truncation:
-        return Reply(True, "truncated")
-    done, reason = check_verdict((yield from settled(environment.is_done(state))))
-    if done:
-        return Reply(True, reason)
+    """Lets the environment respond to the last step of the trajectory; fixes the order of its method calls."""
+    if environment.checks_done_first:
+        done, reason = check_verdict((yield from settled(environment.is_done(state))))
+        if done:
+            return Reply(True, reason)
     response = yield from settled(environment.env_response(conversation(state), state))
     added = serialize_messages(response, "env_response")
     done, reason = check_verdict((yield from settled(environment.is_done(state))))
     if done:
         return Reply(True, reason)
+    if state.trajectory[-1].is_truncated and not environment.continues_after_truncation:
+        return Reply(True, "truncated")
     following = yield from settled(environment.get_next_prompt_messages(state, added))
     return Reply(False, added=added, conversation=serialize_messages(following, "get_next_prompt_messages"))
 
@@ -80,7 +89,7 @@ class Conversations:
 
     def multi_turn_environment(self, environment: Any) -> MultiTurnEnvironment:
         """Returns the environment itself, or the one that an eval wraps."""
-        found = environment if isinstance(environment, MultiTurnEnvironment) else environment.environment
+        found = wrapped_environment(environment)
         assert isinstance(found, MultiTurnEnvironment)
         return found
 
@@ -92,7 +101,8 @@ class Conversations:
         state = yield from settled(self.multi_turn_environment(environment).create_initial_state(sample))
         if not isinstance(state, RolloutState):
             raise MalformedResultError(f"create_initial_state returned {type(state).__name__}, not a RolloutState")
-        dialogue = Dialogue(self._renderer, interleaved=interleaved)
+        thinking_prefix = self.multi_turn_environment(environment).add_thinking_prefix
+        dialogue = Dialogue(self._renderer, interleaved=interleaved, thinking_prefix=thinking_prefix)
         ids = dialogue.begin(prompt)
         self._open[rollout] = _Conversation(environment, state, dialogue, prompt, ids)
         return ids
@@ -108,7 +118,7 @@ class Conversations:
             over = fields["done"] or record.ended
             return fields, pack_ids(ids)
         except Exception as error:
-            record.state.error = error_text(error)
+            record.state.error, record.state.stop_reason = error_text(error), ROLLOUT_ERROR
             raise
         finally:
             record.running = False
@@ -150,9 +160,9 @@ class Conversations:
         assert self._renderer is not None, "a pool without a renderer decodes no completions"
         text = self._renderer.decode(ids, cut_end_token=cut)
         truncated = header["stop_reason"] != "stop"
-        state.trajectory.append(
-            TrajectoryStep(record.prompt, text, record.prompt_ids, ids, unpack_floats(blob[4 * num_ids :]), truncated)
-        )
+        completion = [assistant_message(record.dialogue.opening + text)]
+        logprobs = unpack_floats(blob[4 * num_ids :])
+        state.trajectory.append(TrajectoryStep(record.prompt, completion, record.prompt_ids, ids, logprobs, truncated))
         reply = yield from take_turn(environment, state)
         if reply.done:
             return (yield from self._score(record, header["for_eval"], text, reply.reason)), []

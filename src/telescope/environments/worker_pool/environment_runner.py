@@ -15,7 +15,16 @@ import traceback
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from typing import Any
 
-from telescope.environments.base import ChatMessage, Environment, MultiTurnEnvironment, Sample, notices_of, sample_uid
+from telescope.environments.base import (
+    ChatMessage,
+    Environment,
+    MultiTurnEnvironment,
+    Sample,
+    notices_of,
+    sample_uid,
+    with_thinking_prefix,
+    wrapped_environment,
+)
 from telescope.environments.rendering import Renderer, why_not_extendable
 from telescope.environments.serialization import as_json, serialize_messages, serialize_score
 from telescope.environments.user_code import Steps, describe_error, settled
@@ -70,7 +79,8 @@ class EnvironmentRunner:
             environment = getattr(importlib.import_module(module), function)(
                 spec.name, environments_path=path, **spec.kwargs
             )
-        environment.eos_token = self.renderer.eos_token if self.renderer else ""
+        if self.renderer is not None and not environment.eos_token:
+            environment.eos_token = self.renderer.eos_token
         return environment
 
     def prepare_own_resources(self) -> None:
@@ -185,6 +195,8 @@ class EnvironmentRunner:
         if environment.is_multi_turn:
             messages = self._first_messages(environment, sample)
             text = self.renderer.chat_text(messages)
+            if self.conversations.multi_turn_environment(environment).add_thinking_prefix:
+                text = with_thinking_prefix(text)
             ids = self.renderer.encode(text, from_template=True)
         else:
             text = self.renderer.prompt_text(environment, sample.prompt)
@@ -216,11 +228,8 @@ class EnvironmentRunner:
 
 def _ends_rollouts(environment: Any) -> bool:
     """Whether it overrides `end_rollout`."""
-    multi_turn_environment = getattr(environment, "environment", None) or environment
-    return (
-        isinstance(multi_turn_environment, MultiTurnEnvironment)
-        and type(multi_turn_environment).end_rollout is not MultiTurnEnvironment.end_rollout
-    )
+    found = wrapped_environment(environment)
+    return isinstance(found, MultiTurnEnvironment) and type(found).end_rollout is not MultiTurnEnvironment.end_rollout
 
 
 async def _run_all(steps: Generator[Awaitable[Any], Any, Any]) -> None:
@@ -235,7 +244,7 @@ class Resources:
     """The resources of one environment, or of the environment below an eval."""
 
     def __init__(self, environment: Any) -> None:
-        self._owner = getattr(environment, "environment", None) or environment
+        self._owner = wrapped_environment(environment) or environment
         mine = getattr(type(self._owner), "prepare_resources", None)
         self.overridden = mine is not None and mine is not Environment.prepare_resources
         """Whether the environment has resources to prepare."""

@@ -38,7 +38,7 @@ class Talk(MultiTurnEnvironment):
         heard = state.custom["heard"]
         if heard and heard[-1] == "enough":
             verdict = True, "had enough"
-        elif state.trajectory[-1].completion == "stop at once":
+        elif state.trajectory[-1].text == "stop at once":
             verdict = True, "told so"
         else:
             verdict = super().is_done(state)
