@@ -24,8 +24,7 @@ _SOURCES = {
     "single": _HEAD
     + """import random
 
-from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
-from telescope.environments.parsers import extract_answer_tags, strip_think_tags
+from telescope.environments import RewardResult, Sample, SingleTurnEnvironment, extract_answer_tags, strip_think_tags
 
 REQUIRED_PACKAGES = []  # names for pip; a missing one is an error that names the install command
 
@@ -52,8 +51,7 @@ class @CLASS@(SingleTurnEnvironment):
     "multi": _HEAD
     + """import random
 
-from telescope.environments.base import MultiTurnEnvironment, RewardResult, Sample
-from telescope.environments.parsers import extract_answer_tags
+from telescope.environments import MultiTurnEnvironment, RewardResult, Sample, extract_answer_tags
 
 REQUIRED_PACKAGES = []  # names for pip; a missing one is an error that names the install command
 
@@ -68,16 +66,17 @@ class @CLASS@(MultiTurnEnvironment):
 """
     + _LOAD
     + """
-    def is_done(self, state):
-        if extract_answer_tags(state.trajectory[-1].completion) == state.sample.answer:
-            return True, "answered"
-        return super().is_done(state)
-
-    def env_response(self, messages, state):
+    def env_response(self, messages, state):  # called after every answer, the last one included
+        state.custom["correct"] = extract_answer_tags(messages[-1]["content"]) == state.sample.answer
         return [{"role": "user", "content": "That is not it. Try again."}]
 
+    def is_done(self, state):
+        if state.custom["correct"]:
+            return True, "answered"
+        return super().is_done(state)  # after max_turns answers
+
     def compute_reward(self, state, eos_token=""):
-        correct = state.stop_reason == "answered"
+        correct = state.custom["correct"]
         return RewardResult(
             total_reward=correct / state.num_turns,  # sooner is better
             sample_metrics={"correct": float(correct), "turns": float(state.num_turns)},
@@ -87,9 +86,7 @@ class @CLASS@(MultiTurnEnvironment):
     "tools": _HEAD
     + '''import random
 
-from telescope.environments.base import RewardResult, Sample
-from telescope.environments.parsers import extract_answer_tags
-from telescope.environments.tool_env import ToolEnvironment
+from telescope.environments import RewardResult, Sample, ToolEnvironment, extract_answer_tags
 
 REQUIRED_PACKAGES = []  # names for pip; a missing one is an error that names the install command
 
@@ -115,7 +112,7 @@ class @CLASS@(ToolEnvironment):
     + _LOAD
     + """
     def compute_reward(self, state, eos_token=""):
-        correct = extract_answer_tags(state.trajectory[-1].completion) == state.sample.answer
+        correct = extract_answer_tags(state.trajectory[-1].text) == state.sample.answer
         return RewardResult(
             total_reward=float(correct),
             sample_metrics={"correct": float(correct), **self.get_tool_metrics(state)},

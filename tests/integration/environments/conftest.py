@@ -1,4 +1,4 @@
-"""A tokenizer over bytes, and pools over the environments in `environments_for_tests`."""
+"""A tokenizer over bytes, and pools over the environments in `environments_for_tests` and `outside_folders`."""
 
 from pathlib import Path
 
@@ -10,6 +10,8 @@ from telescope.environments.worker_pool.messages import EnvironmentSpec, Rendere
 from telescope.environments.worker_pool.pool import EnvironmentPool
 
 ENVIRONMENTS = Path(__file__).parent / "environments_for_tests"
+OUTSIDE = Path(__file__).parent / "outside_folders"
+"""Folders as users of the published interface write them."""
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -76,7 +78,7 @@ async def make_pool(launcher, tokenizer_path, tmp_path):
             renderer=RendererSpec(tokenizer_path),
             num_workers=num_workers,
             timeout_seconds=timeout_seconds,
-            environments_path=[ENVIRONMENTS],
+            environments_path=[ENVIRONMENTS, OUTSIDE],
             log_dir=tmp_path / f"logs-{len(pools)}",
             launcher=launcher,
             **options,

@@ -1,0 +1,328 @@
+"""What folders that were written for the published interface expect: imports, order of calls, state, construction."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.unit.environments.turns import finish, play, step
+
+import telescope.environments
+from telescope.environments import MultiTurnEnvironment, RewardResult, RolloutState, Sample, SingleTurnEnvironment
+from telescope.environments.local_rollout import Answer, roll_out_item
+from telescope.environments.registry import get_environment, make_environment
+from telescope.environments.worker_pool.conversations import take_turn
+from telescope.errors import UserError
+from telescope.evals import get_eval
+
+OUTSIDE = Path(__file__).parents[2] / "integration" / "environments" / "outside_folders"
+
+
+def outside(name, **kwargs):
+    return get_environment(name, environments_path=[OUTSIDE], **kwargs)
+
+
+def answers(*texts):
+    """An answerer that gives these texts, one per turn."""
+    left = iter(texts)
+    return lambda messages: Answer(text) if (text := next(left, None)) is not None else None
+
+
+# Imports
+
+PUBLISHED_NAMES = re.findall(
+    r"\w+",
+    "Environment BaseEnvironment SingleTurnEnvironment MultiTurnEnvironment ToolEnvironment Sample RewardResult "
+    "EvalMetricsResult RolloutState TrajectoryStep ChatMessage Messages Rubric ToolCall ToolResult func_to_tool_schema "
+    "get_environment list_environments strip_think_tags extract_boxed_answer extract_answer_tags extract_code_block "
+    "extract_xml_tag verify_exact_match verify_math_answer",
+)
+
+
+@pytest.mark.parametrize("name", PUBLISHED_NAMES)
+def test_the_package_exports_the_published_names(name):
+    assert name in telescope.environments.__all__
+    assert getattr(telescope.environments, name) is not None
+
+
+def test_the_package_exports_nothing_else():
+    assert sorted(telescope.environments.__all__) == sorted(PUBLISHED_NAMES)
+    with pytest.raises(AttributeError, match="no attribute 'Enviroment'"):
+        telescope.environments.Enviroment  # noqa: B018
+
+
+def test_importing_the_package_imports_none_of_its_modules():
+    program = (
+        "import sys, telescope.environments\n"
+        "assert not [name for name in sys.modules if name.startswith('telescope.environments.')]\n"
+        "assert not {'numpy', 'pydantic', 'transformers', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+# Multi-turn order
+
+
+class Recorded(MultiTurnEnvironment):
+    """Records the calls that it gets, and answers nothing to "quiet"."""
+
+    def load_dataset(self, num_samples=-1):
+        return [Sample("Go.", "right")]
+
+    def env_response(self, messages, state):
+        self.note(state, "env_response", messages[-1]["content"])
+        state.custom["won"] = messages[-1]["content"] == state.sample.answer
+        return [] if messages[-1]["content"] == "quiet" else [{"role": "user", "content": "No.", "turn_type": "reply"}]
+
+    def is_done(self, state):
+        self.note(state, "is_done", state.trajectory[-1].text)
+        return (True, "won") if state.custom.get("won") else super().is_done(state)
+
+    def compute_reward(self, state, eos_token=""):
+        return RewardResult(float(state.custom["won"]))
+
+    def note(self, state, *call):
+        state.custom.setdefault("calls", []).append(call)
+
+
+class Thrifty(Recorded):
+    checks_done_first = True
+
+
+def test_env_response_comes_before_is_done_and_sees_every_answer():
+    state, _ = play(Recorded(max_turns=2), Sample("Go.", "right"), "wrong", "right")
+    assert state.custom["calls"] == [
+        ("env_response", "wrong"), ("is_done", "wrong"), ("env_response", "right"), ("is_done", "right"),
+    ]  # fmt: skip
+
+
+def test_a_win_with_the_last_answer_counts():
+    environment = Recorded(max_turns=2)
+    state, _ = play(environment, Sample("Go.", "right"), "wrong", "right")
+    assert (state.stop_reason, environment.compute_reward(state).total_reward) == ("won", 1.0)
+    assert roll_out_item(environment, 0, answers("wrong", "right")).score["total_reward"] == 1.0
+
+
+def test_env_response_sees_an_answer_that_was_cut_off():
+    environment = Recorded()
+    state = environment.create_initial_state(Sample("Go.", "right"))
+    state.trajectory.append(step("wro", is_truncated=True))
+    reply = finish(take_turn(environment, state))
+    assert (reply.done, reply.reason, state.custom["calls"][0]) == (True, "truncated", ("env_response", "wro"))
+
+
+def test_an_empty_response_does_not_end_a_rollout():
+    state, responses = play(Recorded(), Sample("Go.", "right"), "quiet", "right")
+    assert (state.num_turns, responses) == (2, [[]])
+
+
+def test_the_default_is_done_ends_at_max_turns_with_the_published_reason():
+    state, _ = play(Recorded(max_turns=2), Sample("Go.", "right"), "a", "b", "c")
+    assert (state.num_turns, state.stop_reason) == (2, "max_turns_reached")
+
+
+def test_a_class_attribute_saves_the_last_response():
+    state, _ = play(Thrifty(max_turns=1), Sample("Go.", "right"), "right")
+    assert state.custom["calls"] == [("is_done", "right")]
+    assert state.stop_reason == "max_turns_reached"
+
+
+def test_messages_may_have_a_turn_type():
+    played = roll_out_item(Recorded(), 0, answers("wrong", "right"))
+    assert played.messages[2] == {"role": "user", "content": "No.", "turn_type": "reply"}
+
+
+# State
+
+
+def test_a_completion_is_a_list_with_one_assistant_message():
+    state, _ = play(Recorded(), Sample("Go.", "right"), "wrong", "right")
+    first, second = state.trajectory
+    assert first.completion == [{"role": "assistant", "content": "wrong"}]
+    assert first.prompt == [{"role": "user", "content": "Go."}]
+    assert second.prompt[:2] == first.prompt + first.completion
+
+
+def test_the_state_joins_ids_and_logprobs_of_all_answers():
+    state = RolloutState(Sample(""), "x")
+    state.trajectory = [step("a", completion_token_ids=[1, 2], completion_logprobs=[-0.5, -1.0])]
+    state.trajectory.append(step("b", completion_token_ids=[3], completion_logprobs=[-2.0]))
+    assert (state.get_full_completion_ids(), state.get_full_logprobs()) == ([1, 2, 3], [-0.5, -1.0, -2.0])
+
+
+def test_samples_states_and_steps_take_further_attributes():
+    for instance in (Sample(""), RolloutState(Sample(""), "x"), step("a")):
+        instance.flavor = "sweet"
+        assert instance.flavor == "sweet"
+
+
+def test_samples_know_their_environment():
+    assert outside("number_game").get_sample(3).metadata["_env_name"] == "number_game"
+    assert get_eval("long_sentences", environments_path=[OUTSIDE]).get_sample(0).metadata["_env_name"] == (
+        "graded_sentence"
+    )
+
+
+# Construction
+
+
+class Question(SingleTurnEnvironment):
+    def __init__(self, depth=1, **kwargs):
+        super().__init__(**kwargs)
+        self.depth = depth
+
+    def load_dataset(self, num_samples=-1, min_difficulty=0, **kwargs):
+        return [Sample("q", str(min_difficulty))]
+
+    def compute_reward(self, completion, sample, eos_token=""):
+        return RewardResult(0.0)
+
+
+class Dropping(Question):
+    def __init__(self, depth=1, **kwargs):
+        super().__init__(depth=depth)
+
+
+class Closed(Question):
+    def __init__(self, depth=1):
+        self.depth = depth
+
+
+@pytest.mark.parametrize("cls", [Question, Closed, Recorded])
+def test_every_environment_takes_an_end_token_and_a_thinking_prefix(cls):
+    environment = make_environment(cls, "x", {"eos_token": "<end>", "add_thinking_prefix": True})
+    assert (environment.eos_token, environment.add_thinking_prefix) == ("<end>", True)
+    unset = make_environment(cls, "x", {"eos_token": None, "add_thinking_prefix": None})
+    assert (unset.eos_token, unset.add_thinking_prefix, unset._notices) == ("", False, ())
+
+
+@pytest.mark.parametrize("cls", [Question, Closed, Dropping, Recorded])
+def test_a_keyword_that_nothing_names_becomes_an_attribute_and_is_reported(cls):
+    environment = make_environment(cls, "x", {"flavor": "sweet", "crust": 3})
+    assert (environment.flavor, environment.crust) == ("sweet", 3)
+    assert environment._notices == (
+        "The environment 'x' received flavor, crust as attributes: neither its constructor nor its load_dataset names "
+        "them.",
+    )
+
+
+def test_a_keyword_of_the_constructor_or_of_load_dataset_is_not_reported():
+    environment = make_environment(Question, "x", {"depth": 2, "min_difficulty": 5, "system_prompt": None})
+    assert (environment.depth, environment.get_sample(0).answer, environment._notices) == (2, "5", ())
+
+
+def test_attributes_are_there_when_the_constructor_continues():
+    assert outside("graded_sentence", flavor="sweet").flavor == "sweet"
+
+    class Early(Question):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.doubled = self.flavor * 2
+
+    assert make_environment(Early, "x", {"flavor": "a"}).doubled == "aa"
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "meant"),
+    [(Recorded, "max_turn", "max_turns"), (Question, "sytem_prompt", "system_prompt"), (Closed, "dept", "depth")],
+)
+def test_a_near_miss_is_an_error_with_the_right_name(cls, given, meant):
+    with pytest.raises(UserError, match=f"has no keyword argument '{given}' \\(did you mean '{meant}'"):
+        make_environment(cls, "x", {given: 1})
+
+
+def test_another_word_in_a_name_is_not_a_near_miss():
+    environment = make_environment(Question, "x", {"max_difficulty": 3})
+    assert environment.max_difficulty == 3
+
+
+def test_a_keyword_cannot_hide_a_method():
+    with pytest.raises(UserError, match="cannot take the keyword argument 'get_sample'"):
+        make_environment(Question, "x", {"get_sample": 1})
+
+
+@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("sets", [True, False])
+def test_load_dataset_returns_the_samples_or_sets_them_or_both(returns, sets):
+    class Loaded(Question):
+        def load_dataset(self, num_samples=-1):
+            samples = [Sample("a"), Sample("b")]
+            if sets:
+                self._samples = samples
+            return samples if returns else None
+
+    environment = make_environment(Loaded, "x", {})
+    if returns or sets:
+        assert (len(environment), environment.get_sample(1).prompt) == (2, "b")
+    else:
+        with pytest.raises(UserError, match="load_dataset of 'x' returned no samples"):
+            len(environment)
+
+
+class Template:
+    """Stands in for a tokenizer, and writes messages as `[role]content`."""
+
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, enable_thinking=True):
+        assert not tokenize and add_generation_prompt
+        return "".join(f"[{m['role']}]{m['content']}" for m in messages) + ("[assistant]" if enable_thinking else "[-]")
+
+
+def test_a_prompt_is_the_system_message_then_instruction_and_question_then_the_opened_thought():
+    environment = Question(system_prompt="S", instruction_prompt="I", add_thinking_prefix=True)
+    assert environment.format_prompt("q", Template()) == "[system]S[user]I\n\nq[assistant]<think>"
+    assert environment.format_prompt("q", Template(), add_thinking_prefix=False) == "[system]S[user]I\n\nq[assistant]"
+    bare = Question().format_prompt("q", Template(), None, {"enable_thinking": False})
+    assert bare == "[user]q[-]"
+
+
+# Evals
+
+
+def test_an_eval_filters_the_samples_of_its_environment():
+    evaluation = get_eval("long_sentences", environments_path=[OUTSIDE])
+    assert [evaluation.get_sample(i).answer for i in range(len(evaluation))] == ["observatory", "eclipse"]
+    assert type(evaluation.env).__name__ == "GradedSentence"
+
+
+def test_unknown_attributes_of_an_eval_are_those_of_its_environment():
+    evaluation = get_eval("long_sentences", environments_path=[OUTSIDE], crust=3)
+    assert (evaluation.flavor, evaluation.crust) == ("plain", 3)
+    assert evaluation.rubric is evaluation.env.rubric
+    with pytest.raises(AttributeError, match="topping"):
+        evaluation.topping  # noqa: B018
+    with pytest.raises(UserError, match="did you mean 'instruction_prompt'"):
+        get_eval("long_sentences", environments_path=[OUTSIDE], instruction_promt="I")
+
+
+# Folders from outside
+
+
+def test_an_outside_game_that_judges_in_env_response_is_won_with_its_last_guess():
+    environment = outside("number_game")
+    number = environment.get_sample(0).answer
+    wrong = "1" if number != "1" else "2"
+    played = roll_out_item(environment, 0, answers(wrong, wrong, number))
+    assert (played.score["total_reward"], played.end_reason) == (1.0, "won")
+    assert played.score["sample_tags"] == {"environment": "number_game", "end": "won"}
+    lost = roll_out_item(environment, 0, answers(wrong, wrong, wrong, number))
+    assert (lost.score["total_reward"], lost.end_reason) == (0.0, "max_turns_reached")
+
+
+def test_an_outside_rubric_is_not_rescaled():
+    environment = outside("graded_sentence", flavor="sweet")
+    played = roll_out_item(environment, 0, answers("a comet is not a star !"))
+    assert played.messages[0]["content"] == "Write one sentence with this word.\n\ncomet"
+    assert played.score["total_reward"] == pytest.approx(1.7)
+    assert played.score["sample_metrics"] == {"has_word": 1.0, "num_words": 7.0, "num_exclamations": 1.0}
+    assert (played.score["golden_answers"], played.score["sample_tags"]) == ({"has_word": "comet"}, {"flavor": "sweet"})
+
+
+def test_an_outside_tool_is_called_in_the_syntax_of_python():
+    environment = outside("unit_tools", unit="imperial")
+    played = roll_out_item(environment, 0, answers("I call to_feet(meters=2.0).", "<answer>6.6</answer>"))
+    assert [m["content"] for m in played.messages if m["role"] == "user"][1] == "[to_feet] 6.6 (imperial)"
+    assert (played.score["total_reward"], played.end_reason) == (1.0, "final_answer")
+    assert played.score["info_turns"] == [{"tool": "to_feet", "result": "6.6", "success": True, "error": None}]

@@ -1,0 +1,178 @@
+"""What tool environments that were written for the published interface expect."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.environments.turns import play
+
+from telescope.environments import RewardResult, Sample, ToolEnvironment
+from telescope.environments.tool_calls import MAX_CALLS
+from telescope.environments.tool_env import parse_function_call_syntax, parse_xml_tool_calls
+
+SAMPLE = Sample("What is 1 + 2?", "3")
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def fail():
+    raise ValueError("no luck")
+
+
+class Sums(ToolEnvironment):
+    def __init__(self, **kwargs):
+        super().__init__(tools=[add, fail], **kwargs)
+
+    def load_dataset(self, num_samples=-1):
+        return [SAMPLE]
+
+    def compute_reward(self, state, eos_token=""):
+        return RewardResult(0.0)
+
+
+def respond(environment, answer):
+    """The response to one answer, and the state."""
+    state, _ = play(environment, SAMPLE, answer, "The end.")
+    return state.trajectory[1].prompt[-1] if state.num_turns == 2 else None, state
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+FAILURE = '<tool_call>{"name": "fail", "arguments": {}}</tool_call>'
+
+
+def test_results_go_back_as_one_user_message():
+    for answer, text in (
+        (CALL, "[add] 3"),
+        (FAILURE, "[fail] Error: ValueError: no luck"),
+        (CALL + FAILURE, "Tool 1: [add] 3\nTool 2: [fail] Error: ValueError: no luck"),
+        (CALL.replace("add", "sub"), "[sub] Error: there is no tool 'sub'. The tools are: add, fail."),
+    ):
+        assert respond(Sums(), answer)[0] == {"role": "user", "content": text}
+
+
+def test_a_class_attribute_chooses_the_tool_role():
+    class InToolRole(Sums):
+        tool_role = "tool"
+
+    state, _ = play(InToolRole(), SAMPLE, CALL + FAILURE, "The end.")
+    assert state.trajectory[1].prompt[-2:] == [
+        {"role": "tool", "content": "3", "name": "add"},
+        {"role": "tool", "content": "Error: ValueError: no luck", "name": "fail"},
+    ]
+
+
+def test_an_answer_without_a_call_gets_no_response_and_ends_the_rollout():
+    state, responses = play(Sums(), SAMPLE, "It is 3.", "more")
+    assert (state.num_turns, state.stop_reason, responses) == (1, "final_answer", [])
+
+
+def test_a_call_in_the_last_turn_is_run_and_counted():
+    state, _ = play(Sums(max_turns=1), SAMPLE, CALL)
+    assert (state.stop_reason, state.custom["tool_success_count"]) == ("max_turns_reached", 1)
+
+
+def test_overridden_methods_of_the_conversation_are_called():
+    class Worded(Sums):
+        def format_tool_result(self, result):
+            return f"<{result.result}>"
+
+        def format_multiple_tool_results(self, results):
+            return " and ".join(map(self.format_tool_result, results))
+
+        def _build_tools_prompt_section(self):
+            return "Call add."
+
+    assert respond(Worded(), CALL)[0]["content"] == "<3>"
+    assert respond(Worded(), CALL + CALL)[0]["content"] == "<3> and <3>"
+    messages = Worded(system_prompt="S").get_initial_prompt(SAMPLE)
+    assert messages[0] == {"role": "system", "content": "S\n\nCall add."}
+
+
+def test_tools_are_a_list_with_a_map_and_schemas():
+    environment = Sums()
+    assert environment.tools == [add, fail]
+    assert environment.tool_map == {"add": add, "fail": fail}
+    assert [schema["function"]["name"] for schema in environment.tool_schemas] == ["add", "fail"]
+
+
+def test_the_state_counts_calls_and_keeps_results():
+    environment = Sums()
+    assert environment.create_initial_state(SAMPLE).custom == {
+        "tool_calls": [], "tool_results": [], "tool_success_count": 0, "tool_error_count": 0, "tools_by_name": {},
+    }  # fmt: skip
+    _, state = respond(environment, CALL + FAILURE + CALL)
+    assert state.custom["tool_calls"][0] == {"tool": "add", "name": "add", "arguments": {"a": 1, "b": 2}}
+    assert state.custom["tool_results"][:2] == [
+        {"tool": "add", "result": 3, "success": True, "error": None},
+        {"tool": "fail", "result": None, "success": False, "error": "ValueError: no luck"},
+    ]
+    assert (state.custom["tool_success_count"], state.custom["tool_error_count"]) == (2, 1)
+    assert state.custom["tools_by_name"] == {"add": 2, "fail": 1}
+
+
+def test_tool_metrics_count_in_integers():
+    _, state = respond(Sums(), CALL + FAILURE)
+    metrics = Sums().get_tool_metrics(state)
+    assert metrics == {
+        "total_tool_calls": 2, "tool_success_count": 1, "tool_error_count": 1, "tool_success_rate": 0.5,
+        "unique_tools_used": 2, "add_calls": 1, "fail_calls": 1,
+    }  # fmt: skip
+    assert {type(value) for name, value in metrics.items() if name != "tool_success_rate"} == {int}
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("add(a=1, b=2)", "[add] 3"),
+        ("I need add(1, 2) here.", "[add] 3"),
+        ("add(a=1) and add(a=-2, b=5)", "Tool 1: [add] 2\nTool 2: [add] 3"),
+        ('<function=add>{"a": 4}</function>', "[add] 5"),
+        ("add(a=x)", "[add] Error: The call of add cannot be read (ValueError): write it as add(parameter=value) with"),
+        ("add(1, b=2)", "[add] Error: The call of add cannot be read: write it as add(parameter=value) with"),
+        ("add(a=1", "[add] Error: The call of add has no closing parenthesis."),
+        ("add(a=__import__('os').getpid())", "[add] Error: The call of add cannot be read (ValueError)"),
+        ("add(c=1)", "[add] Error: add: a is missing; c is not a parameter. It takes: a, b."),
+    ],
+)
+def test_the_function_format_reads_python_calls_with_literals(answer, text):
+    assert respond(Sums(tool_call_format="function"), answer)[0]["content"].startswith(text)
+
+
+@pytest.mark.parametrize("answer", ["f(x=1) is 2.", "obj.add(a=1)", "<think>add(a=1)</think>3", "to add (1 and 2)", ""])
+def test_other_parentheses_are_no_calls_of_the_function_format(answer):
+    state, _ = play(Sums(tool_call_format="function"), SAMPLE, answer, "more")
+    assert (state.num_turns, state.stop_reason) == (1, "final_answer")
+
+
+def test_the_parsers_of_both_forms_can_be_called_by_themselves():
+    (call,) = parse_xml_tool_calls(f"<tool_call>broken</tool_call> {CALL}")
+    assert (call.name, call.arguments) == ("add", {"a": 1, "b": 2})
+    text = 'search(query="a (b) \\" c", tags=["x", \'y)\'], limit=None) or run(code="""print("hi")\nprint(2)""")'
+    search, run = parse_function_call_syntax(text)
+    assert (search.name, search.arguments) == ("search", {"query": 'a (b) " c', "tags": ["x", "y)"], "limit": None})
+    assert (run.name, run.arguments) == ("run", {"code": 'print("hi")\nprint(2)'})
+    assert [call.name for call in parse_function_call_syntax("f(1) g(x) h(a=1)")] == ["f", "h"]
+    assert [call.name for call in parse_function_call_syntax("f(1) g(2) h(a=1)", ["g"])] == ["g"]
+
+
+def test_a_loop_of_python_calls_is_not_run_without_end():
+    calls = Sums(tool_call_format="function").parse_tool_calls("add(a=1) " * 1000)
+    assert len(calls) == MAX_CALLS + 1
+    assert "936 more calls were not read" in calls[-1].error
+
+
+@given(st.text(alphabet="fad(=)[]{}\"'\\,:1 \n#", max_size=300))
+def test_no_text_makes_the_function_format_raise(text):
+    for names in (None, ["f", "add"]):
+        parse_function_call_syntax(text, names)
+    assert all(call.error or call.name for call in Sums(tool_call_format="function").parse_tool_calls(text))
+
+
+@pytest.mark.parametrize("unit", ["add(", 'add("', "add([{", "add('\"", 'add("""'])
+def test_unclosed_calls_are_given_up_soon(unit):
+    calls = Sums(tool_call_format="function").parse_tool_calls(unit * 20_000)
+    assert len(calls) < 10
