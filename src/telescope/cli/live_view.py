@@ -1,7 +1,7 @@
-"""The live view of a run in a terminal, and the plain lines that stand in for it elsewhere.
+"""The live view of a run in a terminal, and the lines that replace it elsewhere.
 
-Reads `RunStatus` a few times a second on a thread of its own and draws; owns nothing of the run, and can be stopped at
-any time without consequence for it.
+Reads `RunStatus` a few times per second in its own thread and draws it. Can be stopped at any time without affecting
+the run.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ REFRESH_PER_SECOND = 4
 LAST_STEPS = 6
 SPARKS = "▁▂▃▄▅▆▇█"
 FRAME_COLUMNS = 6
-"""What the frame and its padding take of a view's width."""
+"""Width of the frame and its padding."""
 COLUMN_GAP = 2
 HINT = " · Ctrl-C ends it cleanly"
 MIN_BAR_COLUMNS = 8
 ALWAYS_SHOWN = ("step", "reward", "tokens/s", "staleness", "seconds")
-"""Columns of the table of steps that every width shows; they come to 44."""
+"""Columns of the step table at every width, 44 characters together."""
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """`values` as a line of at most `width` blocks, each the mean of its share of them, scaled to their own range.
+    """Returns `values` as at most `width` blocks, each the mean of its share, scaled to their range.
 
-    Values that are not finite are left out of the means; a share without any other is a blank.
+    Means leave out values that are not finite. A share without finite values is blank.
     """
     if not values or width <= 0:
         return ""
@@ -54,14 +54,14 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _block(height: float, span: float) -> str:
-    # A range that is not finite (values near the largest float) has no scale either.
+    # A range that is not finite (values near the largest float) has no scale.
     if span <= 0 or not math.isfinite(height / span):
         return SPARKS[0]
     return SPARKS[min(round(height / span * (len(SPARKS) - 1)), len(SPARKS) - 1)]
 
 
 def clock(seconds: float | None) -> str:
-    """`1:02:03`, `2:03`, or a dash when it is not known."""
+    """Formats `1:02:03`, `2:03`, or a dash if unknown."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(max(int(seconds), 0), 60)
@@ -70,10 +70,12 @@ def clock(seconds: float | None) -> str:
 
 
 def render(status: RunStatus, width: int = 100) -> RenderableType:
-    """One frame of the live view, `width` columns wide; narrow ones leave out the less telling numbers."""
+    """Returns one frame, `width` columns wide. Narrow frames leave out the less important numbers."""
     inside = width - FRAME_COLUMNS
     return Panel(
-        Group(_progress(status, inside), Text(), _numbers(status, inside), Text(), _parts(status), *_messages(status)),
+        Group(
+            _progress(status, inside), Text(), _numbers(status, inside), Text(), _components(status), *_messages(status)
+        ),
         title=Text.assemble(("telescope", "bold"), f" · {single_line(status.run_name)}"),
         title_align="left",
         subtitle=Text(_last_columns(plain(status.run_dir), inside - cell_len(HINT)) + HINT if status.run_dir else ""),
@@ -85,7 +87,7 @@ def render(status: RunStatus, width: int = 100) -> RenderableType:
 
 
 def _last_columns(text: str, columns: int) -> str:
-    """The end of a text that is wider than `columns`: that of a path says more than its beginning."""
+    """Returns the end of a text that is wider than `columns`, the informative part of a path."""
     if cell_len(text) <= columns:
         return text
     while text and cell_len(text) >= columns:
@@ -94,7 +96,7 @@ def _last_columns(text: str, columns: int) -> str:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """One line of somebody else's words: no markup is read in it, and what is too long is cut."""
+    """Returns untrusted text as one line, without markup, cut where it is too long."""
     return Text(plain(text).replace("\n", " "), style=style, no_wrap=True, overflow="ellipsis")
 
 
@@ -136,7 +138,7 @@ def _numbers(status: RunStatus, inside: int) -> RenderableType:
 
 
 def _columns_that_fit(summaries: Sequence[StepSummary], inside: int) -> dict[str, list[str]]:
-    """The columns of the table of steps, by name: as many as `inside` holds, the most telling ones first."""
+    """Returns the columns of the step table that fit into `inside`, the most important first."""
     cells: dict[str, list[str]] = {
         "step": [str(s.step + 1) for s in summaries],
         "reward": [f"{s.reward_mean:.3f}" for s in summaries],
@@ -157,7 +159,7 @@ def _columns_that_fit(summaries: Sequence[StepSummary], inside: int) -> dict[str
     return {name: column for name, column in cells.items() if name in chosen}
 
 
-def _parts(status: RunStatus) -> RenderableType:
+def _components(status: RunStatus) -> RenderableType:
     grid = Table.grid(padding=(0, COLUMN_GAP))
     grid.add_column(style="dim", min_width=10)
     grid.add_column()
@@ -180,7 +182,7 @@ def _messages(status: RunStatus) -> list[RenderableType]:
 
 
 def step_line(summary: StepSummary, num_steps: int) -> str:
-    """A finished step as one line, for logs and for terminals that cannot be redrawn."""
+    """Formats a finished step as one line, for logs and pipes."""
     return (
         f"step {summary.step + 1}/{num_steps}  reward {summary.reward_mean:.3f}  "
         f"{summary.tokens_per_second:,.0f} tokens/s  staleness {summary.staleness_mean:.2f}  "
@@ -190,7 +192,7 @@ def step_line(summary: StepSummary, num_steps: int) -> str:
 
 
 class LiveView:
-    """Shows a run until `stop`. On a terminal it redraws; elsewhere it prints a line per phase, message and step."""
+    """Shows a run until `stop`. Redraws on a terminal; prints a line per phase, message and step elsewhere."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -198,13 +200,13 @@ class LiveView:
         self._thread: threading.Thread | None = None
 
     def start(self, status: RunStatus) -> None:
-        """Begin to show `status`."""
+        """Starts showing `status`."""
         target = self._redraw if self._console.is_terminal else self._print_lines
         self._thread = threading.Thread(target=target, args=(status,), name="live view", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Draw the last state and give the terminal back."""
+        """Draws the last state and releases the terminal."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=5)

@@ -1,4 +1,4 @@
-"""`telescope query`: SQL over the tables of one run or all. Arguments and printing only; `record.query` answers."""
+"""`telescope query`: SQL over the tables of one run or all. Parses arguments and prints; `record.query` answers."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from telescope.utils.suggest import did_you_mean
 from telescope.utils.text import plain
 
 EXIT_INCOMPLETE = 1
-"""Rows are missing from the answer because files that held them are damaged."""
+"""Exit code when rows are missing because files are damaged."""
 
 LATEST = "latest"
-"""A name for `--run` that means the run that started last."""
+"""Value of `--run` for the run that started last."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Register the subcommand on `telescope`'s parser."""
     parser = subparsers.add_parser(
         "query",
-        help="ask runs with SQL",
-        description="Answer a DuckDB query over the tables of one run or of all in a folder, live ones included. "
-        "Exits with 1 when files of a table are damaged and the answer lacks their rows.",
+        help="query runs with SQL",
+        description="Run a DuckDB query over the tables of one run or of all runs in a folder, including live ones. "
+        "Exits with 1 when files are damaged and the answer lacks their rows.",
         epilog="example: telescope query \"select step, reward_mean, metrics['entropy'] from steps\" --run latest",
     )
-    parser.add_argument("sql", nargs="?", help="one statement that reads: SELECT, FROM, WITH, DESCRIBE, SUMMARIZE")
+    parser.add_argument("sql", nargs="?", help="one reading statement: SELECT, FROM, WITH, PIVOT, DESCRIBE, SUMMARIZE")
     parser.add_argument("--tables", action="store_true", help="describe the tables and their columns")
     parser.add_argument(
         "--run", action="append", metavar="PATH|NAME", help="only this run: its folder, its name, or latest; repeatable"
@@ -48,12 +48,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer the query and print the answer. Returns the exit status."""
+    """Runs the query and prints the answer. Returns the exit code."""
     if arguments.tables:
         print(describe_tables())
         return 0
     if not arguments.sql:
-        raise UserError('There is no query. Try: telescope query "select * from runs", or telescope query --tables')
+        raise UserError('No query is given. Try: telescope query "select * from runs", or telescope query --tables')
     runs = choose_runs(arguments.run or [], arguments.root)
     result = Database(runs).execute(arguments.sql)
     print_result(result, arguments.format, sys.stdout)
@@ -61,15 +61,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def choose_runs(wanted: list[str], root: Path) -> list[Run]:
-    """The runs that `wanted` names, as folders, as names below `root` or as `latest`; all in `root` if it is empty.
+    """Returns the runs that `wanted` names (folders, names below `root`, or `latest`), all in `root` if it is empty.
 
-    Raises `UserError` for a name that no run has, or that several have.
+    Raises `UserError` for an unknown or ambiguous name.
     """
     if wanted and all(is_run(Path(name)) for name in wanted):
         return [Run(name) for name in dict.fromkeys(wanted)]
     runs = find_runs(root)
     if not runs:
-        raise UserError(f"No runs in {str(root)!r}: --root names the folder of the runs, --run the folder of one.")
+        raise UserError(
+            f"No runs in {str(root)!r}. Set --root to the folder of the runs, or --run to the folder of one run."
+        )
     return [_choose(name, runs) for name in dict.fromkeys(wanted)] if wanted else runs
 
 
@@ -84,18 +86,20 @@ def _choose(name: str, runs: list[Run]) -> Run:
         return matching[0]
     if matching:
         labels = ", ".join(run.label for run in matching)
-        raise UserError(f"--run {name!r}: {len(matching)} runs have that name. Name one of the folders: {labels}.")
+        raise UserError(f"--run {name!r}: {len(matching)} runs have that name. Use one of the folders: {labels}.")
     known = sorted({run.label for run in runs} | {run.info.name for run in runs if run.info})
     raise UserError(f"--run {name!r}: there is no such run.{did_you_mean(name, known)} `telescope runs` lists them.")
 
 
 def print_result(result: Result, form: str, out: TextIO) -> None:
-    """Print an answer as a `table`, as `csv` with a header line, or as a `json` array of objects."""
+    """Prints an answer as a `table`, as `csv` with a header line, or as a `json` array of objects."""
     if form == "json":
-        json.dump([{name: _plain(value) for name, value in row.items()} for row in result.to_dicts()], out, indent=1)
+        json.dump(
+            [{name: _to_json_value(value) for name, value in row.items()} for row in result.to_dicts()], out, indent=1
+        )
         out.write("\n")
     elif form == "csv":
-        # In a file the values are exact; a terminal would carry out the control sequences in them.
+        # Exact values in a file. A terminal would interpret control sequences.
         shown = plain if out.isatty() else str
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow([shown(name) for name in result.columns])
@@ -111,7 +115,7 @@ def _print_table(result: Result, out: TextIO) -> None:
         table.add_column(Text(plain(name)), justify="right" if numbers else "left", overflow="fold")
     for row in result.rows:
         table.add_row(*(Text(plain(_cell(value, exact=False))) for value in row))
-    # In a file or a pipe, lines are as long as they need to be; in a terminal, long cells fold.
+    # Lines in a file or pipe are as long as needed; a terminal folds long cells.
     console = wide_console(table, out) if not out.isatty() else Console(file=out)
     console.print(table)
     if not result.rows:
@@ -119,22 +123,22 @@ def _print_table(result: Result, out: TextIO) -> None:
 
 
 def _cell(value: Any, *, exact: bool) -> str:
-    """A value as text: for people unless `exact`."""
+    """Returns a value as text, rounded unless `exact`."""
     if value is None:
         return ""
     if isinstance(value, float) and not exact:
         return f"{value:.6g}"
     if isinstance(value, dict | list):
-        return json.dumps(_plain(value), ensure_ascii=False)
+        return json.dumps(_to_json_value(value), ensure_ascii=False)
     return str(value)
 
 
-def _plain(value: Any) -> Any:
-    """A value that JSON can hold: no NaN or infinity, no dates or decimals."""
+def _to_json_value(value: Any) -> Any:
+    """Returns a value that JSON can represent: no NaN or infinity, no dates or decimals."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_json_value(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if isinstance(value, str | int | bool) or value is None else str(value)

@@ -1,4 +1,4 @@
-"""`telescope runs`: the runs in a folder, newest first. Arguments and printing only; `record.reader` reads."""
+"""`telescope runs`: the runs in a folder, newest first. Parses arguments and prints; `record.reader` reads."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from telescope.record.reader import Run, RunSummary, find_runs, newest_first
 from telescope.utils.text import plain
 
 DEFAULT_ROOT = Path("runs")
-"""Where runs lie unless `run_dir` says otherwise."""
+"""Folder of the runs, unless `run_dir` is set."""
 
 _NO_LIMIT = 100_000
-"""Columns of a terminal that no table reaches."""
+"""Terminal columns that no table needs."""
 
 _STATUS_STYLES = {"live": "bold green", "finished": "", "stopped": "yellow", "failed": "red", "dead": "red"}
 
@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
         "runs",
         help="list runs",
         description="List the runs in a folder, newest first: status, steps (of how many), reward of the first and the "
-        "last step, held-out accuracy before and after. A run is dead if its process is gone and never wrote an end.",
+        "last step, held-out accuracy before and after. A run is dead if its process exited without writing an end.",
     )
     parser.add_argument("--root", type=Path, default=DEFAULT_ROOT, help="folder of the runs (default: runs)")
     parser.add_argument("--json", action="store_true", help="print a JSON array instead of a table")
@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the runs. Returns the exit status."""
+    """Prints the runs. Returns the exit code."""
     runs: list[Run] = []
     summaries: list[RunSummary] = []
     if arguments.root != DEFAULT_ROOT or DEFAULT_ROOT.is_dir():
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([as_json(summary) for summary in summaries], indent=1))
     elif not summaries:
-        print(f"No runs in {arguments.root}. `telescope train --config F` makes one; --root names another folder.")
+        print(f"No runs in {arguments.root}. `telescope train --config F` creates one; --root sets another folder.")
     else:
         table = as_table(summaries)
         wide_console(table, sys.stdout).print(table)
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def warn_of_unreadable(runs: Iterable[Run], what: str) -> bool:
-    """Say on stderr how many files of tables `what` lacks. Whether it lacks any."""
+    """Reports on stderr how many unreadable files `what` lacks. Returns whether there are any."""
     num_unreadable = sum(run.num_unreadable for run in runs)
     if num_unreadable:
         files = "1 file of a table" if num_unreadable == 1 else f"{num_unreadable} files of tables"
@@ -71,13 +71,13 @@ def warn_of_unreadable(runs: Iterable[Run], what: str) -> bool:
 
 
 def as_json(summary: RunSummary) -> dict[str, Any]:
-    """A run as JSON values. Times are Unix seconds."""
+    """Returns a run as JSON values. Times are Unix seconds."""
     values = {name: getattr(summary, name) for name in RunSummary.__slots__}
     return {**values, "path": str(summary.path.resolve()), "tags": list(summary.tags)}
 
 
 def as_table(summaries: list[RunSummary]) -> Table:
-    """The runs as a table for a terminal."""
+    """Returns the runs as a table for a terminal."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, justify in (
         *(("name", "left"), ("status", "left"), ("started", "left"), ("steps", "right")),
@@ -99,14 +99,14 @@ def as_table(summaries: list[RunSummary]) -> Table:
 
 
 def wide_console(table: Table, out: TextIO) -> Console:
-    """A console at least as wide as `table`, so that a path stays in one piece and can be copied."""
+    """Returns a console at least as wide as `table`, so that paths are not broken and can be copied."""
     console = Console(file=out)
     needed = Measurement.get(console, console.options.update(width=_NO_LIMIT), table).maximum
     return Console(file=out, width=max(console.width, needed))
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds for people: `12 s`, `4 min 05 s`, `3 h 20 min`."""
+    """Formats seconds: `12 s`, `4 min 05 s`, `3 h 20 min`."""
     if seconds is None:
         return "-"
     whole = round(seconds)
@@ -118,7 +118,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _progress(summary: RunSummary) -> str:
-    """`12/60` steps; without the total once the run has finished them all."""
+    """Formats `12/60` steps, without the total when all are finished."""
     if summary.num_steps is None or summary.steps == summary.num_steps:
         return str(summary.steps)
     return f"{summary.steps}/{summary.num_steps}"

@@ -1,7 +1,7 @@
-"""The run directory: what a run writes about itself, and how it is read back, live or dead.
+"""The run directory: what a run writes, and how it is read while the run goes on or afterwards.
 
-`Recorder` writes, `reader.Run` and `reader.list_runs` read, `tables.TABLES` says what every column means. Needs only
-pyarrow and duckdb; W&B (`wandb_sink`) is optional and nothing waits for it.
+`Recorder` writes. `reader.Run` and `reader.list_runs` read. `tables.TABLES` describes every column. Needs only pyarrow
+and duckdb. W&B (`wandb_sink`) is optional and never blocks a run.
 """
 
 from telescope.record.recorder import Recorder, RecorderHealth

@@ -1,9 +1,10 @@
-"""From rows as Python dictionaries to an Arrow table of a given schema.
+"""Conversion of rows (Python dictionaries) to an Arrow table of a given schema.
 
-Owns the conversion of values, user-made ones included: an environment's metric may be a bool, a numpy scalar or a
-string that holds no number. Does not write.
+Values may come from user code: the metric of an environment may be a bool, a numpy scalar or a string that holds no
+number.
 
-Invariant: a batch of rows always converts. What cannot become its column's type is null, and is named in `problems`.
+Invariant: a batch of rows always converts. A value that does not fit its column becomes null and is named in
+`problems`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from telescope.record.tables import Table
 
 
 def rows_to_table(table: Table, rows: Sequence[Mapping[str, Any]]) -> tuple[pa.Table, dict[str, str]]:
-    """Rows as an Arrow table, and for each column with a value that did not fit, what the value was.
+    """Returns the rows as an Arrow table, and for each column the first value that did not fit.
 
-    Missing keys are null. Columns are converted as a whole; a column that does not convert so is converted value by
-    value, because one odd value must not cost the others.
+    Missing keys are null. A column that cannot be converted as a whole is converted value by value, so that one odd
+    value does not lose the others.
     """
     arrays: list[pa.Array] = []
     problems: dict[str, str] = {}
@@ -32,7 +33,7 @@ def rows_to_table(table: Table, rows: Sequence[Mapping[str, Any]]) -> tuple[pa.T
 
 
 def conform(data: pa.Table, schema: pa.Schema) -> pa.Table:
-    """`data` in the columns of `schema`: those it lacks are null, those it has beyond are left out."""
+    """Returns `data` with the columns of `schema`: missing ones are null, others are dropped."""
     columns = [
         data.column(field.name).cast(field.type)
         if field.name in data.column_names
@@ -50,30 +51,32 @@ def _column(values: list[Any], arrow_type: pa.DataType, name: str, problems: dic
             return _arrays_column(values, arrow_type)
         return pa.array(values, type=arrow_type)
     except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError):
-        pass  # Some value does not fit as it is: below, each is coerced by itself, and what cannot be is reported.
-    report = Report(name, problems)
+        pass  # Some value does not fit: below, each value is coerced by itself, and failures are reported.
+    report = ProblemReport(name, problems)
     return pa.array([_fit(value, arrow_type, report) for value in values], type=arrow_type)
 
 
 def _arrays_column(values: list[Any], arrow_type: pa.DataType) -> pa.Array:
-    """A list column from one-dimensional numpy arrays. Per-token arrays are most of what is recorded; Arrow's own
-    conversion boxes each number, which takes 50 times as long. Raises `ValueError` where a value would change."""
-    import numpy as np  # Here, because a reader of records needs none of this.
+    """Returns a list column made of one-dimensional numpy arrays. Raises `ValueError` if a value would change.
 
-    parts = [np.empty(0, np.int32) if value is None else np.asarray(value) for value in values]
-    if any(part.ndim != 1 for part in parts):
+    Most recorded data is per-token arrays. Arrow's own conversion boxes each number, which takes 50 times as long.
+    """
+    import numpy as np  # Imported here, because readers of a record do not need it.
+
+    arrays = [np.empty(0, np.int32) if value is None else np.asarray(value) for value in values]
+    if any(array.ndim != 1 for array in arrays):
         raise ValueError("a list of numbers is expected")
-    flat = np.concatenate(parts)
+    flat = np.concatenate(arrays)
     fitted = flat.astype(arrow_type.value_type.to_pandas_dtype(), casting="unsafe")
     if fitted.dtype.kind == "i" and not np.array_equal(fitted, flat):
         raise ValueError("not whole numbers of that size")
-    ends = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int32)
+    ends = np.cumsum([0, *(len(array) for array in arrays)], dtype=np.int32)
     nulls = np.array([*(value is None for value in values), False])
     return pa.ListArray.from_arrays(pa.array(ends, mask=nulls), pa.array(fitted))
 
 
-class Report:
-    """Remembers the first value of a column that did not fit."""
+class ProblemReport:
+    """Keeps the first value of a column that did not fit."""
 
     def __init__(self, column: str, problems: dict[str, str]) -> None:
         self._column = column
@@ -83,8 +86,8 @@ class Report:
         self._problems.setdefault(self._column, f"{_excerpt(value)} ({error})")
 
 
-def _fit(value: Any, arrow_type: pa.DataType, report: Report) -> Any:
-    """`value` made to fit, or None and a report. In a map or a list, only the entry that does not fit is lost."""
+def _fit(value: Any, arrow_type: pa.DataType, report: ProblemReport) -> Any:
+    """Returns `value` coerced to the type, or None with a report. Maps and lists lose only unfit entries."""
     if value is None:
         return None
     try:
@@ -123,7 +126,7 @@ def _as_integer(value: Any, arrow_type: pa.DataType) -> int:
 
 def _as_text(value: Any) -> str:
     text = value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)
-    # A lone surrogate is a legal Python string and not legal UTF-8; models and user code do produce them.
+    # Models and user code produce lone surrogates, which are valid in a Python string but not in UTF-8.
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 

@@ -1,10 +1,10 @@
-"""Where the parts of a run directory lie, and how a small file is replaced.
+"""The layout of a run directory, and the atomic replacement of small files.
 
-Owns the layout (`config.yaml`, `run.json`, `heartbeat.json`, `summary.json`, `logs/`, `checkpoints/`, `tables/`) and
-atomic replacement. Does not own what is in the files.
+Owns the paths (`config.yaml`, `run.json`, `heartbeat.json`, `summary.json`, `logs/`, `checkpoints/`, `tables/`). Does
+not own the contents.
 
-Invariant: a file that another process may read is written under a hidden name in the same directory and renamed, so
-that a reader sees the old content or the new and nothing between.
+Invariant: a file that another process may read is written under a hidden name in the same directory and then renamed.
+A reader therefore sees the old content or the new content.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import pydantic_core
 
 TEMPORARY_PREFIX = ".writing-"
-"""Start of the names of files that are not complete. Readers pass over them; the next writer removes them."""
+"""Name prefix of incomplete files. Readers ignore them, and the next writer removes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """Paths of a run directory. Nothing is created by asking for one."""
+    """Paths in a run directory. Creates nothing."""
 
     run_dir: Path
 
@@ -42,22 +42,22 @@ class RunFiles:
 
     @property
     def heartbeat(self) -> Path:
-        """Sign of life of the process that records."""
+        """Heartbeat of the recording process."""
         return self.run_dir / "heartbeat.json"
 
     @property
     def summary(self) -> Path:
-        """Results of a run that ended."""
+        """Result of a run that has ended."""
         return self.run_dir / "summary.json"
 
     @property
     def logs(self) -> Path:
-        """Plain log files, one per component."""
+        """Log files, one per component."""
         return self.run_dir / "logs"
 
     @property
     def model(self) -> Path:
-        """The trained model, in Hugging Face form."""
+        """The trained model, in Hugging Face format."""
         return self.run_dir / "model"
 
     @property
@@ -77,12 +77,12 @@ class RunFiles:
 
     @property
     def writer_lock(self) -> Path:
-        """Held by the one process that writes the tables."""
+        """Lock file of the process that writes the tables."""
         return self.tables / ".writer.lock"
 
     @property
     def wandb(self) -> Path:
-        """Parent of what W&B writes."""
+        """Folder of W&B's files."""
         return self.run_dir / "wandb"
 
     def table(self, name: str) -> Path:
@@ -95,12 +95,12 @@ class RunFiles:
 
 
 def temporary_name(path: Path) -> Path:
-    """A name beside `path` that only this process uses, for a file that is not complete yet."""
+    """Returns a name beside `path` for a file of this process that is not complete yet."""
     return path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write `content` to `path` so that readers see the old bytes or the new ones. Raises `OSError`."""
+    """Writes `content` to `path`; readers see the old bytes or the new ones. Raises `OSError`."""
     temporary = temporary_name(path)
     try:
         temporary.write_bytes(content)
@@ -111,33 +111,32 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def replace_json(path: Path, value: Any, *, indent: int | None = 1) -> int:
-    """Replace `path` by `value` as JSON and return the number of bytes. Raises `OSError`.
+    """Replaces `path` with `value` as JSON. Returns the number of bytes. Raises `OSError`.
 
-    Without `indent` it takes a tenth of the time, which matters for long lists: nothing else runs meanwhile.
+    Without `indent` it takes a tenth of the time, which matters for long lists.
     """
     content = _compact(value) if indent is None else None
     if content is None:
-        content = json.dumps(value, indent=indent, default=_plain).encode("utf-8", errors="replace")
+        content = json.dumps(value, indent=indent, default=_to_json_value).encode("utf-8", errors="replace")
     replace_file(path, content + b"\n")
     return len(content) + 1
 
 
 def _compact(value: Any) -> bytes | None:
-    """JSON by a writer that is five times as fast as Python's own; None for text that is no UTF-8, which that one does
-    not write."""
+    """Returns compact JSON, five times as fast as Python's `json`, or None for text that is not valid UTF-8."""
     try:
-        return pydantic_core.to_json(value, inf_nan_mode="constants", fallback=_plain)
+        return pydantic_core.to_json(value, inf_nan_mode="constants", fallback=_to_json_value)
     except ValueError:
         return None
 
 
-def _plain(value: Any) -> Any:
-    """Numpy's numbers and arrays as Python's, anything else as text."""
+def _to_json_value(value: Any) -> Any:
+    """Converts numpy numbers and arrays to Python's, and anything else to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file, or None where there is none. Raises `ValueError` where it is not JSON."""
+    """Returns the content of a JSON file, or None without a file. Raises `ValueError` for invalid JSON."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:

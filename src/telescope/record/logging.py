@@ -1,8 +1,9 @@
-"""Where log lines go: a file per component, the table `logs`, and warnings to the terminal.
+"""Handlers for log lines: a file per component, the table `logs`, and warnings on the terminal.
 
-Owns the handlers on the root logger of a process. Does not own what is said, or the terminal's live view.
+Owns the handlers of the root logger of a process.
 
-Invariants: logging never raises and never waits for the record. A disk that takes no lines is said once, on stderr.
+Invariants: logging never raises and never waits for the record. A disk that cannot take lines is reported once, on
+stderr. Files and the terminal get lines without control sequences.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from telescope.utils.text import plain
 
 _FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)-7s %(process)d %(name)s:%(lineno)d %(message)s"
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%S"
-"""UTC, so that the files of several machines can be merged by time."""
+"""UTC, so that files of several machines can be merged by time."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogHandlers:
-    """What `setup_logging` installed."""
+    """The handlers that `setup_logging` installed."""
 
     handlers: tuple[logging.Handler, ...]
 
     def close(self) -> None:
-        """Take the handlers off again and close the file."""
+        """Removes the handlers and closes the file."""
         for handler in self.handlers:
             logging.getLogger().removeHandler(handler)
             handler.close()
@@ -45,13 +46,13 @@ def setup_logging(
     level: int = logging.INFO,
     console: bool = True,
 ) -> LogHandlers:
-    """Send this process's log lines to `logs/<component>.log`, and to the table `logs` if there is a `recorder`.
+    """Sends this process's log lines to `logs/<component>.log`, and to the table `logs` with a `recorder`.
 
-    `level` holds for Telescope's own loggers; others speak from WARNING on. With `console`, warnings also go to stderr.
-    Replaces what an earlier call in this process installed. Never raises because of the disk.
+    `level` applies to Telescope's own loggers; others log from WARNING on. With `console`, warnings also go to stderr.
+    Replaces the handlers of an earlier call. Never raises because of the disk.
     """
     root = logging.getLogger()
-    LogHandlers(tuple(handler for handler in root.handlers if isinstance(handler, _Ours))).close()
+    LogHandlers(tuple(handler for handler in root.handlers if isinstance(handler, _TelescopeHandler))).close()
     handlers: list[logging.Handler] = [_FileHandler(RunFiles(run_dir).log(component))]
     if recorder is not None:
         handlers.append(_RecordHandler(recorder, component))
@@ -64,18 +65,18 @@ def setup_logging(
 
 
 class _PlainFormatter(logging.Formatter):
-    """Formats lines without control sequences, which whoever reads the log would send to a terminal."""
+    """Formats lines without control sequences, which `cat` would send to the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return plain(super().format(record))
 
 
-class _Ours:
-    """Marks the handlers that a later call of `setup_logging` replaces."""
+class _TelescopeHandler:
+    """Marks the handlers that the next call of `setup_logging` replaces."""
 
 
-class _FileHandler(_Ours, logging.FileHandler):
-    """Appends to a file that is made with its first line. A failing disk is reported once."""
+class _FileHandler(_TelescopeHandler, logging.FileHandler):
+    """Appends to a file, which the first line creates. Reports a failing disk once."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8", errors="replace", delay=True)
@@ -89,24 +90,27 @@ class _FileHandler(_Ours, logging.FileHandler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             if self.stream is None:
-                # Without its parents: a run directory that was removed is not made again for the sake of a log.
+                # Without its parents: a log line does not create a removed run directory again.
                 Path(self.baseFilename).parent.mkdir(exist_ok=True)
             super().emit(record)
         except OSError:
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say once that lines are lost. Called with the exception in flight."""
+        """Reports once that lines are lost. Called while the exception is handled."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
-            super().handleError(record)  # A format string that does not fit its values: logging says where.
+            super().handleError(record)  # A wrong format string: logging prints where.
         elif not self._reported:
             self._reported = True
-            print(f"telescope: {self.baseFilename} cannot be written, its lines are lost: {error}", file=sys.stderr)
+            print(
+                f"telescope: log lines are lost, because {self.baseFilename} cannot be written: {error}",
+                file=sys.stderr,
+            )
 
 
-class _RecordHandler(_Ours, logging.Handler):
-    """A row of `logs` per line."""
+class _RecordHandler(_TelescopeHandler, logging.Handler):
+    """Writes a row of `logs` per line."""
 
     def __init__(self, recorder: Recorder, component: str) -> None:
         super().__init__()
@@ -118,7 +122,7 @@ class _RecordHandler(_Ours, logging.Handler):
         try:
             message = self._formatter.format(record)
         except (TypeError, ValueError):
-            self.handleError(record)  # A format string that does not fit its values: logging says where.
+            self.handleError(record)  # A wrong format string: logging prints where.
             return
         self._recorder.write(
             "logs",
@@ -133,8 +137,8 @@ class _RecordHandler(_Ours, logging.Handler):
         )
 
 
-class _ConsoleHandler(_Ours, logging.StreamHandler[TextIO]):
-    """Warnings on whatever `sys.stderr` is when the line is said: a live view puts itself in front of it."""
+class _ConsoleHandler(_TelescopeHandler, logging.StreamHandler[TextIO]):
+    """Writes warnings to the current `sys.stderr`, which a live view replaces."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self, logging.WARNING)
@@ -142,5 +146,5 @@ class _ConsoleHandler(_Ours, logging.StreamHandler[TextIO]):
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
-        """The stream to write to."""
+        """The current `sys.stderr`."""
         return sys.stderr

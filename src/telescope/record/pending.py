@@ -1,10 +1,10 @@
-"""Rows that wait for the disk: a buffer with a bound, and an order in which rows are given up.
+"""Rows that wait for the disk: a bounded buffer that drops the least important rows first.
 
-Owns the count of rows and bytes, and what is dropped when there are too many. Does not lock, write or wait: the
-recorder calls it under its lock.
+Owns the count of rows and bytes, and which rows are dropped. Does not lock, write or wait: the recorder calls it under
+its lock.
 
-Invariants: neither bound is passed by anything but rows of `Keep.ALWAYS` tables. The cheapest tables lose rows first,
-and of one table the oldest. Every dropped row is counted.
+Invariants: only rows of `Keep.ALWAYS` tables may exceed the bounds. Tables with the lowest `Keep` lose rows first, the
+oldest rows of a table before newer ones. Every dropped row is counted.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from telescope.record.tables import TABLES, Keep
 Row = dict[str, Any]
 
 _VALUE_BYTES = 60
-"""A key and a small value in a dictionary, roughly."""
+"""Approximate size of a key and a small value in a dictionary."""
 _ITEM_BYTES = 36
-"""A number in a Python list, roughly. An array knows its size."""
-
+"""Approximate size of a number in a Python list."""
 
 _COUNTED = frozenset((int, float, bool, type(None)))
-"""Types whose values need no more than their place in the row: most of them, and this runs for every row."""
+"""Types whose values need no further bytes. Checked first, because this runs for every row."""
 
 
 def row_bytes(row: Row) -> int:
-    """About how much memory a row holds. Exact for long texts, which is where memory goes."""
+    """Returns the approximate memory of a row. Exact for long texts, which need most of it."""
     total = _VALUE_BYTES * len(row)
     for value in row.values():
         kind = type(value)
@@ -60,7 +59,7 @@ class PendingRows:
         self._order = sorted((name for name in TABLES if TABLES[name].keep < Keep.ALWAYS), key=_drop_order)
 
     def add(self, table: str, row: Row) -> None:
-        """Append a row, and drop what no longer fits."""
+        """Appends a row, and drops rows that no longer fit."""
         size = row_bytes(row)
         self._rows[table].append((row, size))
         self._added[table] += 1
@@ -70,16 +69,16 @@ class PendingRows:
             self._drop_excess()
 
     def cut(self) -> dict[str, int]:
-        """A mark in every table: `first` with it returns nothing that is added later."""
+        """Marks the end of every table: `first` with the mark ignores rows added later."""
         return dict(self._added)
 
     def first(self, table: str, cut: int, max_rows: int, max_bytes: int) -> list[Row]:
-        """The oldest rows of a table before the mark `cut`, at least one if there is any. They stay in the buffer."""
+        """Returns the oldest rows before the mark `cut`, at least one if there is any. They stay in the buffer."""
         rows: list[Row] = []
-        waiting = self._rows[table]
-        before_cut = cut - (self._added[table] - len(waiting))
+        pending = self._rows[table]
+        before_cut = cut - (self._added[table] - len(pending))
         total = 0
-        for row, size in islice(waiting, max(0, min(before_cut, max_rows))):
+        for row, size in islice(pending, max(0, min(before_cut, max_rows))):
             total += size
             if rows and total > max_bytes:
                 break
@@ -87,19 +86,19 @@ class PendingRows:
         return rows
 
     def written(self, table: str, rows: list[Row]) -> None:
-        """Forget rows that `first` returned and that are on disk now."""
-        # Rows that were dropped while they were being written are not lost after all.
+        """Removes rows that `first` returned and that are on disk now."""
+        # Rows that were dropped while they were being written are on disk and not lost.
         self.dropped[table] -= len(rows) - self._remove(table, rows)
 
-    def give_up(self, table: str, rows: list[Row]) -> None:
-        """Forget rows that `first` returned and that cannot be written; they count as dropped."""
+    def drop(self, table: str, rows: list[Row]) -> None:
+        """Removes rows that `first` returned and that cannot be written. They count as dropped."""
         self.dropped[table] += self._remove(table, rows)
 
     def _remove(self, table: str, rows: list[Row]) -> int:
-        waiting = self._rows[table]
+        pending = self._rows[table]
         done = {id(row) for row in rows}
         removed = 0
-        while waiting and id(waiting[0][0]) in done:
+        while pending and id(pending[0][0]) in done:
             self._pop(table)
             removed += 1
         return removed

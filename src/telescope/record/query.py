@@ -1,11 +1,11 @@
-"""DuckDB over the tables of one run or many: each table is a view with the runs' rows and a column `run`.
+"""DuckDB over the tables of one run or many: each table is a view with all runs' rows and a column `run`.
 
-Owns the views, the guard that lets only reading statements through, and errors that say which name was meant. Does not
-own files (`reader`, `segments`) or printing (`cli.query`).
+Owns the views, the check that a statement only reads, and errors that suggest the right name. Does not own files
+(`reader`, `segments`) or printing (`cli.query`).
 
-Invariants: nothing is written, attached or downloaded, and no file is read but the tables of the runs. A view holds
-each row once and hides superseded steps, as `reader.Run.table` does; files that a live run merges away during a query
-make the query start again, and so do damaged ones, which are left out (`reader.Run.num_unreadable` counts them).
+Invariants: nothing is written, attached or downloaded, and no file is read except the tables of the runs. A view has
+each row once and hides superseded steps, like `reader.Run.table`. A query starts again when a live run merges its files
+away, and when files are damaged; damaged files are left out and counted by `reader.Run.num_unreadable`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import duckdb
 import pyarrow as pa
 
 from telescope.errors import UserError
-from telescope.record.reader import READ_ATTEMPTS, Run, is_whole
+from telescope.record.reader import READ_ATTEMPTS, Run, is_readable
 from telescope.record.segments import superseded_sql
 from telescope.record.tables import IN_FLIGHT, SAMPLES, TABLES
 from telescope.utils.suggest import did_you_mean
 from telescope.utils.text import plain
 
 VIEWS = (*sorted(TABLES), IN_FLIGHT)
-"""What a query can name."""
+"""Views that a query can use."""
 
 _GLOB = re.compile(r"[*?\[]")
-"""Characters of a path that DuckDB would read as a pattern."""
+"""Characters that make a path a pattern for DuckDB."""
 
 _ABOUT_THE_QUERY = (
     duckdb.ParserException,
@@ -42,7 +42,7 @@ _ABOUT_THE_QUERY = (
     duckdb.ConversionException,
     duckdb.OutOfRangeException,
 )
-"""Errors that no damaged file causes; for others, of which it causes many kinds, the files are looked at one by one."""
+"""Errors that a damaged file never causes. For other errors, every file is checked."""
 
 _READING_WORDS = frozenset(("select", "from", "with", "pivot", "unpivot", "values", "describe", "summarize", "("))
 """First words of statements that read."""
@@ -57,26 +57,26 @@ _UNKNOWN_COLUMN = re.compile(r'(?:Referenced column|have a column named) "([^"]+
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The answer to a query: column names, and rows of Python values. Maps are dictionaries, lists are lists."""
+    """Result of a query: column names and rows of Python values. Maps are dictionaries."""
 
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """The rows by column name."""
+        """Returns the rows as dictionaries."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
 
 class Database:
-    """Answers queries over `runs`. Views are made per query, from the files that are there at that moment."""
+    """Answers queries over `runs`. Each query sees the files that exist when it starts."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = list(runs)
 
     def execute(self, sql: str) -> Result:
-        """Answer one reading statement (`SELECT`, `FROM`, `WITH`, `DESCRIBE`, `SUMMARIZE`, `SHOW`, `EXPLAIN`).
+        """Runs one reading statement (`SELECT`, `FROM`, `WITH`, `PIVOT`, `DESCRIBE`, `SUMMARIZE`, `SHOW`, `EXPLAIN`).
 
-        Raises `UserError` for anything else, for SQL that DuckDB refuses, and for unknown tables and columns.
+        Raises `UserError` for other statements, for invalid SQL, and for unknown tables and columns.
         """
         try:
             sql.encode()
@@ -99,9 +99,9 @@ class Database:
                 self._create_views(connection, _mentioned(sql), files)
                 return _fetch(connection, sql)
             except duckdb.Error as error:
-                # A file that was merged away in the meantime is no error: its rows are in another one now.
+                # A file that was merged away meanwhile is no error: its rows are in another file now.
                 replaced = isinstance(error, duckdb.IOException) and not all(path.exists() for _, path in files)
-                again = replaced or (not isinstance(error, _ABOUT_THE_QUERY) and _leave_out_damaged(files))
+                again = replaced or (not isinstance(error, _ABOUT_THE_QUERY) and _exclude_damaged(files))
                 if attempt == READ_ATTEMPTS - 1 or not again:
                     raise
         raise AssertionError("the last attempt returns or raises")
@@ -109,21 +109,21 @@ class Database:
     def _create_views(
         self, connection: duckdb.DuckDBPyConnection, names: Sequence[str], files: list[tuple[Run, Path]]
     ) -> None:
-        """Make the views `names`, and add the files that they read to `files`."""
-        # Tables of ours that the views need lie in a schema of their own, where SHOW TABLES does not list them.
-        connection.execute("CREATE SCHEMA IF NOT EXISTS parts")
+        """Creates the views `names`, and adds the files that they read to `files`."""
+        # Tables behind the views are in their own schema, where SHOW TABLES does not list them.
+        connection.execute("CREATE SCHEMA IF NOT EXISTS loaded")
         for name in names:
-            parts = [f"SELECT '' AS run, * FROM ({_empty(name)})"]
+            selects = [f"SELECT '' AS run, * FROM ({_empty(name)})"]
             for place, run in enumerate(self._runs):
                 if name in TABLES and not TABLES[name].latest_wins:
                     part = _visible_rows(run, name, files)
                 else:
-                    part = f"FROM parts.{name}_{place}"
+                    part = f"FROM loaded.{name}_{place}"
                     connection.register("copied", _small_table(run, name))
-                    connection.execute(f"CREATE OR REPLACE TABLE parts.{name}_{place} AS FROM copied")
+                    connection.execute(f"CREATE OR REPLACE TABLE loaded.{name}_{place} AS FROM copied")
                     connection.unregister("copied")
-                parts.append(f"SELECT {_text(run.label)} AS run, * FROM ({part})")
-            connection.execute(f"CREATE OR REPLACE VIEW {name} AS " + " UNION ALL BY NAME ".join(parts))
+                selects.append(f"SELECT {_text(run.label)} AS run, * FROM ({part})")
+            connection.execute(f"CREATE OR REPLACE VIEW {name} AS " + " UNION ALL BY NAME ".join(selects))
 
 
 def _fetch(connection: duckdb.DuckDBPyConnection, sql: str) -> Result:
@@ -131,27 +131,27 @@ def _fetch(connection: duckdb.DuckDBPyConnection, sql: str) -> Result:
     columns = tuple(relation.columns)
     zoned = [_WITH_TIME_ZONE in str(column_type) for column_type in relation.types]
     if any(zoned):
-        # DuckDB needs another package to make Python's times of these; as text they say the same.
+        # DuckDB needs another package to convert these to Python times, so they are returned as text.
         shown = [f"#{place + 1}{'::VARCHAR' if as_text else ''}" for place, as_text in enumerate(zoned)]
         relation = relation.project(", ".join(shown))
     return Result(columns, relation.fetchall())
 
 
-def _leave_out_damaged(files: Sequence[tuple[Run, Path]]) -> bool:
-    """Read every file, and have its run leave out those that cannot be read. Whether there were any."""
-    damaged = [(run, path) for run, path in files if not is_whole(path)]
+def _exclude_damaged(files: Sequence[tuple[Run, Path]]) -> bool:
+    """Reads every file and excludes unreadable ones from its run. Returns whether there were any."""
+    damaged = [(run, path) for run, path in files if not is_readable(path)]
     for run, path in damaged:
-        run.leave_out(path)
+        run.exclude(path)
     return bool(damaged)
 
 
 def _escaped(path: Path) -> str:
-    """A path that DuckDB does not take for a pattern."""
+    """Returns a path that DuckDB does not read as a pattern."""
     return _GLOB.sub(r"[\g<0>]", str(path))
 
 
 def _visible_rows(run: Run, name: str, files: list[tuple[Run, Path]]) -> str:
-    """A query over the rows of a run's table that no later attempt superseded."""
+    """Returns a query for the rows of a run's table that no later attempt superseded."""
     rows = _all_rows(run, name, files)
     superseded = superseded_sql(run.cutoffs())
     if TABLES[name].by_step:
@@ -172,14 +172,14 @@ def _all_rows(run: Run, name: str, files: list[tuple[Run, Path]]) -> str:
 
 
 def _empty(name: str) -> str:
-    """A query for no rows in the columns of today: segments of an older version may lack some."""
+    """Returns a query for no rows with the current columns; older segments may lack some."""
     columns = TABLES.get(name, SAMPLES).columns
     typed = ", ".join(f'NULL::{_sql_type(column.type)} AS "{column.name}"' for column in columns)
     return f"SELECT {typed} LIMIT 0"
 
 
 def _small_table(run: Run, name: str) -> pa.Table:
-    """`runs` with the status as of now, `attempts`, or what is in flight."""
+    """Returns `runs` with the current status, `attempts`, or the samples in flight."""
     if name == IN_FLIGHT:
         return run.in_flight()
     data = run.table(name)
@@ -190,7 +190,7 @@ def _small_table(run: Run, name: str) -> pa.Table:
 
 
 def describe_tables() -> str:
-    """Every table and column with its type and meaning, as text for a terminal."""
+    """Returns every table and column with type and meaning, as text for a terminal."""
     lines = []
     for name in sorted(TABLES):
         table = TABLES[name]
@@ -205,7 +205,7 @@ def describe_tables() -> str:
 
 
 def type_name(arrow_type: pa.DataType) -> str:
-    """A type as DuckDB writes it, in small letters: `bigint`, `double`, `map(varchar, double)`, `integer[]`."""
+    """Returns a type in DuckDB's notation: `bigint`, `double`, `map(varchar, double)`, `integer[]`."""
     return _sql_type(arrow_type).lower()
 
 
@@ -219,11 +219,11 @@ def _sql_type(arrow_type: pa.DataType) -> str:
 
 
 def _connect(runs: Sequence[Run], folder: Path) -> duckdb.DuckDBPyConnection:
-    """A database that can open the tables of `runs` and no other file. It spills large queries into `folder`.
+    """Opens a database that can read only the tables of `runs`. Large queries spill into `folder`.
 
-    DuckDB lets queries read the folder that it spills into, which is `.tmp` in the working directory by default.
+    DuckDB lets queries read its spill folder, which is `.tmp` in the working directory by default.
     """
-    # Extensions would be fetched from the network, and names be looked up among the variables of this process.
+    # Extensions would be downloaded, and names would be looked up among the variables of this process.
     settings: dict[str, str | bool | int | float | list[str]] = {
         "autoinstall_known_extensions": "false",
         "autoload_known_extensions": "false",
@@ -232,7 +232,7 @@ def _connect(runs: Sequence[Run], folder: Path) -> duckdb.DuckDBPyConnection:
     }
     connection = duckdb.connect(":memory:", config=settings)
     folders = [run.files.tables for run in runs]
-    # What is compared is the text of a path: as it is written in a query, and as it comes out of that.
+    # DuckDB compares the text of a path, both as written and as expanded.
     allowed = dict.fromkeys(text for folder in folders for text in (str(folder), _escaped(folder)))
     connection.execute(f"SET allowed_directories = [{', '.join(map(_text, allowed))}]")
     connection.execute("SET enable_external_access = false")
@@ -244,7 +244,7 @@ def _check_reading(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
     """Raises `UserError` unless `sql` is one statement that only reads."""
     statements = connection.extract_statements(sql)
     if len(statements) != 1:
-        raise UserError(f"The query holds {len(statements)} statements: give one.")
+        raise UserError(f"The query has {len(statements)} statements. Give one.")
     words, inner = _without_explain(sql)
     kind = connection.extract_statements(inner)[0].type.name
     # DuckDB expands a PIVOT without an IN list into several statements, whatever it is part of.
@@ -256,7 +256,7 @@ def _check_reading(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
 
 
 def _without_explain(sql: str) -> tuple[list[str], str]:
-    """The statement without comments before it and without EXPLAIN: its words in lower case, and its text."""
+    """Returns the words (lower case) and the text of a statement without leading comments and EXPLAIN."""
     text = sql.encode()
     starts = [start for start, kind in duckdb.tokenize(sql) if kind != duckdb.token_type.comment]
     words = [_WORD.match(text, start)[0].decode(errors="replace").lower() for start in starts]  # type: ignore[index]
@@ -269,15 +269,15 @@ def _without_explain(sql: str) -> tuple[list[str], str]:
 
 
 def _mentioned(sql: str) -> list[str]:
-    """The views whose names occur in a query, so that no files of other tables are opened."""
+    """Returns the views whose names occur in a query, so that other files are not opened."""
     words = {word.lower() for word in re.findall(r"\w+", sql)}
     wanted = [name for name in VIEWS if name in words]
-    # Lists of tables (SHOW TABLES, the information schema) want to see them all.
+    # SHOW TABLES and the information schema list all views.
     return list(VIEWS) if words & {"show", "information_schema", "duckdb_tables", "duckdb_views"} else wanted
 
 
 def _explain(message: str, sql: str) -> str:
-    """DuckDB's message, with the tables or columns there are when a name was wrong."""
+    """Returns DuckDB's message, with the existing tables or columns if a name is wrong."""
     table = _UNKNOWN_TABLE.search(message)
     if table is not None:
         return f"There is no table {table[1]!r}.{did_you_mean(table[1], VIEWS)}\nThe tables are {', '.join(VIEWS)}."
@@ -303,5 +303,5 @@ def _unknown_column(sql: str, column: str) -> str:
 
 
 def _text(value: str) -> str:
-    """A string as an SQL literal."""
+    """Returns a string as an SQL literal."""
     return "'" + value.replace("'", "''") + "'"

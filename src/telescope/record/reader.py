@@ -1,10 +1,10 @@
-"""Reads run directories: live or dead, complete or cut off. Needs pyarrow and duckdb, and nothing of a running system.
+"""Reader of run directories, of live or ended runs, complete or damaged. Needs only pyarrow and duckdb.
 
-Owns the view of one run's tables, and the list of runs in a folder. Does not write, lock, or keep anything open: a
-reader can be killed at any time and can slow nobody. SQL over several runs is in `query`.
+Owns the view of one run's tables and the list of runs in a folder. Does not write, lock or keep files open, so a reader
+never affects a run. SQL over several runs is in `query`.
 
-Invariants: a read shows a prefix of what was written, each row once, also while the run writes and merges; a later
-read shows that prefix or a longer one. Steps that a later attempt superseded are hidden unless asked for.
+Invariants: a read shows a prefix of what was written, each row once, also while the run writes and merges. A later read
+shows the same prefix or a longer one. Steps that a later attempt superseded are hidden by default.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READ_ATTEMPTS = 10
-"""How often a read starts again because a file it had listed was replaced before it was opened."""
+"""How often a read starts again because a listed file was replaced before it was opened."""
 
 SEARCH_DEPTH = 3
-"""Levels of folders below a root in which runs are looked for."""
+"""Folder levels below a root that are searched for runs."""
 
 _PARQUET_MAGIC = b"PAR1"
 _DAMAGE = (OSError, pa.ArrowException)
-"""What pyarrow raises for a file that it cannot make sense of, among others."""
+"""Errors that pyarrow raises for a damaged file, among others."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A line of `telescope runs`."""
+    """One line of `telescope runs`."""
 
     path: Path
     label: str
-    """The path below the root: unique in one listing."""
+    """The path below the root, unique in one listing."""
     run_id: str
     name: str
     status: str
     """`live`, `dead`, `finished`, `stopped`, `failed`, or `unknown` without a readable `run.json`."""
     started_at: float | None
     duration: float | None
-    """Seconds from the first start to the end, or to the last sign of life."""
+    """Seconds from the first start to the end, or to the last heartbeat."""
     attempt: int
     steps: int
     num_steps: int | None
-    """Steps that the run is to have; None where it does not say."""
+    """Configured number of steps, None if unknown."""
     reward_first: float | None
     reward_last: float | None
     heldout_before: float | None
@@ -73,9 +73,9 @@ class RunSummary:
 
 
 class Run:
-    """One run directory. Opening it costs nothing; every call reads what is there at that moment.
+    """One run directory. Opening it is cheap; every call reads the current files.
 
-    Raises `UserError` if the directory holds no run.
+    Raises `UserError` if the directory contains no run.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], label: str | None = None) -> None:
@@ -85,24 +85,24 @@ class Run:
         self._readable: set[Path] = set()
         if not is_run(self.files.run_dir):
             raise UserError(
-                f"{str(self.files.run_dir)!r} is not a run directory: it holds neither run.json nor tables/. "
+                f"{str(self.files.run_dir)!r} is not a run directory: it has neither run.json nor tables/. "
                 "`telescope runs --root DIR` lists the runs in DIR."
             )
 
     @property
     def info(self) -> RunInfo | None:
-        """`run.json`, or None where it cannot be read."""
+        """Content of `run.json`, or None if it cannot be read."""
         return read_run_json(self.files.run_dir)
 
     @property
     def status(self) -> str:
-        """Status as of now, see `RunSummary.status`."""
+        """Current status, see `RunSummary.status`."""
         return status_now(self.files.run_dir, self.info)
 
     def table(self, name: str, *, columns: Sequence[str] | None = None, all_attempts: bool = False) -> pa.Table:
-        """All rows of a table, in the order of writing.
+        """Returns all rows of a table, in the order of writing.
 
-        Superseded rows are hidden unless `all_attempts`. Of `runs` and `attempts`, the newest row of each key.
+        Hides superseded rows unless `all_attempts` is true. Of `runs` and `attempts`, returns the newest row per key.
         """
         definition = _definition(name)
         cut = {} if all_attempts else self.cutoffs()
@@ -123,15 +123,15 @@ class Run:
         return data.select(list(columns)) if columns is not None else data
 
     def rows_since(self, name: str, cursor: int, columns: Sequence[str] | None = None) -> tuple[pa.Table, int]:
-        """Rows of a table from number `cursor` on, and the cursor for the next call. Superseded rows are included.
+        """Returns the rows of a table from number `cursor` on, and the next cursor. Includes superseded rows.
 
-        Start with 0. Cost grows with what is new: segments that lie before the cursor are not opened.
+        Start with 0. Segments before the cursor are not opened, so the cost depends only on new rows.
         """
         definition = _definition(name)
         return self._read(name, cursor, list(columns) if columns is not None else list(definition.column_names))
 
     def in_flight(self) -> pa.Table:
-        """The samples that are being generated now, in the columns of `samples`. Empty unless the run is live."""
+        """Returns the samples that are being generated, with the columns of `samples`. Empty unless the run is live."""
         rows: list[dict[str, Any]] = []
         if self.files.in_flight.exists() and self.status in ("live", "unknown"):
             try:
@@ -145,11 +145,11 @@ class Run:
         return rows_to_table(SAMPLES, rows)[0]
 
     def attempts(self) -> list[dict[str, Any]]:
-        """The attempts, oldest first."""
+        """Returns the attempts, oldest first."""
         return sorted(self.table("attempts", all_attempts=True).to_pylist(), key=lambda row: row["attempt"] or 0)
 
     def cutoffs(self) -> dict[int, int]:
-        """Per attempt the first step that a later attempt superseded, see `lineage`."""
+        """Returns the first superseded step per attempt, see `segments`."""
         first_steps = {row["attempt"]: row["first_step"] for row in self.attempts() if row["attempt"] is not None}
         if len(first_steps) < 2:
             return {}
@@ -161,13 +161,13 @@ class Run:
         return cutoffs(first_steps)
 
     def sql(self, query: str) -> Result:
-        """Answer a read-only DuckDB query over this run's tables, see `query.Database`."""
+        """Runs a read-only DuckDB query over this run's tables, see `query.Database`."""
         from telescope.record.query import Database
 
         return Database([self]).execute(query)
 
     def summary(self) -> RunSummary:
-        """The run in a line. Reads `run.json`, `summary.json` and two columns of `steps`."""
+        """Summarizes the run. Reads `run.json`, `summary.json` and two columns of `steps`."""
         info = self.info
         steps = self.table("steps", columns=["step", "reward_mean"]).sort_by("step")
         rewards = [value for value in steps["reward_mean"].to_pylist() if value is not None]
@@ -189,14 +189,14 @@ class Run:
             reward_last=rewards[-1] if rewards else None,
             heldout_before=_number(result.get("heldout_before", info.heldout_before if info else None)),
             heldout_after=_number(result.get("heldout_after")),
-            error=single_line(info.error) if info and info.error else None,  # old records hold whole tracebacks
+            error=single_line(info.error) if info and info.error else None,  # old records have whole tracebacks
             project=info.project if info else "",
             tags=tuple(info.tags) if info else (),
         )
 
     @property
     def result(self) -> dict[str, Any]:
-        """`summary.json`, or an empty dictionary."""
+        """Content of `summary.json`, or an empty dictionary."""
         try:
             value = read_json(self.files.summary)
         except (OSError, ValueError) as error:
@@ -205,13 +205,13 @@ class Run:
         return value if isinstance(value, dict) else {}
 
     def segments(self, name: str) -> list[Segment]:
-        """The files that hold a table's rows now, in order, without those that are lost or damaged (a warning each)."""
+        """Returns the current files of a table, in order. Warns of lost and damaged ones and leaves them out."""
         selection = snapshot(self.files.table(name))
         for first, end in selection.gaps:
             self._warn_once(
                 self.files.table(name) / str(first), f"rows {first} to {end} of table {name} are missing from disk"
             )
-        return [segment for segment in selection.segments if self._is_readable(segment)]
+        return [segment for segment in selection.segments if self._ends_like_parquet(segment)]
 
     def _read(self, name: str, cursor: int, columns: list[str]) -> tuple[pa.Table, int]:
         schema = pa.schema([field for field in _definition(name).schema if field.name in columns])
@@ -225,9 +225,9 @@ class Run:
                     except _DAMAGE as error:
                         if not _is_damage(error):
                             raise
-                        self.leave_out(segment.path)
+                        self.exclude(segment.path)
             except FileNotFoundError:
-                # Merged and removed since the listing: its rows are in another file now.
+                # Merged and removed since the listing; its rows are in another file now.
                 if attempt == READ_ATTEMPTS - 1:
                     raise
                 continue
@@ -241,17 +241,17 @@ class Run:
 
     @property
     def num_unreadable(self) -> int:
-        """Files of tables that were lost or damaged, among those that reads of this object came upon."""
+        """Lost or damaged files of tables that reads of this object have found."""
         return len(self._unreadable)
 
-    def leave_out(self, path: Path) -> None:
-        """Read no more from a damaged segment, and warn of it."""
+    def exclude(self, path: Path) -> None:
+        """Excludes a damaged segment from reads and warns of it."""
         match = SEGMENT_NAME.match(path.name)
         rows = f"rows {int(match[1])} to {int(match[2])}" if match else "the rows"
         self._warn_once(path, f"{path} is damaged: {rows} of its table are lost")
 
-    def _is_readable(self, segment: Segment) -> bool:
-        """Whether a file ends as a Parquet file does; one that a power cut left behind does not."""
+    def _ends_like_parquet(self, segment: Segment) -> bool:
+        """Returns whether a file ends like a Parquet file, unlike one from a power failure."""
         if segment.path in self._unreadable:
             return False
         if segment.path in self._readable:
@@ -261,11 +261,11 @@ class Run:
                 file.seek(max(0, segment.num_bytes - len(_PARQUET_MAGIC)))
                 complete = file.read() == _PARQUET_MAGIC
         except FileNotFoundError:
-            return True  # Replaced since the listing; whoever opens it lists again.
+            return True  # Replaced since the listing; opening it leads to a new listing.
         if complete:
             self._readable.add(segment.path)
         else:
-            self.leave_out(segment.path)
+            self.exclude(segment.path)
         return complete
 
     def _warn_once(self, what: Path, message: str) -> None:
@@ -275,19 +275,19 @@ class Run:
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a directory is a run's."""
+    """Returns whether a directory is a run directory."""
     files = RunFiles(directory)
     return files.run_json.is_file() or files.tables.is_dir()
 
 
 def find_runs(root: str | os.PathLike[str]) -> list[Run]:
-    """The runs in `root` and up to `SEARCH_DEPTH` levels below it, or `root` itself if it is one.
+    """Returns the runs in `root` and up to `SEARCH_DEPTH` levels below it, or `root` itself if it is a run.
 
     Raises `UserError` if `root` does not exist.
     """
     top = Path(root)
     if not top.is_dir():
-        raise UserError(f"--root {str(root)!r} is not a folder: name the folder that holds the run directories.")
+        raise UserError(f"--root {str(root)!r} is not a folder. Name the folder of the run directories.")
     if is_run(top):
         return [Run(top)]
     found: list[Run] = []
@@ -310,12 +310,12 @@ def find_runs(root: str | os.PathLike[str]) -> list[Run]:
 
 
 def list_runs(root: str | os.PathLike[str]) -> list[RunSummary]:
-    """The runs in `root`, newest first. Raises `UserError` if there is no such folder."""
+    """Returns the runs in `root`, newest first. Raises `UserError` if the folder does not exist."""
     return newest_first(run.summary() for run in find_runs(root))
 
 
 def newest_first(summaries: Iterable[RunSummary]) -> list[RunSummary]:
-    """By their start; those that do not say it come last."""
+    """Sorts by start time; runs without one come last."""
     return sorted(summaries, key=lambda run: -(run.started_at or 0.0))
 
 
@@ -333,8 +333,8 @@ def _read_segment(segment: Segment, cursor: int, schema: pa.Schema) -> pa.Table:
     return conform(data, schema).slice(max(0, cursor - segment.first))
 
 
-def is_whole(path: Path) -> bool:
-    """Whether all of a segment can be read. True for one that is not there any more."""
+def is_readable(path: Path) -> bool:
+    """Returns whether all of a segment can be read. True for a removed one."""
     try:
         with pq.ParquetFile(path) as file:
             file.read()
@@ -348,7 +348,7 @@ def is_whole(path: Path) -> bool:
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether pyarrow complains of a file's content; an error of the system has a number."""
+    """Returns whether the content of the file caused the error. A system error has an errno."""
     return not isinstance(error, OSError) or error.errno is None
 
 
@@ -358,7 +358,7 @@ def _latest(data: pa.Table, key: Sequence[str]) -> pa.Table:
 
 
 def _sample_key(data: pa.Table) -> pa.ChunkedArray:
-    """Attempt and sample as one text. Empty for rows without a sample, which no sample can hide."""
+    """Returns attempt and sample as one text, empty for rows without a sample."""
     key = pc.binary_join_element_wise(data["attempt"].cast(pa.string()), data["sample_id"], ":")
     return pc.fill_null(key, "").combine_chunks()
 

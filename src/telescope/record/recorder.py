@@ -1,17 +1,17 @@
-"""The writer of a run's record: takes rows from any thread and puts them on disk from its own.
+"""The writer of a run's record: accepts rows from any thread and writes them from its own.
 
     any thread --write--> PendingRows --every flush_seconds--> segments   (one thread, the only writer of the tables)
                           (bounded)                            in_flight.json, heartbeat.json
 
-Owns the thread, the pending rows, and what happens when the disk fails. Does not own the format of the files
-(`segments`, `table_writer`) or what rows mean (`tables`).
+Owns the thread, the pending rows, and the behavior when the disk fails. Does not own the format of the files
+(`segments`, `table_writer`) or the meaning of rows (`tables`).
 
 Invariants:
-- `write` neither blocks nor fails because of the disk: a run never waits for its record and never dies of it.
+- `write` neither blocks nor fails because of the disk: a run never waits for its record.
 - Memory is bounded. Past the bound, rows are dropped and counted: telemetry first, then turns, then samples and groups;
   runs, attempts and steps never (`tables.Keep`).
-- What was flushed survives a kill of the process; at most the rows of the last `flush_seconds` are lost.
-- A disk that fails is reported once, loudly, and once more when it works again; rows wait in memory meanwhile.
+- Flushed rows survive a kill of the process; at most the rows of the last `flush_seconds` are lost.
+- A failing disk is reported once, and once more when it works again; rows wait in memory meanwhile.
 - One process writes a run directory. A second one is refused.
 """
 
@@ -37,38 +37,38 @@ from telescope.record.writer_lock import ProcessIdentity, WriterLock
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 30.0
-"""How long a replaced segment stays, so that a query that started before the merge can end."""
+"""How long a replaced segment stays, so that a query from before the merge can finish."""
 
 CLOSING_GRACE_SECONDS = 0.5
-"""The same when the run ends. Longer than a reader's listing may take (`segments.LISTING_SECONDS`)."""
+"""The same at the end of a run. Longer than a reader's listing (`segments.LISTING_SECONDS`)."""
 
 CHUNK_ROWS = 8_192
 CHUNK_BYTES = 32 * 2**20
-"""Largest segment of one flush: bounds what a conversion holds, and what is tried again when the disk is full."""
+"""Largest segment of one flush. Bounds the memory of a conversion and the work of a retry."""
 
 MAX_RETRY_SECONDS = 30.0
-"""Longest time between two tries while the disk fails; the first is one flush interval."""
+"""Longest time between two tries while the disk fails. The first is one flush interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecorderHealth:
-    """How the record is doing."""
+    """State of the recorder."""
 
     error: str | None
-    """Why nothing can be written at the moment; None while all is well."""
+    """Why nothing can be written now, or None."""
     pending_rows: int
     pending_bytes: int
     dropped: dict[str, int]
-    """Rows given up so far, by table."""
+    """Rows dropped so far, by table."""
     written_rows: int
     written_bytes: int
-    """All bytes written so far, merges included."""
+    """Bytes written so far, including merges."""
 
 
 class Recorder:
     """Writes a run's tables. Close it, or use it as a context manager.
 
-    Raises `UserError` if another process is writing this run directory; nothing else, whatever the disk does.
+    Raises `UserError` if another process writes this run directory. Disk errors never raise.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._flushed = threading.Condition(self._lock)
-        self._num_flushes_asked = 0
+        self._num_flushes_requested = 0
         self._num_flushes_done = 0
         self._closing = False
         self._closing_deadline = float("inf")
@@ -106,7 +106,7 @@ class Recorder:
         self._identity = ProcessIdentity.current()
         self._writer_lock = WriterLock(self.files)
         try:
-            self._writer_lock.take()
+            self._writer_lock.acquire()
         except OSError as error:
             self._note_failure(error)
         self._thread = threading.Thread(target=self._run, name="telescope-recorder", daemon=True)
@@ -119,11 +119,10 @@ class Recorder:
         self.close()
 
     def write(self, table: str, row: Mapping[str, Any]) -> None:
-        """Add one row. Thread-safe; returns at once. The row is copied, nested dictionaries included, lists not.
+        """Adds one row. Thread-safe; returns at once. Copies the row and its dictionaries, but not its lists.
 
-        `attempt` is filled in. Missing columns are null. Raises `ValueError` for a table or column that does not exist:
-        that is a mistake in the caller, never a state of the disk. After `close` telemetry is passed over, such as the
-        line that says that the run ended; any other row counts as dropped.
+        Fills in `attempt`. Missing columns are null. Raises `ValueError` for an unknown table or column. After `close`,
+        telemetry is ignored and any other row counts as dropped.
         """
         columns = COLUMN_NAMES.get(table)
         if columns is None:
@@ -144,27 +143,27 @@ class Recorder:
                 self._wake.set()
 
     def set_in_flight(self, rows: list[dict[str, Any]]) -> None:
-        """Replace the list of samples that are being generated now: rows with columns of `samples`. Returns at once."""
+        """Replaces the list of samples that are being generated, rows with columns of `samples`. Returns at once."""
         self.replace_json(self.files.in_flight, {"attempt": self.attempt, "time": time.time(), "rows": rows})
 
     def replace_json(self, path: Path, value: Any) -> None:
-        """Replace a small JSON file at the next flush, after the rows that were written before. Returns at once.
+        """Replaces a small JSON file at the next flush, after the rows written before. Returns at once.
 
-        `value` belongs to the recorder from here on. The last value for a path wins.
+        The caller must not change `value` afterwards. The last value for a path is written.
         """
         with self._lock:
             self._small_files[path] = value
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """Wait until every row written before this call is on disk. False if `timeout` seconds did not do."""
+        """Waits until every row written before this call is on disk. Returns False after `timeout` seconds."""
         with self._flushed:
-            self._num_flushes_asked += 1
-            ticket = self._num_flushes_asked
+            self._num_flushes_requested += 1
+            ticket = self._num_flushes_requested
             self._wake.set()
             return self._flushed.wait_for(lambda: self._num_flushes_done >= ticket, timeout)
 
     def health(self) -> RecorderHealth:
-        """Counters and the error that stands, if any."""
+        """Returns the counters and the current error."""
         with self._lock:
             return RecorderHealth(
                 error=self._error,
@@ -176,10 +175,9 @@ class Recorder:
             )
 
     def close(self, timeout: float = 30.0) -> bool:
-        """Write what is pending, merge what is small, and end the thread. True if every row is on disk.
+        """Writes pending rows, merges small files, and ends the thread. Returns whether every row is on disk.
 
-        Waits `timeout` seconds at most; a disk that hangs longer is left to the daemon thread. Calling it again is
-        harmless.
+        Waits at most `timeout` seconds; after that, a hanging disk blocks only the daemon thread. May be called again.
         """
         with self._lock:
             self._closing = True
@@ -187,20 +185,22 @@ class Recorder:
             self._wake.set()
         self._thread.join(timeout)
         if self._thread.is_alive():
-            logger.error("The record of %s is incomplete: its disk still hangs after %g s", self.files.run_dir, timeout)
+            logger.error(
+                "The record of %s is incomplete: its disk does not respond after %g s", self.files.run_dir, timeout
+            )
             return False
         health = self.health()
         return health.pending_rows == 0 and not health.dropped
 
-    # The rest runs in the recorder's thread.
+    # The methods below run in the recorder's thread.
 
     def _run(self) -> None:
-        retry_seconds = 0.0  # The first cycle comes at once: it makes the folder and gives a sign of life.
+        retry_seconds = 0.0  # The first cycle starts at once: it creates the folder and the heartbeat.
         while True:
             self._wake.wait(retry_seconds)
             self._wake.clear()
             with self._lock:
-                closing, ticket, cut = self._closing, self._num_flushes_asked, self._pending.cut()
+                closing, ticket, cut = self._closing, self._num_flushes_requested, self._pending.cut()
             if self._cycle(cut):
                 retry_seconds = self._flush_seconds
                 with self._flushed:
@@ -213,9 +213,9 @@ class Recorder:
                 return
 
     def _cycle(self, cut: dict[str, int]) -> bool:
-        """Flush the rows before `cut`, and merge a little. False if the disk failed; the rows wait then."""
+        """Flushes the rows before `cut` and merges some files. Returns False if the disk failed; the rows then wait."""
         try:
-            self._writer_lock.take()
+            self._writer_lock.acquire()
             self._write_heartbeat()
             for name in TABLES:
                 self._flush_table(name, cut.get(name, 0))
@@ -238,10 +238,10 @@ class Recorder:
             except OSError:
                 raise
             except Exception:
-                # Not the disk but these rows, or a bug here. Keeping them would stop the record for good.
+                # These rows or a bug are the cause, not the disk. Keeping them would block the record forever.
                 logger.exception("record: %d rows of table %s could not be written and are dropped", len(rows), name)
                 with self._lock:
-                    self._pending.give_up(name, rows)
+                    self._pending.drop(name, rows)
                 continue
             with self._lock:
                 self._pending.written(name, rows)
@@ -249,24 +249,24 @@ class Recorder:
                 self._written_bytes += num_bytes
 
     def _merge(self) -> None:
-        """At most one merge a table, so that a flush is never far away."""
+        """Does at most one merge per table, so that the next flush is not delayed."""
         for name, writer in self._writers.items():
             try:
                 num_bytes = writer.compact()
                 writer.sweep(self._grace_seconds)
             except OSError as error:
-                # Too little space for the merge, say. The rows are on disk already; the merge is tried again.
-                self._log_once(f"merge {name}", "record: small files of table %s stay unmerged: %s", name, error)
+                # For example too little space. The rows are on disk already; the merge is tried again.
+                self._log_once(f"merge {name}", "record: small files of table %s are not merged: %s", name, error)
                 continue
             with self._lock:
                 self._written_bytes += num_bytes
 
     def _finish(self, cut: dict[str, int]) -> None:
-        """The last writes: try again while time is left, merge, and remove what was replaced."""
-        # A folder that was taken away does not come back while somebody waits for the end of the run.
+        """Does the last writes: retries while time is left, merges, and removes replaced files."""
+        # A removed directory is not worth pending for.
         while (
             self._error is not None
-            and not self._writer_lock.folder_is_gone
+            and not self._writer_lock.is_removed
             and time.monotonic() + 1.0 < self._closing_deadline
         ):
             time.sleep(min(1.0, self._flush_seconds))
@@ -295,7 +295,7 @@ class Recorder:
             for writer in self._writers.values():
                 writer.sweep(0.0)
         except OSError as error:
-            logger.warning("record: the small files of %s stay unmerged: %s", self.files.run_dir, error)
+            logger.warning("record: the small files of %s are not merged: %s", self.files.run_dir, error)
 
     def _writer(self, name: str) -> TableWriter:
         if name not in self._writers:
@@ -304,19 +304,19 @@ class Recorder:
 
     def _write_small_files(self) -> None:
         with self._lock:
-            waiting, self._small_files = self._small_files, {}
-        while waiting:
-            path, value = next(iter(waiting.items()))
+            pending, self._small_files = self._small_files, {}
+        while pending:
+            path, value = next(iter(pending.items()))
             try:
                 indent = None if path == self.files.in_flight else 1
                 self._written_bytes += replace_json(path, value, indent=indent)
             except OSError:
                 with self._lock:
-                    self._small_files = waiting | self._small_files
+                    self._small_files = pending | self._small_files
                 raise
             except (TypeError, ValueError, RuntimeError) as error:
                 self._log_once(str(path), "record: %s cannot be written as JSON: %s", path, error)
-            del waiting[path]
+            del pending[path]
 
     def _write_heartbeat(self) -> None:
         now = time.monotonic()
@@ -331,9 +331,9 @@ class Recorder:
             self._error = str(error)
         if first:
             logger.error(
-                "THE RECORD OF THIS RUN CANNOT BE WRITTEN: %s. The run goes on; its rows wait in memory (%d rows or "
-                "%d MiB at most, then the least important are dropped). Make room in %s, make it writable, or put back "
-                "what was taken away.",
+                "THE RECORD OF THIS RUN CANNOT BE WRITTEN: %s. The run continues and keeps its rows in memory (at most "
+                "%d rows or %d MiB, then the least important rows are dropped). Free space in %s, make it writable, or "
+                "restore it.",
                 error,
                 self._pending.max_rows,
                 self._pending.max_bytes // 2**20,
@@ -344,17 +344,17 @@ class Recorder:
         with self._lock:
             recovered, self._error = self._error is not None, None
         if recovered:
-            logger.warning("The record of this run is being written again.")
+            logger.warning("The record of this run is written again.")
         self._report_drops()
 
     def _report_drops(self) -> None:
         dropped = self.health().dropped
         total = sum(dropped.values())
-        # Not at every flush of an overload that lasts: when twice as many are gone, and at the end.
+        # Not at every flush: when the number has doubled, and at the end.
         if total >= 2 * self._reported_drops + 1 or (self._closing and total > self._reported_drops):
             self._reported_drops = total
             counts = ", ".join(f"{count} of {name}" for name, count in sorted(dropped.items()))
-            logger.warning("Rows missing from the record of this run so far: %s", counts)
+            logger.warning("Rows dropped from the record of this run so far: %s", counts)
 
     def _log_once(self, what: str, message: str, *values: object) -> None:
         if what not in self._logged_once:

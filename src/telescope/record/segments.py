@@ -1,24 +1,18 @@
-"""The names of segments, and which of them make up a table.
+"""Names of segments, which segments make up a table, and which rows a resume supersedes.
 
-A segment is an immutable Parquet file that holds the rows `[first, end)` of its table, counted from 0 over the whole
-life of the run, and says so in its name: `000000000128-000000000256.1.parquet`. The last number is its level: 0 as
-flushed, n + 1 for a merge of level n. A merge covers exactly the rows of the files it was made from, which are removed
-a while later.
+A segment is an immutable Parquet file with the rows `[first, end)` of its table, counted from 0 over the whole run. Its
+name has the range and a level: `000000000128-000000000256.1.parquet`. Level 0 is a flush; a merge of level n has level
+n + 1. A merge covers exactly the rows of its inputs, which are removed later.
 
-Owns names, listing, the choice of segments and the choice of what to merge, all without opening a file. Does not read
-or write rows.
+Superseded rows: attempt 1 trained steps 1 to 57 and was killed; attempt 2 continued from the checkpoint after step 50,
+so its first step is 51. Rows of attempt 1 at step 51 or later are then superseded. They stay on disk, and readers hide
+them.
 
-Invariants: the rows on disk are `[0, n)`; a row lies in several files only if one of them covers the others. So names
-alone tell a reader which files to open, whether anything is missing, and where it stopped reading the last time: no
-manifest is needed, and nothing is ever rewritten in place.
+Owns names, listing, the choice of segments and of merges, without opening a file. Does not read or write rows.
 
-Which rows survive a resume: a later attempt supersedes the steps that an earlier one made beyond it.
-
-Attempt 1 trained steps 1 to 57 and died; attempt 2 continued from the checkpoint after step 50, so its first step is
-51. From then on rows of attempt 1 at step 51 or later belong to a past that did not happen. They stay on disk, and
-readers hide them: no rewriting, and the other past can still be looked at.
-
-Owns that rule. Does not read files.
+Invariants: the rows on disk are `[0, n)`. A row lies in several files only if one of them covers the others. Names
+alone therefore show a reader which files to open, whether rows are missing, and which files are new. There is no
+manifest, and no file is rewritten in place.
 """
 
 from __future__ import annotations
@@ -34,22 +28,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 FAN_IN = 16
-"""Segments of one level that are merged into one of the next. A table then has at most 15 files a level, and a row is
-rewritten once a level."""
+"""Segments of one level that are merged into one of the next level. A table has at most 15 files per level, and a row
+is rewritten once per level."""
 
 SEALED_BYTES = 16 * 2**20
-"""A segment of this size is never merged again: a merge costs a bounded amount of work, and where a megabyte or more is
-flushed at a time a row is rewritten once. Larger files would not be read faster."""
+"""A segment of this size is never merged again, which bounds the work of a merge. Larger files are not read faster."""
 
 MAX_LEVEL = 4
-"""Highest level: 16^4 flushes, about 36 hours at one flush in two seconds. Bounds how often a row is rewritten."""
+"""Highest level: 16^4 flushes, about 36 hours at one flush every two seconds. Bounds how often a row is rewritten."""
 
 LISTING_SECONDS = 0.25
-"""A directory listing that took longer is repeated: replaced files live longer than this, so that no listing that
-was quicker can miss both a merge and its inputs."""
+"""A directory listing that took longer is repeated. Replaced files stay longer than this, so a quicker listing cannot
+miss both a merge and its inputs."""
 
 LISTING_ATTEMPTS = 20
-"""Listings until a gap counts as a lost file and not as a race with the writer."""
+"""Listings until a gap counts as a lost file rather than a race with the writer."""
 
 SEGMENT_NAME = re.compile(r"^(\d+)-(\d+)\.(\d+)\.parquet$")
 
@@ -71,17 +64,17 @@ class Segment:
 
     @property
     def sealed(self) -> bool:
-        """Whether it is too large or too often merged to be merged again."""
+        """Whether it is too large, or merged too often, to be merged again."""
         return self.num_bytes >= SEALED_BYTES or self.level >= MAX_LEVEL
 
 
 def segment_name(first: int, end: int, level: int) -> str:
-    """The file name of rows `[first, end)`. Names sort in the order of the rows."""
+    """Returns the file name of rows `[first, end)`. Names sort in the order of the rows."""
     return f"{first:012d}-{end:012d}.{level}.parquet"
 
 
 def list_segments(directory: Path) -> list[Segment]:
-    """All complete segments in `directory`, replaced ones included; empty if there is no such folder."""
+    """Returns all complete segments in `directory`, including replaced ones."""
     segments = []
     try:
         with os.scandir(directory) as entries:
@@ -92,9 +85,9 @@ def list_segments(directory: Path) -> list[Segment]:
                 try:
                     num_bytes = entry.stat().st_size
                 except FileNotFoundError:
-                    # Removed since the listing began, so that what covers it was there before the listing.
+                    # Removed since the listing began, so the segment that covers it was there before.
                     continue
-                first, end, level = (int(part) for part in match.groups())
+                first, end, level = (int(number) for number in match.groups())
                 segments.append(Segment(directory / entry.name, first, end, level, num_bytes))
     except FileNotFoundError:
         return []
@@ -103,7 +96,7 @@ def list_segments(directory: Path) -> list[Segment]:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The segments that hold each row once, in order, and the row ranges `(first, end)` that no file holds."""
+    """Segments that have each row once, in order, and the missing row ranges `(first, end)`."""
 
     segments: tuple[Segment, ...]
     gaps: tuple[tuple[int, int], ...]
@@ -115,7 +108,7 @@ class Selection:
 
 
 def select(segments: Iterable[Segment]) -> Selection:
-    """Pick the files that hold each row once: the widest at each row, and none that it covers."""
+    """Chooses files that have each row once: the widest at each row, without those that it covers."""
     chosen: list[Segment] = []
     gaps: list[tuple[int, int]] = []
     position = 0
@@ -130,9 +123,9 @@ def select(segments: Iterable[Segment]) -> Selection:
 
 
 def snapshot(directory: Path) -> Selection:
-    """The table as it is now: no gap and no row twice, also while it is being written and merged.
+    """Returns the table as it is now, without gaps and duplicates, also while it is written and merged.
 
-    A gap that stays over `LISTING_ATTEMPTS` listings is a lost file, and is returned as such.
+    A gap that stays over `LISTING_ATTEMPTS` listings is a lost file and is returned as a gap.
     """
     selection = Selection((), ())
     for attempt in range(LISTING_ATTEMPTS):
@@ -146,15 +139,15 @@ def snapshot(directory: Path) -> Selection:
 
 
 def covered(segments: Sequence[Segment]) -> list[Segment]:
-    """The segments whose rows all lie in another one, so that they can be removed."""
+    """Returns the segments whose rows all lie in another segment, so that they can be removed."""
     chosen = {segment.path for segment in select(segments).segments}
     return [segment for segment in segments if segment.path not in chosen]
 
 
 def next_merge(segments: Sequence[Segment]) -> Sequence[Segment]:
-    """The oldest `FAN_IN` neighbours of one level that are not sealed, or nothing.
+    """Returns the oldest `FAN_IN` neighbors of one level that are not sealed, or nothing.
 
-    `segments` is a selection in order. Lowest levels first, because they are cheap and many.
+    `segments` is an ordered selection. Tries the lowest level first, because its merges are cheap and frequent.
     """
     for level in sorted({segment.level for segment in segments}):
         run: list[Segment] = []
@@ -169,7 +162,7 @@ def next_merge(segments: Sequence[Segment]) -> Sequence[Segment]:
 
 
 def final_merges(segments: Sequence[Segment]) -> list[Sequence[Segment]]:
-    """What to merge when a run ends: every stretch of small neighbours, up to about `SEALED_BYTES` each."""
+    """Returns the merges at the end of a run: stretches of small neighbors, up to about `SEALED_BYTES` each."""
     merges: list[Sequence[Segment]] = []
     run: list[Segment] = []
     for segment in segments:
@@ -178,7 +171,7 @@ def final_merges(segments: Sequence[Segment]) -> list[Sequence[Segment]]:
             run = []
         if not segment.sealed:
             run.append(segment)
-            if sum(part.num_bytes for part in run) >= SEALED_BYTES:
+            if sum(each.num_bytes for each in run) >= SEALED_BYTES:
                 merges.append(run)
                 run = []
     merges.append(run)
@@ -186,11 +179,11 @@ def final_merges(segments: Sequence[Segment]) -> list[Sequence[Segment]]:
 
 
 Cutoffs = Mapping[int, int]
-"""Per attempt the first step that is superseded; attempts that nothing supersedes are missing."""
+"""First superseded step per attempt. Attempts without superseded steps are missing."""
 
 
 def cutoffs(first_steps: Mapping[int, int | None]) -> dict[int, int]:
-    """The cutoffs, from the first step of each attempt. An attempt that trained nothing (None) supersedes nothing."""
+    """Returns the cutoffs for the first step of each attempt. None: an attempt that trained nothing."""
     result: dict[int, int] = {}
     lowest: int | None = None
     for attempt in sorted(first_steps, reverse=True):
@@ -203,7 +196,7 @@ def cutoffs(first_steps: Mapping[int, int | None]) -> dict[int, int]:
 
 
 def superseded_sql(cut: Cutoffs) -> str:
-    """A condition that is true for superseded rows and false, never null, for all others."""
+    """Returns an SQL condition that is true for superseded rows and false, never null, for others."""
     if not cut:
         return "false"
     each = " OR ".join(f"(attempt = {attempt} AND step >= {first})" for attempt, first in sorted(cut.items()))
@@ -211,7 +204,7 @@ def superseded_sql(cut: Cutoffs) -> str:
 
 
 def superseded(data: pa.Table, cut: Cutoffs) -> pa.ChunkedArray | pa.Array:
-    """The same as a boolean array over the rows of `data`, which has the columns `attempt` and `step`."""
+    """Returns the same as a boolean array over `data`, which has the columns `attempt` and `step`."""
     hidden = pa.chunked_array([pa.repeat(pa.scalar(False), data.num_rows)])
     for attempt, first in cut.items():
         beyond = pc.and_(pc.equal(data["attempt"], attempt), pc.greater_equal(data["step"], first))

@@ -1,14 +1,7 @@
-"""The gauges of one machine, sampled: the host's, and its GPUs' where there are any.
+"""Gauges of one machine: processor, memory and network through psutil, GPUs through NVML (`nvidia-ml-py`).
 
-What a machine is doing: processor, memory, network, through psutil.
-
-Owns the names of these gauges. Percentages are over all cores, since the reading before; counters grow from the start
-of the machine.
-
-What the NVIDIA GPUs of a machine are doing, through NVML (`nvidia-ml-py`).
-
-Owns the names of these gauges and the calls behind them. All GPUs of the machine are read, whoever uses them, under the
-index that `nvidia-smi` shows. Reading does not touch the GPU's work: NVML asks the driver.
+Owns the names of these gauges. CPU percentages are over all cores since the previous reading. Counters start with the
+machine. All GPUs of the machine are read, under the index that `nvidia-smi` shows; reading does not disturb their work.
 """
 
 from __future__ import annotations
@@ -25,12 +18,17 @@ from telescope.record.gauges import Reading, Sampler, Taken
 
 logger = logging.getLogger(__name__)
 
+SHARED_MEMORY = Path("/dev/shm")
+"""Holds Ray's object store and the memory that torch's processes share."""
+
+WATTS_PER_MILLIWATT = 1e-3
+
 
 class MachineSampler:
-    """Samples this machine every `interval` seconds from its making to `stop`.
+    """Samples this machine every `interval` seconds until `stop`.
 
-    Host and GPUs have a thread each, so that a driver that hangs in NVML leaves the rest. What cannot be read here is
-    said in one line of the log.
+    Host and GPUs have a thread each, so that a hanging NVML call does not stop the host's gauges. Gauges that cannot be
+    read are logged once.
     """
 
     def __init__(self, interval: float) -> None:
@@ -42,12 +40,12 @@ class MachineSampler:
         try:
             self._samplers.append(Sampler("gpus", interval, GpuReader()))
         except NoGpusError as error:
-            logger.info("There are no gauges of GPUs: %s", error)
+            logger.info("GPU gauges are not recorded: %s", error)
         for sampler in self._samplers:
             sampler.start()
 
     def take(self) -> Taken:
-        """What was read since the last call."""
+        """Returns the readings since the last call."""
         taken = [sampler.take() for sampler in self._samplers]
         return Taken(
             readings=[reading for part in taken for reading in part.readings],
@@ -56,20 +54,16 @@ class MachineSampler:
         )
 
     def stop(self) -> None:
-        """End the threads."""
+        """Stops the threads."""
         for sampler in self._samplers:
             sampler.stop()
 
 
-SHARED_MEMORY = Path("/dev/shm")
-"""Where Ray's object store lies, and what torch's processes share."""
-
-
 def host_reader() -> Callable[[], list[Reading]]:
-    """A function that reads this machine's gauges. Raises `ImportError` where psutil is not installed."""
+    """Returns a function that reads this machine's gauges. Raises `ImportError` without psutil."""
     import psutil
 
-    psutil.cpu_percent()  # the first call has nothing to compare with
+    psutil.cpu_percent()  # the first call has no earlier reading to compare with
     shared = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
 
     def read() -> list[Reading]:
@@ -92,15 +86,12 @@ def host_reader() -> Callable[[], list[Reading]]:
     return read
 
 
-WATTS_PER_MILLIWATT = 1e-3
-
-
 class NoGpusError(Exception):
-    """There is no NVIDIA GPU to read here; the message says why."""
+    """No NVIDIA GPU can be read here. The message gives the reason."""
 
 
 class GpuReader:
-    """Reads every GPU of this machine. Raises `NoGpusError` when made where there is none, or no library to ask."""
+    """Reads every GPU of this machine. Raises `NoGpusError` without a GPU or without NVML."""
 
     def __init__(self) -> None:
         try:
@@ -112,14 +103,14 @@ class GpuReader:
             pynvml.nvmlInit()
             self._devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         except pynvml.NVMLError as error:
-            raise NoGpusError(f"NVML says: {error}") from error
+            raise NoGpusError(f"NVML reports: {error}") from error
         if not self._devices:
-            raise NoGpusError("NVML sees no GPU")
-        self._absent: set[tuple[int, str]] = set()
+            raise NoGpusError("NVML finds no GPU")
+        self._unsupported: set[tuple[int, str]] = set()
 
     @property
     def names(self) -> list[str]:
-        """The models, by index."""
+        """Model names by GPU index."""
         return [_text(self._nvml.nvmlDeviceGetName(device)) for device in self._devices]
 
     def __call__(self) -> list[Reading]:
@@ -127,23 +118,23 @@ class GpuReader:
         for index, device in enumerate(self._devices):
             now = time.time()
             for call in (self._utilization, self._memory, self._temperature, self._power, self._clocks):
-                for name, value in self._ask(index, device, call).items():
+                for name, value in self._read(index, device, call).items():
                     readings.append(Reading(now, name, value, gpu=index))
         return readings
 
-    def _ask(self, index: int, device: Any, call: Callable[[Any], dict[str, float]]) -> dict[str, float]:
-        """What this GPU answers; nothing, from then on, where it does not know the question."""
-        question = (index, call.__name__)
-        if question in self._absent:
+    def _read(self, index: int, device: Any, call: Callable[[Any], dict[str, float]]) -> dict[str, float]:
+        """Returns the values of one call. A call that the GPU does not support is not repeated."""
+        key = (index, call.__name__)
+        if key in self._unsupported:
             return {}
         try:
             return call(device)
         except (self._nvml.NVMLError_NotSupported, self._nvml.NVMLError_NoPermission):
-            self._absent.add(question)
+            self._unsupported.add(key)
             return {}
 
     def _utilization(self, device: Any) -> dict[str, float]:
-        """Shares of the last moments in which a kernel ran, and in which memory was read or written."""
+        """Percentages of recent time in which a kernel ran, and in which memory was read or written."""
         rates = self._nvml.nvmlDeviceGetUtilizationRates(device)
         return {"gpu_utilization_percent": float(rates.gpu), "gpu_memory_utilization_percent": float(rates.memory)}
 

@@ -1,11 +1,11 @@
-"""One table's folder on disk: appends segments, merges them, and removes what a merge replaced.
+"""The folder of one table: appends segments, merges them, and removes replaced ones.
 
-Owns the files of one table. Synchronous and single-threaded; the recorder's thread calls it. Does not buffer or retry:
-`OSError` goes to the caller, with the folder as it was.
+Owns the files of one table. Synchronous and single-threaded; called by the recorder's thread. Does not buffer or retry:
+`OSError` is raised to the caller and leaves the folder unchanged.
 
-Invariants: a segment appears whole, by a rename. A merge is on disk (fsync of file and folder) before its inputs may
-go, and they go `grace_seconds` later at the earliest, so that a reader's listing never misses rows. Work per row is
-bounded: it is rewritten once a level, and never once its file is sealed.
+Invariants: a segment appears complete, by a rename. A merge is on disk (fsync of file and folder) before its inputs are
+removed, at least `grace_seconds` later, so that a reader's listing never misses rows. A row is rewritten once per
+level, and never after its file is sealed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 MERGE_BUFFER_ROWS = 16_384
 MERGE_BUFFER_BYTES = 16 * 2**20
-"""A merge holds about this much at a time, and a row group of its result is about this large."""
+"""Approximate memory of a merge, and size of a row group of its result."""
 
 _CATEGORIES = frozenset(
     (
@@ -46,14 +46,14 @@ _CATEGORIES = frozenset(
         *("name", "component", "level", "place", "role"),
     )
 )
-"""Columns with few distinct values: a dictionary makes them small, and on any other column it only costs."""
+"""Columns with few distinct values, which a dictionary makes small."""
 
 _FILTERED = frozenset(("attempt", "step", "status", "time", "start", "group_id", "environment"))
-"""Columns that queries filter by: statistics let a reader skip row groups. Elsewhere they fill small files."""
+"""Columns that queries filter by: statistics let a reader skip row groups. Others would only enlarge small files."""
 
 
 class UnreadableSegmentError(Exception):
-    """A segment whose bytes are not a Parquet file, as a power cut can leave one behind."""
+    """A segment that is not a valid Parquet file, for example after a power failure."""
 
     def __init__(self, segment: Segment, cause: Exception) -> None:
         super().__init__(f"{segment.path}: {cause}")
@@ -61,7 +61,7 @@ class UnreadableSegmentError(Exception):
 
 
 class TableWriter:
-    """The writer of one table. Opening it removes what an earlier writer left unfinished. Raises `OSError`."""
+    """Writer of one table. Removes the unfinished files of earlier writers. Raises `OSError`."""
 
     def __init__(self, table: Table, directory: Path) -> None:
         self._table = table
@@ -77,16 +77,15 @@ class TableWriter:
         self._next_row = max((segment.end for segment in found), default=0)
 
     def append(self, rows: Sequence[Row]) -> int:
-        """Write `rows` as one new segment and return its bytes."""
+        """Writes `rows` as one new segment. Returns its bytes."""
         data, problems = rows_to_table(self._table, rows)
         for column, problem in problems.items():
-            self._report_once(column, f"is recorded as null where it does not fit, first: {problem}")
+            self._report_once(column, f"has values that do not fit and are recorded as null, the first: {problem}")
         first, end = self._next_row, self._next_row + data.num_rows
         path = self._directory / segment_name(first, end, 0)
         temporary = temporary_name(path)
         try:
-            # It is merged before long, or when the run ends, and compressed then; now it would be done twice. What is
-            # so large that it is never merged is compressed at once.
+            # A small segment is merged soon and compressed then. A sealed one is never merged, so it is compressed now.
             compression = "none" if data.nbytes < SEALED_BYTES else "zstd"
             with _open_parquet(temporary, data.schema, compression=compression) as file:
                 file.write_table(data)
@@ -100,16 +99,16 @@ class TableWriter:
         return num_bytes
 
     def compact(self) -> int:
-        """Make one merge if one is due, and return the bytes written, 0 if none was."""
+        """Does one merge if one is due. Returns the bytes written."""
         due = next_merge(self._mergeable())
         return self._merge(due, due[0].level + 1) if due else 0
 
     def finish(self) -> int:
-        """Merge the small segments that are left, and return the bytes written."""
-        return sum(self._merge(run, max(part.level for part in run)) for run in final_merges(self._mergeable()))
+        """Merges the remaining small segments. Returns the bytes written."""
+        return sum(self._merge(run, max(each.level for each in run)) for run in final_merges(self._mergeable()))
 
     def sweep(self, grace_seconds: float) -> int:
-        """Remove files that were replaced at least `grace_seconds` ago, and return how many wait still."""
+        """Removes files that were replaced at least `grace_seconds` ago. Returns how many remain."""
         now = time.monotonic()
         while self._replaced and now - self._replaced[0][0] >= grace_seconds:
             self._replaced[0][1].unlink(missing_ok=True)
@@ -120,7 +119,7 @@ class TableWriter:
         return [segment for segment in self._segments if segment.path not in self._unreadable]
 
     def _merge(self, inputs: Sequence[Segment], level: int) -> int:
-        """Replace neighbours by one segment of `level`; 0 bytes if one of them turns out unreadable."""
+        """Replaces neighbors with one segment of `level`. Returns its bytes, 0 if an input is unreadable."""
         first, end = inputs[0].first, inputs[-1].end
         path = self._directory / segment_name(first, end, level)
         temporary = temporary_name(path)
@@ -134,7 +133,7 @@ class TableWriter:
         except UnreadableSegmentError as error:
             temporary.unlink(missing_ok=True)
             self._unreadable.add(error.segment.path)
-            self._report_once(error.segment.path.name, f"cannot be read back and is left where it is: {error}")
+            self._report_once(error.segment.path.name, f"cannot be read and is not merged: {error}")
             return 0
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -166,7 +165,7 @@ def _open_parquet(path: Path, schema: pa.Schema, *, compression: str = "zstd") -
 
 
 def _common_schema(table: Table, inputs: Iterable[Segment]) -> pa.Schema:
-    """Today's columns, and after them any that the inputs have beyond: a newer version wrote those."""
+    """Returns the current columns, then further columns of the inputs, which a newer version wrote."""
     fields = {field.name: field for field in table.schema}
     for segment in inputs:
         with _opened(segment) as file:
@@ -187,8 +186,8 @@ def _opened(segment: Segment) -> pq.ParquetFile:
 
 
 def _in_pieces(inputs: Iterable[Segment], schema: pa.Schema) -> Iterable[pa.Table]:
-    """The rows of all inputs in order, in tables of a bounded size."""
-    waiting: list[pa.Table] = []
+    """Yields the rows of all inputs in order, in tables of a bounded size."""
+    pending: list[pa.Table] = []
     num_rows = num_bytes = 0
     for segment in inputs:
         with _opened(segment) as file:
@@ -197,18 +196,18 @@ def _in_pieces(inputs: Iterable[Segment], schema: pa.Schema) -> Iterable[pa.Tabl
                     data = conform(file.read_row_group(group), schema)
                 except (pa.ArrowException, OSError) as error:
                     raise UnreadableSegmentError(segment, error) from error
-                waiting.append(data)
+                pending.append(data)
                 num_rows += data.num_rows
                 num_bytes += data.nbytes
                 if num_rows >= MERGE_BUFFER_ROWS or num_bytes >= MERGE_BUFFER_BYTES:
-                    yield pa.concat_tables(waiting)
-                    waiting, num_rows, num_bytes = [], 0, 0
-    if waiting:
-        yield pa.concat_tables(waiting)
+                    yield pa.concat_tables(pending)
+                    pending, num_rows, num_bytes = [], 0, 0
+    if pending:
+        yield pa.concat_tables(pending)
 
 
 def _sync(path: Path) -> None:
-    """Make a file, or the names in a folder, survive a power cut."""
+    """Makes a file, or the names in a folder, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,11 +1,10 @@
-"""Every table of a run's record, column by column: the one place where they are defined and described.
+"""Every table of a run's record, column by column: the only place where they are defined and described.
 
-Owns the schemas, the descriptions that `telescope query --tables` and `docs/record.md` print, and how dear the rows of
-a table are when memory runs out. Does not own how rows reach the disk (`recorder`, `table_writer`) or come back
-(`reader`).
+Owns the schemas, the descriptions that `telescope query --tables` and `docs/record.md` print, and which tables drop
+rows first when memory runs out. Does not own how rows are written (`recorder`, `table_writer`) or read (`reader`).
 
-Invariants: a column never changes its type or meaning; a new one is added at the end of its table, and rows that were
-written before it read as null. All times are Unix seconds (UTC, float64), so that a difference is a duration.
+Invariants: a column never changes its type or meaning. A new column is added at the end of its table, and earlier rows
+read as null. All times are Unix seconds (UTC, float64), so that a difference is a duration.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ FLOAT32_LIST = pa.list_(pa.float32())
 
 
 class Keep(IntEnum):
-    """How long a pending row is kept when the disk cannot take rows as fast as they come; the lowest goes first."""
+    """Importance of a pending row when the disk is too slow or full; the lowest is dropped first."""
 
     TELEMETRY = 0
-    """Spans, gauges and log lines: useful, plentiful, and gone first."""
+    """Spans, gauges and log lines: dropped first."""
     DETAIL = 1
-    """Turns: long texts whose sum is also in the sample."""
+    """Turns: long texts, which the samples have too."""
     RESULT = 2
-    """Samples and groups: dropped only when nothing cheaper is left."""
+    """Samples and groups: dropped only when no other rows are left."""
     ALWAYS = 3
-    """Runs, attempts and steps: never dropped. At most a few rows a second, so that memory stays bounded."""
+    """Runs, attempts and steps: never dropped. At most a few rows per second, so that memory stays bounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column: name, Arrow type, and what a reader has to know about it."""
+    """A column: name, Arrow type and description."""
 
     name: str
     type: pa.DataType
@@ -51,7 +50,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of the record. `key` identifies a row; `by_step` says that a later attempt can supersede its rows."""
+    """A table of the record. `key` identifies a row; `by_step`: a later attempt can supersede its rows."""
 
     name: str
     doc: str
@@ -60,35 +59,39 @@ class Table:
     keep: Keep
     by_step: bool = False
     latest_wins: bool = False
-    """Several rows of one key are versions of it, and readers show the newest alone."""
+    """Rows of one key are versions, of which readers show only the newest."""
 
     @property
     def schema(self) -> pa.Schema:
-        """The Arrow schema of a segment that is written today."""
+        """Arrow schema of a new segment."""
         return pa.schema([pa.field(column.name, column.type) for column in self.columns])
 
     @property
     def column_names(self) -> tuple[str, ...]:
-        """The names, in the order of the schema."""
+        """Names, in the order of the schema."""
         return tuple(column.name for column in self.columns)
 
 
-ATTEMPT = Column("attempt", INTEGER, "Which start of the run wrote this row, from 1. Filled in by the recorder.")
+ATTEMPT = Column("attempt", INTEGER, "Start of the run that wrote this row, counted from 1. Filled in by the recorder.")
 
 RUNS = Table(
     "runs",
-    "One row per run. `telescope query` shows its status as it is now, not as it was last written.",
+    "One row per run. `telescope query` shows the current status, not the one last written.",
     (
-        Column("run_id", TEXT, "Identity of the run, the same over all attempts."),
+        Column("run_id", TEXT, "Id of the run, the same in all attempts."),
         Column("name", TEXT, "`wandb_run_name` of the config."),
         Column("started_at", TIME, "Start of the first attempt."),
         Column("config_hash", TEXT, "First 12 hex digits of the hash of the resolved config."),
         Column("config_json", TEXT, "The resolved config, as JSON."),
         Column("project", TEXT, "`wandb_project` of the config."),
         Column("tags", TEXT_LIST, "`wandb_tags` of the config."),
-        Column("status", TEXT, "`live`, `finished`, `stopped`, `failed`, or `dead` (no end written, process gone)."),
-        Column("ended_at", TIME, "End of the last attempt; null while live or when the process was killed."),
-        Column("error", TEXT, "Why the run failed, first line; null otherwise."),
+        Column(
+            "status",
+            TEXT,
+            "`live`, `finished`, `stopped`, `failed`, or `dead` (the process exited without writing an end).",
+        ),
+        Column("ended_at", TIME, "End of the last attempt; null while live or after a kill."),
+        Column("error", TEXT, "First line of the error of a failed run; null otherwise."),
     ),
     key=("run_id",),
     keep=Keep.ALWAYS,
@@ -97,25 +100,24 @@ RUNS = Table(
 
 ATTEMPTS = Table(
     "attempts",
-    "One row per start of a run: the first one, and one for each resume.",
+    "One row per start of a run: the first start and each resume.",
     (
         ATTEMPT,
         Column("started_at", TIME, "When this attempt started."),
         Column("config_hash", TEXT, "Hash of the config of this attempt."),
-        Column("git_commit", TEXT, "Commit that the code was at; null outside a checkout."),
+        Column("git_commit", TEXT, "Commit of the code; null outside a checkout."),
         Column("git_dirty", BOOLEAN, "Whether the checkout had uncommitted changes."),
-        Column("versions", TEXTS, "Versions of Python and of the packages that matter."),
-        Column("topology", TEXTS, "Nodes, devices and which process ran where, as the run saw them."),
+        Column("versions", TEXTS, "Versions of Python and of the main packages."),
+        Column("topology", TEXTS, "Nodes, devices and the place of each process."),
         Column(
             "notes",
             TEXT_LIST,
-            "What the run said at its start: adjusted defaults, settings without effect, notices of environments.",
+            "Notes at the start: adjusted defaults, settings without effect, notices of environments.",
         ),
         Column(
             "first_step",
             INTEGER,
-            "First step that this attempt trains. Rows of earlier attempts at this step or later are superseded, "
-            "and readers hide them.",
+            "First step that this attempt trains. Rows of earlier attempts from this step on are hidden.",
         ),
         Column("host", TEXT, "Machine of the driver."),
         Column("pid", INTEGER, "Process of the driver."),
@@ -127,20 +129,20 @@ ATTEMPTS = Table(
 
 ENVIRONMENTS = Table(
     "environments",
-    "One row per environment and eval of an attempt: what it says of itself, for the scales of charts.",
+    "One row per environment and eval of an attempt: its description, for the scales of charts.",
     (
         ATTEMPT,
-        Column("key", TEXT, "What the run calls it; the name, unless two entries share one."),
+        Column("key", TEXT, "Key in this run: the name, unless two entries share a name."),
         Column("name", TEXT, "Name in the config."),
-        Column("purpose", TEXT, "`training` or `eval`; of one that serves both, `training`."),
+        Column("purpose", TEXT, "`training` or `eval`; `training` for both."),
         Column("weight", NUMBER, "Sampling weight; null for an eval."),
         Column("num_samples", INTEGER, "Items of its dataset."),
-        Column("is_multi_turn", BOOLEAN, "Whether the model and it take turns."),
-        Column("reward_min", NUMBER, "Smallest reward to expect; null where not known."),
-        Column("reward_max", NUMBER, "Largest reward to expect; null where not known."),
+        Column("is_multi_turn", BOOLEAN, "Whether a rollout can have several turns."),
+        Column("reward_min", NUMBER, "Smallest expected reward; null if unknown."),
+        Column("reward_max", NUMBER, "Largest expected reward; null if unknown."),
         Column("metrics_ranges", TEXT, 'Ranges of its metrics, as JSON: `{"correct": {"min": 0.0, "max": 1.0}}`.'),
-        Column("tags_options", TEXT, "Values that its tags take, as JSON."),
-        Column("not_extendable", TEXT, "Why the chat template cannot be extended turn by turn; null when it can."),
+        Column("tags_options", TEXT, "Possible values of its tags, as JSON."),
+        Column("not_extendable", TEXT, "Why the chat template cannot be extended turn by turn; null if it can."),
     ),
     key=("attempt", "key"),
     keep=Keep.ALWAYS,
@@ -152,21 +154,25 @@ STEPS = Table(
     (
         ATTEMPT,
         Column("step", INTEGER, "The training step."),
-        Column("version", INTEGER, "Policy version that the step made and the engines then received."),
-        Column("started_at", TIME, "When the trainer started on the batch."),
-        Column("ended_at", TIME, "When the step was over."),
+        Column("version", INTEGER, "Policy version that the step produced and the engines received."),
+        Column("started_at", TIME, "When the step began, including the wait for its batch."),
+        Column("ended_at", TIME, "When the step and its weight sync had finished."),
         Column("reward_mean", NUMBER, "Mean reward of the samples trained on."),
-        Column("learning_rate", NUMBER, "Rate that this step used."),
+        Column("learning_rate", NUMBER, "Learning rate of this step."),
         Column("num_samples", INTEGER, "Samples trained on."),
         Column("num_groups", INTEGER, "Groups trained on."),
         Column("num_tokens_trained", INTEGER, "Tokens with a loss."),
         Column(
             "num_tokens_generated",
             INTEGER,
-            "Tokens that the engines sampled since the step before, thrown away ones included.",
+            "Tokens sampled since the previous step, including discarded ones.",
         ),
-        Column("next_draw", INTEGER, "Prompts drawn so far: all draws below this are settled, but for the unfinished."),
-        Column("unfinished_draws", INT32_LIST, "Draws that are neither trained nor given up, in any queue or lane."),
+        Column(
+            "next_draw",
+            INTEGER,
+            "Number of prompts sampled so far. All prompts below it are final, except the unfinished ones.",
+        ),
+        Column("unfinished_draws", INT32_LIST, "Numbers of sampled prompts that are neither trained nor dropped."),
         Column(
             "metrics",
             NUMBERS,
@@ -180,23 +186,23 @@ STEPS = Table(
 
 GROUPS = Table(
     "groups",
-    "One row per prompt that was opened for training, written when its fate is final. The items of evals are not "
-    "drawn and have no baseline among them: their samples, of status `eval`, are found by `eval_name` and `step`.",
+    "One row per prompt that was opened for training, written when its outcome is final. Evals have no groups; their "
+    "samples have the status `eval` and are found by `eval_name` and `step`.",
     (
         ATTEMPT,
-        Column("group_id", INTEGER, "Number n of the draw: the identity of the prompt in the ledger."),
+        Column("group_id", INTEGER, "Number of the sampled prompt, its id in the ledger."),
         Column("environment", TEXT, "Name of the environment."),
-        Column("index", INTEGER, "Which item of the environment's dataset."),
-        Column("status", TEXT, "`kept`, `discarded`, or `cancelled`: the run ended first."),
-        Column("reason", TEXT, "Why it was not kept: `zero_advantage`, `max_async`, `run_ended`, ...; null for kept."),
+        Column("index", INTEGER, "Index in the environment's dataset."),
+        Column("status", TEXT, "`kept`, `discarded`, or `cancelled` (the run ended first)."),
+        Column("reason", TEXT, "Why it was not kept: `zero_advantage`, `max_async`, `run_ended`, ...; null if kept."),
         Column("step", INTEGER, "Step that trained it; for the others, the step the run was at."),
         Column("start_version", INTEGER, "Policy version when it was opened."),
-        Column("num_samples", INTEGER, "Samples in it, masked ones not counted."),
-        Column("reward_mean", NUMBER, "Mean reward, masked samples left out."),
-        Column("reward_std", NUMBER, "Standard deviation of the rewards (ddof 1), masked samples left out."),
+        Column("num_samples", INTEGER, "Samples in it, without masked ones."),
+        Column("reward_mean", NUMBER, "Mean reward, without masked samples."),
+        Column("reward_std", NUMBER, "Standard deviation of the rewards (ddof 1), without masked samples."),
         Column("opened_at", TIME, "When its first request was sent."),
-        Column("finished_at", TIME, "When its last sample was scored or given up."),
-        Column("num_returns", INTEGER, "Times that its prompt was asked before and given back, having become too old."),
+        Column("finished_at", TIME, "When its last sample was scored or dropped."),
+        Column("num_returns", INTEGER, "Number of times its prompt was requeued because the group became too old."),
     ),
     key=("attempt", "group_id"),
     keep=Keep.RESULT,
@@ -205,51 +211,55 @@ GROUPS = Table(
 
 SAMPLES = Table(
     "samples",
-    "One row per sample, written once, when its fate is final. What is still in flight is the view `in_flight`.",
+    "One row per sample, written once, when its outcome is final. The view `in_flight` has the unfinished ones.",
     (
         ATTEMPT,
-        Column("sample_id", TEXT, "Identity of the sample, unique within the attempt."),
-        Column("group_id", INTEGER, "Group that it belongs to; negative in evals, which have no `groups` rows."),
+        Column("sample_id", TEXT, "Id of the sample, unique within the attempt."),
+        Column("group_id", INTEGER, "Its group; negative in evals, which have no rows in `groups`."),
         Column("sample_index", INTEGER, "Place in the group, from 0."),
         Column("environment", TEXT, "Name of the environment."),
         Column("status", TEXT, "`kept`, `discarded`, `cancelled`, `masked`, `eval`; in `in_flight` also `in_flight`."),
         Column(
             "reason",
             TEXT,
-            "Why it was not kept; null for kept. For `masked` the kind of its failure, or the filter that left it out.",
+            "Why it was not kept; null if kept. For `masked`, the kind of failure or the filter.",
         ),
         Column("step", INTEGER, "Step that trained it; for the others, the step the run was at."),
         Column("reward", NUMBER, "Total reward; null if it was never scored."),
-        Column("advantage", NUMBER, "Advantage that it was trained with; null if it was not."),
-        Column("prompt_text", TEXT, "The prompt as the model read it: decoded, with the markers of its chat template."),
-        Column("completion_text", TEXT, "What the model wrote, all turns, decoded."),
-        Column("golden", TEXTS, "Gold answers that the environment named."),
+        Column("advantage", NUMBER, "Advantage that it was trained with; null if it was not trained."),
+        Column(
+            "prompt_text", TEXT, "The prompt as the model received it, decoded, with the tokens of the chat template."
+        ),
+        Column("completion_text", TEXT, "Output of the model in all turns, decoded."),
+        Column("golden", TEXTS, "Gold answers from the environment."),
         Column("metrics", NUMBERS, "The environment's metrics of this sample."),
         Column("tags", TEXTS, "The environment's tags of this sample."),
         Column("stop_reason", TEXT, "Why the last turn ended: `stop`, `length`, or the environment's reason."),
         Column("num_turns", INTEGER, "Turns of the model."),
         Column("prompt_tokens", INTEGER, "Tokens of the first prompt."),
-        Column("completion_tokens", INTEGER, "Tokens that the model sampled, all turns."),
+        Column("completion_tokens", INTEGER, "Tokens that the model sampled in all turns."),
         Column("start_version", INTEGER, "Policy version of its oldest trained token."),
         Column("end_version", INTEGER, "Policy version of its newest trained token."),
-        Column("age", INTEGER, "Versions between its oldest trained token and the batch that took it."),
+        Column("age", INTEGER, "Policy version of its batch minus that of its oldest trained token."),
         Column("server", INTEGER, "Inference server that generated it."),
-        Column("lane", INTEGER, "Lane of that server."),
+        Column("lane", INTEGER, "Request slot of that server."),
         Column("started_at", TIME, "When its first request was sent."),
         Column("generated_at", TIME, "When its last token arrived."),
-        Column("finished_at", TIME, "When it was scored or given up."),
+        Column("finished_at", TIME, "When it was scored or dropped."),
         Column("failure_kind", TEXT, "`model`, `environment` or `infrastructure`; null if nothing failed."),
-        Column("failure_message", TEXT, "What failed."),
-        Column("eval_name", TEXT, "The eval that it belongs to; null in training."),
-        Column("penalty", NUMBER, "What was taken off its reward before advantages because the answer is overlong."),
+        Column("failure_message", TEXT, "Error message."),
+        Column("eval_name", TEXT, "Its eval; null in training."),
+        Column(
+            "penalty", NUMBER, "Amount subtracted from its reward before advantages because the answer is overlong."
+        ),
         Column("environment_tokens", INTEGER, "Tokens that the environment added between turns."),
-        Column("info_turns", TEXT, "What the environment noted of each turn, as a JSON list; null if nothing."),
+        Column("info_turns", TEXT, "Notes of the environment per turn, as a JSON list; null without notes."),
         Column(
             "divergences",
             NUMBERS,
-            "Joins between turns that differ from what the chat template writes, counted by name.",
+            "Joins between turns that differ from the chat template, counted by kind.",
         ),
-        Column("num_retries", INTEGER, "Times that an engine, a worker or a sandbox failed under it."),
+        Column("num_retries", INTEGER, "Number of failures of an engine, a worker or a sandbox during it."),
         Column(
             "wasted_tokens",
             INTEGER,
@@ -263,10 +273,10 @@ SAMPLES = Table(
 
 TURNS = Table(
     "turns",
-    "One row per turn of a sample. Hidden together with its sample.",
+    "One row per turn of a sample, hidden together with the sample.",
     (
         ATTEMPT,
-        Column("sample_id", TEXT, "Sample that it belongs to."),
+        Column("sample_id", TEXT, "Its sample."),
         Column("turn", INTEGER, "Place in the conversation, from 0."),
         Column("role", TEXT, "`system`, `user`, `assistant`, `tool` or `environment`."),
         Column("text", TEXT, "The text, decoded."),
@@ -274,14 +284,16 @@ TURNS = Table(
         Column(
             "token_ids",
             INT32_LIST,
-            "Token ids; null unless kept for this sample. Those of a reply of several messages are in its first row.",
+            "Token ids; null unless kept for this sample. Ids of a reply with several messages are in its first row.",
         ),
         Column("logprobs", FLOAT32_LIST, "The engine's logprob of each sampled token; null unless kept."),
         Column("versions", INT32_LIST, "Policy version of each sampled token; null unless kept."),
-        Column("started_at", TIME, "When its request was sent, or the environment was asked."),
-        Column("ended_at", TIME, "When the answer was there."),
-        Column("restarts", BOOLEAN, "Of a reply: the next prompt was rendered anew, and the ids are all of it."),
-        Column("divergence", TEXT, "Of a reply: how its join differs from the chat template; null if it does not."),
+        Column("started_at", TIME, "When its request was sent, or the environment was called."),
+        Column("ended_at", TIME, "When the answer arrived."),
+        Column(
+            "restarts", BOOLEAN, "For a reply: the next prompt was rendered again, and the ids are the whole prompt."
+        ),
+        Column("divergence", TEXT, "For a reply: how its join differs from the chat template; null if it does not."),
     ),
     key=("attempt", "sample_id", "turn"),
     keep=Keep.DETAIL,
@@ -289,19 +301,19 @@ TURNS = Table(
 
 SPANS = Table(
     "spans",
-    "One row per named interval. They describe wall time, so those of superseded steps stay visible.",
+    "One row per named interval of wall time. Those of superseded steps stay visible.",
     (
         ATTEMPT,
-        Column("name", TEXT, "What happened: `generate`, `reward`, `forward`, `weight_sync`, ..."),
-        Column("component", TEXT, "Which part: `orchestrator`, `trainer`, `inference`, `environment`, ..."),
+        Column("name", TEXT, "Operation: `generate`, `reward`, `forward`, `weight_sync`, ..."),
+        Column("component", TEXT, "Component: `orchestrator`, `trainer`, `inference`, `environment`, ..."),
         Column("rank", INTEGER, "Trainer rank; null elsewhere."),
         Column("server", INTEGER, "Inference server; null elsewhere."),
-        Column("step", INTEGER, "Training step that it served, if any."),
-        Column("micro_batch", INTEGER, "Micro-batch of the step, if any."),
-        Column("sample_id", TEXT, "Sample that it served, if any."),
+        Column("step", INTEGER, "Its training step, if any."),
+        Column("micro_batch", INTEGER, "Its micro-batch, if any."),
+        Column("sample_id", TEXT, "Its sample, if any."),
         Column("start", TIME, "Start."),
         Column("end", TIME, "End."),
-        Column("attributes", TEXTS, "Anything else."),
+        Column("attributes", TEXTS, "Other properties."),
     ),
     key=("attempt", "component", "name", "start"),
     keep=Keep.TELEMETRY,
@@ -313,14 +325,14 @@ GAUGES = Table(
     (
         ATTEMPT,
         Column("time", TIME, "When it was read."),
-        Column("name", TEXT, "What was read, with its unit where that is not plain: `queue_depth`, `memory_bytes`."),
-        Column("component", TEXT, "Where it was read: `orchestrator`, `trainer`, `inference`, `gpu`, `host`."),
+        Column("name", TEXT, "Name, with its unit: `queue_depth`, `memory_bytes`. See `docs/metrics.md`."),
+        Column("component", TEXT, "Component: `orchestrator`, `trainer`, `inference`, `gpu`, `host`."),
         Column("value", NUMBER, "The number."),
-        Column("node", TEXT, "Machine that it is of; null where that says nothing."),
-        Column("gpu", INTEGER, "GPU that it is of, as `nvidia-smi` counts on that machine; null elsewhere."),
-        Column("rank", INTEGER, "Trainer rank that it is of; null elsewhere."),
-        Column("server", INTEGER, "Inference server that it is of; null elsewhere."),
-        Column("labels", TEXTS, "What tells apart numbers of one name: `le`, `finished_reason`, ..."),
+        Column("node", TEXT, "Its machine; null if it has none."),
+        Column("gpu", INTEGER, "Its GPU, as `nvidia-smi` counts on that machine; null elsewhere."),
+        Column("rank", INTEGER, "Its trainer rank; null elsewhere."),
+        Column("server", INTEGER, "Its inference server; null elsewhere."),
+        Column("labels", TEXTS, "Labels that distinguish numbers of one name: `le`, `finished_reason`, ..."),
     ),
     key=("attempt", "time", "component", "name", "node", "gpu", "rank", "server", "labels"),
     keep=Keep.TELEMETRY,
@@ -331,10 +343,10 @@ LOGS = Table(
     "One row per log line of the processes that log through the driver.",
     (
         ATTEMPT,
-        Column("time", TIME, "When it was said."),
+        Column("time", TIME, "When it was logged."),
         Column("level", TEXT, "`DEBUG`, `INFO`, `WARNING`, `ERROR` or `CRITICAL`."),
-        Column("component", TEXT, "Which part said it."),
-        Column("message", TEXT, "The line, with its traceback if it has one."),
+        Column("component", TEXT, "Component that logged it."),
+        Column("message", TEXT, "The line, with its traceback if any."),
         Column("process", INTEGER, "Process id."),
         Column("place", TEXT, "Logger and source line: `telescope.orchestrator.run:120`."),
     ),
@@ -345,11 +357,11 @@ LOGS = Table(
 TABLES: dict[str, Table] = {
     table.name: table for table in (RUNS, ATTEMPTS, ENVIRONMENTS, LOGS, GAUGES, SPANS, TURNS, SAMPLES, GROUPS, STEPS)
 }
-"""All tables. The order is the order of writing: a step's row follows the samples that it was trained on, so that a
-reader who lists the tables in the opposite order never sees a step without them."""
+"""All tables, in the order of writing: the row of a step follows its samples, so that a reader that lists the tables in
+the opposite order never sees a step without its samples."""
 
 COLUMN_NAMES: dict[str, frozenset[str]] = {name: frozenset(table.column_names) for name, table in TABLES.items()}
-"""The columns of each table, for quick checks."""
+"""Column names of each table."""
 
 IN_FLIGHT = "in_flight"
-"""Name of the view over the samples that are being generated now. It has the columns of `samples`."""
+"""Name of the view over the samples that are being generated, with the columns of `samples`."""

@@ -1,8 +1,8 @@
 """The process that talks to W&B for a run: JSON lines in on stdin, JSON lines out on stdout.
 
-Owns the W&B run. Started and ended by `wandb_sink`; it ends by itself when stdin closes, so also when the driver dies.
+Owns the W&B run. `wandb_sink` starts and ends it; it also ends when stdin closes, and so when the driver exits.
 
-Invariant: whatever W&B prints goes to stderr, which is a log file; stdout holds only what the user should read.
+Invariant: W&B's own output goes to stderr, which is a log file. Stdout has only messages for the user.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import threading
 from typing import Any, TextIO
 
 FINISH_SECONDS = 300.0
-"""Longest time for the last upload after stdin closed. Bounds the life of this process when the driver is gone."""
+"""Longest time for the last upload after stdin closed."""
 
 INIT_SECONDS = 90.0
-"""Deadline for reaching the server. After it the run is recorded offline."""
+"""Deadline for reaching the server. Afterwards the run is recorded offline."""
 
 
 def main() -> int:
-    """Read messages until stdin closes. Exit status 0 unless W&B failed for good."""
+    """Reads messages until stdin closes. Returns the exit status."""
     messages = (json.loads(line) for line in sys.stdin.buffer)
-    said = _private_stdout()
+    out = _private_stdout()
     first = next(messages, None)
     if first is None:
         return 0
-    run = _start_run(first, said)
+    run = _start_run(first, out)
     for message in messages:
         if message["kind"] == "step":
             run.log({"step": message["step"], **message["metrics"]})
@@ -41,14 +41,14 @@ def main() -> int:
 
 
 def _private_stdout() -> TextIO:
-    """A stream to the real stdout; from here on, print and child processes write to stderr."""
-    said = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    """Returns a stream to the real stdout. Afterwards print and child processes write to stderr."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    return said
+    return out
 
 
-def _start_run(first: dict[str, Any], said: TextIO) -> Any:
-    """Start the run as asked, or offline if the server cannot be had."""
+def _start_run(first: dict[str, Any], out: TextIO) -> Any:
+    """Starts the run as configured, or offline if the server cannot be reached."""
     import wandb
 
     try:
@@ -56,10 +56,10 @@ def _start_run(first: dict[str, Any], said: TextIO) -> Any:
     except wandb.errors.Error as error:
         if first["mode"] == "offline":
             raise
-        _say(said, "WARNING", f"W&B cannot be reached, so the run is recorded offline: {error}")
+        _report(out, "WARNING", f"W&B cannot be reached, so the run is recorded offline: {error}")
         run = _init(first, "offline")
     if run.url:
-        _say(said, "INFO", f"W&B: {run.url}")
+        _report(out, "INFO", f"W&B: {run.url}")
     return run
 
 
@@ -76,14 +76,14 @@ def _init(first: dict[str, Any], mode: Any) -> Any:
         config=first["config"],
         settings=wandb.Settings(console="off", save_code=False, init_timeout=INIT_SECONDS, silent=True),
     )
-    # Steps are a column and not W&B's own counter, which refuses to go back after a resume.
+    # Steps are a column, because W&B's own counter cannot go back after a resume.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run
 
 
-def _say(said: TextIO, level: str, message: str) -> None:
-    print(json.dumps({"level": level, "message": message}), file=said, flush=True)
+def _report(out: TextIO, level: str, message: str) -> None:
+    print(json.dumps({"level": level, "message": message}), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Step metrics to Weights & Biases, through a process of its own that nothing waits for.
+"""Step metrics for Weights & Biases, sent through a separate process that never blocks the run.
 
     log_step -> queue (bounded) -> thread -> pipe -> `python -m telescope.record.wandb_process` -> wandb
 
-Owns that process, and the choice between online and offline. Does not own the record: what W&B gets is a copy, and a
-W&B that is missing, slow or broken costs a warning and nothing else.
+Owns that process, and the choice between online and offline. W&B gets a copy of the record; when it is missing, slow or
+broken, the run only warns.
 
-Invariants: `log_step` returns at once. Every failure is said once. `close` ends the process within its timeout.
+Invariants: `log_step` returns at once. Every failure is reported once. `close` ends the process within its timeout.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from telescope.record.run_info import read_run_json
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 10_000
-"""Messages that wait for W&B at most; later ones are dropped and counted."""
+"""Messages that wait for W&B at most. Later ones are dropped and counted."""
 
 _DEFAULT_URL = "https://api.wandb.ai"
 
 
 class WandbSettings(Protocol):
-    """The part of the config that W&B needs."""
+    """The config fields that W&B needs."""
 
     @property
     def use_wandb(self) -> bool: ...
@@ -52,7 +52,7 @@ class WandbSettings(Protocol):
 
 
 def has_credentials(environment: Mapping[str, str]) -> bool:
-    """Whether W&B would find a key: in the environment, or in netrc for the server that it would talk to."""
+    """Returns whether W&B would find a key, in the environment or in netrc for its server."""
     if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     home = Path(environment.get("HOME", "~")).expanduser()
@@ -68,7 +68,7 @@ def has_credentials(environment: Mapping[str, str]) -> bool:
 
 
 def wandb_mode(environment: Mapping[str, str]) -> str:
-    """`online`, `offline` or `disabled`: what `WANDB_MODE` asks for, else online where there are credentials."""
+    """Returns `online`, `offline` or `disabled`: `WANDB_MODE`, else online if there are credentials."""
     asked = environment.get("WANDB_MODE", "").strip().lower()
     if asked in ("online", "offline", "disabled"):
         return asked
@@ -88,42 +88,42 @@ class WandbSink:
         self._finished = threading.Event()
         self._threads: list[threading.Thread] = []
         self.notice: str | None = None
-        """What a person should hear of it when the run begins."""
+        """Message for the user at the start of the run, or None."""
         self.mode = wandb_mode(os.environ) if config.use_wandb else "disabled"
         if self.mode == "disabled":
             return
         if not _is_installed():
             self.mode = "disabled"
-            self._say("use_wandb is true, but W&B is not installed: pip install wandb, or set use_wandb to false.")
+            self._notify("use_wandb is true, but W&B is not installed: pip install wandb, or set use_wandb to false.")
             return
         if self.mode == "offline" and not os.environ.get("WANDB_MODE"):
-            self._say(
-                f"use_wandb is true, but there are no W&B credentials: it is recorded offline in {self._files.wandb}. "
-                "`wandb login` and then `wandb sync` upload it; use_wandb: false turns this off."
+            self._notify(
+                f"use_wandb is true, but there are no W&B credentials: the run is recorded offline in "
+                f"{self._files.wandb}. Run `wandb login` and then `wandb sync` to upload it, or set use_wandb to false."
             )
         self._queue.put_nowait(self._first_message(config))
         self._threads = [threading.Thread(target=self._feed, name="telescope-wandb", daemon=True)]
         self._threads[0].start()
 
-    def _say(self, notice: str) -> None:
+    def _notify(self, notice: str) -> None:
         self.notice = notice
         logger.warning("%s", notice)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of a step. Returns at once."""
+        """Sends the metrics of a step. Returns at once."""
         self._put({"kind": "step", "step": step, "metrics": dict(metrics)})
 
     def log_summary(self, values: Mapping[str, float]) -> None:
-        """Set values of the run's summary. Returns at once."""
+        """Sets values of the run's summary. Returns at once."""
         self._put({"kind": "summary", "values": dict(values)})
 
     def close(self, timeout: float = 30.0) -> None:
-        """Let W&B finish, for `timeout` seconds at most; then end it. Calling it again is harmless."""
+        """Lets W&B finish for at most `timeout` seconds, then ends it. May be called again."""
         if not self._threads or self._closing:
             return
         self._closing = True
         if self._num_dropped:
-            logger.warning("W&B was too slow for %d messages; the record has them all.", self._num_dropped)
+            logger.warning("W&B was too slow for %d messages; the record has all of them.", self._num_dropped)
         self._put_end()
         if not self._finished.wait(timeout):
             logger.warning(
@@ -142,10 +142,10 @@ class WandbSink:
             self._num_dropped += 1
 
     def _put_end(self) -> None:
-        """Let the feeding thread stop after what waits now."""
+        """Makes the feeding thread stop after the waiting messages."""
         if self._queue.full():
             with contextlib.suppress(queue.Empty):
-                self._queue.get_nowait()  # The end has to fit in.
+                self._queue.get_nowait()  # Makes space for the end.
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
 
@@ -162,10 +162,10 @@ class WandbSink:
             "config": json.loads(config.to_json()),
         }
 
-    # The rest runs in the sink's own thread.
+    # The methods below run in the sink's own thread.
 
     def _feed(self) -> None:
-        """Start the process, send it what comes, and wait for its end."""
+        """Starts the process, sends it the messages, and waits for its end."""
         try:
             process = self._process = self._start()
             listener = threading.Thread(target=self._listen, args=(process,), name="telescope-wandb-out", daemon=True)
@@ -174,9 +174,11 @@ class WandbSink:
             status = process.wait()
             listener.join(1.0)
             if status != 0 and not self._killed:
-                logger.warning("W&B ended with status %d; the run goes on. See %s.", status, self._files.log("wandb"))
+                logger.warning(
+                    "W&B exited with status %d; the run continues. See %s.", status, self._files.log("wandb")
+                )
         except OSError as error:
-            logger.warning("W&B cannot be started; the run goes on: %s", error)
+            logger.warning("W&B cannot be started; the run continues: %s", error)
         finally:
             self._finished.set()
 
@@ -186,7 +188,7 @@ class WandbSink:
         paths = [package_root, os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "WANDB_SILENT": "true", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         with self._files.log("wandb").open("ab") as log:
-            # A session of its own: Ctrl-C is for the run, which then closes this sink in its own time.
+            # Its own session: Ctrl-C is for the run, which then closes this sink.
             return subprocess.Popen(
                 [sys.executable, "-m", "telescope.record.wandb_process"],
                 stdin=subprocess.PIPE,
@@ -208,13 +210,13 @@ class WandbSink:
             return  # The process ended; `_feed` reports its status.
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
-        """Pass on what the process has to say, a JSON object with `level` and `message` a line, until it ends."""
+        """Logs the messages of the process, one JSON object with `level` and `message` per line."""
         assert process.stdout is not None
         with process.stdout as pipe:
             for line in pipe:
-                said = json.loads(line)
-                logger.log(logging.getLevelNamesMapping().get(said["level"], logging.WARNING), "%s", said["message"])
-        self._put_end()  # If it ended by itself, nobody need wait for the next step to find out.
+                entry = json.loads(line)
+                logger.log(logging.getLevelNamesMapping().get(entry["level"], logging.WARNING), "%s", entry["message"])
+        self._put_end()  # If the process exited by itself, the feeding thread stops now and not at the next step.
 
     def _kill(self) -> None:
         process = self._process
@@ -225,6 +227,6 @@ class WandbSink:
 
 
 def _is_installed() -> bool:
-    """Whether the package is there. A folder `wandb/` in the working directory, which W&B itself makes, is not it."""
+    """Returns whether the package is installed. W&B's own folder `wandb/` is not the package."""
     spec = importlib.util.find_spec("wandb")
     return spec is not None and spec.origin is not None

@@ -1,4 +1,4 @@
-"""Writes the record of a run from a process of its own, for tests that read it meanwhile or kill it.
+"""Writes the record of a run in a separate process, for tests that read it meanwhile or kill it.
 
 python record_writer_process.py RUN_DIR write FLUSH_SECONDS    rows numbered from 0 until killed or stdin closes
 python record_writer_process.py RUN_DIR small-files            with a limit on file sizes, as on a full disk
@@ -33,7 +33,7 @@ def write(run_dir: str, flush_seconds: float) -> None:
 
 
 def small_files(run_dir: str) -> None:
-    """Fill the disk, make room, and say what became of the rows."""
+    """Fills the disk, frees it, and checks the rows."""
     import logging
 
     logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")

@@ -1,4 +1,4 @@
-"""`telescope runs` and `telescope query`, from the command line to the printed answer."""
+"""`telescope runs` and `telescope query`, from the command line to the output."""
 
 import csv
 import io
@@ -72,7 +72,7 @@ def test_the_error_of_a_run_is_recorded_as_one_plain_line(tmp_path):
     assert Run(tmp_path / "run").table("runs").to_pylist()[0]["error"] == DUMPED
 
 
-def test_a_dump_that_an_old_record_holds_is_one_line_in_the_list_of_runs(capsys, tmp_path):
+def test_a_traceback_in_an_old_record_is_one_line_in_the_list_of_runs(capsys, tmp_path):
     with Recorder(tmp_path / "run", flush_seconds=0.01) as recorder:
         info = begin_run(recorder, name="run", config_hash="", config_json="{}")
         end_run(recorder, info, "failed", config_json="{}")
@@ -93,7 +93,7 @@ def test_runs_as_json(ask, root):
     assert runs[0] | {"status": "finished", "steps": 3, "reward_last": 0.5, "path": str(root / "third")} == runs[0]
 
 
-def test_a_folder_without_runs_says_what_to_do(capsys, tmp_path, monkeypatch):
+def test_an_error_for_a_folder_without_runs_names_the_fix(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["runs"]) == 0
     assert "telescope train" in capsys.readouterr().out
@@ -117,7 +117,7 @@ def test_json_is_valid_json(ask):
     ]
 
 
-def test_a_table_shows_markup_as_it_is_and_says_when_it_is_empty(ask):
+def test_a_table_shows_markup_unchanged_and_reports_no_rows(ask):
     assert "[bold]x[/bold]" in ask("query", "SELECT '[bold]x[/bold]' AS text")[1]
     assert "(no rows)" in ask("query", "SELECT * FROM spans")[1]
 
@@ -144,14 +144,14 @@ def test_several_runs_are_compared(ask):
         (("SELECT reward FROM steps",), ["no column 'reward'", "reward_mean"]),
         (("SELECT * FROM step",), ["no table 'step'", "Did you mean 'steps'?"]),
         (("DROP VIEW steps",), ["read-only"]),
-        ((), ["no query", "--tables"]),
+        ((), ["No query", "--tables"]),
         (("SELECT '\udcff'",), ["not valid UTF-8 at character 9"]),
         (("CREATE TABLE x AS PIVOT steps ON step USING sum(reward_mean)",), ["CREATE is not possible", "read-only"]),
         (("-- x\nEXPLAIN ANALYZE COPY (PIVOT steps ON step USING sum(step)) TO 'x'",), ["COPY is not possible"]),
         (("EXPLAIN (ANALYZE) DROP VIEW steps",), ["DROP is not possible"]),
     ],
 )
-def test_what_is_wrong_is_said_with_exit_code_2(ask, arguments, parts):
+def test_bad_input_is_an_error_with_exit_code_2(ask, arguments, parts):
     status, out, error = ask("query", *arguments)
     assert (status, out) == (2, "")
     assert all(part in error for part in parts), error
@@ -169,7 +169,7 @@ def test_what_is_wrong_is_said_with_exit_code_2(ask, arguments, parts):
         "read_text('{folder}/.tmp/*')",
     ],
 )
-def test_a_query_reads_no_files_but_the_tables(ask, monkeypatch, tmp_path, source):
+def test_a_query_reads_only_the_tables(ask, monkeypatch, tmp_path, source):
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".tmp").mkdir()
     (tmp_path / ".tmp" / "secret.csv").write_text("a,b\n1,2\n")
@@ -246,7 +246,7 @@ def test_a_query_cannot_lift_that_restriction(ask):
         assert ask("query", sql)[0] == 2
 
 
-def test_names_of_this_process_are_no_tables(ask):
+def test_variables_of_this_process_are_not_tables(ask):
     assert ask("query", "SELECT * FROM sql")[0] == 2
 
 
@@ -259,7 +259,7 @@ def test_tables_are_read_from_a_relative_folder_with_odd_characters(monkeypatch,
     assert capsys.readouterr().out == "step\n7\n"
 
 
-def test_times_with_a_zone_are_text(ask):
+def test_times_with_a_time_zone_are_text(ask):
     sql = "SELECT to_timestamp(0) AS t, [to_timestamp(0)] AS l, 1 AS n, 2 AS n"
     status, out, _ = ask("query", sql, "--format", "json")
     row = json.loads(out)[0]
@@ -268,7 +268,7 @@ def test_times_with_a_zone_are_text(ask):
     assert row["n"] == 2
 
 
-def test_an_error_of_sql_is_one_error_with_its_place(ask):
+def test_an_sql_error_is_one_error_with_its_position(ask):
     status, _, error = ask("query", "SELECT step, FROM FROM steps")
     assert status == 2
     assert error.startswith("telescope: Parser Error")
@@ -279,7 +279,7 @@ def test_an_error_of_sql_is_one_error_with_its_place(ask):
 
 @pytest.fixture
 def damaged(tmp_path):
-    """The folder of two runs, and the file that holds the steps of the second, to be damaged."""
+    """A folder of two runs, and the file with the steps of the second, to be damaged."""
     for folder, first in (("whole", 0), ("hurt", 100)):
         with Recorder(tmp_path / "runs" / folder, flush_seconds=0.01) as recorder:
             begin_run(recorder, name=folder, config_hash="", config_json="{}")

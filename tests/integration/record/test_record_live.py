@@ -28,7 +28,7 @@ def start(run_dir: Path, flush_seconds: float = 0.005) -> "subprocess.Popen[str]
 
 
 def flushed(process: "subprocess.Popen[str]") -> int:
-    """Wait until the writer says how many rows are on disk."""
+    """Waits until the writer reports how many rows are on disk."""
     assert process.stdout is not None
     return int(process.stdout.readline())
 
@@ -37,7 +37,7 @@ def numbers(run: Run, name: str, column: str) -> list[int]:
     return [int(value) for value in run.table(name, columns=[column])[column].to_pylist()]
 
 
-def test_a_reader_beside_a_writer_sees_a_growing_prefix_and_nothing_else(tmp_path):
+def test_a_concurrent_reader_sees_only_a_growing_prefix(tmp_path):
     with start(tmp_path) as process:
         flushed(process)
         run, seen, rows, cursor = Run(tmp_path), 0, [], 0
@@ -67,7 +67,7 @@ def test_a_reader_beside_a_writer_sees_a_growing_prefix_and_nothing_else(tmp_pat
     assert all(len(list(folder.iterdir())) == 1 for folder in run.files.tables.iterdir() if folder.is_dir())
 
 
-def test_queries_beside_a_writer_count_each_row_once(tmp_path):
+def test_concurrent_queries_count_each_row_once(tmp_path):
     with start(tmp_path) as process:
         flushed(process)
         database, seen = Database([Run(tmp_path)]), 0
@@ -80,7 +80,7 @@ def test_queries_beside_a_writer_count_each_row_once(tmp_path):
         process.communicate("", timeout=WAIT_SECONDS)
 
 
-def test_what_was_flushed_survives_kill_9_and_the_next_attempt_goes_on_behind_it(tmp_path):
+def test_flushed_rows_survive_kill_9_and_the_next_attempt_appends(tmp_path):
     written = []
     for attempt in (1, 2, 3):
         with start(tmp_path, flush_seconds=0.02) as process:
@@ -114,7 +114,7 @@ def test_what_was_flushed_survives_kill_9_and_the_next_attempt_goes_on_behind_it
         max_size=60,
     )
 )
-def test_after_every_operation_of_a_writer_all_rows_are_there_once(tmp_path_factory, operations):
+def test_all_rows_exist_once_after_every_operation_of_a_writer(tmp_path_factory, operations):
     run_dir = tmp_path_factory.mktemp("run")
     directory = run_dir / "tables" / "gauges"
     writer, count = TableWriter(GAUGES, directory), 0
@@ -150,7 +150,7 @@ def test_bytes_written_per_flush_stay_flat_over_a_long_run(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"", b"PAR1 cut off"])
-def test_a_file_that_a_power_cut_left_behind_costs_its_own_rows_only(tmp_path, caplog, damage):
+def test_a_file_damaged_by_a_power_failure_loses_only_its_own_rows(tmp_path, caplog, damage):
     directory = tmp_path / "tables" / "gauges"
     writer = TableWriter(GAUGES, directory)
     for number in range(40):

@@ -1,4 +1,4 @@
-"""Runs, attempts and queries, as a person reads them."""
+"""Runs, attempts and queries of the reader."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ def resumed(tmp_path):
     return Run(tmp_path / "run")
 
 
-def test_steps_that_a_resume_did_again_are_hidden_with_their_samples_and_turns(resumed):
+def test_steps_that_a_resume_repeated_are_hidden_with_samples_and_turns(resumed):
     assert column(resumed, "steps", "step") == [1, 2, 3, 4, 5, 6]
     assert column(resumed, "steps", "attempt") == [1, 1, 1, 1, 2, 2]
     assert column(resumed, "samples", "reward", columns=["reward"]) == [0.0] * 8 + [None] + [1.0] * 4 + [None]
@@ -60,13 +60,13 @@ def test_queries_hide_what_the_reader_hides(resumed):
     assert resumed.sql("SELECT step, reward_mean FROM steps ORDER BY step").rows[4:] == [(5, 1.5), (6, 1.6)]
 
 
-def test_a_resume_that_does_not_say_where_it_starts_supersedes_from_its_first_row(tmp_path):
+def test_a_resume_without_first_step_supersedes_from_its_first_row(tmp_path):
     write_attempt(tmp_path, range(1, 4))
     write_attempt(tmp_path, range(1, 3))
     assert column(Run(tmp_path), "steps", "attempt") == [2, 2]
 
 
-def test_a_run_keeps_its_identity_over_attempts(resumed):
+def test_a_run_keeps_its_id_over_attempts(resumed):
     (row,) = resumed.table("runs").to_pylist()
     assert row["run_id"] == resumed.info.run_id
     assert row["started_at"] == resumed.info.started_at <= row["ended_at"]
@@ -84,7 +84,7 @@ def test_runs_are_listed_newest_first_with_their_results(tmp_path):
     assert (old.reward_first, old.reward_last, old.heldout_before, old.heldout_after) == (0.0, 0.2, 0.2, 0.45)
 
 
-def test_a_run_that_was_cut_off_is_dead_and_a_folder_without_one_is_an_error(tmp_path):
+def test_a_killed_run_is_dead_and_a_folder_without_runs_is_an_error(tmp_path):
     script = (
         "import sys, os; from telescope.record import Recorder; from telescope.record.run_info import begin_run\n"
         "begin_run(Recorder(sys.argv[1]), name='x', config_hash='', config_json='{}'); os._exit(9)"
@@ -97,7 +97,7 @@ def test_a_run_that_was_cut_off_is_dead_and_a_folder_without_one_is_an_error(tmp
         list_runs(tmp_path / "missing")
 
 
-def test_all_runs_answer_with_their_name_and_an_odd_path_is_no_pattern(tmp_path):
+def test_a_query_covers_all_runs_and_reads_odd_paths_literally(tmp_path):
     root = tmp_path / "it's [1] * ?"
     write_attempt(root / "a", range(2))
     write_attempt(root / "b", range(3))
@@ -129,7 +129,7 @@ def test_files_of_another_version_are_read(tmp_path):
         ("SELECT foo(1)", ["foo"]),
     ],
 )
-def test_an_error_says_what_there_is(resumed, sql, parts):
+def test_an_error_lists_existing_names(resumed, sql, parts):
     with pytest.raises(UserError) as caught:
         resumed.sql(sql)
     assert all(part in str(caught.value) for part in parts), str(caught.value)
@@ -157,11 +157,11 @@ def test_a_query_cannot_write(resumed, tmp_path, sql):
 
 
 @pytest.mark.parametrize("sql", ["DESCRIBE steps", "SUMMARIZE steps", "FROM steps", "SHOW TABLES", "EXPLAIN SELECT 1"])
-def test_statements_that_read_are_answered(resumed, sql):
+def test_reading_statements_are_answered(resumed, sql):
     assert resumed.sql(sql).rows
 
 
-def test_the_reader_needs_nothing_heavy():
+def test_the_reader_imports_no_heavy_packages():
     heavy = ["torch", "ray", "vllm", "transformers", "wandb", "pydantic", "yaml"]
     script = (
         f"import sys; sys.modules.update(dict.fromkeys({heavy!r}))\n"

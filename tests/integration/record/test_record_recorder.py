@@ -1,4 +1,4 @@
-"""A run never waits for its record and never dies of it."""
+"""A run never waits for its record and never fails because of it."""
 
 import logging
 import shutil
@@ -24,7 +24,7 @@ def reports(caplog) -> list[str]:
     return [record.message for record in caplog.records if "CANNOT BE WRITTEN" in record.message]
 
 
-def test_rows_of_every_table_come_back_from_many_threads(tmp_path):
+def test_rows_written_by_many_threads_are_read_back(tmp_path):
     with Recorder(tmp_path, flush_seconds=0.01) as recorder:
         threads = [
             threading.Thread(
@@ -43,7 +43,7 @@ def test_rows_of_every_table_come_back_from_many_threads(tmp_path):
     assert all(run.table(name).num_rows >= 1 for name in TABLES)
 
 
-def test_rows_reach_the_disk_without_being_asked_to(tmp_path):
+def test_rows_are_flushed_by_themselves(tmp_path):
     recorder = Recorder(tmp_path, flush_seconds=0.02)
     recorder.write("steps", {"step": 1})
     deadline = time.monotonic() + 30
@@ -62,19 +62,19 @@ def test_a_row_may_be_changed_after_it_was_written(tmp_path):
 
 
 @pytest.mark.parametrize(("table", "row"), [("step", {}), ("steps", {"stepp": 1})])
-def test_a_name_that_does_not_exist_is_the_callers_mistake(tmp_path, table, row):
+def test_an_unknown_table_or_column_raises(tmp_path, table, row):
     with Recorder(tmp_path) as recorder, pytest.raises(ValueError, match="step"):
         recorder.write(table, row)
 
 
-def test_a_full_disk_is_reported_once_and_costs_what_matters_least(tmp_path):
+def test_a_full_disk_is_reported_once_and_drops_the_least_important_rows(tmp_path):
     answer = subprocess.run(
         [sys.executable, str(WRITER), str(tmp_path), "small-files"], capture_output=True, text=True, timeout=120
     )
     assert answer.returncode == 0, answer.stderr
     lines = answer.stdout.splitlines()
     assert sum("CANNOT BE WRITTEN" in line for line in lines) == 1
-    assert sum("being written again" in line for line in lines) == 1
+    assert sum("is written again" in line for line in lines) == 1
     assert sum("Rows missing" in line for line in lines) == 1
     run = Run(tmp_path)
     assert run.table("steps")["step"].to_pylist() == list(range(600))
@@ -83,7 +83,7 @@ def test_a_full_disk_is_reported_once_and_costs_what_matters_least(tmp_path):
     assert run.table("logs").num_rows == 0, "log lines go before samples"
 
 
-def test_a_folder_that_cannot_be_made_is_reported_once_and_used_once_it_can(tmp_path, caplog):
+def test_a_folder_that_cannot_be_created_is_reported_once_and_used_later(tmp_path, caplog):
     (tmp_path / "tables").write_text("in the way")
     recorder = Recorder(tmp_path, flush_seconds=0.01)
     for step in range(50):
@@ -98,7 +98,7 @@ def test_a_folder_that_cannot_be_made_is_reported_once_and_used_once_it_can(tmp_
     assert Run(tmp_path).table("steps")["step"].to_pylist() == list(range(50))
 
 
-def test_a_run_directory_that_is_removed_is_reported_once_and_not_made_again(tmp_path, caplog):
+def test_a_removed_run_directory_is_reported_once_and_not_created_again(tmp_path, caplog):
     recorder = Recorder(tmp_path / "run", flush_seconds=0.01)
     recorder.write("steps", {"step": 1})
     assert recorder.flush(30)
@@ -112,7 +112,7 @@ def test_a_run_directory_that_is_removed_is_reported_once_and_not_made_again(tmp
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_directory_that_is_moved_away_and_put_back_misses_nothing(tmp_path, caplog):
+def test_a_run_directory_that_is_moved_away_and_back_is_complete(tmp_path, caplog):
     recorder = Recorder(tmp_path / "run", flush_seconds=0.01)
     recorder.write("steps", {"step": 1})
     assert recorder.flush(30)
@@ -138,7 +138,7 @@ def test_closing_on_a_disk_that_never_works_ends_within_its_deadline(tmp_path, c
     assert not recorder._thread.is_alive()
 
 
-def test_a_row_that_breaks_the_writer_does_not_stop_the_others(tmp_path, monkeypatch, caplog):
+def test_a_row_that_cannot_be_written_does_not_stop_others(tmp_path, monkeypatch, caplog):
     append = TableWriter.append
 
     def failing(self, rows):
@@ -172,15 +172,15 @@ def test_memory_stays_bounded_while_the_disk_hangs(tmp_path, monkeypatch):
     recorder.close()
 
 
-def test_a_second_writer_of_a_run_is_refused_and_told_who_is_there(tmp_path):
+def test_a_second_writer_is_refused_with_the_process_of_the_first(tmp_path):
     with Recorder(tmp_path, flush_seconds=0.01) as recorder:
         recorder.flush()
-        with pytest.raises(UserError, match=r"is being written by another run. Process \d+ on"):
+        with pytest.raises(UserError, match=r"is in use: Process \d+ on"):
             Recorder(tmp_path)
     Recorder(tmp_path).close()
 
 
-def test_what_is_in_flight_is_shown_while_the_run_lives(tmp_path):
+def test_samples_in_flight_are_shown_while_the_run_is_live(tmp_path):
     from telescope.record.run_info import begin_run
 
     recorder = Recorder(tmp_path, flush_seconds=0.01)
@@ -196,7 +196,7 @@ def test_what_is_in_flight_is_shown_while_the_run_lives(tmp_path):
     assert not (tmp_path / "tables" / "in_flight.json").exists()
 
 
-def test_closing_twice_and_writing_after_it_is_harmless(tmp_path):
+def test_closing_twice_and_writing_afterwards_do_not_raise(tmp_path):
     recorder = Recorder(tmp_path)
     assert recorder.close()
     recorder.write("logs", {"message": "the run ended"})
@@ -205,7 +205,7 @@ def test_closing_twice_and_writing_after_it_is_harmless(tmp_path):
     assert recorder.health().dropped == {"steps": 1}
 
 
-def test_the_record_says_nothing_while_all_is_well(tmp_path, caplog):
+def test_a_healthy_record_logs_nothing(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     with Recorder(tmp_path) as recorder:
         recorder.write("steps", {"step": 1})

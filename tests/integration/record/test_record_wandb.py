@@ -42,7 +42,7 @@ def _no_credentials(tmp_path, monkeypatch):
 
 @pytest.fixture
 def start_instead(monkeypatch):
-    """Replace the process by a script that is given as text."""
+    """Replaces the process with a script that is given as text."""
 
     def replace(script: str) -> None:
         def start(self):
@@ -60,7 +60,7 @@ def messages(caplog) -> list[str]:
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """The records of a .wandb file: after 7 bytes a LevelDB log, whose records are split over blocks of 32 KiB."""
+    """Yields the records of a .wandb file: after 7 bytes a LevelDB log with blocks of 32 KiB."""
     data, position, record = path.read_bytes(), 7, b""
     while position + 7 <= len(data):
         left_in_block = 2**15 - position % 2**15
@@ -76,7 +76,7 @@ def records(path: Path) -> Iterator[bytes]:
 
 
 def offline_summary(run_dir: Path) -> dict[str, object]:
-    """The summary that W&B wrote offline: the last value of every key."""
+    """Returns the summary that W&B wrote offline: the last value of every key."""
     from wandb.proto import wandb_internal_pb2
 
     (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
@@ -90,7 +90,7 @@ def offline_summary(run_dir: Path) -> dict[str, object]:
 
 
 def offline_values(run_dir: Path) -> list[dict[str, float]]:
-    """The history that W&B wrote offline and would upload."""
+    """Returns the history that W&B wrote offline."""
     from wandb.proto import wandb_internal_pb2
 
     (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
@@ -102,7 +102,7 @@ def offline_values(run_dir: Path) -> list[dict[str, float]]:
     return [{key: float(json.loads(value)) for key, value in row.items()} for row in rows]
 
 
-def test_without_credentials_the_real_wandb_records_offline_and_says_so_once(tmp_path, caplog, capfd):
+def test_without_credentials_wandb_records_offline_with_one_warning(tmp_path, caplog, capfd):
     sink = WandbSink(Config(), tmp_path)
     for step in range(3):
         sink.log_step(step, {"reward_mean": step / 2, "timing/forward/total": 1.5, "odd": float("nan")})
@@ -118,7 +118,7 @@ def test_without_credentials_the_real_wandb_records_offline_and_says_so_once(tmp
     assert capfd.readouterr().out == "", "W&B prints nothing into the run's terminal"
 
 
-async def test_the_view_of_a_run_says_that_it_is_recorded_offline(tmp_path, monkeypatch):
+async def test_the_live_view_reports_offline_recording(tmp_path, monkeypatch):
     async def ends_at_once(self: _TrainingRun) -> None:
         raise UserError("enough")
 
@@ -131,7 +131,7 @@ async def test_the_view_of_a_run_says_that_it_is_recorded_offline(tmp_path, monk
     assert str(tmp_path / "run" / "wandb") in message
 
 
-def test_the_numbers_of_a_run_that_has_ended_are_its_summary_in_wandb(tmp_path):
+def test_the_summary_of_an_ended_run_is_sent_to_wandb(tmp_path):
     config = config_of(run_dir=str(tmp_path / "run"), use_wandb=True)
     directory = RunDirectory.create(config, [])
     with directory.open_record(console=False):
@@ -146,7 +146,7 @@ def test_the_numbers_of_a_run_that_has_ended_are_its_summary_in_wandb(tmp_path):
     assert "heldout_after" not in summary, "what is not known is not there"
 
 
-def test_turned_off_it_does_nothing(tmp_path, monkeypatch, caplog):
+def test_a_disabled_sink_does_nothing(tmp_path, monkeypatch, caplog):
     config = Config()
     config.use_wandb = False
     sink = WandbSink(config, tmp_path)
@@ -158,7 +158,7 @@ def test_turned_off_it_does_nothing(tmp_path, monkeypatch, caplog):
     assert not messages(caplog)
 
 
-def test_a_missing_package_is_said_once(tmp_path, monkeypatch, caplog):
+def test_a_missing_package_is_reported_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("telescope.record.wandb_sink._is_installed", lambda: False)
     sink = WandbSink(Config(), tmp_path)
     sink.log_step(1, {"a": 1.0})
@@ -167,7 +167,7 @@ def test_a_missing_package_is_said_once(tmp_path, monkeypatch, caplog):
     assert "pip install wandb" in messages(caplog)[0]
 
 
-def test_a_wandb_that_hangs_neither_blocks_a_step_nor_outlives_the_run(tmp_path, start_instead, caplog):
+def test_a_hanging_wandb_neither_blocks_a_step_nor_outlives_the_run(tmp_path, start_instead, caplog):
     start_instead("import time; time.sleep(1000)")
     sink = WandbSink(Config(), tmp_path)
     for step in range(MAX_WAITING + 2000):
@@ -186,7 +186,7 @@ def test_a_wandb_that_crashes_is_a_warning(tmp_path, start_instead, caplog):
     assert sink._finished.wait(60)
     sink.log_step(1, {"a": 1.0})
     sink.close()
-    assert any("ended with status 3; the run goes on" in message for message in messages(caplog))
+    assert any("exited with status 3; the run continues" in message for message in messages(caplog))
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
@@ -194,10 +194,10 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     sink = WandbSink(Config(), tmp_path)
     assert sink._finished.wait(60)
     sink.close()
-    assert any("cannot be started; the run goes on" in message for message in messages(caplog))
+    assert any("cannot be started; the run continues" in message for message in messages(caplog))
 
 
-def test_the_process_ends_by_itself_when_the_driver_dies(tmp_path):
+def test_the_process_exits_when_the_driver_exits(tmp_path):
     script = (
         "import os, sys, time; sys.path.insert(0, sys.argv[2])\n"
         "from test_record_wandb import Config; from telescope.record.wandb_sink import WandbSink\n"

@@ -1,4 +1,4 @@
-"""The live view: every state of a run can be drawn at every width, and the numbers that matter are on it."""
+"""The live view draws every state of a run at every width, with the main numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def status_after(num_steps: int, total: int = 1000) -> RunStatus:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_run_that_has_just_started_is_drawn(width: int) -> None:
+def test_a_started_run_is_drawn(width: int) -> None:
     frame = drawn(RunStatus("demo", 100), width)
     assert "starting" in frame
     assert "no step finished yet" in frame
@@ -78,7 +78,7 @@ def test_a_long_run_with_everything_at_once_is_drawn(width: int) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("letter", ["r", "語"])
-def test_how_to_end_a_run_is_said_in_full_and_a_long_path_by_its_end(letter: str, width: int) -> None:
+def test_a_long_path_is_shortened_before_the_hint_to_end_the_run(letter: str, width: int) -> None:
     status = RunStatus("demo", 100, run_dir=f"/home/{letter * 100}/runs/the-run")
     last = drawn(status, width).splitlines()[-1]
     assert "runs/the-run · Ctrl-C ends it cleanly" in last
@@ -88,7 +88,7 @@ def test_how_to_end_a_run_is_said_in_full_and_a_long_path_by_its_end(letter: str
     assert " /runs/the-run · Ctrl-C ends it cleanly" in drawn(status, width).splitlines()[-1]
 
 
-def test_words_of_others_are_shown_as_they_are_and_never_read_as_markup() -> None:
+def test_untrusted_text_is_not_read_as_markup() -> None:
     status = RunStatus("[red]demo[/]", 10, phase="[bold]phase")
     status.set_component("server 0", "(EngineCore pid=7) INFO [core.py:12] \x1b[1;36mloading\x1b[0m [/model]")
     status.messages.append("[/nothing] was open")
@@ -145,7 +145,7 @@ def test_a_sparkline_orders_its_blocks_as_its_values(values: list[int]) -> None:
         assert line[values.index(max(values))] == SPARKS[-1]
 
 
-def test_a_sparkline_leaves_a_gap_where_nothing_is_known() -> None:
+def test_a_sparkline_has_a_gap_for_unknown_values() -> None:
     assert sparkline([0.0, math.nan, 1.0], 3) == f"{SPARKS[0]} {SPARKS[-1]}"
     assert sparkline([0.5, 0.5], 2) == SPARKS[0] * 2
 
@@ -154,7 +154,7 @@ def test_the_clock_counts_hours_only_when_there_are_any() -> None:
     assert [clock(s) for s in (None, math.nan, 0, 61, 3723.9)] == ["-", "-", "0:00", "1:01", "1:02:03"]
 
 
-def test_without_a_terminal_a_run_is_lines_of_text() -> None:
+def test_without_a_terminal_a_run_is_printed_as_lines() -> None:
     out = io.StringIO()
     view = LiveView(Console(file=out, width=400, force_terminal=False))
     status = status_after(2)

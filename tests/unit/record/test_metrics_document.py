@@ -41,7 +41,7 @@ async def test_every_metric_of_a_fake_run_is_documented() -> None:
     assert undocumented(name for row in run.recorder.of("steps") for name in row["metrics"]) == []
 
 
-def test_every_metric_of_what_is_not_trained_is_documented() -> None:
+def test_every_metric_of_untrained_samples_is_documented() -> None:
     counts = DiscardCounts()
     for reason, kind in (("zero_advantage", "all_negative"), ("too_slow", None), ("all_masked", None)):
         counts.discarded(reason, kind, [sample()])

@@ -1,4 +1,4 @@
-"""Any row can be written: what does not fit its column becomes null and is named."""
+"""Any row can be written: a value that does not fit its column becomes null and is named."""
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +19,7 @@ ANYTHING = st.recursive(
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(sorted(TABLES)), st.data())
-def test_no_value_stops_a_batch(name, data):
+def test_any_value_can_be_in_a_batch(name, data):
     columns = st.sampled_from(TABLES[name].column_names)
     rows = data.draw(st.lists(st.dictionaries(columns, ANYTHING, max_size=4), max_size=4))
     table, _ = rows_to_table(TABLES[name], rows)
@@ -55,7 +55,7 @@ def test_token_arrays_that_do_not_fit_are_null_and_named():
     assert list(problems) == ["token_ids"]
 
 
-def test_one_odd_metric_costs_only_itself():
+def test_an_odd_metric_loses_only_itself():
     rows = [{"metrics": {"good": 1.0, "odd": "high"}, "reward": 1.0}, {"metrics": {"good": 2.0}}]
     table, problems = rows_to_table(SAMPLES, rows)
     assert table["metrics"].to_pylist() == [[("good", 1.0), ("odd", None)], [("good", 2.0)]]
@@ -63,14 +63,14 @@ def test_one_odd_metric_costs_only_itself():
     assert "'high'" in problems["metrics"]
 
 
-def test_text_that_is_no_unicode_is_written():
+def test_invalid_unicode_is_written():
     table, problems = rows_to_table(SAMPLES, [{"completion_text": "a\ud800b", "tags": {"kind\udfff": 1}}])
     assert not problems
     assert table["completion_text"].to_pylist() == ["a?b"]
     assert table["tags"].to_pylist() == [[("kind?", "1")]]
 
 
-def test_a_column_that_a_file_lacks_reads_as_null():
+def test_a_missing_column_reads_as_null():
     data = conform(pa.table({"step": pa.array([1], pa.int64()), "unknown": ["x"]}), STEPS.schema)
     assert data.schema == STEPS.schema
     assert data["reward_mean"].to_pylist() == [None]

@@ -1,4 +1,4 @@
-"""What is written about the tables is what they are."""
+"""The documents describe the current tables."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from telescope.record.tables import TABLES
 DOCUMENT = Path(__file__).parents[3] / "docs" / "record.md"
 
 
-def test_the_document_lists_the_tables_as_they_are():
+def test_the_document_lists_the_current_tables():
     text = DOCUMENT.read_text()
     assert with_reference(text) == text, "run: python -m telescope.record.document docs/record.md"
 

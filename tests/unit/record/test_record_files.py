@@ -26,14 +26,14 @@ def test_values_are_read_back_as_they_were(tmp_path, value, expected, indent):
 
 
 @pytest.mark.parametrize("indent", [None, 1])
-def test_numbers_that_json_does_not_know_are_read_back_too(tmp_path, indent):
+def test_infinity_and_nan_are_read_back(tmp_path, indent):
     replace_json(tmp_path / "file.json", [math.nan, math.inf], indent=indent)
     nan, infinite = json.loads((tmp_path / "file.json").read_text())
     assert math.isnan(nan)
     assert infinite == math.inf
 
 
-def test_a_reader_of_the_old_file_goes_on_reading_it(tmp_path):
+def test_an_open_file_keeps_its_old_content(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"old")
     with path.open("rb") as reader:
@@ -43,7 +43,7 @@ def test_a_reader_of_the_old_file_goes_on_reading_it(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_only_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.write_bytes(b"old")
 

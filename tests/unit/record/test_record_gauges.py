@@ -1,4 +1,4 @@
-"""Numbers on their way into `gauges`: what is left out loses nothing, and what fails ends nothing."""
+"""Sampled numbers: dropped readings lose no information, and failures end nothing."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import pytest
 from tests.documented_metrics import undocumented
 
 from telescope.record import gauges
-from telescope.record.gauges import REPEAT_SECONDS, Reading, Sampler, Thinned
+from telescope.record.gauges import REPEAT_SECONDS, Reading, Sampler, Thinning
 from telescope.record.system_metrics import GpuReader, MachineSampler, NoGpusError
 
 
 def kept(values: list[float]) -> list[tuple[float, float]]:
-    """(time, value) of what is kept of one number that is read once a second."""
-    thin = Thinned()
+    """(time, value) of the kept readings of one number that is read once per second."""
+    thin = Thinning()
     return [(r.time, r.value) for second, value in enumerate(values) for r in thin([Reading(second, "n", value)])]
 
 
-def test_of_a_number_that_stays_the_same_the_first_and_the_last_reading_are_kept():
+def test_the_first_and_last_reading_of_a_constant_number_are_kept():
     assert kept([5, 5, 5, 5, 7, 7, 5]) == [(0, 5), (3, 5), (4, 7), (5, 7), (6, 5)]
 
 
-def test_a_line_through_what_is_kept_passes_through_everything_that_was_read():
+def test_a_line_through_kept_readings_passes_through_all_readings():
     values = [1, 1, 1, 4, 4, 2, 2, 2, 2, 9, 9, 9, 0]
     points = dict(kept(values))
     for second, value in enumerate(values):
@@ -34,19 +34,19 @@ def test_a_line_through_what_is_kept_passes_through_everything_that_was_read():
         assert points[before] == points[after] == value
 
 
-def test_a_number_that_stands_still_is_repeated_now_and_then():
+def test_a_constant_number_is_repeated_at_intervals():
     times = [t for t, _ in kept([3.0] * 100)]
     assert times == list(range(0, 100, int(REPEAT_SECONDS)))
 
 
-def test_numbers_of_one_name_are_told_apart_by_label_and_gpu():
-    thin = Thinned()
+def test_numbers_of_one_name_differ_by_label_and_gpu():
+    thin = Thinning()
     rows = [Reading(0, "n", 1.0), Reading(0, "n", 1.0, (("le", "1"),)), Reading(0, "n", 1.0, gpu=0)]
     assert thin(rows) == rows
     assert thin([Reading(1, "n", 1.0, gpu=1)]) != []
 
 
-def test_a_read_that_fails_is_said_once_a_kind_and_tried_again():
+def test_a_failing_read_is_reported_once_per_error_type_and_retried():
     answers = iter([OSError("gone"), OSError("still gone"), ValueError("odd"), [Reading(1.0, "n", 2.0)]])
 
     def read() -> list[Reading]:
@@ -64,8 +64,8 @@ def test_a_read_that_fails_is_said_once_a_kind_and_tried_again():
     assert sampler.take().problems == []
 
 
-def test_readings_that_nobody_takes_are_dropped_the_oldest_first_and_counted(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gauges, "MAX_WAITING", 3)
+def test_a_full_buffer_drops_and_counts_the_oldest_readings(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gauges, "MAX_BUFFERED", 3)
     counter = iter(range(100))
     sampler = Sampler("test", 60.0, lambda: [Reading(time.time(), "n", float(next(counter)))])
     for _ in range(5):
@@ -75,7 +75,7 @@ def test_readings_that_nobody_takes_are_dropped_the_oldest_first_and_counted(mon
     assert "2 readings were dropped" in taken.problems[0]
 
 
-def test_a_reader_that_hangs_keeps_nobody_from_taking_or_stopping():
+def test_a_hanging_read_blocks_neither_take_nor_stop():
     entered, leave = threading.Event(), threading.Event()
 
     def read() -> list[Reading]:
@@ -93,7 +93,7 @@ def test_a_reader_that_hangs_keeps_nobody_from_taking_or_stopping():
         leave.set()
 
 
-def test_this_machine_says_what_its_processor_and_memory_do():
+def test_processor_and_memory_of_this_machine_are_sampled():
     machine = MachineSampler(0.01)
     found: dict[str, float] = {}
     deadline = time.monotonic() + 30
@@ -106,7 +106,7 @@ def test_this_machine_says_what_its_processor_and_memory_do():
 
 
 class FakeNvml(ModuleType):
-    """NVML with one GPU, which does not know of power."""
+    """NVML with GPUs that do not report power."""
 
     NVMLError = type("NVMLError", (Exception,), {})
     NVMLError_NotSupported = type("NVMLError_NotSupported", (NVMLError,), {})
@@ -144,7 +144,7 @@ class FakeNvml(ModuleType):
         raise self.NVMLError_NotSupported
 
 
-def test_what_a_gpu_does_not_know_is_left_out_and_not_asked_again(monkeypatch: pytest.MonkeyPatch):
+def test_a_call_that_a_gpu_does_not_support_is_not_repeated(monkeypatch: pytest.MonkeyPatch):
     nvml = FakeNvml(num_gpus=2)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     read = GpuReader()
@@ -158,7 +158,7 @@ def test_what_a_gpu_does_not_know_is_left_out_and_not_asked_again(monkeypatch: p
     assert undocumented(name for _, name in found) == []
 
 
-def test_a_machine_without_gpus_is_no_failure(monkeypatch: pytest.MonkeyPatch):
+def test_a_machine_without_gpus_has_no_gpu_gauges(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(NoGpusError, match="nvidia-ml-py"):
         GpuReader()

@@ -1,4 +1,4 @@
-"""A later attempt supersedes what an earlier one did from its first step on."""
+"""A later attempt supersedes earlier rows from its first step on."""
 
 import duckdb
 import pyarrow as pa

@@ -1,4 +1,4 @@
-"""Rows that wait for the disk stay within their bound, and the cheapest go first."""
+"""Pending rows stay within their bound, and the least important are dropped first."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ NAMES = sorted(TABLES)
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.sampled_from(NAMES), max_size=200), st.integers(1, 30))
-def test_every_row_is_waiting_or_counted_as_dropped_and_steps_are_never_dropped(names, max_rows):
+def test_every_row_is_pending_or_counted_as_dropped_and_steps_are_never_dropped(names, max_rows):
     pending = PendingRows(max_rows, 2**40)
     for place, name in enumerate(names):
         pending.add(name, {"place": place})
@@ -23,7 +23,7 @@ def test_every_row_is_waiting_or_counted_as_dropped_and_steps_are_never_dropped(
     assert not any(pending.dropped[name] for name in NAMES if TABLES[name].keep is Keep.ALWAYS)
 
 
-def test_telemetry_goes_before_turns_and_turns_before_samples():
+def test_telemetry_is_dropped_before_turns_and_turns_before_samples():
     pending = PendingRows(4, 2**40)
     for name in ("samples", "turns", "spans", "gauges"):
         pending.add(name, {})
@@ -44,7 +44,7 @@ def test_long_texts_count_with_their_length():
     assert row_bytes({"token_ids": list(range(1000)), "metrics": {"a": 1.0}}) > 30_000
 
 
-def test_rows_that_come_after_the_cut_wait_for_the_next_flush():
+def test_rows_after_the_mark_wait_for_the_next_flush():
     pending = PendingRows(100, 2**40)
     pending.add("samples", {"sample_id": "a"})
     cut = pending.cut()["samples"]
@@ -52,7 +52,7 @@ def test_rows_that_come_after_the_cut_wait_for_the_next_flush():
     assert [row["sample_id"] for row in pending.first("samples", cut, 10, 2**40)] == ["a"]
 
 
-def test_a_row_that_was_dropped_while_it_was_being_written_is_not_lost():
+def test_a_row_dropped_during_its_write_is_not_lost():
     pending = PendingRows(2, 2**40)
     pending.add("logs", {"message": "a"})
     rows = pending.first("logs", 1, 10, 2**40)
@@ -64,7 +64,7 @@ def test_a_row_that_was_dropped_while_it_was_being_written_is_not_lost():
     assert pending.num_rows == 2
 
 
-def test_a_flush_is_cut_into_pieces_of_bounded_size():
+def test_a_flush_is_split_into_bounded_segments():
     pending = PendingRows(100, 2**40)
     for _ in range(10):
         pending.add("samples", {"completion_text": "x" * 1000})

@@ -1,4 +1,4 @@
-"""Whether a run still lives can be told from its directory."""
+"""A run directory shows whether its run is live."""
 
 import time
 from dataclasses import replace
@@ -14,24 +14,24 @@ def info(process: ProcessIdentity, status: str = "running") -> RunInfo:
     return RunInfo("id", "name", status, started_at=1.0, attempt=3, process=process.to_json())
 
 
-def test_this_process_is_alive_and_one_with_its_id_but_another_start_is_not():
+def test_a_process_with_the_same_id_and_another_start_is_another_process():
     current = ProcessIdentity.current()
     assert current.is_alive() is True
     assert replace(current, started="1").is_alive() is False
     assert replace(current, pid=2**22 + 1).is_alive() is False
 
 
-def test_a_process_of_another_machine_cannot_be_judged():
+def test_liveness_of_a_process_on_another_machine_is_unknown():
     assert ELSEWHERE.is_alive() is None
 
 
-def test_a_started_run_is_live_while_its_process_is(tmp_path):
+def test_a_started_run_is_live_while_its_process_runs(tmp_path):
     current = ProcessIdentity.current()
     assert status_now(tmp_path, info(current)) == "live"
     assert status_now(tmp_path, info(replace(current, started="1"))) == "dead"
 
 
-def test_a_run_elsewhere_is_live_while_it_gives_signs_of_life(tmp_path):
+def test_a_run_on_another_machine_is_live_while_it_sends_heartbeats(tmp_path):
     assert status_now(tmp_path, info(ELSEWHERE)) == "dead"
     replace_json(RunFiles(tmp_path).heartbeat, {"time": time.time()})
     assert status_now(tmp_path, info(ELSEWHERE)) == "live"
@@ -39,11 +39,11 @@ def test_a_run_elsewhere_is_live_while_it_gives_signs_of_life(tmp_path):
     assert status_now(tmp_path, info(ELSEWHERE)) == "dead"
 
 
-def test_an_end_that_was_written_stands_whatever_became_of_the_process(tmp_path):
+def test_a_written_end_is_final(tmp_path):
     assert status_now(tmp_path, info(ProcessIdentity.current(), "failed")) == "failed"
 
 
-def test_run_json_comes_back_as_written_and_counts_attempts(tmp_path):
+def test_run_json_is_read_as_written_and_counts_attempts(tmp_path):
     assert next_attempt(tmp_path) == 1
     assert read_run_json(tmp_path) is None
     written = info(ELSEWHERE)

@@ -1,4 +1,4 @@
-"""Names of segments alone tell what a table holds."""
+"""The names of segments show the content of a table."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def merged(run: list[Segment], level: int) -> Segment:
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[Segment], int]:
-    """All files that a table ever had while it was appended to and merged, and its number of rows."""
+    """All files that a table ever had during appends and merges, and its number of rows."""
     sizes = draw(st.lists(st.integers(1, 50), min_size=1, max_size=FAN_IN**2 + 40))
     everything: list[Segment] = []
     current: list[Segment] = []
@@ -48,7 +48,7 @@ def histories(draw: st.DrawFn) -> tuple[list[Segment], int]:
 
 @settings(deadline=None, max_examples=60)
 @given(histories(), st.randoms())
-def test_whatever_merged_inputs_are_still_there_each_row_is_read_once(history, random):
+def test_each_row_is_read_once_whichever_merged_inputs_remain(history, random):
     everything, num_rows = history
     replaced = covered(everything)
     left = [segment for segment in everything if segment not in replaced or random.random() < 0.5]
@@ -68,7 +68,7 @@ def test_a_lost_file_is_a_gap_of_exactly_its_rows(sizes, data):
     assert select(segments).gaps == ((lost.first, lost.end),)
 
 
-def test_a_table_has_few_files_however_often_it_was_flushed():
+def test_many_flushes_leave_few_files():
     current: list[Segment] = []
     for row in range(2 * FAN_IN**2 + 1):
         current.append(make(row, row + 1))
@@ -78,7 +78,7 @@ def test_a_table_has_few_files_however_often_it_was_flushed():
     assert [segment.level for segment in current] == [2, 2, 0]
 
 
-def test_large_and_often_merged_segments_are_left_alone():
+def test_large_and_often_merged_segments_are_not_merged():
     large = [make(row, row + 1, num_bytes=SEALED_BYTES) for row in range(FAN_IN)]
     often = [make(row, row + 1, level=MAX_LEVEL) for row in range(FAN_IN)]
     assert not next_merge(large)
@@ -92,11 +92,11 @@ def test_a_merge_never_bridges_a_gap():
     assert [run[0].first for run in final_merges(segments)] == [0, FAN_IN]
 
 
-def test_files_that_are_no_segments_are_passed_over(tmp_path):
+def test_other_files_are_ignored(tmp_path):
     for name in (segment_name(0, 5, 0), ".writing-1-" + segment_name(5, 9, 0), "notes.txt", "5-9.parquet"):
         (tmp_path / name).write_bytes(b"x")
     assert [(segment.first, segment.end) for segment in list_segments(tmp_path)] == [(0, 5)]
 
 
-def test_a_table_that_was_never_written_is_empty(tmp_path):
+def test_a_missing_table_is_empty(tmp_path):
     assert snapshot(tmp_path / "missing").segments == ()

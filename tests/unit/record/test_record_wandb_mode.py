@@ -1,4 +1,4 @@
-"""Online only where there are credentials, unless the user says so."""
+"""Online only with credentials, unless the user sets the mode."""
 
 import pytest
 
