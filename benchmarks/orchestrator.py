@@ -83,7 +83,7 @@ examples
 
 
 def cases_of(arguments: argparse.Namespace, tokenizer: str, end_token: int) -> Iterator[Case]:
-    """What to measure, in order."""
+    """Yields the cases to measure, in order."""
     for in_flight, answers, loop in itertools.product(arguments.in_flight, arguments.answers, arguments.loop):
         speed = arguments.tokens_per_second * min(1.0, FULL_SPEED_IN_FLIGHT / in_flight)
         # Long enough that starts and ends no longer come in waves: one and a half answers of mean length.

@@ -63,7 +63,7 @@ PACKAGES = ("numpy",)
 
 @dataclass(frozen=True)
 class Policy:
-    """How far generation runs ahead, and what happens to a group that is too old."""
+    """Limits of how far generation runs ahead, and the fate of groups that are too old."""
 
     name: str
     steps_ahead: int

@@ -76,7 +76,7 @@ CHECKPOINTING = {
 
 @dataclass(slots=True, frozen=True)
 class Case:
-    """What is trained, and how often."""
+    """A model, a load and the number of steps."""
 
     shape: str
     num_tokens: int

@@ -140,15 +140,15 @@ class InferenceServer:
 
     @property
     def url(self) -> str:
-        """Where other processes, on other machines too, reach this server."""
+        """URL of this server for processes on this and other machines."""
         host = advertised_host(self.host, self._node_address)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def start(self) -> ServerInfo:
-        """Start the process and wait until it answers; supervision goes on in a thread afterwards.
+        """Starts the process and waits until it answers; a thread supervises it afterwards.
 
-        Raises `ConfigError` when the port is taken, `UserError` for a vLLM that is not supported, `EngineStartError`
-        when the process ends or is not ready within the start timeout.
+        Raises `ConfigError` when the port is in use, `UserError` for an unsupported vLLM, `EngineStartError` when the
+        process exits or is not ready within the start timeout.
         """
         if self._state != "new":
             raise RuntimeError(f"inference server {self.index} was started before (state {self._state})")

@@ -5,29 +5,27 @@ answer. The kernel closes the sockets of a process that dies, so the end of this
 milliseconds on a host. The same sockets carry the few words that go with a transfer (`begin`, `ready`, `done`,
 `failed`).
 
-Owns the sockets and one reading thread. Does not know tensors, deadlines of transfers, or torch. Frames are a 4-byte
-big-endian length and a JSON object, at most `MAX_FRAME_BYTES`; nothing is unpickled. Who connects must show the token
+Owns the sockets and one reading thread. Does not know tensors, deadlines of transfers, or torch. Frames
+(`utils.frames`) have at most `MAX_FRAME_BYTES`. Who connects must show the token
 of the rendezvous, which travels over the engine's authenticated HTTP route.
 """
 
 from __future__ import annotations
 
 import hmac
-import json
 import queue
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from telescope.errors import DeadlineExceeded, InfrastructureError
+from telescope.utils.frames import pack_frame, receive_frame
 
 MAX_FRAME_BYTES = 1 << 16
-_HEADER = struct.Struct("!I")
 _SEND_SECONDS = 10.0
 """How long a control message may take to leave; messages are smaller than any socket buffer, so it never should."""
 _HELLO_SECONDS = 5.0
@@ -95,12 +93,12 @@ class Rendezvous:
         """The rank of a peer that showed the token; None for anything else."""
         connection.settimeout(min(_left(deadline), _HELLO_SECONDS))
         try:
-            hello = _read_frame(connection)
+            hello = receive_frame(connection, MAX_FRAME_BYTES)
             rank = hello.get("rank") if hello else None
             token = str(hello.get("token", "")) if hello else ""
             if not hmac.compare_digest(token.encode(), self.token.encode()) or rank not in missing:
                 return None
-            connection.sendall(_frame(greeting))
+            connection.sendall(pack_frame(greeting))
         except (OSError, ValueError):
             return None  # a stranger or a peer that died while knocking; the caller goes on waiting for the real one
         return int(rank)
@@ -122,8 +120,8 @@ def join(host: str, port: int, rank: int, token: str, timeout: float) -> tuple[C
     greeting: Message | None = None
     try:
         connection = socket.create_connection((host, port), timeout=timeout)
-        connection.sendall(_frame({"rank": rank, "token": token}))
-        greeting = _read_frame(connection)
+        connection.sendall(pack_frame({"rank": rank, "token": token}))
+        greeting = receive_frame(connection, MAX_FRAME_BYTES)
     except (OSError, ValueError) as error:
         raise TransferError(f"weight transfer: cannot join the sender at {host}:{port}: {error}") from error
     finally:
@@ -177,7 +175,7 @@ class ControlChannel:
 
     def send(self, message: Message) -> None:
         """Send to every peer. A peer that cannot be reached becomes the loss; nothing is raised here."""
-        frame = _frame(message)
+        frame = pack_frame(message)
         for rank, connection in self._peers.items():
             try:
                 with self._lock:
@@ -228,7 +226,7 @@ class ControlChannel:
     def _read_one(self, rank: int) -> bool:
         """Take one message of `rank`; False when the peer is gone and reading ends."""
         try:
-            message = _read_frame(self._peers[rank])
+            message = receive_frame(self._peers[rank], MAX_FRAME_BYTES)
         except (OSError, ValueError) as error:
             self._lose(f"the connection to rank {rank} broke: {error}")
             return False
@@ -259,37 +257,3 @@ def listen(host: str) -> socket.socket:
 
 def _left(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
-
-
-def _frame(message: Message) -> bytes:
-    body = json.dumps(message).encode()
-    if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"control message of {len(body)} bytes; at most {MAX_FRAME_BYTES}")
-    return _HEADER.pack(len(body)) + body
-
-
-def _read_frame(connection: socket.socket) -> Message | None:
-    """One message, or None at the end of the stream. Raises `ValueError` for anything that is not a message."""
-    header = _read_exactly(connection, _HEADER.size)
-    if header is None:
-        return None
-    (length,) = _HEADER.unpack(header)
-    if length > MAX_FRAME_BYTES:
-        raise ValueError(f"control message of {length} bytes announced")
-    body = _read_exactly(connection, length)
-    if body is None:
-        return None
-    message = json.loads(body)
-    if not isinstance(message, dict):
-        raise ValueError("control message is not an object")
-    return message
-
-
-def _read_exactly(connection: socket.socket, count: int) -> bytes | None:
-    data = b""
-    while len(data) < count:
-        piece = connection.recv(count - len(data))
-        if not piece:
-            return None
-        data += piece
-    return data

@@ -1,8 +1,8 @@
-"""Frames, identities, and the plain values that scores become."""
+"""Token ids, identities, and the plain values that scores become."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from telescope.environments.base import EvalMetricsResult, RewardResult, Sample, sample_uid
@@ -13,30 +13,7 @@ from telescope.environments.serialization import (
     serialize_messages,
     serialize_score,
 )
-from telescope.environments.worker_pool.messages import BrokenFrameError, FrameReader, pack_frame, pack_ids, unpack_ids
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=30)
-@given(st.lists(st.tuples(st.dictionaries(st.text(), JSON, max_size=2), st.binary(max_size=20)), max_size=3), st.data())
-def test_frames_survive_any_cut_of_the_stream(frames, data):
-    stream = b"".join(pack_frame(header, blob) for header, blob in frames)
-    reader, out, position = FrameReader(), [], 0
-    while position < len(stream):
-        step = data.draw(st.integers(1, len(stream) - position))
-        out += reader.feed(stream[position : position + step])
-        position += step
-    assert out == frames
-
-
-def test_garbage_instead_of_a_frame_is_noticed():
-    with pytest.raises(BrokenFrameError):
-        FrameReader().feed(b"print output is not a frame")
+from telescope.environments.worker_pool.messages import pack_ids, unpack_ids
 
 
 @given(st.lists(st.integers(0, 2**31 - 1)))

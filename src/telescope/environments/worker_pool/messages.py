@@ -1,11 +1,8 @@
 """Messages between the driver and the worker processes, and the shared slot of a worker.
 
 Records are sent as JSON and never pickled, so that nothing that user code returns can run in the driver. A frame on the
-socket is a JSON header and a blob of raw bytes:
-
-    4 bytes header length, 4 bytes blob length (little endian), header (JSON, ASCII), blob
-
-The blob carries token ids as int32, because a thousand numbers in JSON cost more than the rest of a message.
+socket (`utils.frames`) is a JSON header and a blob, which carries token ids as int32, because a thousand numbers in
+JSON cost more than the rest of a message.
 
 A worker that hangs or crashes in user code cannot report where. So before every step into user code it writes the
 request's id to 16 shared bytes, the slot, and after the step a zero. The pool reads them to decide whose deadline runs,
@@ -14,10 +11,8 @@ and which call caused a crash. Writing costs well under a microsecond.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -173,50 +168,6 @@ def load_header(
         "environments_path": [str(Path(place).expanduser().resolve()) for place in environments_path],
         "memory_limit_bytes": memory_limit_bytes or default_memory_limit(),
     }
-
-
-_LENGTHS = struct.Struct("<II")
-
-MAX_FRAME_BYTES = 256 * 2**20
-"""A longer frame means a corrupt stream."""
-
-_encode = json.JSONEncoder(separators=(",", ":")).encode
-
-
-class BrokenFrameError(RuntimeError):
-    """The bytes on the socket are not frames."""
-
-
-def pack_frame(header: dict[str, Any], blob: bytes = b"") -> bytes:
-    """Returns one frame as bytes."""
-    text = _encode(header).encode("ascii")
-    return b"".join((_LENGTHS.pack(len(text), len(blob)), text, blob))
-
-
-class FrameReader:
-    """Splits a stream of bytes into frames."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[tuple[dict[str, Any], bytes]]:
-        """Returns the frames that `data` completes. Raises `BrokenFrameError`."""
-        self._buffer += data
-        buffer, start, frames = self._buffer, 0, []
-        while len(buffer) - start >= _LENGTHS.size:
-            header_bytes, blob_bytes = _LENGTHS.unpack_from(buffer, start)
-            if header_bytes + blob_bytes > MAX_FRAME_BYTES:
-                raise BrokenFrameError(f"a frame of {header_bytes + blob_bytes} bytes")
-            body = start + _LENGTHS.size
-            end = body + header_bytes + blob_bytes
-            if len(buffer) < end:
-                break
-            header = json.loads(buffer[body : body + header_bytes])
-            frames.append((header, bytes(buffer[body + header_bytes : end])))
-            start = end
-        if start:
-            del buffer[:start]
-        return frames
 
 
 def pack_ids(token_ids: Iterable[int]) -> bytes:

@@ -33,8 +33,9 @@ from telescope.environments.rendering import Renderer
 from telescope.environments.serialization import MalformedResultError
 from telescope.environments.user_code import Steps, error_text, original_error, settle, user_code_line
 from telescope.environments.worker_pool.environment_runner import EnvironmentRunner
-from telescope.environments.worker_pool.messages import EnvironmentSpec, FrameReader, Slot, pack_frame
+from telescope.environments.worker_pool.messages import EnvironmentSpec, Slot
 from telescope.errors import InfrastructureError, UserError
+from telescope.utils.frames import FrameReader, pack_frame
 
 RECHECK_SECONDS = 0.002
 """After a call longer than this, the worker reads withdrawals from the socket before it starts the next one."""

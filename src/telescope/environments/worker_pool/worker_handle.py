@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from telescope.environments.worker_pool.launcher import Launcher
-from telescope.environments.worker_pool.messages import BrokenFrameError, FrameReader, Slot, pack_frame
+from telescope.environments.worker_pool.messages import Slot
 from telescope.environments.worker_pool.scheduling import Call, ExitCause, WorkerState
 from telescope.errors import EnvironmentFailure
+from telescope.utils.frames import FrameReader, pack_frame
 from telescope.utils.log_file import log_size, log_tail, open_log, rotate_log
 
 _LINGER_SECONDS = 0.5
@@ -209,7 +210,7 @@ class WorkerProcess:
             return
         try:
             frames = self._reader.feed(data)
-        except (BrokenFrameError, ValueError):
+        except ValueError:
             self._stop_listening()
             self.kill()  # user code wrote to the socket, so the stream is corrupt
             return
@@ -228,7 +229,7 @@ class WorkerProcess:
 
     def _read_remaining_frames(self) -> None:
         """Reads answers that the process wrote before it ended."""
-        with contextlib.suppress(BlockingIOError, ConnectionResetError, BrokenFrameError, ValueError):
+        with contextlib.suppress(BlockingIOError, ConnectionResetError, ValueError):
             while data := self._socket.recv(2**20):
                 for header, blob in self._reader.feed(data):
                     self._on_frame(header, blob)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import struct
 from dataclasses import dataclass
 
 import msgspec
@@ -25,6 +24,7 @@ import numpy as np
 
 from telescope.errors import InfrastructureError
 from telescope.rollout.types import GenerateRequest
+from telescope.utils.frames import pack_frame, split_frame
 
 GENERATE_ROUTE = "/inference/v1/generate"
 NOT_FINITE = "Out of range float values are not JSON compliant"
@@ -224,8 +224,6 @@ def parse_generate(
 PACKED_TYPE = "application/x-telescope-generation"
 """Media type of an answer of `pack_answer`; a client that reads it lists it in its `Accept` header."""
 
-_PACKED_LENGTHS = struct.Struct("<II")
-
 
 class _PackedRest(msgspec.Struct):
     finish_reason: str
@@ -236,26 +234,23 @@ _packed_decoder = msgspec.json.Decoder(_PackedRest)
 
 
 def pack_answer(answer: LabelledAnswer) -> bytes:
-    """Packs N tokens and the rest as bytes.
-
-    Layout: N and the length of the rest as little-endian uint32, N int32 ids, N float32 logprobs, the rest (JSON).
-    """
+    """Packs an answer as a frame (`utils.frames`): a header, and a blob of N int32 ids and N float32 logprobs."""
     rest = msgspec.json.encode(_PackedRest(answer.finish_reason, answer.label_starts))
     ids_N, logprobs_N = answer.token_ids_N.astype("<i4", copy=False), answer.logprobs_N.astype("<f4", copy=False)
-    return b"".join((_PACKED_LENGTHS.pack(len(ids_N), len(rest)), ids_N.tobytes(), logprobs_N.tobytes(), rest))
+    return pack_frame(rest, ids_N.tobytes() + logprobs_N.tobytes())
 
 
 def unpack_answer(data: bytes | memoryview) -> LabelledAnswer:
     """Inverse of `pack_answer`. Raises `InfrastructureError` for other bytes."""
     try:
-        num_tokens, num_rest = _PACKED_LENGTHS.unpack_from(data)
-        at = _PACKED_LENGTHS.size + 8 * num_tokens
-        if len(data) != at + num_rest:
-            raise ValueError(f"{len(data)} bytes for {num_tokens} tokens")
-        ids_N = np.frombuffer(data, "<i4", num_tokens, _PACKED_LENGTHS.size).astype(np.int32)
-        logprobs_N = np.frombuffer(data, "<f4", num_tokens, at - 4 * num_tokens).astype(np.float32)
-        rest = _packed_decoder.decode(memoryview(data)[at:])
-    except (struct.error, ValueError, msgspec.DecodeError) as error:
+        header, blob = split_frame(data)
+        num_tokens, remainder = divmod(len(blob), 8)
+        if remainder:
+            raise ValueError(f"{len(blob)} bytes of ids and logprobs")
+        ids_N = np.frombuffer(blob, "<i4", num_tokens).astype(np.int32)
+        logprobs_N = np.frombuffer(blob, "<f4", num_tokens, 4 * num_tokens).astype(np.float32)
+        rest = _packed_decoder.decode(header)
+    except (ValueError, msgspec.DecodeError) as error:
         raise InfrastructureError(f"the server's answer is not a binary response: {error}") from error
     if np.isnan(logprobs_N).any():
         raise InfrastructureError("the server's answer has NaN logprobs: its weights or its cache are corrupt")

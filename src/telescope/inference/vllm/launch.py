@@ -253,9 +253,9 @@ def read_model_shape(model: str) -> Mapping[str, int] | None:
 
 
 def kv_cache_gib(config: TelescopeConfig, shape: Mapping[str, int] | None, memory_bytes: int | None = None) -> float:
-    """GiB of KV cache of a server on the CPU: what was asked for, else enough for all lanes at full length.
+    """Returns GiB of KV cache for a server on the CPU: the configured size, else enough for all request slots.
 
-    At most a quarter of the machine's memory; vLLM takes whole GiB, so the caller rounds up.
+    At most a quarter of the machine's memory. vLLM accepts whole GiB only, so the caller rounds up.
     """
     if config.inference_kv_cache_gib is not None:
         return config.inference_kv_cache_gib

@@ -51,7 +51,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TraceTarget:
-    """Where a server sends its traces, and the secret that it sends with them."""
+    """Destination of a server's traces, with its secret."""
 
     url: str
     secret: str
@@ -100,7 +100,7 @@ class TraceReceiver:
 
     @property
     def target(self) -> TraceTarget:
-        """Where the servers send their traces."""
+        """Destination for the servers' traces."""
         host, port = self._server.server_address[:2]
         return TraceTarget(f"http://{host!s}:{port}{ROUTE}", self._secret)
 
