@@ -18,7 +18,7 @@ def cispo(logps: list[torch.Tensor], refs: list[float], advantage: float, config
 
 
 def gspo(logps: list[torch.Tensor], refs: list[float], advantage: float, config: Any) -> list[torch.Tensor]:
-    """GSPO (2507.18071), equations 5 and 7: one length-normalised ratio for the answer.
+    """GSPO (2507.18071), equations 5 and 7: one length-normalized ratio for the answer.
 
     One loss of the whole answer, in equal parts on its tokens.
     """

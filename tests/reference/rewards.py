@@ -13,8 +13,8 @@ def mean(values: list[float]) -> float:
 
 def deviation(values: list[float]) -> float:
     """Of a sample: ddof = 1."""
-    centre = mean(values)
-    return sqrt(sum((value - centre) ** 2 for value in values) / (len(values) - 1))
+    center = mean(values)
+    return sqrt(sum((value - center) ** 2 for value in values) / (len(values) - 1))
 
 
 def grpo(rewards: list[float]) -> list[float]:
@@ -42,14 +42,14 @@ def of_group(rewards: list[float], algorithm: str) -> list[float]:
 
 
 def of_batch(groups: list[list[float]], algorithm: str, norm: str) -> list[list[float]]:
-    """Of a training batch. `batch`: REINFORCE++ (2501.03262), centred in the group, whitened over the batch."""
+    """Of a training batch. `batch`: REINFORCE++ (2501.03262), centered in the group, whitened over the batch."""
     if norm == "group":
         return [of_group(rewards, algorithm) for rewards in groups]
-    centred = [of_group(rewards, "dr_grpo") for rewards in groups]
-    flat = [a for group in centred for a in group]
+    centered = [of_group(rewards, "dr_grpo") for rewards in groups]
+    flat = [a for group in centered for a in group]
     if len(flat) < 2 or len(set(flat)) == 1:
-        return [[0.0] * len(group) for group in centred]
-    whitened = [[(a - mean(flat)) / (deviation(flat) + EPSILON) for a in group] for group in centred]
+        return [[0.0] * len(group) for group in centered]
+    whitened = [[(a - mean(flat)) / (deviation(flat) + EPSILON) for a in group] for group in centered]
     equal = [len(rewards) > 1 and len(set(rewards)) == 1 for rewards in groups]
     return [[0.0] * len(group) if no_signal else group for group, no_signal in zip(whitened, equal, strict=True)]
 

@@ -1,4 +1,4 @@
-"""The loss of one optimiser step, and its gradient, from a transformers model: no packing, no padding, no ranks."""
+"""The loss of one optimizer step, and its gradient, from a transformers model: no packing, no padding, no ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tokens_of(lm: Any, sample: Any, temperature: float) -> tuple[list[torch.Tens
 
 
 def step_loss(lm: Any, samples: list[Any], advantages: list[float], config: Any, before: Any = None) -> torch.Tensor:
-    """The loss of an optimiser step over `samples`. `before` is the model that the batch started from (None: `lm`)."""
+    """The loss of an optimizer step over `samples`. `before` is the model that the batch started from (None: `lm`)."""
     has_ratio = config.algorithm in WITH_RATIO or config.use_ppo_clip
     family = clipped if config.use_ppo_clip else WITH_RATIO.get(config.algorithm, plain)
     policy = penalty = torch.zeros((), dtype=torch.float64)

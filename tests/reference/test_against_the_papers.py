@@ -115,7 +115,7 @@ def as_reference_model(trainer: Trainer, path: str) -> Any:
 
 
 def last_optimizer_step(trainer: Trainer, samples: list[TrainSample], config: Any) -> tuple[float, dict]:
-    """Loss and gradient of the last optimiser step of a batch, after the steps before it have moved the weights."""
+    """Loss and gradient of the last optimizer step of a batch, after the steps before it have moved the weights."""
     backend: Any = trainer.backend
     timeline = Timeline(backend.device, 0)
     (mine,) = pack_step(

@@ -1,4 +1,4 @@
-"""Advantages and per-token losses, a small file each; pure functions on arrays and tensors. Imports no torch."""
+"""Advantages and per-token losses. Pure functions on arrays and tensors; imports no torch."""
 
 from telescope.algorithms.advantages import compute_advantages, is_masked
 from telescope.algorithms.base import Algorithm, TokenBatch, get_algorithm

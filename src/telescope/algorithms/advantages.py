@@ -1,10 +1,10 @@
-"""Rewards to advantages, for a whole training batch at once.
+"""Computes advantages from the rewards of a whole training batch.
 
-Owns group statistics and whitening over the batch. It runs in the driver, on numpy arrays, over the samples of all
-ranks, so that no rank ever sees only its share (batch statistics of one rank's share differ from those of the batch).
-Invariants: a masked sample (no trained token, or a reward that is not a number) is in no statistic and gets 0; a group
-whose rewards are all equal gets exactly 0, not noise divided by an epsilon; a group of one keeps its reward, because
-it has nothing to be compared with.
+Owns group statistics and whitening over the batch. Runs in the driver, in numpy, over the samples of all ranks: batch
+statistics of one rank's share would differ from those of the batch.
+
+Invariants: a masked sample (no trained token, or a reward that is not a finite number) enters no statistic and gets 0.
+A group whose rewards are all equal gets exactly 0. A group of one keeps its reward, because it has no baseline.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Protocol
 import numpy as np
 
 from telescope.algorithms.base import STD_EPSILON, Algorithm, get_algorithm
-from telescope.algorithms.reinforce_pp import centre
+from telescope.algorithms.reinforce_pp import center
 from telescope.config.algorithms import ALGORITHM_FACTS, AdvantageNorm
 
 
 class ScoredSample(Protocol):
-    """What of a sample this room reads and writes; `trainer.batch.TrainSample` is one."""
+    """The fields of a sample that this package reads and writes, such as `trainer.batch.TrainSample`."""
 
     group_id: int
     reward: float
@@ -29,26 +29,26 @@ class ScoredSample(Protocol):
 
     @property
     def num_trained(self) -> int:
-        """Number of tokens of the sample that take part in the loss."""
+        """Number of tokens of the sample that enter the loss."""
         ...
 
 
 def is_masked(sample: ScoredSample) -> bool:
-    """Whether a sample takes no part in learning: no trained token, or a reward that is not a finite number."""
+    """Returns whether a sample has no trained token, or a reward that is not a finite number."""
     return sample.num_trained == 0 or not math.isfinite(sample.reward)
 
 
 def group_advantages(rewards_n: np.ndarray, algorithm: Algorithm, advantage_norm: AdvantageNorm) -> np.ndarray:
-    """Advantages of one group's unmasked rewards, float64 [n] -> [n], before any whitening over the batch."""
+    """Computes advantages of one group's unmasked rewards, before whitening; float64 [n] -> [n]."""
     if rewards_n.size == 1:
         return rewards_n.copy()
     if rewards_n.min() == rewards_n.max():
         return np.zeros_like(rewards_n)
-    return algorithm.baseline(rewards_n) if advantage_norm == "group" else centre(rewards_n)
+    return algorithm.baseline(rewards_n) if advantage_norm == "group" else center(rewards_n)
 
 
 def whiten(advantages_M: np.ndarray) -> np.ndarray:
-    """(A - mean) / (std + 1e-4) over all samples of the batch, std with ddof = 1. All equal gives 0."""
+    """Computes (A - mean) / (std + 1e-4) over the batch, std with ddof = 1. Equal values give 0."""
     if advantages_M.size < 2 or advantages_M.min() == advantages_M.max():
         return np.zeros_like(advantages_M)
     return (advantages_M - advantages_M.mean()) / (advantages_M.std(ddof=1) + STD_EPSILON)
@@ -57,10 +57,10 @@ def whiten(advantages_M: np.ndarray) -> np.ndarray:
 def compute_advantages(
     samples: Sequence[ScoredSample], algorithm: str = "grpo", advantage_norm: AdvantageNorm = "group"
 ) -> np.ndarray:
-    """Fill in `advantage` of every sample and return the same numbers, float64 [len(samples)].
+    """Sets `advantage` of every sample and returns the same numbers, float64 [len(samples)].
 
-    `samples` is one whole training batch; groups are told apart by `group_id`, and their order does not matter.
-    Raises `ValueError` for an unknown algorithm or one that does not allow `advantage_norm`.
+    `samples` is one whole training batch in any order; `group_id` identifies the groups. Raises `ValueError` for an
+    unknown algorithm, or one that does not allow `advantage_norm`.
     """
     chosen = get_algorithm(algorithm)
     norms = ALGORITHM_FACTS[algorithm].advantage_norms
@@ -79,7 +79,7 @@ def compute_advantages(
         unmasked = np.sort(np.concatenate([np.array(p) for p in members.values()]))
         advantages[unmasked] = whiten(advantages[unmasked])
         for positions in members.values():
-            # Groups of one, which are not centred, move the mean of the batch; that says nothing about equal rewards.
+            # Groups of one are not centered and move the mean of the batch; equal rewards must stay at 0 nevertheless.
             if len(positions) > 1 and len({samples[p].reward for p in positions}) == 1:
                 advantages[positions] = 0.0
     for sample, advantage in zip(samples, advantages, strict=True):

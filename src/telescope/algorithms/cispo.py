@@ -1,7 +1,7 @@
-"""CISPO: the importance weight is clipped, not the update (MiniMax-M1, arXiv 2506.13585).
+"""CISPO: clips the importance weight instead of the update (MiniMax-M1, arXiv 2506.13585).
 
 As implemented: advantages as GRPO; loss of a token -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A logp with sg = stop
-gradient, so that a clipped token still teaches. The paper leaves the lower bound open; `clip_low: 1` does.
+gradient, so that a clipped token still contributes a gradient. The paper has no lower bound; `clip_low: 1` removes it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def clipped_weight_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
-    """-sg(clip(rho)) A logp for each token."""
+    """Computes -sg(clip(rho)) A logp of each token."""
     weight_N = clamped_delta(tokens).detach().exp().clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
     return -weight_N * tokens.advantage_N * tokens.logp_N
 
 
 def clipped_weights(tokens: TokenBatch, config: Any) -> ClipSides:
-    """Where the weight is held at a bound. The token still teaches."""
+    """Returns which weights are clipped. Such a token still contributes a gradient."""
     ratio_N = clamped_delta(tokens).exp()
     return ratio_N < 1.0 - config.clip_low, ratio_N > 1.0 + config.clip_high
 

@@ -1,8 +1,8 @@
 """Dr. GRPO: GRPO without its two divisions (arXiv 2503.20783).
 
-As implemented: A = r - mean, not divided by the spread, which would weigh very easy and very hard prompts most; loss
-of a token -A logp. `dr_grpo_loss_agg_mode: token_sum_norm` divides the sum by samples x `max_tokens`, which does not
-depend on the lengths of answers; `token_mean` divides by trained tokens.
+As implemented: A = r - mean, not divided by the standard deviation, which would give most weight to very easy and very
+hard prompts; loss of a token -A logp. `dr_grpo_loss_agg_mode: token_sum_norm` divides the sum by samples x
+`max_tokens`, which does not depend on the lengths of answers; `token_mean` divides by trained tokens.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any
 
 from telescope.algorithms.base import Algorithm, Denominator
 from telescope.algorithms.grpo import policy_gradient_loss
-from telescope.algorithms.reinforce_pp import centre
+from telescope.algorithms.reinforce_pp import center
 
 
 def chosen_denominator(config: Any) -> Denominator:
-    """By `dr_grpo_loss_agg_mode`."""
+    """Returns the denominator of `dr_grpo_loss_agg_mode`."""
     return "sample_budget" if config.dr_grpo_loss_agg_mode == "token_sum_norm" else "tokens"
 
 
 ALGORITHM = Algorithm(
     source="Dr. GRPO, arXiv 2503.20783",
-    baseline=centre,
+    baseline=center,
     token_loss=policy_gradient_loss,
     denominator=chosen_denominator,
 )

@@ -1,7 +1,7 @@
-"""GRPO: group-relative advantages divided by the group's spread (DeepSeekMath, arXiv 2402.03300).
+"""GRPO: group-relative advantages divided by the standard deviation of the group (DeepSeekMath, arXiv 2402.03300).
 
 As implemented: A = (r - mean) / (std + 1e-4) with ddof = 1, loss of a token -A logp, divided by the trained tokens of
-the whole optimiser step. Without clipping there is no ratio: at the first update of a batch -A logp has the gradient of
+the whole optimizer step. Without clipping there is no ratio: at the first update of a batch -A logp has the gradient of
 the paper's ratio form. The paper averages within each answer first and adds a KL to a reference model; neither is done
 here.
 """
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def standardize(rewards_n: np.ndarray) -> np.ndarray:
-    """(r - mean) / (std + 1e-4) over a group, std with ddof = 1."""
+    """Computes (r - mean) / (std + 1e-4) over a group, std with ddof = 1."""
     return (rewards_n - rewards_n.mean()) / (rewards_n.std(ddof=1) + STD_EPSILON)
 
 
 def policy_gradient_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
-    """-A logp for each token."""
+    """Computes -A logp of each token."""
     return -tokens.advantage_N * tokens.logp_N
 
 

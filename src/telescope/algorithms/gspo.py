@@ -1,8 +1,8 @@
 """GSPO: one ratio for the whole answer (arXiv 2507.18071).
 
 As implemented: advantages as GRPO; s = exp(mean over the sample's trained tokens of delta); loss of a sample
--min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), divided by samples. The sequence ratio hardly leaves 1: the paper's
-bounds are 3e-4 and 4e-4, and the configuration's defaults, meant for token ratios, never bind on it.
+-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), divided by samples. The sequence ratio stays close to 1: the paper's
+bounds are 3e-4 and 4e-4, and the configuration's defaults, meant for token ratios, never clip it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def sequence_ratio(tokens: TokenBatch) -> torch.Tensor:
-    """s of each token's sample, [N]."""
+    """Computes s of each token's sample, [N]."""
     return mean_over_sample(clamped_delta(tokens), tokens).exp()
 
 
 def sequence_ratio_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
-    """The loss of each sample, in equal parts on its tokens. All of them have its advantage."""
+    """Computes the loss of each sample, divided equally among its tokens."""
     ratio_N = sequence_ratio(tokens)
     clipped_N = ratio_N.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
     loss_N = -(ratio_N * tokens.advantage_N).minimum(clipped_N * tokens.advantage_N)
@@ -38,14 +38,14 @@ def sequence_ratio_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
 
 
 def clipped_samples(tokens: TokenBatch, config: Any) -> ClipSides:
-    """Where a bound holds the whole sample back: below for A < 0, above for A > 0."""
+    """Returns which samples are clipped: below for A < 0, above for A > 0."""
     ratio_N = sequence_ratio(tokens)
     low_N = (ratio_N < 1.0 - config.clip_low) & (tokens.advantage_N < 0)
     return low_N, (ratio_N > 1.0 + config.clip_high) & (tokens.advantage_N > 0)
 
 
 def sample_denominator(config: Any) -> Denominator:
-    """Samples of all ranks."""
+    """Returns the denominator: samples of all ranks."""
     return "samples"
 
 

@@ -1,13 +1,13 @@
-"""One loss path for every algorithm and backend: the algorithm's loss with what the configuration puts on top of it.
+"""The loss of each token, for every algorithm and backend.
 
-    policy    the algorithm's loss, or PPO's clipped ratio in its place
+    policy    the algorithm's loss, or PPO's clipped ratio instead
     x weight  truncated importance sampling
     + penalty KL to the rollout policy, entropy bonus
-    x mask    answers whose mean ratio is out of bounds drop out as a whole
+    x mask    answers whose mean ratio is out of bounds contribute nothing
 
-Invariants: an importance ratio is applied once. Where the loss holds a ratio to the trainer's logprobs at the start of
-the batch, the weight covers what is left, from there to the engine; where it holds none, the weight covers all. Which
-combinations are refused is the configuration's business (`telescope.config.rules`). Nothing here waits for the device.
+Invariants: an importance ratio is applied once. If the loss has a ratio to the trainer's logprobs at the start of the
+batch, the weight covers the rest, from there to the engine; if it has none, the weight covers everything. The
+configuration refuses invalid combinations (`telescope.config.rules`). Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class LossTerms:
-    """What became of the N trained tokens of a micro-batch. Only `policy_N` and `penalty_N` carry gradients.
+    """Terms of the loss of N trained tokens. Only `policy_N` and `penalty_N` have gradients.
 
-    What the configuration leaves off is None.
+    A term that the configuration does not ask for is None.
     """
 
     policy_N: torch.Tensor
@@ -37,21 +37,21 @@ class LossTerms:
     weight_N: torch.Tensor | None = None
     """Importance weight of each token."""
     outside_N: torch.Tensor | None = None
-    """Whether its ratio was truncated, or masked by `tis_mode: icepop`."""
+    """Whether the ratio of each token was truncated, or masked by `tis_mode: icepop`."""
     masked_N: torch.Tensor | None = None
-    """Whether its whole answer is masked."""
+    """Whether the whole answer of each token is masked."""
     clipped: ClipSides | None = None
-    """Whether the lower and the upper bound of the loss hold it back."""
+    """Whether the lower and the upper bound of the loss clip each token."""
 
 
 def needs_batch_reference(config: Any) -> bool:
-    """Whether the loss holds a ratio to the trainer's own logprobs, from before the first update of the batch."""
+    """Returns whether the loss has a ratio to the trainer's logprobs from before the batch's first update."""
     holds_ratio = ALGORITHM_FACTS[config.algorithm].holds_ratio or config.use_ppo_clip
     return bool(holds_ratio and config.ppo_clip_ref_logprobs == "batch")
 
 
 def loss_terms(algorithm: Algorithm, tokens: TokenBatch, config: Any) -> LossTerms:
-    """The loss of each token and what was done to it."""
+    """Computes the loss of each token and its terms."""
     clipped: ClipSides | None
     if config.use_ppo_clip:
         policy_N, clipped = clipped_ratio_loss(tokens, config), clipped_sides(_constant(tokens), config)
@@ -72,5 +72,5 @@ def loss_terms(algorithm: Algorithm, tokens: TokenBatch, config: Any) -> LossTer
 
 
 def _constant(tokens: TokenBatch) -> TokenBatch:
-    """The same tokens without gradients."""
+    """Returns the same tokens without gradients."""
     return replace(tokens, logp_N=tokens.logp_N.detach(), entropy_N=tokens.entropy_N.detach())

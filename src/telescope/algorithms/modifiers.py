@@ -1,30 +1,24 @@
-"""Truncated importance sampling between engine and trainer (`use_tis`).
+"""Modifiers of an algorithm's loss, as pure functions of the trained tokens. All are off by default.
 
-As implemented: the policy loss of a token is multiplied by a constant weight w = exp(delta), delta the trainer's
-logprob less the engine's, clamped to +-`tis_logprob_clamp`. Sources: Ionides, "Truncated Importance Sampling" (2008);
-between an engine and a trainer, Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
-(2025); masking in place of truncation, IcePop in "Every Step Evolves" (arXiv 2510.18855).
+`telescope.algorithms.loss` defines their order.
 
-Terms added to the loss, each a mean over the trained tokens of the optimiser step whatever the algorithm's own
-denominator: a KL penalty to the rollout policy, and an entropy bonus.
-
-Sources: estimators k2 and k3, Schulman, "Approximating KL Divergence" (2020); entropy bonus, A3C (arXiv 1602.01783).
-The tokens were sampled by the engine, so k3 = exp(delta) - 1 - delta estimates KL(engine || trainer), as the metric
-`kl_divergence_inference` does; GRPO's penalty has the ratio the other way round, and a reference model in it.
-
-PPO's clipped ratio, in place of the plain policy gradient (`use_ppo_clip`; PPO, arXiv 1707.06347).
-
-As implemented: loss of a token -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A). Different bounds on the two sides
-are DAPO's (arXiv 2503.14476). `clip_ratio_c` = c adds the dual clip (arXiv 1912.09729): where A < 0 the loss is at most
--c A, so that an answer which has become far likelier cannot push without bound.
-
-Masking of whole answers that the trainer no longer believes in (`seq_is_masking`).
-
-As implemented: an answer whose geometric mean of token ratios, exp(mean over its trained tokens of delta), lies outside
-[`seq_is_mask_low`, `seq_is_mask_high`] contributes nothing to the step, and the denominator stays what it was. delta is
-the trainer's logprob less the engine's, clamped to +-20. Sources: sequence-level masked importance sampling, Liu et
-al., "When Speed Kills Stability" (2025), with the length-normalised ratio of GSPO (arXiv 2507.18071); DeepSeek-V3.2
-(arXiv 2512.02556) masks answers by the same mean, on one side.
+- `use_tis`, truncated importance sampling between engine and trainer: the policy loss of a token is multiplied by a
+  constant weight exp(delta), delta the trainer's logprob minus the engine's, clamped to +-`tis_logprob_clamp`.
+  Ionides, "Truncated Importance Sampling" (2008); between an engine and a trainer, Yao et al., "Your Efficient RL
+  Framework Secretly Brings You Off-Policy RL Training" (2025); masking instead of truncation, IcePop in "Every Step
+  Evolves" (arXiv 2510.18855).
+- KL penalty to the rollout policy and entropy bonus, each a mean over the trained tokens of the optimizer step for
+  every denominator. Estimators k2 and k3: Schulman, "Approximating KL Divergence" (2020); entropy bonus: A3C (arXiv
+  1602.01783). The engine sampled the tokens, so k3 = exp(delta) - 1 - delta estimates KL(engine || trainer), like the
+  metric `kl_divergence_inference`; GRPO's penalty has the inverse ratio and a reference model.
+- `use_ppo_clip`, PPO's clipped ratio instead of the plain policy gradient (arXiv 1707.06347): loss of a token
+  -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A). Asymmetric bounds: DAPO (arXiv 2503.14476). `clip_ratio_c` = c
+  adds the dual clip (arXiv 1912.09729): for A < 0 the loss is at most -c A, which bounds the gradient of an answer that
+  has become much more likely.
+- `seq_is_masking`: an answer whose geometric mean of token ratios, exp(mean over its trained tokens of delta), is
+  outside [`seq_is_mask_low`, `seq_is_mask_high`] contributes nothing; the denominator does not change. delta is the
+  trainer's logprob minus the engine's, clamped to +-20. Liu et al., "When Speed Kills Stability" (2025), with the
+  length-normalized ratio of GSPO (arXiv 2507.18071); DeepSeek-V3.2 (arXiv 2512.02556) has the upper side alone.
 """
 
 from __future__ import annotations
@@ -41,13 +35,13 @@ if TYPE_CHECKING:
 def importance_weight(
     trainer_logp_N: torch.Tensor, engine_logp_N: torch.Tensor, config: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weight of each token, without gradient, and whether its ratio lay outside [`tis_floor`, `tis_cap`]; both [N].
+    """Computes weights without gradient, and which ratios are outside [`tis_floor`, `tis_cap`]; both [N].
 
-    `tis_mode: truncate` moves such a ratio to the bound, `icepop` gives the token a weight of 0.
+    `tis_mode: truncate` sets such a ratio to the bound, `icepop` sets the weight to 0.
     """
     delta_N = trainer_logp_N.detach() - engine_logp_N
     floor = 0.0 if config.tis_floor is None else config.tis_floor
-    # Judged before the clamp, which would bring a ratio of any size back inside.
+    # Compared before the clamp, which would move any ratio back inside.
     outside_N = delta_N > math.log(config.tis_cap)
     if floor > 0.0:
         outside_N = outside_N | (delta_N < math.log(floor))
@@ -58,7 +52,7 @@ def importance_weight(
 
 
 def kl_to_rollout_policy(tokens: TokenBatch, config: Any) -> torch.Tensor:
-    """`kl_estimator` of each token, with gradient, [N]; delta = logp - engine's logprob, clamped to +-20."""
+    """Computes `kl_estimator` of each token, [N]; delta = logp - engine's logprob, clamped to +-20."""
     delta_N = (tokens.logp_N - tokens.engine_logp_N).clamp(-DELTA_CLAMP, DELTA_CLAMP)
     if config.kl_estimator == "k2":
         return 0.5 * delta_N.square()
@@ -66,7 +60,7 @@ def kl_to_rollout_policy(tokens: TokenBatch, config: Any) -> torch.Tensor:
 
 
 def penalty(tokens: TokenBatch, config: Any) -> torch.Tensor | None:
-    """`kl_penalty_tau` KL - `entropy_coef` entropy of each token, [N]; None when both are off."""
+    """Computes `kl_penalty_tau` KL - `entropy_coef` entropy of each token, [N]; None when both are 0."""
     total_N = None
     if config.kl_penalty_tau:
         total_N = config.kl_penalty_tau * kl_to_rollout_policy(tokens, config)
@@ -77,7 +71,7 @@ def penalty(tokens: TokenBatch, config: Any) -> torch.Tensor | None:
 
 
 def clipped_ratio_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
-    """The clipped loss of each token, [N]."""
+    """Computes the clipped loss of each token, [N]."""
     advantage_N = tokens.advantage_N
     ratio_N = clamped_delta(tokens).exp()
     clipped_N = ratio_N.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
@@ -89,7 +83,7 @@ def clipped_ratio_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
 
 
 def clipped_sides(tokens: TokenBatch, config: Any) -> ClipSides:
-    """Where a bound takes the token's gradient: below for A < 0, above for A > 0. The dual clip counts as above."""
+    """Returns which tokens are clipped: below for A < 0, above for A > 0 or by the dual clip."""
     ratio_N = clamped_delta(tokens).exp()
     low_N = (ratio_N < 1.0 - config.clip_low) & (tokens.advantage_N < 0)
     high_N = (ratio_N > 1.0 + config.clip_high) & (tokens.advantage_N > 0)
@@ -99,7 +93,7 @@ def clipped_sides(tokens: TokenBatch, config: Any) -> ClipSides:
 
 
 def masked_answers(trainer_logp_N: torch.Tensor, tokens: TokenBatch, config: Any) -> torch.Tensor:
-    """Whether each token's answer is masked, bool [N]."""
+    """Returns whether each token's answer is masked, bool [N]."""
     delta_N = (trainer_logp_N.detach() - tokens.engine_logp_N).clamp(-DELTA_CLAMP, DELTA_CLAMP)
     ratio_N = mean_over_sample(delta_N, tokens).exp()
     return (ratio_N < config.seq_is_mask_low) | (ratio_N > config.seq_is_mask_high)

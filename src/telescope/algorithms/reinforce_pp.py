@@ -1,7 +1,7 @@
-"""REINFORCE++, its baseline form: centred in the group, whitened over the batch (arXiv 2501.03262).
+"""REINFORCE++, its baseline form: centered in the group, whitened over the batch (arXiv 2501.03262).
 
-As implemented: A = r - mean, then (A - batch mean) / (batch std + 1e-4), which is what `advantage_norm: batch` does;
-loss of a token -A logp. The paper's KL term is not part of the reward here.
+As implemented: A = r - mean, then (A - batch mean) / (batch std + 1e-4), which is `advantage_norm: batch`; loss of a
+token -A logp. The paper's KL term is not part of the reward here.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from telescope.algorithms.base import Algorithm, token_denominator
 from telescope.algorithms.grpo import policy_gradient_loss
 
 
-def centre(rewards_n: np.ndarray) -> np.ndarray:
-    """r - mean over the group."""
+def center(rewards_n: np.ndarray) -> np.ndarray:
+    """Computes r - mean over the group."""
     return rewards_n - rewards_n.mean()
 
 
 ALGORITHM = Algorithm(
     source="REINFORCE++, arXiv 2501.03262",
-    baseline=centre,
+    baseline=center,
     token_loss=policy_gradient_loss,
     denominator=token_denominator,
 )

@@ -1,7 +1,7 @@
 """RLOO: each answer against the mean of the others (Back to Basics, arXiv 2402.14740).
 
-As implemented: A = (r - mean) n / (n - 1), which is r less the mean of the other n - 1 rewards; loss of a token
--A logp. The paper treats an answer as one action and sums its logprobs, which is what a sum over tokens does.
+As implemented: A = (r - mean) n / (n - 1), which is r minus the mean of the other n - 1 rewards; loss of a token
+-A logp. The paper treats an answer as one action and sums its logprobs, which equals the sum over tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from telescope.algorithms.grpo import policy_gradient_loss
 
 
 def leave_one_out(rewards_n: np.ndarray) -> np.ndarray:
-    """r less the mean of the other rewards of the group."""
+    """Computes r minus the mean of the other rewards of the group."""
     n = rewards_n.size
     return (rewards_n - rewards_n.mean()) * (n / (n - 1))
 

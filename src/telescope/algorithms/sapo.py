@@ -1,7 +1,7 @@
-"""SAPO: a soft gate in place of the clip (arXiv 2511.20347).
+"""SAPO: a soft gate instead of the clip (arXiv 2511.20347).
 
 As implemented: advantages as GRPO; loss of a token -(4 / tau) sigmoid(tau (rho - 1)) A with tau = `sapo_tau_pos` for
-A > 0 and `sapo_tau_neg` otherwise. At rho = 1 the gradient is that of -rho A; away from it the gate closes smoothly.
+A > 0 and `sapo_tau_neg` otherwise. At rho = 1 the gradient is that of -rho A; it decreases smoothly away from 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def soft_gate_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
-    """-(4 / tau) sigmoid(tau (rho - 1)) A for each token."""
+    """Computes -(4 / tau) sigmoid(tau (rho - 1)) A of each token."""
     advantage_N = tokens.advantage_N
     tau_N = advantage_N.new_full(advantage_N.shape, config.sapo_tau_neg).masked_fill(
         advantage_N > 0, config.sapo_tau_pos

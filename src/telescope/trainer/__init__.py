@@ -1,1 +1,1 @@
-"""Packing, micro-batches, loss, optimiser, schedule and the trainer's ranks. Importing it imports no torch."""
+"""Packing, micro-batches, loss, optimizer, schedule and the trainer's ranks. Importing it imports no torch."""

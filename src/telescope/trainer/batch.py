@@ -68,7 +68,7 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class OptimizerStepBatch:
-    """What one rank computes for one optimiser step, with the counts of all ranks that the loss is divided by."""
+    """What one rank computes for one optimizer step, with the counts of all ranks that the loss is divided by."""
 
     micro_batches: list[MicroBatch]
     num_trained_tokens: int
@@ -79,7 +79,7 @@ class OptimizerStepBatch:
 
 @dataclass(slots=True)
 class StepInput:
-    """One training step of one rank: `number_of_minibatches` optimiser steps over the same batch."""
+    """One training step of one rank: `number_of_minibatches` optimizer steps over the same batch."""
 
     step: int
     """Training steps finished before this one, from 0."""

@@ -1,7 +1,7 @@
 """FlashAttention 4 over packed segments as a torch operator with a gradient.
 
 Owns the operator `telescope::flash_attention_4`, which `torch.compile` keeps whole and selective checkpointing can
-recognise, and nothing of the kernels: they are those of the `flash-attn-4` package (`flash_attn/cute` of
+recognize, and nothing of the kernels: they are those of the `flash-attn-4` package (`flash_attn/cute` of
 github.com/Dao-AILab/flash-attention), by the two functions that torch's `activate_flash_attention_impl("FA4")` calls.
 Invariants: a token attends to earlier tokens of its own segment only; outputs and gradients are contiguous.
 """

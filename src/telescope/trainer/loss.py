@@ -94,7 +94,7 @@ def to_device(host: HostMicroBatch, device: torch.device, kernel: Kernel, float_
 
 
 def denominator(algorithm: Algorithm, batch: OptimizerStepBatch, config: Any) -> float:
-    """The one number that the loss of an optimiser step is divided by, equal on all ranks."""
+    """The one number that the loss of an optimizer step is divided by, equal on all ranks."""
     kind = algorithm.denominator(config)
     if kind == "tokens":
         return float(batch.num_trained_tokens)

@@ -75,7 +75,7 @@ class StepMetrics:
     ) -> None:
         """Count one micro-batch. `scale` and `penalty_scale` turn sums of losses into shares of the step's.
 
-        `weights_moved` says that an earlier optimiser step of this batch has already changed the weights: no token is
+        `weights_moved` says that an earlier optimizer step of this batch has already changed the weights: no token is
         then on-policy.
         """
         self._has_clip |= terms.clipped is not None

@@ -1,10 +1,10 @@
 """Samples to micro-batches: which rank computes what, in which row, behind which padding.
 
-Owns the assignment of samples to optimiser steps, ranks and micro-batches, and the layout of a row. Imports numpy only,
+Owns the assignment of samples to optimizer steps, ranks and micro-batches, and the layout of a row. Imports numpy only,
 because the driver packs. Invariants, whatever the packing: every trained token is in exactly one micro-batch of one
-rank; a group is never split over two optimiser steps; all ranks get the same number of micro-batches in each optimiser
+rank; a group is never split over two optimizer steps; all ranks get the same number of micro-batches in each optimizer
 step (FSDP's collectives run once per micro-batch on every rank, so an uneven count would hang); the counts that the
-loss is divided by are those of all ranks. A dummy micro-batch (nothing trained) appears only where an optimiser step
+loss is divided by are those of all ranks. A dummy micro-batch (nothing trained) appears only where an optimizer step
 has fewer samples than micro-batches.
 """
 
@@ -44,7 +44,7 @@ def pack_step(
     """Pack one training batch for all ranks; element r of the result is for rank r.
 
     Samples without a trained token are left out, here and in the counts. With fewer groups than `num_minibatches` there
-    are as many optimiser steps as groups; with nothing to train there are none. Raises `ValueError` for a sample longer
+    are as many optimizer steps as groups; with nothing to train there are none. Raises `ValueError` for a sample longer
     than `seq_len`: see `truncate_to` for the other choice.
     """
     usable = [sample for sample in samples if sample.num_trained > 0]

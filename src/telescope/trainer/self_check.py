@@ -1,6 +1,6 @@
 """What can be asked of a rank to prove that it computes what it should: logprobs as packed, and one gradient twice.
 
-Owns measurements on a set-up FSDP rank that leave weights and optimiser as they were. Does not own the verdicts
+Owns measurements on a set-up FSDP rank that leave weights and optimizer as they were. Does not own the verdicts
 (`telescope.verify`) nor the packing. Every function here is collective: all ranks call it with their own step inputs.
 """
 
@@ -50,7 +50,7 @@ def packed_logprobs(backend: TrainingBackend, step_input: StepInput) -> dict[str
 
 
 def compare_gradients(backend: TrainingBackend, first: StepInput, second: StepInput) -> GradientComparison:
-    """Gradient and loss of the same samples, packed in two ways. Weights and optimiser stay as they are. Collective."""
+    """Gradient and loss of the same samples, packed in two ways. Weights and optimizer stay as they are. Collective."""
     backend = _fsdp(backend)
     losses, shards = [], []
     for step_input in (first, second):

@@ -45,7 +45,7 @@ OPERATIONS = (
 `gradient_reduction` runs beside `backward`, on a stream of its own on a GPU."""
 
 STEP_OPERATIONS = ("gradient_norm", "optimizer")
-"""Operations that are measured per optimiser step."""
+"""Operations that are measured per optimizer step."""
 
 
 @dataclass(slots=True)

@@ -159,7 +159,7 @@ class Trainer:
         return Span("compile", started, ended, self.rank)
 
     def restart(self) -> None:
-        """Start over from the weights that the config names, with a fresh optimiser. Collective."""
+        """Start over from the weights that the config names, with a fresh optimizer. Collective."""
         leave_out_nothing()  # what this replaces may lie in cycles
         self.backend.init()
         leave_out_what_exists()
@@ -219,7 +219,7 @@ class Trainer:
         self.backend.save_hf(Path(directory))
 
     def save_checkpoint(self, step: int, directory: str | Path) -> None:
-        """Write weights and optimiser state. Collective."""
+        """Write weights and optimizer state. Collective."""
         self.backend.save_checkpoint(step, Path(directory))
 
     def load_checkpoint(self, step: int, directory: str | Path) -> None:

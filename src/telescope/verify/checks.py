@@ -1,14 +1,14 @@
 """Engine and trainer mean the same by a logprob, at the run's temperature; and what top-p does to that.
 
 The engine reports the logprob of the distribution that it sampled from. With `top_p` below 1 that is the kept tokens
-(the nucleus) renormalised, while the trainer's is the whole softmax, so the engine's is larger by -log of the kept
+(the nucleus) renormalized, while the trainer's is the whole softmax, so the engine's is larger by -log of the kept
 mass, which is between top_p and 1. The first claim is therefore checked without top-p; the second says how far apart
 the two are with it.
 
 Packing changes nothing: neither what a token's logprob is, nor the gradient.
 
 The batch is packed as the run would pack it, and once more in another order into rows that hold little more than the
-longest sample, which gives other neighbours, other positions, other numbers of micro-batches, and other ranks.
+longest sample, which gives other neighbors, other positions, other numbers of micro-batches, and other ranks.
 
 The first training step is on-policy: its KL to the engine is about 0, and its gradient is finite.
 
@@ -80,7 +80,7 @@ def trainer_dtype(parts: RunComponents) -> str:
 
 GRADIENT_BOUNDS = {"float64": 1e-10, "float32": 1e-5, "float16": 0.05, "bfloat16": 0.05}
 """Relative L2 error of a gradient whose sums run in another order, by the trainer's compute dtype. A mean of means, or
-a sample that sees its neighbour, is off by 0.1 and more."""
+a sample that sees its neighbor, is off by 0.1 and more."""
 
 NUM_SINGLE = 16
 """So many samples are computed one by one."""
@@ -89,7 +89,7 @@ NUM_SINGLE = 16
 def packed(
     parts: RunComponents, samples: list[TrainSample], *, step: int = 0, otherwise: bool = False
 ) -> list[StepInput]:
-    """The samples as one optimiser step for all ranks: as the run packs them, or `otherwise`."""
+    """The samples as one optimizer step for all ranks: as the run packs them, or `otherwise`."""
     config = parts.config
     seq_len = config.seq_len
     if otherwise:

@@ -113,7 +113,7 @@ def experts_as_loaded(module: nn.Module, attribute: str) -> torch.Tensor:
 
 
 def _backend(module: nn.Module) -> str | None:
-    """The name of the kernel that an unquantised layer computes with, or None."""
+    """The name of the kernel that an unquantized layer computes with, or None."""
     method = getattr(module, "quant_method", None)
     method = getattr(method, "old_quant_method", method)  # where vLLM has wrapped it
     return getattr(getattr(method, "unquantized_backend", None), "name", None)

@@ -135,7 +135,7 @@ def _fused_slices(module: nn.Module, names: list[str], shapes: Mapping[str, tupl
     rank, size = _tensor_parallel(module)
     replicas = [1] * len(names)
     if "QKVParallelLinear" in _kinds(module):
-        # Key and value heads that are fewer than ranks are repeated: `replicas` neighbours hold the same head.
+        # Key and value heads that are fewer than ranks are repeated: `replicas` neighbors hold the same head.
         repeated = int(getattr(module, "num_kv_head_replicas", 1))
         replicas = [1, repeated, repeated]
     slices: dict[str, Slice] = {}

@@ -18,7 +18,7 @@ Invariants:
 - A swap copies into the storage that the parameters have (captured CUDA graphs hold addresses).
 - A shadow begins as a copy of its parameter, so that what no tensor is sent for keeps its value.
 - Shadows have the layout in which the layers compute. A model with a layer that computes with anything derived from its
-  parameters (packed for the CPU, quantised, experts, latent attention) has none, and is updated in place.
+  parameters (packed for the CPU, quantized, experts, latent attention) has none, and is updated in place.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _reasons(model: nn.Module) -> Iterator[str]:
         if not parameters:
             continue
         if method is not None and type(method).__name__ not in PLAIN_METHODS:
-            yield f"{place} is quantised ({type(method).__name__})"
+            yield f"{place} is quantized ({type(method).__name__})"
         elif any(p.numel() == 0 for p in parameters) or _is_packed(module):
             yield f"{place} computes with a packed copy of its weight"
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 BroadcastMode = Literal["flattened_bucket", "per_tensor"]
 
 ALIGNMENT_BYTES = 64
-"""A cache line: each tensor of a bucket starts on one, so that copies in and out of it vectorise."""
+"""A cache line: each tensor of a bucket starts on one, so that copies in and out of it vectorize."""
 
 MIB = 1 << 20
 

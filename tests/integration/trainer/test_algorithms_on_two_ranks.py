@@ -37,7 +37,7 @@ def settings(case: str, model: str) -> Any:
 
 
 def job(trainer: Trainer) -> dict[str, Any]:
-    """The gradient of one optimiser step, then a training step of two optimiser steps."""
+    """The gradient of one optimizer step, then a training step of two optimizer steps."""
     backend: Any = trainer.backend
     config = trainer.config
     samples = near_policy(make_samples(LENGTHS), trainer)

@@ -25,7 +25,7 @@ BOUNDS = {"float64": 1e-12, "float32": 1e-6}
 
 
 def accumulated(trainer: Trainer, samples: list[TrainSample], **packing: int) -> tuple[dict, dict]:
-    """Gradient and metrics of one optimiser step, all ranks' shares computed in this one."""
+    """Gradient and metrics of one optimizer step, all ranks' shares computed in this one."""
     backend = trainer.backend
     sums = StepMetrics(backend.device)
     inputs = pack_step(samples, step=0, version=0, **({"seq_len": 64, "num_ranks": 1} | packing))
@@ -132,7 +132,7 @@ def test_samples_in_packed_rows_have_the_logprobs_that_transformers_gives_each_a
         assert found[sample.sample_id] == pytest.approx(wanted[sample.trained_L[1:]], abs=1e-12)
 
 
-def test_a_token_weighs_the_same_beside_one_neighbour_or_thirty(one_rank):
+def test_a_token_weighs_the_same_beside_one_neighbor_or_thirty(one_rank):
     """The mean of means that this contract rules out would weigh the lone token about ten times as much."""
     trainer = one_rank("tied64")
     samples = make_samples([8, 30], group_size=2)

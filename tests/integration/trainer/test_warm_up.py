@@ -50,7 +50,7 @@ def train(trainer: Trainer) -> dict[str, Any]:
 
 
 def moments(trainer: Trainer) -> list[torch.Tensor]:
-    """All that the optimiser remembers."""
+    """All that the optimizer remembers."""
     optimizer = trainer.backend.optimizer  # type: ignore[attr-defined]
     found = [value for state in optimizer.state.values() for value in state.values()]
     return [getattr(tensor, "_local_tensor", tensor).clone() for tensor in found]

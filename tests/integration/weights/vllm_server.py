@@ -135,7 +135,7 @@ def version_of(interpreter: str) -> str:
 
 @torch.no_grad()
 def disturb(model: PreTrainedModel, seed: int, scale: float = 0.05) -> None:
-    """Change every parameter, as a (very large) optimiser step would."""
+    """Change every parameter, as a (very large) optimizer step would."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter += (torch.randn(parameter.shape, generator=generator) * scale).to(parameter.device)

@@ -27,7 +27,7 @@ def advantages(rewards_by_group: list[list[float]], **options: str) -> list[floa
     return list(compute_advantages(samples, **options))
 
 
-def test_grpo_divides_the_centred_reward_by_the_sample_deviation():
+def test_grpo_divides_the_centered_reward_by_the_sample_deviation():
     # Rewards 0, 0, 1, 3: mean 1, squared deviations 1 + 1 + 0 + 4 = 6, variance with ddof = 1 is 2.
     spread = 2**0.5 + 1e-4
     assert advantages([[0.0, 0.0, 1.0, 3.0]]) == pytest.approx([-1 / spread, -1 / spread, 0.0, 2 / spread], abs=1e-15)
@@ -54,10 +54,10 @@ def test_advantages_are_written_into_the_samples():
     assert [sample.advantage for sample in samples] == list(found)
 
 
-def test_batch_norm_whitens_over_all_groups_after_centring_each():
+def test_batch_norm_whitens_over_all_groups_after_centering_each():
     found = advantages([[0.0, 1.0], [4.0, 8.0]], advantage_norm="batch")
-    centred = np.array([-0.5, 0.5, -2.0, 2.0])
-    assert found == pytest.approx(list(centred / (centred.std(ddof=1) + 1e-4)))
+    centered = np.array([-0.5, 0.5, -2.0, 2.0])
+    assert found == pytest.approx(list(centered / (centered.std(ddof=1) + 1e-4)))
 
 
 def test_batch_norm_of_equal_rewards_is_zero():
@@ -94,7 +94,7 @@ def test_group_advantages_sum_to_zero_in_each_group_of_several(rewards_by_group)
 
 
 def test_an_unknown_algorithm_names_the_known_ones():
-    with pytest.raises(ValueError, match=r"'ppo' is not available: use one of grpo"):
+    with pytest.raises(ValueError, match=r"'ppo' is unknown: use one of grpo"):
         get_algorithm("ppo")
 
 

@@ -131,6 +131,6 @@ def test_baselines_are_those_of_the_table():
 @pytest.mark.parametrize(
     ("name", "norm"), [("rloo", "batch"), ("dr_grpo", "batch"), ("reinforce_pp", "group")]
 )  # fmt: skip
-def test_a_normalisation_that_an_algorithm_does_not_have_is_refused(name, norm):
+def test_a_normalization_that_an_algorithm_does_not_have_is_refused(name, norm):
     with pytest.raises(ValueError, match=rf"algorithm '{name}' does not allow advantage_norm '{norm}': use "):
         compute_advantages([Scored(0, 1.0)], algorithm=name, advantage_norm=norm)

@@ -174,7 +174,7 @@ def test_no_tokens_give_no_outputs_and_a_gradient_of_zero():
     assert not head.weight.grad.any()
 
 
-def test_bfloat16_inputs_are_normalised_in_float32():
+def test_bfloat16_inputs_are_normalized_in_float32():
     hidden_ND, head, targets_N = make(64, torch.bfloat16)
     logp_N, entropy_N = head(hidden_ND, targets_N, 1.0)
     exact_N, exact_entropy_N = plain(hidden_ND.double(), head.weight.double(), None, targets_N, 1.0)

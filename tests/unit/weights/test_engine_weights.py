@@ -77,7 +77,7 @@ def trainer_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def cut(tensor: torch.Tensor, rank: int, size: int, *, replicas: int = 1, dim: int = 0) -> torch.Tensor:
-    """The part of a tensor that a rank holds; `replicas` neighbours hold the same one."""
+    """The part of a tensor that a rank holds; `replicas` neighbors hold the same one."""
     return tensor.chunk(size // replicas, dim=dim)[rank // replicas]
 
 

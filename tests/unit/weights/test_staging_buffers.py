@@ -118,12 +118,12 @@ def test_the_loader_of_a_shadow_is_that_of_its_parameter() -> None:
     assert shadows._tree.again is shadows._tree.layer
 
 
-@pytest.mark.parametrize("kind", ["quantised", "experts", "latent attention", "packed", "empty"])
+@pytest.mark.parametrize("kind", ["quantized", "experts", "latent attention", "packed", "empty"])
 def test_a_model_that_computes_with_anything_but_its_parameters_has_no_shadows(kind: str) -> None:
     model: Any = Model()
     assert why_in_place(model) is None
     handler = object()
-    if kind == "quantised":
+    if kind == "quantized":
         model.layer.quant_method = Fp8LinearMethod()
     elif kind == "experts":
         model.experts = type("FusedMoE", (nn.Module,), {})()

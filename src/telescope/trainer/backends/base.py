@@ -1,7 +1,7 @@
 """What a training backend must be able to do.
 
 Owns the interface that the worker drives and users subclass (`train_backend: "my_package.my_module:MyBackend"`). A
-backend owns the model, how it is sharded, the optimiser, and the collectives between its ranks. A subclass need not
+backend owns the model, how it is sharded, the optimizer, and the collectives between its ranks. A subclass need not
 implement all of it: what it leaves out, and what its `super()` calls, is the FSDP backend's. Invariant: every method
 that is marked collective is called on all ranks, in the same order, by one queue in the driver.
 """
@@ -33,7 +33,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def init(self) -> None:
-        """Load and shard the model, make the optimiser. Collective."""
+        """Load and shard the model, make the optimizer. Collective."""
 
     @abstractmethod
     def train_step(self, trainer_data: dict[str, Any]) -> dict[str, float]:
@@ -46,7 +46,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def save_checkpoint(self, step: int, directory: Path) -> None:
-        """Write this rank's share of weights and optimiser state after `step` steps into `directory`. Collective."""
+        """Write this rank's share of weights and optimizer state after `step` steps into `directory`. Collective."""
 
     @abstractmethod
     def load_checkpoint(self, step: int, directory: Path) -> None:
@@ -79,7 +79,7 @@ class TrainingBackend(ABC):
     def warm_up(self) -> None:
         """Compile what training steps will run, by a forward and a backward pass over a row of no meaning. Collective.
 
-        Called after `init`, if it set `compiles`. Weights, gradients, optimiser and random numbers are as before.
+        Called after `init`, if it set `compiles`. Weights, gradients, optimizer and random numbers are as before.
         """
         raise NotImplementedError(f"{type(self).__name__} compiles, but does not say how to warm up")
 

@@ -1,1 +1,1 @@
-"""FSDP2: parameters, gradients and optimiser state sharded over all ranks."""
+"""FSDP2: parameters, gradients and optimizer state sharded over all ranks."""

@@ -1,9 +1,9 @@
-"""The FSDP2 backend: one optimiser, one loss, any number of ranks.
+"""The FSDP2 backend: one optimizer, one loss, any number of ranks.
 
 Owns the order of a step: forward and backward over this rank's micro-batches, the global gradient norm, the clipped
 update, the metrics. Invariants: backward runs on the *sum* of token losses, and the gradient is multiplied by one over
 the global count and by the clip factor in one pass afterwards, so that neither packing nor ranks change it and half
-precision does not underflow; the host waits for the device twice an optimiser step at most, never between forward and
+precision does not underflow; the host waits for the device twice an optimizer step at most, never between forward and
 backward; every backward pass reduces its gradients into shards, so that none is whole between micro-batches; a gradient
 that is not finite stops the run before it reaches the weights.
 """
@@ -177,9 +177,9 @@ class FSDPBackend(TrainingBackend):
     def reference_logprobs(
         self, minibatches: list[OptimizerStepBatch], version: int, timeline: Timeline
     ) -> list[list[torch.Tensor] | None]:
-        """This rank's logprobs under the weights that the batch starts from, by optimiser step and micro-batch.
+        """This rank's logprobs under the weights that the batch starts from, by optimizer step and micro-batch.
 
-        None where the loss takes no ratio to them, and for the first optimiser step, whose own forward pass computes
+        None where the loss takes no ratio to them, and for the first optimizer step, whose own forward pass computes
         the same numbers. Collective.
         """
         if len(minibatches) < 2 or not needs_batch_reference(self.config):
