@@ -1,4 +1,4 @@
-"""`telescope verify`: every proof holds on the real thing, and what is broken on purpose fails its own proof."""
+"""`telescope verify`: all checks pass on a real engine and trainer, and a fault fails its own check."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.e2e
 in_session_loop = pytest.mark.asyncio(loop_scope="session")
 
 
-async def proofs(stack: Stack, parts: RunComponents) -> dict[str, Check]:
+async def run_all_checks(stack: Stack, parts: RunComponents) -> dict[str, Check]:
     await stack.parts.trainer.restart()
     checks: list[Check] = []
     await run_checks(parts, RunStatus("e2e", 0), checks.append)
@@ -32,10 +32,10 @@ async def proofs(stack: Stack, parts: RunComponents) -> dict[str, Check]:
 async def test_a_trainer_that_forgets_the_temperature_fails_parity_and_the_first_step_and_nothing_else(
     stack: Stack,
 ) -> None:
-    """The engine samples at 0.7, the trainer computes at 1: the fault that looks like a strange KL for ever."""
+    """The engine samples at 0.7, the trainer computes at 1: a fault that shows as a wrong KL in every step."""
     sampling = dataclasses.replace(stack.parts.settings.sampling, temperature=0.7)
     settings = dataclasses.replace(stack.parts.settings, sampling=sampling)
-    checks = await proofs(stack, dataclasses.replace(stack.parts, settings=settings))
+    checks = await run_all_checks(stack, dataclasses.replace(stack.parts, settings=settings))
     failed = {name for name, check in checks.items() if not check.ok}
     assert failed == {
         "engine and trainer logprobs agree (temperature 1)",
@@ -44,7 +44,7 @@ async def test_a_trainer_that_forgets_the_temperature_fails_parity_and_the_first
     assert len(checks) == 7
 
 
-def test_the_command_proves_everything_and_ends_with_0(tmp_path: Path) -> None:
+def test_the_command_passes_all_checks_and_exits_with_0(tmp_path: Path) -> None:
     target = tmp_path / "verify.json"
     command = [sys.executable, "-m", "telescope.cli.main", "verify", f"--json={target}", "--inference_base_port=18640"]
     finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
@@ -56,5 +56,5 @@ def test_the_command_proves_everything_and_ends_with_0(tmp_path: Path) -> None:
     assert by_name["engine and trainer logprobs agree (temperature 0.7)"]["max"] <= 1e-4
     assert by_name["packed and single samples have equal logprobs"]["max"] <= 1e-4
     assert by_name["the gradient does not depend on packing"]["relative_error"] <= 1e-5
-    assert by_name["a tensor with one wrong bit is noticed"]["noticed_by"] == [0]
+    assert by_name["a tensor with one wrong bit is detected"]["detected_on"] == [0]
     assert not list(tmp_path.glob("runs*")), "nothing is kept"

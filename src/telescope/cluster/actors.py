@@ -206,12 +206,14 @@ class TrainerActor:
         """Break off the transfer to one engine; a send that is blocked on it goes on with the others."""
         self._sender.abort(engine, reason)
 
-    def send_weights(self, update: UpdateInfo, engines: list[int], fingerprints: bool, spoil: str | None = None) -> Any:
+    def send_weights(
+        self, update: UpdateInfo, engines: list[int], fingerprints: bool, corrupt: str | None = None
+    ) -> Any:
         """Gather the weights with the other ranks and send them to those of `engines` that this rank serves."""
         import torch
 
         weights = self._trainer.named_weights(getattr(torch, update.dtype))
-        return self._sender.send(weights, update, engines, fingerprints=fingerprints, spoil=spoil)
+        return self._sender.send(weights, update, engines, fingerprints=fingerprints, corrupt=corrupt)
 
     def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
         return list(self._trainer.sequence_logprobs(token_ids, temperature))

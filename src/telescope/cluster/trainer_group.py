@@ -121,12 +121,12 @@ class TrainerGroup:
         await answer(self._sender_of(engine).abort_engine.remote(engine, reason), f"abort of engine {engine}")
 
     async def send_weights(
-        self, update: UpdateInfo, engines: list[int], *, fingerprints: bool, spoil: str | None = None
+        self, update: UpdateInfo, engines: list[int], *, fingerprints: bool, corrupt: str | None = None
     ) -> list[SendReport]:
-        """Send the current weights to these engines. Returns each rank's report. `spoil`: see `WeightSender.send`."""
+        """Send the current weights to these engines. Returns each rank's report. `corrupt`: see `WeightSender.send`."""
         return await self._all(
             f"sending weights of version {update.version}",
-            lambda rank: self._ranks[rank].send_weights.remote(update, engines, fingerprints, spoil),
+            lambda rank: self._ranks[rank].send_weights.remote(update, engines, fingerprints, corrupt),
             # The transfer has a deadline of its own; this one catches a rank that does not keep it.
             self._sync_timeout + 60,
         )

@@ -158,19 +158,19 @@ class WeightSync:
                     raise InfrastructureError(f"server {server} failed its verification: {report.servers[0].failure}")
             on_loaded()
 
-    async def prove(self, *, spoil: str | None = None) -> dict[int, ProbeReport]:
+    async def verify(self, *, corrupt: str | None = None) -> dict[int, ProbeReport]:
         """Syncs and verifies every server that is up, and returns the results instead of raising.
 
-        `spoil` names a tensor that is sent with one bit changed, which the verification must detect. The engines then
+        `corrupt` names a tensor that is sent with one bit changed, which the verification must detect. The engines then
         have wrong weights until the next sync. A server that fails on the way is reported as usual and has no result.
         """
         async with self._trainer.queue:
-            report = await self._send(self._trainer.version, self._engines_up(), fingerprints=True, spoil=spoil)
+            report = await self._send(self._trainer.version, self._engines_up(), fingerprints=True, corrupt=corrupt)
             self._num_syncs += 1
             return await self._examine(report)
 
     async def _send(
-        self, version: int, servers: list[int], *, fingerprints: bool, spoil: str | None = None
+        self, version: int, servers: list[int], *, fingerprints: bool, corrupt: str | None = None
     ) -> SyncReport:
         config = self._config
         report = SyncReport(version, time.time(), servers=[ServerSync(server, time.time()) for server in servers])
@@ -203,7 +203,7 @@ class WeightSync:
 
         started = time.monotonic()
         send = asyncio.ensure_future(
-            self._trainer.send_weights(update, report.updated_servers, fingerprints=fingerprints, spoil=spoil)
+            self._trainer.send_weights(update, report.updated_servers, fingerprints=fingerprints, corrupt=corrupt)
         )
         receiving = asyncio.ensure_future(self._each(report, receive))
         try:

@@ -1,2 +1,4 @@
-"""Proofs on the user's own hardware and configuration: engine and trainer mean the same thing, weights arrive, and
-gradients do not depend on packing. A file per proof; `run` puts them in order."""
+"""Checks of engine, trainer and weights with the user's own hardware and configuration.
+
+`checks` measures the claims, `run` starts the components and orders the checks, `report` holds the results.
+"""

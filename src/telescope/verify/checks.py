@@ -1,23 +1,15 @@
-"""Engine and trainer mean the same by a logprob, at the run's temperature; and what top-p does to that.
+"""The checks of `telescope verify`: logprobs, packing, the first training step, and weights.
 
-The engine reports the logprob of the distribution that it sampled from. With `top_p` below 1 that is the kept tokens
-(the nucleus) renormalized, while the trainer's is the whole softmax, so the engine's is larger by -log of the kept
-mass, which is between top_p and 1. The first claim is therefore checked without top-p; the second says how far apart
-the two are with it.
-
-Packing changes nothing: neither what a token's logprob is, nor the gradient.
-
-The batch is packed as the run would pack it, and once more in another order into rows that hold little more than the
-longest sample, which gives other neighbors, other positions, other numbers of micro-batches, and other ranks.
-
-The first training step is on-policy: its KL to the engine is about 0, and its gradient is finite.
-
-The step is a real one and changes the weights, which the proof of weights after it makes use of.
-
-Weights arrive in every engine as they were sent, and a fault of one bit would be noticed.
-
-`weights.probe` compares; here it is asked twice: after an honest sync, where it must find nothing, and after a sync in
-which one bit of one tensor was changed on the way, where it must name that tensor and no other.
+- Engine and trainer agree on logprobs at the run's temperature. The engine reports the logprob of the distribution that
+  it sampled from. With `top_p` below 1 that is the renormalized nucleus, while the trainer's is the whole softmax, so
+  the engine's logprob is larger by -log of the kept mass, which is between top_p and 1. The first check therefore
+  samples without top_p; a second one bounds the difference with it.
+- Packing changes neither logprobs nor the gradient. The batch is packed as in the run, and again in another order into
+  rows that are little longer than the longest sample, which changes neighbors, positions, micro-batches and ranks.
+- The first training step is on-policy: its KL to the engine is about 0 and its gradient is finite. It changes the
+  weights, which the next check of weights needs.
+- Weights arrive in every engine as they were sent. `weights.probe` must find nothing after a correct sync, and after a
+  sync with one changed bit it must name that tensor and no other.
 """
 
 from __future__ import annotations
@@ -35,30 +27,30 @@ from telescope.weights.plan import TensorMeta
 from telescope.weights.probe import ProbeReport
 
 
-async def check_parity(parts: RunComponents, samples: list[TrainSample], inputs: list[StepInput]) -> Check:
-    """The trainer's logprobs of sampled tokens, in the micro-batches of the run, against the engine's."""
-    config = parts.config
+async def check_parity(components: RunComponents, samples: list[TrainSample], inputs: list[StepInput]) -> Check:
+    """Compares the trainer's logprobs in the run's micro-batches with the engine's."""
+    config = components.config
     return compare_logprobs(
         f"engine and trainer logprobs agree (temperature {config.temperature:g})",
         engine_logprobs(samples),
-        await _trainer_logprobs(parts, samples, inputs),
-        (config.engine_dtype, trainer_dtype(parts)),
+        await _trainer_logprobs(components, samples, inputs),
+        (config.engine_dtype, trainer_dtype(components)),
         config.temperature,
     )
 
 
-async def check_top_p(parts: RunComponents, samples: list[TrainSample], inputs: list[StepInput]) -> Check:
-    """With samples drawn at the run's top_p: every engine logprob is above the trainer's by at most -log(top_p)."""
-    config = parts.config
+async def check_top_p(components: RunComponents, samples: list[TrainSample], inputs: list[StepInput]) -> Check:
+    """Checks that engine logprobs under top_p exceed the trainer's by at most -log(top_p)."""
+    config = components.config
     assert config.top_p is not None
-    above_N = engine_logprobs(samples) - await _trainer_logprobs(parts, samples, inputs)
-    dtype, tolerance = loosest_tolerance((config.engine_dtype, trainer_dtype(parts)), config.temperature)
+    above_N = engine_logprobs(samples) - await _trainer_logprobs(components, samples, inputs)
+    dtype, tolerance = loosest_tolerance((config.engine_dtype, trainer_dtype(components)), config.temperature)
     largest = -math.log(config.top_p)
     inside_N = (above_N >= -tolerance.maximum) & (above_N <= largest + tolerance.maximum)
     return Check(
-        f"top_p {config.top_p:g} moves engine logprobs by the mass that it cuts off, no more",
+        f"top_p {config.top_p:g} raises engine logprobs by the mass that it cuts off, and no more",
         f"engine above trainer by {above_N.mean():.2g} on average, {above_N.min():.2g} to {above_N.max():.2g} nats",
-        f"0 to {largest:.3g} for every token, give or take {tolerance.maximum:.1e} ({dtype})",
+        f"0 to {largest:.3g} for every token, +- {tolerance.maximum:.1e} ({dtype})",
         ok=bool(inside_N.all()),
         values={
             "tokens": int(above_N.size), "mean": float(above_N.mean()), "min": float(above_N.min()),
@@ -67,30 +59,32 @@ async def check_top_p(parts: RunComponents, samples: list[TrainSample], inputs: 
     )  # fmt: skip
 
 
-async def _trainer_logprobs(parts: RunComponents, samples: list[TrainSample], inputs: list[StepInput]) -> np.ndarray:
-    async with parts.trainer.queue:
-        by_sample = await parts.trainer.packed_logprobs(inputs)
+async def _trainer_logprobs(
+    components: RunComponents, samples: list[TrainSample], inputs: list[StepInput]
+) -> np.ndarray:
+    async with components.trainer.queue:
+        by_sample = await components.trainer.packed_logprobs(inputs)
     return np.concatenate([by_sample[sample.sample_id] for sample in samples])
 
 
-def trainer_dtype(parts: RunComponents) -> str:
-    """What the trainer computes in."""
-    return parts.config.mixed_precision_dtype or parts.config.model_dtype
+def trainer_dtype(components: RunComponents) -> str:
+    """Returns the dtype in which the trainer computes."""
+    return components.config.mixed_precision_dtype or components.config.model_dtype
 
 
 GRADIENT_BOUNDS = {"float64": 1e-10, "float32": 1e-5, "float16": 0.05, "bfloat16": 0.05}
-"""Relative L2 error of a gradient whose sums run in another order, by the trainer's compute dtype. A mean of means, or
-a sample that sees its neighbor, is off by 0.1 and more."""
+"""Relative L2 error of a gradient that is summed in another order, by the trainer's compute dtype. A mean of means, or
+a sample that attends to its neighbor, causes an error of 0.1 and more."""
 
 NUM_SINGLE = 16
-"""So many samples are computed one by one."""
+"""Samples that are computed one by one."""
 
 
 def packed(
-    parts: RunComponents, samples: list[TrainSample], *, step: int = 0, otherwise: bool = False
+    components: RunComponents, samples: list[TrainSample], *, step: int = 0, otherwise: bool = False
 ) -> list[StepInput]:
-    """The samples as one optimizer step for all ranks: as the run packs them, or `otherwise`."""
-    config = parts.config
+    """Packs the samples as one optimizer step for all ranks, as in the run or `otherwise`."""
+    config = components.config
     seq_len = config.seq_len
     if otherwise:
         order = np.random.default_rng(0).permutation(len(samples))
@@ -106,31 +100,35 @@ def packed(
     )
 
 
-async def check_packed_attention(parts: RunComponents, samples: list[TrainSample], inputs: list[StepInput]) -> Check:
-    """Logprobs in a packed row against the same sample computed alone."""
-    config = parts.config
+async def check_packed_attention(
+    components: RunComponents, samples: list[TrainSample], inputs: list[StepInput]
+) -> Check:
+    """Compares logprobs in packed rows with those of the same samples computed alone."""
+    config = components.config
     chosen = samples[:: max(1, len(samples) // NUM_SINGLE)][:NUM_SINGLE]
-    async with parts.trainer.queue:
-        by_sample = await parts.trainer.packed_logprobs(inputs)
+    async with components.trainer.queue:
+        by_sample = await components.trainer.packed_logprobs(inputs)
         alone = []
         for sample in chosen:
-            # One number for each token but the first; those of trained tokens are compared.
-            logprobs = await parts.trainer.sequence_logprobs(sample.token_ids_L.tolist(), config.temperature)
+            # One number for each token except the first.
+            logprobs = await components.trainer.sequence_logprobs(sample.token_ids_L.tolist(), config.temperature)
             alone.append(np.array(logprobs)[sample.trained_L[1:]])
     return compare_logprobs(
         "packed and single samples have equal logprobs",
         np.concatenate([by_sample[sample.sample_id] for sample in chosen]),
         np.concatenate(alone),
-        (trainer_dtype(parts),),
+        (trainer_dtype(components),),
         config.temperature,
     )
 
 
-async def check_gradient(parts: RunComponents, samples: list[TrainSample]) -> Check:
-    """The gradient of the batch in two packings."""
-    async with parts.trainer.queue:
-        found = await parts.trainer.compare_gradients(packed(parts, samples), packed(parts, samples, otherwise=True))
-    dtype = trainer_dtype(parts)
+async def check_gradient(components: RunComponents, samples: list[TrainSample]) -> Check:
+    """Compares the gradients of one batch in two packings."""
+    async with components.trainer.queue:
+        found = await components.trainer.compare_gradients(
+            packed(components, samples), packed(components, samples, otherwise=True)
+        )
+    dtype = trainer_dtype(components)
     bound = GRADIENT_BOUNDS[dtype]
     first, second = found.num_micro_batches
     return Check(
@@ -147,14 +145,14 @@ async def check_gradient(parts: RunComponents, samples: list[TrainSample]) -> Ch
 
 
 KL_BOUNDS = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}
-"""Mean of exp(d) - 1 - d over tokens, d the difference of logprobs: about half its mean square."""
+"""Mean of exp(d) - 1 - d over tokens, d the difference of logprobs: about half of its mean square."""
 
 
-async def check_first_step(parts: RunComponents, inputs: list[StepInput]) -> Check:
-    """One training step of samples that the same weights produced."""
-    config = parts.config
-    metrics = (await parts.trainer.train_step(inputs)).metrics
-    dtype, _ = loosest_tolerance((config.engine_dtype, trainer_dtype(parts)), 1.0)
+async def check_first_step(components: RunComponents, inputs: list[StepInput]) -> Check:
+    """Trains one step on samples of the current weights and checks its KL and gradient."""
+    config = components.config
+    metrics = (await components.trainer.train_step(inputs)).metrics
+    dtype, _ = loosest_tolerance((config.engine_dtype, trainer_dtype(components)), 1.0)
     bound = KL_BOUNDS[dtype if dtype in KL_BOUNDS else "float32"] / min(config.temperature, 1.0) ** 2
     kl, norm = metrics["kl_divergence_inference"], metrics["grad_norm"]
     return Check(
@@ -166,15 +164,15 @@ async def check_first_step(parts: RunComponents, inputs: list[StepInput]) -> Che
     )
 
 
-async def check_weights(parts: RunComponents, when: str) -> Check:
-    """Sync and probe; every server must hold what was sent."""
-    probes = await parts.weights.prove()
+async def check_weights(components: RunComponents, when: str) -> Check:
+    """Syncs and compares; every server must have the weights that were sent."""
+    probes = await components.weights.verify()
     failed = {server: str(probe) for server, probe in probes.items() if not probe.ok}
-    all_servers = len(probes) == parts.config.num_inference_servers
+    all_servers = len(probes) == components.config.num_inference_servers
     return Check(
-        f"weights {when} are held as sent",
+        f"weights {when} are loaded as sent",
         "; ".join(f"server {server}: {text}" for server, text in failed.items()) or _summary(probes),
-        f"{_allowed(probes)} on {parts.config.num_inference_servers} server(s)",
+        f"{_allowed(probes)} on {components.config.num_inference_servers} server(s)",
         ok=all_servers and not failed,
         values={
             "servers": len(probes),
@@ -184,39 +182,39 @@ async def check_weights(parts: RunComponents, when: str) -> Check:
     )
 
 
-async def check_corrupted_tensor(parts: RunComponents) -> Check:
-    """Sync with one bit changed in one tensor, which every probe must name; then an honest sync to put it right."""
-    async with parts.trainer.queue:
-        name = tensor_to_corrupt(await parts.trainer.weight_metadata())
-    probes = await parts.weights.prove(spoil=name)
-    noticed = [server for server, probe in probes.items() if list(probe.mismatched) == [name]]
-    mended = await parts.weights.prove()
-    still = [server for server, probe in mended.items() if not probe.ok]
-    everywhere = len(noticed) == len(mended) == parts.config.num_inference_servers
-    named = sorted({wrong for probe in probes.values() for wrong in probe.mismatched})
-    measured = f"bit changed in {name}: noticed by {len(noticed)} of {len(probes)} server(s)"
+async def check_corrupted_tensor(components: RunComponents) -> Check:
+    """Syncs with one changed bit, which every probe must name; then restores the weights by a correct sync."""
+    async with components.trainer.queue:
+        name = tensor_to_corrupt(await components.trainer.weight_metadata())
+    probes = await components.weights.verify(corrupt=name)
+    detected = [server for server, probe in probes.items() if list(probe.mismatched) == [name]]
+    restored = await components.weights.verify()
+    wrong = [server for server, probe in restored.items() if not probe.ok]
+    everywhere = len(detected) == len(restored) == components.config.num_inference_servers
+    named = sorted({tensor for probe in probes.values() for tensor in probe.mismatched})
+    measured = f"bit changed in {name}: detected on {len(detected)} of {len(probes)} server(s)"
     if not everywhere:
         measured += f", which named {', '.join(named[:4]) or 'nothing'}"
-    if still:
-        measured += f"; not mended by the next sync on server(s) {', '.join(map(str, still))}"
+    if wrong:
+        measured += f"; not restored by the next sync on server(s) {', '.join(map(str, wrong))}"
     return Check(
-        "a tensor with one wrong bit is noticed",
+        "a tensor with one wrong bit is detected",
         measured,
-        "that tensor and no other, on every server; then mended",
-        ok=everywhere and not still,
-        values={"spoiled": name, "named": named, "noticed_by": noticed, "not_mended_on": still},
+        "that tensor and no other, on every server; then restored",
+        ok=everywhere and not wrong,
+        values={"corrupted": name, "named": named, "detected_on": detected, "not_restored_on": wrong},
     )
 
 
 def tensor_to_corrupt(metas: list[TensorMeta]) -> str:
-    """A matrix from the middle of the model: the kind that hides best."""
+    """Returns the name of a matrix from the middle of the model."""
     matrices = [meta.name for meta in metas if len(meta.shape) > 1]
     return matrices[len(matrices) // 2]
 
 
 def _summary(probes: dict[int, ProbeReport]) -> str:
     if not probes:
-        return "no server could be asked"
+        return "no server answered"
     tensors = min(probe.num_tensors for probe in probes.values())
     logprobs = [probe.logprobs for probe in probes.values() if probe.logprobs is not None]
     text = f"{tensors} of {tensors} tensors bit for bit"

@@ -1,4 +1,4 @@
-"""Checks and their verdicts: plain data, pure functions. What is measured is the other modules' business."""
+"""Results of checks, and the tolerances of logprob comparisons. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from telescope.weights.probe import TOLERANCES, Tolerance
 
 @dataclass(frozen=True)
 class Check:
-    """One claim, what was measured, what is allowed, and whether it holds. `values` are the numbers in full."""
+    """One claim with its measurement, its bound and the result. `values` holds all numbers."""
 
     name: str
     measured: str
@@ -25,7 +25,7 @@ class Check:
 
 @dataclass
 class Report:
-    """All checks of one verification, in their order."""
+    """All checks of one verification, in order."""
 
     checks: list[Check] = field(default_factory=list)
     config_hash: str = ""
@@ -33,11 +33,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every claim holds. An empty report proves nothing."""
+        """Whether there are checks and all of them passed."""
         return bool(self.checks) and all(check.ok for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
-        """The content of `--json`."""
+        """Returns the content of `--json`."""
         return {
             "ok": self.ok,
             "config_hash": self.config_hash,
@@ -47,9 +47,9 @@ class Report:
 
 
 def loosest_tolerance(dtypes: Sequence[str], temperature: float) -> tuple[str, Tolerance]:
-    """The dtype that rounds most among these, and the bounds on logprob differences that it needs.
+    """Returns the least exact of these dtypes and its bounds on logprob differences.
 
-    A temperature below 1 magnifies differences of logits by its inverse.
+    A temperature below 1 multiplies differences of logits by its inverse.
     """
     loosest = max(dtypes, key=lambda dtype: _tolerance(dtype).mean)
     scale = 1.0 / min(temperature, 1.0)
@@ -57,17 +57,17 @@ def loosest_tolerance(dtypes: Sequence[str], temperature: float) -> tuple[str, T
 
 
 def _tolerance(dtype: str) -> Tolerance:
-    # float64 is never what an engine computes in, so float32 is the narrowest that matters.
+    # Engines never compute in float64, so the bounds of float32 are the tightest.
     return TOLERANCES.get(dtype, TOLERANCES["float32"])
 
 
 def compare_logprobs(
     name: str, one_N: np.ndarray, other_N: np.ndarray, dtypes: Sequence[str], temperature: float
 ) -> Check:
-    """Whether two computations of the same logprobs agree, as far as their dtypes can.
+    """Compares two computations of the same logprobs within the tolerance of their dtypes.
 
-    In float32 every token counts; in half precision a rare token can be far off, so the 99th percentile does. The mean
-    counts always.
+    The mean is bounded, and in float32 the maximum. In half precision a rare token can have a large error, so the 99th
+    percentile is bounded instead.
     """
     difference_N = np.abs(np.asarray(one_N, np.float64) - np.asarray(other_N, np.float64))
     if difference_N.size == 0:

@@ -1,8 +1,8 @@
-"""A verification from the resolved config to its report: starts the parts of a run, proves one claim after the other.
+"""Runs a verification: starts the components of a run, executes the checks in order, and returns a report.
 
-Owns the order of the proofs and the throw-away run directory. The parts are those of a training run (`orchestrator.
-parts`): the same processes, placement, dtypes and transport. Nothing that is trained here is kept; the directory with
-the logs is removed unless something failed.
+Owns the order of the checks and the temporary run directory. The components are those of a training run
+(`orchestrator.run_components`): the same processes, placement, dtypes and transport. The trained weights are discarded;
+the directory with the logs is removed unless a check fails.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from telescope.verify.samples import sample_groups
 def run_verification(
     config: TelescopeConfig, view: View | None = None, on_check: Callable[[Check], None] = lambda check: None
 ) -> tuple[Report, Path | None]:
-    """Start, prove and take everything down. Returns the report, and the folder with logs when something failed.
+    """Starts the components, runs the checks and stops. Returns the report, and the log folder if one failed.
 
-    Raises UserError for input that cannot be run, Interrupted after Ctrl-C, the first error of any part otherwise.
+    Raises UserError for input that cannot be run, Interrupted after Ctrl-C, else the first error of any component.
     """
     return asyncio.run(_verify(config, view, on_check))
 
@@ -68,20 +68,20 @@ async def _verify(
                 view.start(status)
             loop = asyncio.get_running_loop()
             interrupt.install(loop)
-            async with AsyncExitStack() as parts_stack:
+            async with AsyncExitStack() as components_stack:
                 starting = start_components(
-                    config, directory, status, parts_stack, on_ray_started=lambda: interrupt.install(loop)
+                    config, directory, status, components_stack, on_ray_started=lambda: interrupt.install(loop)
                 )  # fmt: skip
-                parts = await interrupt.run_until_first(starting)
+                components = await interrupt.run_until_first(starting)
                 supervisor = Supervisor()
-                supervisor.spawn(parts.servers.watch(), "server watch")
+                supervisor.spawn(components.servers.watch(), "server watch")
 
                 def keep_check(check: Check) -> None:
                     report.checks.append(check)
                     on_check(check)
 
-                proofs = run_checks(parts, status, keep_check)
-                await interrupt.run_until_first(supervisor.run_until(proofs))
+                checks = run_checks(components, status, keep_check)
+                await interrupt.run_until_first(supervisor.run_until(checks))
                 status.phase = "shutting down"
         keep = not report.ok
     finally:
@@ -93,30 +93,30 @@ async def _verify(
     return report, folder if keep else None
 
 
-async def run_checks(parts: RunComponents, status: RunStatus, on_check: Callable[[Check], None]) -> None:
-    """All proofs on started parts whose trainer is at its first weights. `on_check` gets each as soon as it is known.
+async def run_checks(components: RunComponents, status: RunStatus, on_check: Callable[[Check], None]) -> None:
+    """Runs all checks on started components and passes each result to `on_check`.
 
-    Afterwards the trainer is one step further and the engines hold its weights.
+    The trainer must be at its first weights. Afterwards it is one step further, and the engines have its weights.
     """
 
-    async def prove(phase: str, proof: Awaitable[Check]) -> None:
+    async def run(phase: str, measure: Awaitable[Check]) -> None:
         status.phase = phase
         started_at = time.monotonic()
-        check = await proof
+        check = await measure
         on_check(replace(check, seconds=time.monotonic() - started_at))
         status.progressed()
 
-    await prove("sending the first weights", check_weights(parts, "at the start"))
+    await run("sending the first weights", check_weights(components, "at the start"))
     status.phase = "sampling"
-    samples = await sample_groups(parts, top_p=None, on_sample=status.progressed)
-    inputs = packed(parts, samples)
-    await prove("comparing logprobs of engine and trainer", check_parity(parts, samples, inputs))
-    if parts.config.top_p is not None and parts.config.top_p < 1:
+    samples = await sample_groups(components, top_p=None, on_sample=status.progressed)
+    inputs = packed(components, samples)
+    await run("comparing logprobs of engine and trainer", check_parity(components, samples, inputs))
+    if components.config.top_p is not None and components.config.top_p < 1:
         status.phase = "sampling with top_p"
-        cut = await sample_groups(parts, top_p=parts.config.top_p, on_sample=status.progressed)
-        await prove("comparing logprobs under top_p", check_top_p(parts, cut, packed(parts, cut)))
-    await prove("computing samples one by one", check_packed_attention(parts, samples, inputs))
-    await prove("computing one gradient in two packings", check_gradient(parts, samples))
-    await prove("training one step", check_first_step(parts, inputs))
-    await prove("sending the new weights", check_weights(parts, "after a training step"))
-    await prove("spoiling a tensor on purpose", check_corrupted_tensor(parts))
+        cut = await sample_groups(components, top_p=components.config.top_p, on_sample=status.progressed)
+        await run("comparing logprobs under top_p", check_top_p(components, cut, packed(components, cut)))
+    await run("computing samples one by one", check_packed_attention(components, samples, inputs))
+    await run("computing one gradient in two packings", check_gradient(components, samples))
+    await run("training one step", check_first_step(components, inputs))
+    await run("sending the new weights", check_weights(components, "after a training step"))
+    await run("corrupting a tensor on purpose", check_corrupted_tensor(components))

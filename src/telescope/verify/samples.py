@@ -1,8 +1,8 @@
-"""Real samples for the proofs: prompts of the run's environments, answered by its engines, scored by its environments.
+"""Real samples for the checks: prompts of the run's environments, answered by its engines, scored by its environments.
 
-Owns how many, and how they become training samples. They go the way of every rollout (`rollout.sample`), through slots
-and all servers. Invariant: advantages are drawn at random and never 0, so that every sample counts in a gradient, also
-where all rewards of a group are equal.
+Owns their number and their conversion to training samples. They are rolled out like any others (`rollout.sample`),
+through request slots and on all servers. Invariant: advantages are random and never 0, so that every sample
+contributes to a gradient, even where all rewards of a group are equal.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ from telescope.trainer.batch import TrainSample
 from telescope.trainer.packing import truncate_to
 
 NUM_SAMPLES = 32
-"""About so many: enough tokens to see a fault, few enough to wait for."""
+"""Minimum number of samples: enough tokens to detect a fault within a short time."""
 
 FIRST_GROUP = -1_000_000_000
-"""Group ids below those that draws and evals use."""
+"""Group ids below those of prompts and evals."""
 
 
 async def sample_groups(
-    parts: RunComponents, *, top_p: float | None, on_sample: Callable[[], None] = lambda: None
+    components: RunComponents, *, top_p: float | None, on_sample: Callable[[], None] = lambda: None
 ) -> list[TrainSample]:
-    """Sample whole groups at the run's temperature, at least one for every server; `top_p` replaces the run's.
+    """Samples whole groups at the run's temperature, at least one per server; `top_p` replaces the run's.
 
-    Raises RunError when no sample came back scored.
+    Raises RunError when too few samples were scored.
     """
-    config = parts.config
+    config = components.config
     num_groups = max(config.num_inference_servers, math.ceil(NUM_SAMPLES / config.group_size))
-    settings = dataclasses.replace(parts.settings, sampling=dataclasses.replace(parts.settings.sampling, top_p=top_p))
-    key = parts.keys.training[0]
-    num_items = (await parts.environments.describe(key)).num_samples
+    settings = dataclasses.replace(
+        components.settings, sampling=dataclasses.replace(components.settings.sampling, top_p=top_p)
+    )
+    key = components.keys.training[0]
+    num_items = (await components.environments.describe(key)).num_samples
 
     async def one(group: int, index: int, prompt_token_ids: list[int]) -> Trajectory:
         group_id = FIRST_GROUP + group
@@ -57,16 +59,18 @@ async def sample_groups(
         )
         trajectory = await run_rollout(
             task,
-            slots=parts.slots,
-            engine_of=lambda server: parts.servers.clients[server],
-            environments=parts.environments,
+            slots=components.slots,
+            engine_of=lambda server: components.servers.clients[server],
+            environments=components.environments,
             settings=settings,
-            on_engine_failure=parts.servers.report_failure,
+            on_engine_failure=components.servers.report_failure,
         )
         on_sample()
         return trajectory
 
-    prompts = await asyncio.gather(*(parts.environments.prepare(key, group % num_items) for group in range(num_groups)))
+    prompts = await asyncio.gather(
+        *(components.environments.prepare(key, group % num_items) for group in range(num_groups))
+    )
     trajectories = await asyncio.gather(
         *(
             one(group, index, prompt.token_ids)
@@ -75,7 +79,7 @@ async def sample_groups(
         )
     )
     for group in range(num_groups):
-        parts.slots.forget_group(FIRST_GROUP + group)
+        components.slots.forget_group(FIRST_GROUP + group)
     scored = [trajectory for trajectory in trajectories if trajectory.reward is not None]
     samples = [sample for trajectory in scored for sample in trajectory.to_train_samples()]
     samples, _ = truncate_to([sample for sample in samples if sample.num_trained], config.seq_len)
@@ -92,5 +96,5 @@ async def sample_groups(
 
 
 def engine_logprobs(samples: list[TrainSample]) -> np.ndarray:
-    """The engine's logprobs of all trained tokens, sample after sample."""
+    """Returns the engine's logprobs of all trained tokens, sample by sample."""
     return np.concatenate([sample.engine_logprob_L[sample.trained_L] for sample in samples])

@@ -159,16 +159,16 @@ class WeightSender:
         engines: list[int],
         *,
         fingerprints: bool = False,
-        spoil: str | None = None,
+        corrupt: str | None = None,
     ) -> SendReport:
         """Send one sync to those of `engines` that belong to this rank; collective over all trainer ranks.
 
         `named_weights` yields (name, full tensor) in the order of `update.names`, tied duplicates left out or marked in
-        `update.tied`. Engine failures are in the report; what the iterator raises is raised. `spoil` names a tensor of
+        `update.tied`. Engine failures are in the report; what the iterator raises is raised. `corrupt` names a tensor of
         which one bit is changed after its fingerprint was taken: what a broken transport would do, so that a probe can
         be seen to notice it.
         """
-        return _Send(self, named_weights, update, engines, fingerprints, spoil).run()
+        return _Send(self, named_weights, update, engines, fingerprints, corrupt).run()
 
 
 class _Send:
@@ -181,10 +181,10 @@ class _Send:
         update: UpdateInfo,
         engines: list[int],
         fingerprints: bool,
-        spoil: str | None,
+        corrupt: str | None,
     ) -> None:
         self.update = update
-        self.spoil = spoil
+        self.corrupt = corrupt
         self.tied = set(update.tied)
         self.named_weights = named_weights
         self.want_fingerprints = fingerprints
@@ -254,7 +254,7 @@ class _Send:
             cast = tensor.detach().to(dtype)
             if self.want_fingerprints:
                 self.report.fingerprints[name] = to_hex(fingerprint(cast))
-            if name == self.spoil:
+            if name == self.corrupt:
                 cast = with_one_bit_changed(cast)
             target = flat[entry.offset : entry.offset + entry.numel].view(entry.shape)
             target.copy_(cast, non_blocking=self.pinned)
@@ -315,7 +315,7 @@ class _Send:
 
 def with_one_bit_changed(tensor: torch.Tensor) -> torch.Tensor:
     """A copy whose largest element differs in its last bit, the smallest fault there is."""
-    spoiled = tensor.clone()
-    bits = spoiled.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]).view(-1)
+    corrupted = tensor.clone()
+    bits = corrupted.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]).view(-1)
     bits[int(tensor.abs().argmax())] ^= 1
-    return spoiled
+    return corrupted

@@ -58,9 +58,9 @@ class FaultyWorkerExtension(WeightsWorkerExtension):
         other = name.replace("q_proj", "k_proj").replace("gate_proj", "up_proj").replace(".0.down_proj", ".1.down_proj")
 
         def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
-            type(engine)._load(engine, spoil(dict(tensors)))
+            type(engine)._load(engine, corrupt(dict(tensors)))
 
-        def spoil(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        def corrupt(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
             if fault == "nothing":
                 return []
             if fault == "raise":
@@ -76,13 +76,13 @@ class FaultyWorkerExtension(WeightsWorkerExtension):
                 mine[:rows], theirs[:rows] = tensors[other][:rows], tensors[name][:rows]
                 tensors[name], tensors[other] = mine, theirs
             elif fault == "bit":
-                spoiled = tensors[name].clone()
-                spoiled.view(torch.int32).view(-1)[-1] ^= 1
-                tensors[name] = spoiled
+                corrupted = tensors[name].clone()
+                corrupted.view(torch.int32).view(-1)[-1] ^= 1
+                tensors[name] = corrupted
             return list(tensors.items())
 
         def load_shadows(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-            type(engine.shadows).load(engine.shadows, spoil(dict(tensors)))
+            type(engine.shadows).load(engine.shadows, corrupt(dict(tensors)))
 
         def finish() -> None:
             if fault == "tie":

@@ -108,11 +108,11 @@ def test_after_a_sync_the_engine_computes_with_the_new_weights(server: Server, m
 def test_the_probe_names_what_one_worker_holds_wrong_and_the_next_sync_mends_it(
     server: Server, fault: str, name: str, rank: int
 ) -> None:
-    spoiled = server.spoiled_sync(fault, name, rank % server.tensor_parallel)
-    assert not spoiled.ok
+    corrupted = server.corrupted_sync(fault, name, rank % server.tensor_parallel)
+    assert not corrupted.ok
     other = name.replace("q_proj", "k_proj").replace("gate_proj", "up_proj").replace(".0.down_proj", ".1.down_proj")
     wrong = set(names_of(server.model)) if fault == "nothing" else {name, other} if fault == "swapped" else {name}
-    assert set(spoiled.mismatched) == wrong
+    assert set(corrupted.mismatched) == wrong
     server.proven_sync()
 
 
@@ -123,8 +123,8 @@ def test_experts_that_are_not_packed_again_are_caught(server: Server) -> None:
         return  # nothing to forget: its experts are made ready whenever they are loaded
     disturb(server.model, seed=server.version + 1)
     server.fault("unpacked", rank=server.tensor_parallel - 1)
-    spoiled = server.sync().probe
-    assert {name for name in names_of(server.model) if EXPERTS in name} == set(spoiled.mismatched)
+    corrupted = server.sync().probe
+    assert {name for name in names_of(server.model) if EXPERTS in name} == set(corrupted.mismatched)
     server.proven_sync()
 
 

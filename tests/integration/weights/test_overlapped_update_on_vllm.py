@@ -107,12 +107,12 @@ def test_the_engine_samples_from_the_old_weights_until_the_swap(server: Server) 
 def test_the_probe_names_what_a_spoiled_background_sync_left_wrong_and_the_next_sync_mends_it(
     server: Server, fault: str, name: str
 ) -> None:
-    spoiled = server.spoiled_sync(fault, name)
-    assert not spoiled.ok
+    corrupted = server.corrupted_sync(fault, name)
+    assert not corrupted.ok
     every = {name for name, _ in server.model.named_parameters()}
     other = name.replace("gate_proj", "up_proj")
     wrong = every if fault in ("nothing", "no swap") else {name, other} if fault == "swapped" else {name}
-    assert set(spoiled.mismatched) == wrong
+    assert set(corrupted.mismatched) == wrong
     server.proven_sync()
 
 

@@ -61,12 +61,12 @@ def test_after_a_sync_the_engine_computes_with_the_new_weights(server: Server, m
 def test_the_probe_names_what_a_spoiled_sync_left_wrong_and_the_next_sync_mends_it(
     server: Server, fault: str, name: str
 ) -> None:
-    spoiled = server.spoiled_sync(fault, name)
-    assert not spoiled.ok
+    corrupted = server.corrupted_sync(fault, name)
+    assert not corrupted.ok
     every = {name for name, _ in server.model.named_parameters()}
     swapped_with = name.replace("q_proj", "k_proj").replace("gate_proj", "up_proj")
     wrong = every if fault == "nothing" else {name, swapped_with} if fault == "swapped" else {name}
-    assert set(spoiled.mismatched) == wrong
+    assert set(corrupted.mismatched) == wrong
     server.proven_sync()
 
 

@@ -261,7 +261,7 @@ class Server:
         """Spoil the next update in the worker of that rank; None: in all of them."""
         self.run(self.client.call_worker("telescope_test_fault", [kind, name, rank]))
 
-    def spoiled_sync(self, fault: str, name: str, rank: int | None = None) -> ProbeReport:
+    def corrupted_sync(self, fault: str, name: str, rank: int | None = None) -> ProbeReport:
         """What the probe says of a sync with that fault, after one without. Every parameter changes by so little that
         logprobs hide it, as at a learning rate of 1e-6: only the fingerprints can tell."""
         self.remember()
@@ -366,14 +366,14 @@ class Server:
         return self._spoiled_half_way(core.kill, once_paused)
 
     def _spoiled_half_way(
-        self, spoil: Callable[[], object], once_paused: Callable[[], object] = lambda: None
+        self, corrupt: Callable[[], object], once_paused: Callable[[], object] = lambda: None
     ) -> tuple[BaseException | None, SendReport]:
         update = self.next_update(mode="per_tensor")
 
         def half() -> Iterator[tuple[str, torch.Tensor]]:
             for index, item in enumerate(trainer_tensors(self.model)):
                 if index == 7:
-                    spoil()
+                    corrupt()
                 yield item
 
         async def go() -> tuple[BaseException | None, SendReport]:

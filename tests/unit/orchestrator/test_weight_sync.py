@@ -325,10 +325,10 @@ async def test_a_server_that_dies_during_its_probe_is_proven_before_it_serves_ag
 async def test_a_proof_that_is_asked_for_returns_what_it_found_and_ends_nothing() -> None:
     bench = Bench(fields={"weight_probe_every": 0})
     await bench.step()
-    assert all(probe.ok for probe in (await bench.weights.prove()).values())
+    assert all(probe.ok for probe in (await bench.weights.verify()).values())
     bench.clients[1].held["tensors"]["lm_head"][0]["fingerprint"] = to_hex(1)
-    probes = await bench.weights.prove(spoil="lm_head")
-    assert bench.trainer.spoiled == [None, None, "lm_head"]
+    probes = await bench.weights.verify(corrupt="lm_head")
+    assert bench.trainer.corrupted == [None, None, "lm_head"]
     assert probes[0].ok
     assert list(probes[1].mismatched) == ["lm_head"]
     assert bench.up == [0, 1]
@@ -337,5 +337,5 @@ async def test_a_proof_that_is_asked_for_returns_what_it_found_and_ends_nothing(
 async def test_a_server_that_fails_during_a_proof_that_was_asked_for_has_no_verdict() -> None:
     bench = Bench()
     bench.clients[0].fails_at = "receive"
-    assert list(await bench.weights.prove()) == [1]
+    assert list(await bench.weights.verify()) == [1]
     assert bench.up == [1]

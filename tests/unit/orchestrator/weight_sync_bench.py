@@ -35,7 +35,7 @@ class FakeTrainer:
         self.send_error: BaseException | None = None
         self.engine_errors: dict[int, str] = {}
         self.sent: list[tuple[int, list[int], bool]] = []
-        self.spoiled: list[str | None] = []
+        self.corrupted: list[str | None] = []
         self.spans: list[Span] = []
 
     @property
@@ -63,10 +63,10 @@ class FakeTrainer:
         self._called("abort", engine)
 
     async def send_weights(
-        self, update: UpdateInfo, engines: list[int], *, fingerprints: bool, spoil: str | None
+        self, update: UpdateInfo, engines: list[int], *, fingerprints: bool, corrupt: str | None
     ) -> list[Any]:
         self._called("send", tuple(engines))
-        self.spoiled.append(spoil)
+        self.corrupted.append(corrupt)
         self.sent.append((update.version, engines, fingerprints))
         if self.send_error is not None:
             raise self.send_error

@@ -69,20 +69,20 @@ def test_a_report_holds_if_all_of_its_checks_do_and_it_has_one() -> None:
 
 
 class FakeWeights:
-    """Servers that report what they are told to; `notices` says what a probe after a spoiled sync finds."""
+    """Servers with given reports; a probe after a corrupted sync finds the tensors `detects`."""
 
-    def __init__(self, notices: list[str], *, num_servers: int = 1, mends: bool = True) -> None:
-        self.notices, self.num_servers, self.mends = notices, num_servers, mends
+    def __init__(self, detects: list[str], *, num_servers: int = 1, restores: bool = True) -> None:
+        self.detects, self.num_servers, self.restores = detects, num_servers, restores
         self.syncs: list[str | None] = []
 
-    async def prove(self, *, spoil: str | None = None) -> dict[int, ProbeReport]:
-        self.syncs.append(spoil)
-        wrong = self.notices if spoil or (len(self.syncs) > 1 and not self.mends) else []
+    async def verify(self, *, corrupt: str | None = None) -> dict[int, ProbeReport]:
+        self.syncs.append(corrupt)
+        wrong = self.detects if corrupt or (len(self.syncs) > 1 and not self.restores) else []
         report = ProbeReport(num_tensors=4, mismatched=dict.fromkeys(wrong, "fingerprint"))
         return dict.fromkeys(range(self.num_servers), report)
 
 
-def parts_with(weights: FakeWeights, num_servers: int = 1) -> Any:
+def components_with(weights: FakeWeights, num_servers: int = 1) -> Any:
     async def weight_metadata() -> list[TensorMeta]:
         return METAS
 
@@ -92,31 +92,31 @@ def parts_with(weights: FakeWeights, num_servers: int = 1) -> Any:
     )  # fmt: skip
 
 
-async def test_a_probe_that_names_the_spoiled_tensor_holds_and_the_weights_are_sent_again() -> None:
+async def test_a_probe_that_names_the_corrupted_tensor_holds_and_the_weights_are_sent_again() -> None:
     weights = FakeWeights(["layer.q"])
     assert tensor_to_corrupt(METAS) == "layer.q"
-    assert (await check_corrupted_tensor(parts_with(weights))).ok
+    assert (await check_corrupted_tensor(components_with(weights))).ok
     assert weights.syncs == ["layer.q", None]
 
 
-@pytest.mark.parametrize("notices", [[], ["head"], ["layer.q", "head"]])
-async def test_a_probe_that_names_nothing_or_something_else_fails(notices: list[str]) -> None:
-    check = await check_corrupted_tensor(parts_with(FakeWeights(notices)))
+@pytest.mark.parametrize("detects", [[], ["head"], ["layer.q", "head"]])
+async def test_a_probe_that_names_nothing_or_something_else_fails(detects: list[str]) -> None:
+    check = await check_corrupted_tensor(components_with(FakeWeights(detects)))
     assert not check.ok
     assert "named" in check.measured
 
 
-async def test_weights_that_the_next_sync_does_not_mend_are_a_failure() -> None:
-    check = await check_corrupted_tensor(parts_with(FakeWeights(["layer.q"], mends=False)))
+async def test_weights_that_the_next_sync_does_not_restore_are_a_failure() -> None:
+    check = await check_corrupted_tensor(components_with(FakeWeights(["layer.q"], restores=False)))
     assert not check.ok
-    assert "not mended" in check.measured
+    assert "not restored" in check.measured
 
 
 async def test_a_server_that_could_not_be_probed_fails_the_check() -> None:
-    assert (await check_weights(parts_with(FakeWeights([], num_servers=2), 2), "at the start")).ok
-    check = await check_weights(parts_with(FakeWeights([], num_servers=1), 2), "at the start")
+    assert (await check_weights(components_with(FakeWeights([], num_servers=2), 2), "at the start")).ok
+    check = await check_weights(components_with(FakeWeights([], num_servers=1), 2), "at the start")
     assert not check.ok
-    check = await check_corrupted_tensor(parts_with(FakeWeights(["layer.q"], num_servers=1), 2))
+    check = await check_corrupted_tensor(components_with(FakeWeights(["layer.q"], num_servers=1), 2))
     assert not check.ok
 
 
@@ -129,7 +129,7 @@ def verdict(*oks: bool) -> Report:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Runs the command with a verification that ends as it is told to: a report, or an exception."""
+    """Runs the command with a verification that returns a given report or raises a given exception."""
     from telescope.cli import verify
     from telescope.config import preflight
 
@@ -150,7 +150,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return run
 
 
-def test_the_exit_code_says_whether_every_claim_holds(command: Any, tmp_path: Path, capsys: Any) -> None:
+def test_the_exit_code_reports_whether_every_claim_holds(command: Any, tmp_path: Path, capsys: Any) -> None:
     target = tmp_path / "verify.json"
     assert command(verdict(True, True), f"--json={target}") == 0
     assert json.loads(target.read_text())["ok"] is True

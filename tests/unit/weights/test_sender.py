@@ -17,8 +17,8 @@ def test_one_element_changes_by_one_step_and_the_fingerprint_with_it(
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     tensor.view(-1)[:2] = 0.0  # a bit of these would not count
     original = tensor.clone()
-    spoiled = with_one_bit_changed(tensor)
+    corrupted = with_one_bit_changed(tensor)
     assert torch.equal(tensor, original), "the trainer's own tensor stays as it is"
-    assert int((spoiled != tensor).sum()) == 1
-    assert (spoiled - tensor).abs().max() <= 2.0 * torch.finfo(dtype).eps * tensor.abs().max()
-    assert fingerprint(spoiled) != fingerprint(tensor)
+    assert int((corrupted != tensor).sum()) == 1
+    assert (corrupted - tensor).abs().max() <= 2.0 * torch.finfo(dtype).eps * tensor.abs().max()
+    assert fingerprint(corrupted) != fingerprint(tensor)
