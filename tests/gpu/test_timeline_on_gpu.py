@@ -119,12 +119,12 @@ def test_the_allocator_says_what_it_holds() -> None:
     read = memory_reader(DEVICE)
     torch.empty(1, device=DEVICE)
     before = {reading.name: reading.value for reading in read()}
-    held = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)
+    loaded = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)
     started = time.perf_counter()
     after = {reading.name: reading.value for reading in read()}
     print(f"\none reading of the allocator: {(time.perf_counter() - started) * 1e6:.0f} us; {after}")
     name = "torch_memory_allocated_bytes"
-    assert after[name] - before[name] == held.numel()
+    assert after[name] - before[name] == loaded.numel()
     assert after["torch_memory_allocated_peak_bytes"] >= after[name]
     assert after["torch_memory_reserved_bytes"] >= after[name]
     assert after["torch_memory_alloc_retries"] >= 0

@@ -254,7 +254,7 @@ def _trainer_rows(config: TelescopeConfig, trainer: TrainerMemory, num_layers: i
 def _engine_rows(config: TelescopeConfig, engine: EngineMemory) -> list[tuple[str, str]]:
     sizes = [
         (f"weights ({config.engine_dtype}, 1/{config.inference_tensor_parallel_size})", engine.weights),
-        ("second copy for weight syncs", engine.shadows),
+        ("second copy for weight syncs", engine.staging),
         (f"KV cache ({engine.kv_bytes_per_token / 1024:,.1f} KiB per token)", engine.kv_cache),
         ("workspace", engine.overhead),
     ]

@@ -2,7 +2,7 @@
 
 Loopback where everybody who meets there is on one node, else the address that Ray knows the node by. Owns that choice
 and the two variables that tell NCCL and gloo of it; a variable that the user has set is left alone. What the addresses
-are used for is the business of `inference.server`, `trainer.worker` and `weights.lifeline`.
+are used for is the business of `inference.server`, `trainer.worker` and `weights.control_channel`.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ class EngineMemory:
     """Bytes of one worker of an inference server, and what its KV cache holds."""
 
     weights: int
-    shadows: int
+    staging: int
     """The second copy of the weights that a sync is received into, and two buckets. 0: weights come in place."""
     kv_cache: int | None
     """None where the GPU's memory is not known: vLLM takes what its share leaves."""
@@ -200,7 +200,7 @@ class EngineMemory:
 
     @property
     def total(self) -> int | None:
-        return None if self.kv_cache is None else self.weights + self.shadows + self.kv_cache + self.overhead
+        return None if self.kv_cache is None else self.weights + self.staging + self.kv_cache + self.overhead
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def _engine_memory(config: TelescopeConfig, shape: ModelShape, device: str, memo
     lanes_kv = lanes * config.max_model_len * per_token
     longest = config.max_model_len * per_token
     overhead = ENGINE_WORKSPACE_BYTES if device == "cuda" else 0
-    shadows = 0
+    staging = 0
     kv_cache: int | None
     if device == "cpu":
         # vLLM takes whole GiB on the CPU.
@@ -268,10 +268,10 @@ def _engine_memory(config: TelescopeConfig, shape: ModelShape, device: str, memo
         else:
             kv_cache = math.ceil(min(lanes_kv, memory * SHARE_OF_CPU_MEMORY_FOR_KV) / GIB) * GIB
     else:
-        shadows = plan_staging(config, shape, memory).num_bytes
+        staging = plan_staging(config, shape, memory).num_bytes
         room = None if memory is None else int(memory * config.gpu_memory_utilization) - weights - overhead
-        kv_cache = None if room is None else max(room - shadows, 0)
-    return EngineMemory(weights, shadows, kv_cache, overhead, per_token, lanes_kv, longest)
+        kv_cache = None if room is None else max(room - staging, 0)
+    return EngineMemory(weights, staging, kv_cache, overhead, per_token, lanes_kv, longest)
 
 
 def plan_staging(config: TelescopeConfig, shape: ModelShape | None, memory: int | None) -> StagingPlan:
@@ -362,8 +362,8 @@ def _kv_cache_problem(config: TelescopeConfig, engine: EngineMemory) -> str | No
         "max_model_len, or raise gpu_memory_utilization (on CPU inference_kv_cache_gib) or "
         "inference_tensor_parallel_size"
         + (
-            f", or set weight_transfer to in_place, which saves {engine.shadows / GIB:.1f} GiB"
-            if engine.shadows
+            f", or set weight_transfer to in_place, which saves {engine.staging / GIB:.1f} GiB"
+            if engine.staging
             else ""
         )
     )

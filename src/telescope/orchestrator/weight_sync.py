@@ -316,7 +316,7 @@ class WeightSync:
         for server in report.updated_servers:
             client = self._clients[server]
             try:
-                held = await client.call_worker("telescope_fingerprints")
+                loaded = await client.call_worker("telescope_fingerprints")
                 engine_logprobs = await client.prompt_logprobs(self._probe_token_ids)
             except InfrastructureError as error:
                 # Unverified counts as failed: the server gets the weights again and is verified before it serves.
@@ -326,7 +326,7 @@ class WeightSync:
             probes[server] = self.last_probe[server] = await asyncio.to_thread(
                 compare,
                 sent=report.fingerprints,
-                held=held,
+                loaded=loaded,
                 trainer_logprobs=trainer_logprobs,
                 engine_logprobs=engine_logprobs,
                 dtype=self._config.engine_dtype,

@@ -1,5 +1,6 @@
-"""New weights from the trainer's ranks into running engines, and the proof that they arrived.
+"""Transfer of new weights from the trainer's ranks to running engines, and its verification.
 
-`plan` describes a sync, `communicator` connects one engine, `sender` and `receiver` are its ends, `fingerprint`,
-`held` and `probe` prove the result. vLLM's side of it is `telescope.inference.vllm.weights`.
+`plan` describes a sync, `communicator` and `control_channel` connect one engine, `sender` and `receiver` are the two
+ends, `overlapped_update` receives while the engine samples, and `fingerprint`, `engine_weights`, `engine_experts` and
+`probe` verify the result. vLLM's side is `telescope.inference.vllm.weights`.
 """

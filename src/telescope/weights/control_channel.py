@@ -1,13 +1,12 @@
-"""The control channel beside a communicator: a TCP socket per peer that says at once when the other process is gone.
+"""The control channel of a communicator: a TCP connection per peer that reports at once when the other process exits.
 
-Collectives cannot: NCCL waits for a dead peer until someone aborts it, and gloo for a peer that lives but does not
-answer. The kernel closes the sockets of a process that dies, so the end of this stream is the news, within
-milliseconds on a host. The same sockets carry the few words that go with a transfer (`begin`, `ready`, `done`,
-`failed`).
+Collectives do not: NCCL waits for an exited peer until something aborts it, and gloo for a peer that runs but does not
+answer. The kernel closes the sockets of a process that exits, so the end of the stream is the signal, within
+milliseconds on one host. The same sockets carry the messages of a transfer (`begin`, `ready`, `done`, `bye`).
 
-Owns the sockets and one reading thread. Does not know tensors, deadlines of transfers, or torch. Frames
-(`utils.frames`) have at most `MAX_FRAME_BYTES`. Who connects must show the token
-of the rendezvous, which travels over the engine's authenticated HTTP route.
+Owns the sockets and one reading thread. Does not know tensors, deadlines of transfers, or torch. A frame
+(`utils.frames`) has at most `MAX_FRAME_BYTES`. A peer must send the token of the rendezvous, which travels over the
+engine's authenticated HTTP route.
 """
 
 from __future__ import annotations
@@ -27,35 +26,35 @@ from telescope.utils.frames import pack_frame, receive_frame
 
 MAX_FRAME_BYTES = 1 << 16
 _SEND_SECONDS = 10.0
-"""How long a control message may take to leave; messages are smaller than any socket buffer, so it never should."""
+"""Limit for sending a control message. It is never reached, since messages fit any socket buffer."""
 _HELLO_SECONDS = 5.0
-"""How long a peer may keep the door busy before it says who it is."""
+"""Limit for the first message of a peer."""
 _POLL_SECONDS = 0.1
-"""How often a wait looks whether it was aborted."""
+"""Interval at which a wait checks for an abort."""
 
 Message = dict[str, Any]
 
 
 class TransferError(InfrastructureError):
-    """A weight transfer broke off: the other side died, refused or failed, or this side aborted it."""
+    """A weight transfer failed: the other side exited, refused or failed, or this side aborted."""
 
 
 class Rendezvous:
-    """The listening end of a communicator: made by the sender before it tells an engine where to connect."""
+    """The listening end of a communicator, which the sender makes before an engine connects."""
 
     def __init__(self, host: str) -> None:
         self.host = host
         self.token = secrets.token_hex(16)
         self.aborted: str | None = None
-        """Why nobody is waited for any more."""
+        """Why `accept` stops waiting; None while it may wait."""
         self._server = listen(host)
         self.port: int = self._server.getsockname()[1]
 
     def accept(self, world_size: int, greeting: Message, timeout: float) -> ControlChannel:
-        """Wait for ranks 1 .. world_size - 1, greet each with `greeting`, and close the door.
+        """Waits for ranks 1 .. world_size - 1, sends each the `greeting`, and closes the listener.
 
-        Connections that do not show the token or an expected rank are dropped. Raises `DeadlineExceeded` naming the
-        ranks that did not come, `TransferError` after an `abort`.
+        Connections without the token or with an unexpected rank are closed. Raises `DeadlineExceeded` with the missing
+        ranks, or `TransferError` after an `abort`.
         """
         deadline = time.monotonic() + timeout
         peers: dict[int, socket.socket] = {}
@@ -74,7 +73,7 @@ class Rendezvous:
                         f"weight transfer: engine ranks {missing} did not connect to {self.host}:{self.port} within "
                         f"{timeout:.0f} s"
                     ) from error
-                except OSError as error:  # the door was closed
+                except OSError as error:  # the listener was closed
                     raise TransferError(f"weight transfer: {self.aborted or error}") from error
                 rank = self._admit(connection, missing, greeting, deadline)
                 if rank is None:
@@ -90,7 +89,7 @@ class Rendezvous:
         return ControlChannel(peers)
 
     def _admit(self, connection: socket.socket, missing: list[int], greeting: Message, deadline: float) -> int | None:
-        """The rank of a peer that showed the token; None for anything else."""
+        """Returns the rank of a peer with the right token; None for any other connection."""
         connection.settimeout(min(_left(deadline), _HELLO_SECONDS))
         try:
             hello = receive_frame(connection, MAX_FRAME_BYTES)
@@ -100,11 +99,11 @@ class Rendezvous:
                 return None
             connection.sendall(pack_frame(greeting))
         except (OSError, ValueError):
-            return None  # a stranger or a peer that died while knocking; the caller goes on waiting for the real one
+            return None  # an unknown process, or a peer that exited; the caller waits for the expected one
         return int(rank)
 
     def abort(self, reason: str) -> None:
-        """Stop waiting, and whatever follows of the connecting; from any thread."""
+        """Stops waiting and connecting. Any thread may call it."""
         self.aborted = self.aborted or reason
 
     def close(self) -> None:
@@ -112,9 +111,9 @@ class Rendezvous:
 
 
 def join(host: str, port: int, rank: int, token: str, timeout: float) -> tuple[ControlChannel, Message]:
-    """Connect to a `Rendezvous` as `rank`; returns the lifeline and the sender's greeting.
+    """Connects to a `Rendezvous` as `rank`. Returns the channel and the sender's greeting.
 
-    Raises `TransferError` when the sender is not there or does not admit us.
+    Raises `TransferError` if the sender is not reachable or refuses this rank.
     """
     connection: socket.socket | None = None
     greeting: Message | None = None
@@ -128,15 +127,15 @@ def join(host: str, port: int, rank: int, token: str, timeout: float) -> tuple[C
         if greeting is None and connection is not None:
             connection.close()
     if greeting is None:
-        raise TransferError(f"weight transfer: the sender at {host}:{port} does not admit rank {rank}")
+        raise TransferError(f"weight transfer: the sender at {host}:{port} refused rank {rank}")
     return ControlChannel({0: connection}), greeting
 
 
 class ControlChannel:
-    """Connected control sockets, by the rank at the other end, and the thread that reads them.
+    """Connected control sockets by the rank of the peer, and the thread that reads them.
 
-    `loss` is None while all peers are alive, and then the reason why one is not. A peer that says `bye` before it
-    closes is a loss too: nothing can be transferred any more.
+    `loss` is None while all peers are connected, then the reason why one is not. A peer that sends `bye` before it
+    closes is a loss too: no transfer is possible any more.
     """
 
     def __init__(self, peers: dict[int, socket.socket]) -> None:
@@ -152,7 +151,7 @@ class ControlChannel:
             connection.settimeout(_SEND_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._thread = threading.Thread(target=self._read, name="telescope-lifeline", daemon=True)
+        self._thread = threading.Thread(target=self._read, name="telescope-control", daemon=True)
         self._thread.start()
 
     @property
@@ -161,12 +160,12 @@ class ControlChannel:
 
     @property
     def local_address(self) -> str:
-        """Address of this host on the way to the peer."""
+        """This host's address in the connection to the peer."""
         connection = next(iter(self._peers.values()))
         return str(connection.getsockname()[0])
 
     def on_loss(self, callback: Callable[[str], None]) -> None:
-        """Call `callback(reason)` once, from the reading thread, or at once if the loss already happened."""
+        """Registers `callback(reason)`, called once from the reading thread, or at once after a loss."""
         with self._lock:
             if self._loss is None:
                 self._on_loss.append(callback)
@@ -174,7 +173,7 @@ class ControlChannel:
         callback(self._loss)
 
     def send(self, message: Message) -> None:
-        """Send to every peer. A peer that cannot be reached becomes the loss; nothing is raised here."""
+        """Sends to every peer. An unreachable peer sets `loss`; nothing is raised."""
         frame = pack_frame(message)
         for rank, connection in self._peers.items():
             try:
@@ -184,10 +183,10 @@ class ControlChannel:
                 self._lose(f"rank {rank} cannot be reached: {error}")
 
     def receive(self, deadline: float, what: str) -> tuple[int, Message]:
-        """The next message and its rank, waiting until `deadline` (`time.monotonic()`).
+        """Waits until `deadline` (`time.monotonic()`) for the next message. Returns its rank and the message.
 
-        Raises `TransferError` when a peer is lost or this side closed and no message is left, `DeadlineExceeded`
-        naming `what`.
+        Raises `TransferError` if a peer is lost or this side closed and no message is left, or `DeadlineExceeded` with
+        `what`.
         """
         while True:
             try:
@@ -200,7 +199,7 @@ class ControlChannel:
                     raise DeadlineExceeded(f"weight transfer: {what}: no answer before the deadline") from None
 
     def close(self, reason: str | None = None) -> None:
-        """Say goodbye (or, with a reason, that this side failed) and close the sockets. Idempotent."""
+        """Sends `bye`, with a reason if this side failed, and closes the sockets. Idempotent."""
         if self._closing.is_set():
             return
         self._closed_because = reason or "closed by this side"
@@ -224,14 +223,14 @@ class ControlChannel:
                         return
 
     def _read_one(self, rank: int) -> bool:
-        """Take one message of `rank`; False when the peer is gone and reading ends."""
+        """Reads one message of `rank`. Returns False if the peer is lost and reading ends."""
         try:
             message = receive_frame(self._peers[rank], MAX_FRAME_BYTES)
         except (OSError, ValueError) as error:
             self._lose(f"the connection to rank {rank} broke: {error}")
             return False
         if message is None:
-            self._lose(f"the process of rank {rank} is gone")
+            self._lose(f"the process of rank {rank} exited")
             return False
         if message.get("kind") == "bye":
             self._lose(f"rank {rank} left" + (f": {message['reason']}" if message.get("reason") else ""))
@@ -250,7 +249,7 @@ class ControlChannel:
 
 
 def listen(host: str) -> socket.socket:
-    """A listening socket on a free port of exactly this address (no other interface)."""
+    """Returns a listening socket on a free port of this address only."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((host, 0), family=family)
 

@@ -1,19 +1,19 @@
-"""What an engine holds: every trainer tensor found again inside the engine's own parameters, and fingerprinted there.
+"""Finds every trainer tensor inside an engine's parameters and computes its fingerprint there.
 
-An engine fuses projections (`q_proj`, `k_proj`, `v_proj` into `qkv_proj`), cuts them over tensor-parallel ranks, pads
-the vocabulary, and on the CPU packs them for its matrix kernels and throws the plain weight away. Owns the map from
-trainer tensors to those places and the reading of them. Knows vLLM's layers by class name and attributes only, and
-imports nothing of vLLM, so it is tested with stand-ins. Experts, which have layouts of their own, are `held_experts`.
+An engine fuses projections (`q_proj`, `k_proj`, `v_proj` into `qkv_proj`), divides them over tensor-parallel ranks,
+pads the vocabulary, and on the CPU packs them for its matrix kernels and frees the plain weight. Owns the map from
+trainer tensors to locations in parameters, and reading them. vLLM's layers are known by class name and attributes only;
+vLLM is not imported, so that tests can use stand-ins. Experts have layouts of their own: `engine_experts`.
 
 Invariants:
 - The map is written from the meaning of the layers (heads, partitions, ranks), not derived by running the model's
-  weight loader, so that a loader that goes wrong cannot hide itself.
-- What is read is what the forward pass computes with. Where a layer multiplies with a packed copy, the copy is read by
-  multiplying it with the identity through the layer's own operator: a row of the identity picks one column, every
-  other product is zero, so what comes back is the column itself, exactly (1 x w plus zeros has no rounding in any
-  float type). Where the plain parameter is used (GPU, embeddings, norms, biases) it is read as it lies.
-- A tied output layer is a second place of the input embedding; both must hold it.
-- A tensor without a place, and a parameter that no tensor accounts for, are reported, never skipped.
+  weight loader, so that a fault of the loader is detected.
+- The values are those that the forward pass uses. If a layer multiplies with a packed copy, the copy is read by
+  multiplying it with the identity through the layer's own operator. A row of the identity selects one column and all
+  other products are zero, so the result is that column exactly: 1 x w plus zeros is not rounded in any float type.
+  Plain parameters (GPU, embeddings, norms, biases) are read directly.
+- A tied output layer is a second location of the input embedding; both are checked.
+- A tensor without a location, and a parameter that no tensor explains, are reported, never skipped.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from telescope.weights.fingerprint import Share, Slice, as_matrix_shape, fingerp
 from telescope.weights.plan import TensorMeta
 
 IDENTITY_ROWS = 256
-"""Rows of the identity multiplied at a time when a packed weight is read back."""
+"""Rows of the identity per product when a packed weight is read."""
 
 USUAL_PACKING = {"gate_up_proj": ["gate_proj", "up_proj"]}
-"""What a model with experts in some layers only does not always list."""
+"""Fused modules that a model with experts in some layers does not always list."""
 
 
 def engine_weights(model: nn.Module, metas: list[TensorMeta], dtype: torch.dtype) -> dict[str, Any]:
-    """Read back every tensor of `metas` (names and full shapes as the trainer has them) from this worker's `model`.
+    """Reads every tensor of `metas` (the trainer's names and full shapes) from this worker's `model`.
 
-    Returns JSON: `tensors` maps each name to its shares on this worker (empty when it has no place here), `unaccounted`
-    lists parameters of the engine that no tensor explains. `dtype` is the dtype that the tensors travelled in.
+    Returns JSON: `tensors` maps each name to its shares on this worker (empty if it has none), `unaccounted` lists
+    parameters of the engine that no tensor explains. `dtype` is the dtype of the transfer.
     """
     shapes = {meta.name: meta.shape for meta in metas}
     shares: dict[str, list[dict[str, Any]]] = {meta.name: [] for meta in metas}
@@ -60,9 +60,9 @@ def engine_weights(model: nn.Module, metas: list[TensorMeta], dtype: torch.dtype
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Parameter names that are second names of one parameter, and the first name of each.
+    """Maps second names of a parameter to its first name.
 
-    A module that has two names itself (the router of a layer with experts) counts under its first one alone.
+    A module with two names (the router of a layer with experts) counts under its first name only.
     """
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
@@ -75,7 +75,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter, str]]:
-    """(module name, module, attribute, parameter, name of the parameter's first place) of every parameter in use."""
+    """Yields (module name, module, attribute, parameter, first name) of every parameter."""
     tied = tied_names(model)
     for place, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
@@ -84,7 +84,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Para
 
 
 def _packing(model: nn.Module) -> Mapping[str, list[str]]:
-    """Fused module name -> names of the trainer's modules that it holds, in order."""
+    """Maps fused module names to the trainer's modules that they contain, in order."""
     return {**USUAL_PACKING, **(getattr(model, "packed_modules_mapping", None) or {})}
 
 
@@ -101,7 +101,7 @@ def _slices(
     canonical: str,
     packing: Mapping[str, list[str]],
 ) -> dict[str, Slice]:
-    """The trainer tensors that lie in this parameter, and where. Empty when the parameter cannot be explained."""
+    """Returns the trainer tensors in this parameter and their locations. Empty if there is no explanation."""
     parent, _, last = place.rpartition(".")
     components = packing.get(last)
     if components is not None:
@@ -131,26 +131,26 @@ def _slices(
 
 
 def _fused_slices(module: nn.Module, names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Slice]:
-    """Components of a fused layer follow each other in the rows; each is cut over the ranks by itself."""
+    """Returns the locations of a fused layer's components: consecutive rows, each divided over the ranks."""
     rank, size = _tensor_parallel(module)
     replicas = [1] * len(names)
     if "QKVParallelLinear" in _kinds(module):
-        # Key and value heads that are fewer than ranks are repeated: `replicas` neighbors hold the same head.
+        # Key and value heads are repeated if there are fewer than ranks: `replicas` neighbors have the same head.
         repeated = int(getattr(module, "num_kv_head_replicas", 1))
         replicas = [1, repeated, repeated]
     slices: dict[str, Slice] = {}
-    held_row = 0
+    first_row = 0
     for name, repeats in zip(names, replicas, strict=True):
         rows, columns = as_matrix_shape(shapes[name])
         local = rows * repeats // size
         start = (rank // repeats) * local
-        slices[name] = Slice(held_row, (start, start + local), (0, columns))
-        held_row += local
+        slices[name] = Slice(first_row, (start, start + local), (0, columns))
+        first_row += local
     return slices
 
 
 def _tensor_parallel(module: nn.Module) -> tuple[int, int]:
-    """(rank, size) over which this layer is cut; (0, 1) for a layer that every rank holds whole."""
+    """Returns (rank, size) of the layer's partition; (0, 1) for a layer that every rank has completely."""
     return int(getattr(module, "tp_rank", 0)), int(getattr(module, "tp_size", 1))
 
 
@@ -163,7 +163,7 @@ def _read(
     dtype: torch.dtype,
     model: nn.Module,
 ) -> Iterator[tuple[str, Share]]:
-    """Fingerprint each tensor's slice, in every form in which the forward pass uses the parameter."""
+    """Computes the fingerprint of each slice, for every form of the parameter in the forward pass."""
     if is_experts(module):
         yield from fingerprint_slices(
             [(0, experts_as_loaded(module, attribute))], f"{place}.{attribute}", slices, dtype
@@ -181,7 +181,7 @@ def _read(
 
 
 def _packed_columns(module: Any, parameter: nn.Parameter, num_columns: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first column, columns [rows, block]) of a packed weight, read through the layer's own operator."""
+    """Yields (first column, columns [rows, block]) of a packed weight, read by the layer's own operator."""
     for start in range(0, num_columns, IDENTITY_ROWS):
         stop = min(start + IDENTITY_ROWS, num_columns)
         identity = torch.zeros(stop - start, num_columns, dtype=parameter.dtype, device=parameter.device)

@@ -1,23 +1,20 @@
-"""A fingerprint of a tensor's bits that parts of the tensor can be asked for separately and then added up.
+"""Additive fingerprints of tensors: the fingerprints of parts add up to that of the whole.
 
-The engine holds a trainer's tensor as a slice of a fused parameter, cut further over tensor-parallel ranks. A
-fingerprint that adds up lets every rank hash what it holds, at the position it has in the whole, and the sums are
-compared with the hash of the tensor that was sent; nobody needs to know how the other side cuts.
+An engine stores a trainer's tensor as a slice of a fused parameter, divided further over tensor-parallel ranks. Each
+rank hashes its part at the position that it has in the whole tensor. The sums are compared with the hash of the sent
+tensor, without any knowledge of how the other side divides it. A `Slice` is the location of a tensor in a parameter, a
+`Share` the part of a tensor on one worker; `engine_weights` and `engine_experts` make them.
 
-With b_ij the mixed bits of element (i, j) of a tensor seen as a matrix (first dimension by the rest), it is
+With b_ij the mixed bits of element (i, j) of a tensor as a matrix (first dimension by the rest), the fingerprint is
 
     sum_i r_i * sum_j s_j * b_ij   mod 2^64
 
 where r and s are fixed pseudo-random odd 64-bit numbers (splitmix64 of the index): multilinear hashing (Carter and
-Wegman, 1979). It depends on order and place: moved rows, exchanged columns and single flipped bits change it, except
-with a probability around 2^-60. It guards against faults, not against an adversary.
+Wegman, 1979). It depends on order and position: moved rows, exchanged columns and single flipped bits change it, except
+with a probability around 2^-60. It detects faults, not attacks.
 
-Bits are taken after the values that no matrix kernel keeps apart are made one: the sign of zero counts as nothing,
-and so do float32 and bfloat16 values below the smallest normal number (some CPU kernels flush them).
-
-Slices: the part of a trainer's tensor that one worker of an engine holds in one of its parameters.
-
-Owns the two records and the fingerprint of a slice. Which tensor lies where is `held` and `held_experts`.
+Values that matrix kernels do not distinguish have the same bits: zeros of either sign, and float32 and bfloat16 values
+below the smallest normal number, which some CPU kernels flush.
 """
 
 from __future__ import annotations
@@ -29,13 +26,13 @@ from dataclasses import dataclass
 import torch
 
 CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""Elements hashed at a time, by device: 512 KiB of int64 stay in a core's cache, 128 MiB outweigh a kernel launch."""
+"""Elements hashed at a time, by device: 512 KiB of int64 fit a core's cache, 128 MiB outweigh a kernel launch."""
 
 _MASK = (1 << 64) - 1
 _ROW_SEED = 0x243F6A8885A308D3
 _COLUMN_SEED = 0x13198A2E03707344
 
-# dtype -> (integer view, bits to keep of an element's magnitude test, i.e. zero under this mask counts as 0)
+# dtype -> (integer view, mask of the magnitude: an element that is zero under it counts as 0)
 _VIEWS: dict[torch.dtype, tuple[torch.dtype, int]] = {
     torch.float32: (torch.int32, 0x7F800000),
     torch.bfloat16: (torch.int16, 0x7F80),
@@ -44,22 +41,22 @@ _VIEWS: dict[torch.dtype, tuple[torch.dtype, int]] = {
 
 
 def as_matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(rows, columns) under which a tensor of `shape` is hashed: the first dimension by the rest; a scalar is 1 x 1."""
+    """Returns the matrix shape for hashing: the first dimension by the rest; a scalar is 1 x 1."""
     if not shape:
         return 1, 1
     return shape[0], math.prod(shape[1:])
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """Fingerprint of a whole tensor, in [0, 2^64). Raises `TypeError` for a dtype that weights do not travel in."""
+    """Computes the fingerprint of a whole tensor, in [0, 2^64). Raises `TypeError` for an unknown dtype."""
     return partial_fingerprint(tensor)
 
 
 @torch.no_grad()
 def partial_fingerprint(part: torch.Tensor, row_offset: int = 0, column_offset: int = 0) -> int:
-    """Share of the fingerprint that comes from `part`, whose first element is (row_offset, column_offset) of the whole.
+    """Computes the share of `part` in the fingerprint; its first element is (row_offset, column_offset) of the whole.
 
-    Shares of disjoint parts that cover a tensor add up, modulo 2^64, to the tensor's fingerprint.
+    The shares of disjoint parts that cover a tensor add up to the tensor's fingerprint, modulo 2^64.
     """
     if part.dtype not in _VIEWS:
         raise TypeError(f"no fingerprint for {part.dtype}; known: {sorted(str(d) for d in _VIEWS)}")
@@ -79,20 +76,20 @@ def partial_fingerprint(part: torch.Tensor, row_offset: int = 0, column_offset: 
 
 
 def add_fingerprints(parts: list[int]) -> int:
-    """Sum of shares, modulo 2^64."""
+    """Adds shares, modulo 2^64."""
     return sum(parts) & _MASK
 
 
 def to_hex(value: int) -> str:
-    """16 hex digits, the form in which fingerprints are reported (JSON has no 64-bit integers)."""
+    """Formats a fingerprint as 16 hex digits, since JSON has no 64-bit integers."""
     return f"{value:016x}"
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Elements as int64, with zeros of either sign (and flushed subnormals) as 0.
+    """Returns the mixed bits of the elements as int64; zeros of either sign and subnormals are 0.
 
-    The bits are spread over the word first: those of typical weights end in zeros (bfloat16 values in float32, round
-    numbers), and so would every product of them.
+    Mixing spreads bits over the word: typical weights end in zero bits (bfloat16 values in float32, round numbers), and
+    without it so would all products.
     """
     view, magnitude = _VIEWS[values.dtype]
     bits = values.contiguous().view(view)
@@ -103,7 +100,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(count: int, offset: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Odd splitmix64 numbers of the indices offset .. offset + count, int64 [count] (arithmetic wraps)."""
+    """Computes odd splitmix64 numbers of the indices offset .. offset + count, int64 [count]."""
     x = torch.arange(offset, offset + count, dtype=torch.int64, device=device)
     x = x * _signed(0x9E3779B97F4A7C15) + _signed(seed)
     x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
@@ -112,22 +109,22 @@ def _weights(count: int, offset: int, seed: int, device: torch.device) -> torch.
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift of int64 (torch's own shift keeps the sign)."""
+    """Shifts int64 logically; torch's own shift keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit number."""
+    """Returns the int64 with the bits of an unsigned 64-bit number."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a trainer tensor that one worker holds in one place.
+    """The part of a trainer tensor in one parameter of one worker.
 
-    `rows` and `columns` are the part's range in the trainer's tensor (first dimension by the rest). `fingerprint` is
-    the part's share of the tensor's fingerprint, in hex. `exact` is False when the held values are wider than the
-    wire's dtype and do not convert without loss, so they cannot have come from it.
+    `rows` and `columns` are the range of the part in the trainer's tensor (first dimension by the rest). `fingerprint`
+    is its share of the tensor's fingerprint, in hex. `exact` is False if the values do not convert to the dtype of the
+    transfer without loss, so that they cannot have been sent.
     """
 
     place: str
@@ -139,9 +136,9 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Where a trainer tensor lies in a parameter: rows from `held_row`, and its range in the trainer's tensor."""
+    """The location of a trainer tensor in a parameter, from `first_row`, and its range in the trainer's tensor."""
 
-    held_row: int
+    first_row: int
     rows: tuple[int, int]
     columns: tuple[int, int]
 
@@ -149,12 +146,12 @@ class Slice:
 def fingerprint_slices(
     blocks: Iterable[tuple[int, torch.Tensor]], place: str, slices: Mapping[str, Slice], dtype: torch.dtype
 ) -> Iterator[tuple[str, Share]]:
-    """Shares of all tensors in a parameter that is given as blocks of columns, each with its first column's number."""
+    """Computes the shares of all tensors in a parameter, given as (first column, block of columns)."""
     sums: dict[str, list[int]] = {name: [] for name in slices}
     exact = dict.fromkeys(slices, True)
     for first_column, block in blocks:
         for name, where in slices.items():
-            part = block[where.held_row : where.held_row + where.rows[1] - where.rows[0]]
+            part = block[where.first_row : where.first_row + where.rows[1] - where.rows[0]]
             cast = part.to(dtype)
             exact[name] &= part.dtype == dtype or bool((cast.to(part.dtype) == part).all())
             sums[name].append(partial_fingerprint(cast, where.rows[0], where.columns[0] + first_column))

@@ -1,24 +1,20 @@
-"""Receiving a sync beside the engine's work: a thread with a CUDA stream of its own fills shadow tensors.
+"""Overlapped update: a sync is received into staging buffers while the engine samples with its current weights.
 
-Owns the thread and what becomes of it. Does not own the shadows (`shadow`), the transfer (`receiver`) or the pause in
-which the shadows become the model's weights: that is the caller's, once `finish` has returned.
-
-Invariants: starting returns at once; the thread ends by itself at the transfer's deadline, when the sender is gone, or
-when the communicator is aborted; what it raised is raised by `finish`, in the thread that asks.
-
-A second set of a model's parameters, which a sync fills while the model goes on computing with the first.
-
-Owns the shadow tensors, the module tree that hands them to the model's own weight loader, the rule which models can
-have them, and the swap. Knows vLLM's layers by class name and attributes only and imports nothing of vLLM, so it is
-tested with stand-ins. Bytes come through `receiver`.
+`StagingBuffers` is a second set of a model's parameters. It owns those tensors, the module tree that passes them to the
+model's own weight loader, and the swap. `OverlappedReceive` is one sync in progress: a thread with its own CUDA stream.
+The transfer itself is `receiver`. The caller pauses the engine and swaps after `finish`. vLLM's layers are known by
+class name and attributes only; vLLM is not imported, so that tests can use stand-ins.
 
 Invariants:
-- Filling touches no tensor and no module of the model itself: the tree is made of new module objects that share
-  everything with the model's but their parameters. So a thread may fill while another computes.
-- A swap copies into the storage that the parameters have (captured CUDA graphs hold addresses).
-- A shadow begins as a copy of its parameter, so that what no tensor is sent for keeps its value.
-- Shadows have the layout in which the layers compute. A model with a layer that computes with anything derived from its
-  parameters (packed for the CPU, quantized, experts, latent attention) has none, and is updated in place.
+- Loading modifies no tensor and no module of the model: the tree consists of new module objects that share everything
+  except parameters with the model's. So one thread may load while another computes.
+- A swap copies into the existing storage of the parameters, because captured CUDA graphs contain addresses.
+- A staging buffer starts as a copy of its parameter, so that parameters that are not sent keep their values.
+- Staging buffers have the layout in which layers compute. A model with a layer that computes with anything derived
+  from its parameters (packed for the CPU, quantized, experts, latent attention) cannot have them and is updated in
+  place.
+- The thread ends at the transfer's deadline, when the sender exits, or when the communicator is aborted; `finish`
+  raises its exception in the calling thread.
 """
 
 from __future__ import annotations
@@ -37,17 +33,17 @@ from telescope.weights.plan import UpdateInfo
 from telescope.weights.receiver import ReceiveBuffers, ReceiveReport, receive
 
 _JOIN_SECONDS = 30.0
-"""How long an abandoned thread may take to notice; its communicator is aborted, so it takes milliseconds."""
+"""Limit for the end of an aborted thread, which takes milliseconds."""
 
 
 class OverlappedReceive:
-    """One sync on its way into the shadows. Started by its constructor."""
+    """One sync that is received into staging buffers. The constructor starts it and returns at once."""
 
     def __init__(
         self,
         communicator: Communicator,
         update: UpdateInfo,
-        shadows: StagingBuffers,
+        staging: StagingBuffers,
         buffers: ReceiveBuffers,
         *,
         device: torch.device,
@@ -56,7 +52,7 @@ class OverlappedReceive:
     ) -> None:
         self.update = update
         self._communicator = communicator
-        self._shadows = shadows
+        self._staging = staging
         self._buffers = buffers
         self._device = device
         self._skip = skip
@@ -68,7 +64,7 @@ class OverlappedReceive:
         self._thread.start()
 
     def finish(self) -> ReceiveReport:
-        """Wait until the shadows hold the whole sync. Raises what went wrong, or `DeadlineExceeded`."""
+        """Waits for the complete sync. Raises the error of the thread, or `DeadlineExceeded`."""
         self._thread.join(max(0.0, self._deadline - time.monotonic()) + 1.0)
         if self._thread.is_alive():
             raise DeadlineExceeded(
@@ -81,11 +77,11 @@ class OverlappedReceive:
         return self._report
 
     def abandon(self, reason: str) -> None:
-        """Break the transfer off and wait for the thread's end, so that nobody writes into the shadows any more."""
+        """Aborts the transfer and waits for the end of the thread, after which nothing writes into the buffers."""
         if self._thread.is_alive():
             self._communicator.abort(reason)
             self._thread.join(_JOIN_SECONDS)
-            assert not self._thread.is_alive(), "an aborted transfer goes on"
+            assert not self._thread.is_alive(), "the thread of an aborted transfer is still running"
 
     def _run(self) -> None:
         try:
@@ -96,14 +92,14 @@ class OverlappedReceive:
                         self._report = self._receive()
                 else:
                     self._report = self._receive()
-        except Exception as error:  # raised in the thread that finishes
+        except Exception as error:  # raised by `finish`
             self._error = error
 
     def _receive(self) -> ReceiveReport:
         return receive(
             self._communicator,
             self.update,
-            lambda tensors: self._shadows.load((n, t) for n, t in tensors if n not in self._skip),
+            lambda tensors: self._staging.load((n, t) for n, t in tensors if n not in self._skip),
             device=self._device,
             pin_memory=self._pin_memory,
             buffers=self._buffers,
@@ -117,7 +113,7 @@ MAX_REASONS = 3
 
 
 def why_in_place(model: nn.Module) -> str | None:
-    """Why this model cannot be given its weights in the background, or None when it can."""
+    """Returns why this model cannot have staging buffers, or None if it can."""
     reasons = list(_reasons(model))
     if not reasons:
         return None
@@ -145,38 +141,38 @@ def _reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """On the CPU, `cpu_linear` has captured the packed weight, where there is one (oneDNN may be missing)."""
+    """Returns whether a CPU layer has a packed weight, which `cpu_linear` captures (not without oneDNN)."""
     return bool(getattr(getattr(module, "cpu_linear", None), "__closure__", None))
 
 
 class StagingBuffers:
-    """The shadows of one model. Allocates as much memory as the model's parameters take."""
+    """Staging buffers of one model. They allocate as much memory as its parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         reason = why_in_place(model)
         if reason is not None:
-            raise ValueError(f"the model cannot have shadow weights: {reason}")
-        self._shadows: dict[int, nn.Parameter] = {}
+            raise ValueError(f"the model cannot have staging buffers: {reason}")
+        self._staging: dict[int, nn.Parameter] = {}
         self._parameters: list[nn.Parameter] = []
         self._tree: Any = self._twin(model, {})
 
     @property
     def num_bytes(self) -> int:
-        return sum(shadow.numel() * shadow.element_size() for shadow in self._shadows.values())
+        return sum(staged.numel() * staged.element_size() for staged in self._staging.values())
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Give tensors (the trainer's names and shapes) to the model's own loader, which writes them into shadows."""
+        """Loads tensors with the trainer's names and shapes into the buffers, by the model's own loader."""
         self._tree.load_weights(tensors)
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Copy every shadow into its parameter. The model must not be computing."""
-        shadows = [self._shadows[id(parameter)].data for parameter in self._parameters]
-        torch._foreach_copy_([parameter.data for parameter in self._parameters], shadows)
+        """Copies every buffer into its parameter. The model must not be computing."""
+        staging = [self._staging[id(parameter)].data for parameter in self._parameters]
+        torch._foreach_copy_([parameter.data for parameter in self._parameters], staging)
 
     def _twin(self, module: nn.Module, twins: dict[int, nn.Module]) -> nn.Module:
-        """The module with shadows for parameters; modules and parameters that are shared stay shared."""
+        """Returns a copy of the module with buffers as parameters. Shared modules and parameters stay shared."""
         known = twins.get(id(module))
         if known is not None:
             return known
@@ -184,7 +180,7 @@ class StagingBuffers:
         twins[id(module)] = twin
         own = dict(module.__dict__)
         own["_parameters"] = {
-            name: None if parameter is None else self._shadow(parameter)
+            name: None if parameter is None else self._stage(parameter)
             for name, parameter in module._parameters.items()
         }
         own["_buffers"] = dict(module._buffers)
@@ -194,14 +190,14 @@ class StagingBuffers:
         twin.__dict__.update(own)
         return twin
 
-    def _shadow(self, parameter: nn.Parameter) -> nn.Parameter:
-        """A tensor of the same class with the same attributes: loaders read both."""
-        known = self._shadows.get(id(parameter))
+    def _stage(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Returns a buffer of the parameter's class with its attributes: loaders read both."""
+        known = self._staging.get(id(parameter))
         if known is not None:
             return known
-        shadow: Any = nn.Parameter(parameter.data.clone(), requires_grad=False)
-        shadow.__class__ = type(parameter)
-        shadow.__dict__ = dict(parameter.__dict__)
-        self._shadows[id(parameter)] = shadow
+        staged: Any = nn.Parameter(parameter.data.clone(), requires_grad=False)
+        staged.__class__ = type(parameter)
+        staged.__dict__ = dict(parameter.__dict__)
+        self._staging[id(parameter)] = staged
         self._parameters.append(parameter)
-        return shadow
+        return staged

@@ -1,12 +1,12 @@
-"""What is sent in which order: the bucket layout that both ends of a transfer derive by themselves.
+"""The plan of a sync: the bucket layout, which both ends of a transfer derive independently.
 
-Owns the description of a tensor (`TensorMeta`), the bucket layout, and the two records that travel as JSON through
+Owns the description of a tensor (`TensorMeta`), the bucket layout, and the two records that are sent as JSON over
 vLLM's control routes (`InitInfo`, `UpdateInfo`). Owns no tensor and no socket, and imports neither torch nor vLLM.
 
-Invariants: the layout is a pure function of `UpdateInfo`; tensors keep the order in which the trainer yields them;
-every tensor lies whole in one bucket, at an offset that is a multiple of `ALIGNMENT_BYTES`; only a tensor larger than
-the bucket size makes a bucket larger than that. `UpdateInfo.digest` names the layout, and both ends compare it before
-the first byte, because gloo ends the process when two sides disagree about a size.
+Invariants: the layout is a pure function of `UpdateInfo`. Tensors keep the trainer's order. Every tensor is in one
+bucket, at an offset that is a multiple of `ALIGNMENT_BYTES`. Only a tensor larger than the bucket size makes a bucket
+larger. Both ends compare `UpdateInfo.digest` before the first byte, because gloo ends the process if two sides disagree
+about a size.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from typing import Any, Literal
 BroadcastMode = Literal["flattened_bucket", "per_tensor"]
 
 ALIGNMENT_BYTES = 64
-"""A cache line: each tensor of a bucket starts on one, so that copies in and out of it vectorize."""
+"""A cache line. Each tensor of a bucket starts at one, so that copies vectorize."""
 
 MIB = 1 << 20
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes per element of the dtypes that weights travel in."""
+"""Bytes per element of the dtypes of a transfer."""
 
 
 def sender_rank(engine: int, world_size: int) -> int:
-    """The trainer rank that sends to an engine: engines are spread evenly over the ranks."""
+    """Returns the trainer rank that sends to an engine; engines are spread evenly over the ranks."""
     return engine % world_size
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """One trainer tensor: its Hugging Face name, full shape, and the dtype the trainer keeps it in."""
+    """One trainer tensor: its Hugging Face name, full shape, and the trainer's dtype (`float32`)."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """A tensor's place in a bucket: `numel` elements from element `offset`."""
+    """A tensor's location in a bucket: `numel` elements from element `offset`."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class BucketEntry:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that travel in one broadcast of `num_elements` elements, gaps for alignment included."""
+    """Tensors of one broadcast of `num_elements` elements, alignment gaps included."""
 
     entries: tuple[BucketEntry, ...]
     num_elements: int
@@ -67,10 +67,9 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class InitInfo:
-    """How an engine's workers reach their sender: body of vLLM's `/init_weight_transfer_engine`.
+    """Connection data for an engine's workers: body of vLLM's `/init_weight_transfer_engine`.
 
-    The sender is rank 0; worker w of the engine is rank `rank_offset + w`. `token` keeps strangers on the host from
-    joining. `cpu_staging` means: the bytes arrive in host memory over gloo, whatever device the engine computes on.
+    The sender is rank 0; worker w of the engine is rank `rank_offset + w`. `token` authenticates the workers.
     """
 
     host: str
@@ -88,10 +87,10 @@ class InitInfo:
 
 @dataclass(frozen=True, slots=True)
 class UpdateInfo:
-    """One sync: body of vLLM's `/update_weights`, and all that the layout depends on.
+    """One sync: body of vLLM's `/update_weights`, and all inputs of the layout.
 
-    `dtype` is the dtype on the wire, which is the one the engine computes in; the sender casts. `version` is the policy
-    version that the engine has when the sync is done. `timeout_seconds` is the deadline of the whole transfer.
+    `dtype` is the dtype of the transfer, in which the engine computes; the sender casts. `version` is the engine's
+    policy version after the sync. `timeout_seconds` is the deadline of the whole transfer.
     """
 
     version: int
@@ -102,18 +101,18 @@ class UpdateInfo:
     shapes: list[list[int]]
     timeout_seconds: float
     tied: list[str] = field(default_factory=list)
-    """Names left out because they are the same parameter as a tensor that is sent (see `make_update`)."""
+    """Names that are not sent because another tensor is the same parameter (see `make_update`)."""
     background: bool = False
-    """The engine receives it beside its work (see `weights.background`). For the sender that makes no difference."""
+    """Whether the engine receives it while it samples (`weights.overlapped_update`). The sender does not differ."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
-            raise ValueError(f"weights cannot travel as {self.dtype!r}; use one of {sorted(ITEM_BYTES)}")
+            raise ValueError(f"weights cannot be sent as {self.dtype!r}; use one of {sorted(ITEM_BYTES)}")
         if len(self.names) != len(self.shapes):
             raise ValueError(f"{len(self.names)} names but {len(self.shapes)} shapes")
         if len(set(self.names)) != len(self.names):
             twice = sorted({name for name in self.names if self.names.count(name) > 1})
-            raise ValueError(f"tensors named twice: {twice}")
+            raise ValueError(f"duplicate tensor names: {twice}")
         if self.bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be positive, got {self.bucket_bytes}")
 
@@ -128,12 +127,12 @@ class UpdateInfo:
 
     @property
     def digest(self) -> str:
-        """Hex digest of everything that both sides must agree on."""
+        """Hex digest of everything on which both sides must agree."""
         agreed = [self.version, self.dtype, self.mode, self.bucket_bytes, self.names, self.shapes]
         return hashlib.sha256(json.dumps(agreed).encode()).hexdigest()[:32]
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, lists shared: a model with experts has tens of thousands of names."""
+        """Returns the fields by name without copying lists: a model with experts has tens of thousands of names."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
@@ -147,11 +146,11 @@ def make_update(
     timeout_seconds: float = 600.0,
     tied: Iterable[str] = (),
 ) -> UpdateInfo:
-    """Describe a sync of the tensors in `metas`, in their order.
+    """Plans a sync of the tensors in `metas`, in their order.
 
-    Tied parameters travel once. transformers' `named_parameters()` lists a tied parameter under its first name (the
-    input embedding) and leaves the other out; a trainer that lists both names the extra ones in `tied`, and they are
-    dropped here. The engine restores the tie by itself and the probe reads both of its uses.
+    Tied parameters are sent once. transformers' `named_parameters()` lists a tied parameter under its first name (the
+    input embedding) only. A trainer that lists both passes the other names in `tied`, and they are left out. The engine
+    restores the tie, and the probe reads both uses.
     """
     dropped = set(tied)
     kept = [meta for meta in metas if meta.name not in dropped]
@@ -168,9 +167,9 @@ def make_update(
 
 
 def plan_buckets(update: UpdateInfo) -> list[Bucket]:
-    """The buckets of a sync, in the order of sending.
+    """Returns the buckets of a sync in the order of sending.
 
-    `flattened_bucket` fills each bucket up to `bucket_bytes`; `per_tensor` gives every tensor a bucket of its own.
+    `flattened_bucket` fills each bucket up to `bucket_bytes`; `per_tensor` puts every tensor into a separate bucket.
     """
     item = ITEM_BYTES[update.dtype]
     step = ALIGNMENT_BYTES // item
@@ -179,7 +178,7 @@ def plan_buckets(update: UpdateInfo) -> list[Bucket]:
 
 
 def _fill(metas: list[TensorMeta], limit: int, step: int) -> Iterator[Bucket]:
-    """Greedy filling in order; offsets are multiples of `step` elements, a bucket ends before it passes `limit`."""
+    """Fills buckets greedily in order; offsets are multiples of `step` elements, buckets end before `limit`."""
     entries: list[BucketEntry] = []
     used = 0
     for meta in metas:

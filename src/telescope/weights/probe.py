@@ -1,10 +1,11 @@
-"""The proof of weights: what was sent against what every worker holds, and one text's logprobs on both sides.
+"""Verification of weights: sent against loaded fingerprints, and the logprobs of one text on both sides.
 
-Owns the verdict. Pure: the fingerprints come from `sender` and `held`, the logprobs from the trainer and the engine.
+Owns the verdict. Pure: the fingerprints come from `sender` and `engine_weights`, the logprobs from the trainer and the
+engine.
 
-Two independent claims. *Fingerprints* are exact: one bit of one tensor in one worker changes the verdict, at any
-learning rate. *Logprobs* are approximate, but they go through the whole forward pass of both sides, so they catch
-what no comparison of weights can: another RoPE, a wrong norm epsilon, a graph that reads old addresses.
+Two independent checks. *Fingerprints* are exact: one bit of one tensor in one worker changes the verdict, at any
+learning rate. *Logprobs* are approximate, but cover the whole forward pass of both sides and so detect what no
+comparison of weights can: another RoPE, a wrong norm epsilon, a graph that reads old addresses.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ class Tolerance:
 
 TOLERANCES: Mapping[str, Tolerance] = {
     # On a CPU the same arithmetic in another order, 1e-6 to 1e-5 on small models. On a GPU the engine's attention
-    # multiplies float32 in TF32: 8e-4 on average and 3e-3 at most are measured. A wrong layer is off by 0.1 and more.
+    # multiplies float32 in TF32: measured 8e-4 on average and 3e-3 at most. A wrong layer causes 0.1 and more.
     "float32": Tolerance(maximum=2e-2, mean=4e-3),
-    # Rounding of 2^-11 and 2^-8 in every layer of one or both sides. A rare token can be far off, the mean cannot.
+    # Rounding of 2^-11 and 2^-8 in every layer of one or both sides. A rare token can have a large error, not the mean.
     "float16": Tolerance(maximum=0.2, mean=0.02),
     "bfloat16": Tolerance(maximum=1.0, mean=0.08),
 }
-"""By the engine's dtype. They are wide on purpose: staleness is the fingerprints' business."""
+"""By the engine's dtype. They are wide because fingerprints detect stale weights."""
 
 MAX_NAMES_IN_MESSAGE = 8
 
@@ -54,14 +55,14 @@ class LogprobComparison:
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """Verdict on one engine. `mismatched` maps each trainer tensor that is not held as sent to the reason."""
+    """Verdict on one engine. `mismatched` maps each tensor that is not loaded as sent to the reason."""
 
     num_tensors: int
     mismatched: dict[str, str] = field(default_factory=dict)
     unaccounted: list[str] = field(default_factory=list)
-    """Parameters of the engine that nothing was sent for."""
+    """Parameters of the engine for which nothing was sent."""
     moved: list[str] = field(default_factory=list)
-    """Parameters whose storage is not where it was at the start: captured graphs would read the old one."""
+    """Parameters whose storage has moved since the start: captured graphs would read the old one."""
     logprobs: LogprobComparison | None = None
 
     @property
@@ -70,9 +71,9 @@ class ProbeReport:
         return exact and self.num_tensors > 0 and (self.logprobs is None or self.logprobs.ok)
 
     def __str__(self) -> str:
-        parts = [f"{self.num_tensors - len(self.mismatched)} of {self.num_tensors} tensors held as sent"]
+        parts = [f"{self.num_tensors - len(self.mismatched)} of {self.num_tensors} tensors loaded as sent"]
         if self.mismatched:
-            parts.append("not held as sent: " + _names(f"{n} ({why})" for n, why in self.mismatched.items()))
+            parts.append("not loaded as sent: " + _names(f"{n} ({why})" for n, why in self.mismatched.items()))
         if self.unaccounted:
             parts.append("in the engine but never sent: " + _names(self.unaccounted))
         if self.moved:
@@ -89,21 +90,21 @@ class ProbeReport:
 def compare(
     *,
     sent: Mapping[str, str],
-    held: Sequence[Mapping[str, Any]],
+    loaded: Sequence[Mapping[str, Any]],
     trainer_logprobs: Sequence[float] | None = None,
     engine_logprobs: Sequence[float] | None = None,
     dtype: str = "float32",
 ) -> ProbeReport:
-    """Compare one engine with what was sent to it.
+    """Compares one engine with the sent tensors.
 
-    `sent` is `SendReport.fingerprints` (of all ranks, merged), `held` what `telescope_fingerprints` answered, one
-    mapping per worker. Logprobs are of the same tokens in the same order; both or none. `dtype` is the engine's.
+    `sent` is `SendReport.fingerprints` of all ranks, `loaded` the result of `telescope_fingerprints`, one mapping per
+    worker. Logprobs are of the same tokens in the same order; both or none. `dtype` is the engine's.
     """
     mismatched: dict[str, str] = {}
-    if not held:
+    if not loaded:
         mismatched = dict.fromkeys(sent, "no worker answered")
-    for name in [*sent, *sorted(_reported(held) - set(sent))]:
-        reason = _mismatch(name, sent.get(name), held) if held else None
+    for name in [*sent, *sorted(_reported(loaded) - set(sent))]:
+        reason = _mismatch(name, sent.get(name), loaded) if loaded else None
         if reason is not None:
             mismatched[name] = reason
     logprobs = None
@@ -112,41 +113,41 @@ def compare(
     return ProbeReport(
         num_tensors=len(sent),
         mismatched=mismatched,
-        unaccounted=sorted({name for worker in held for name in worker.get("unaccounted", ())}),
-        moved=sorted({name for worker in held for name in worker.get("moved", ())}),
+        unaccounted=sorted({name for worker in loaded for name in worker.get("unaccounted", ())}),
+        moved=sorted({name for worker in loaded for name in worker.get("moved", ())}),
         logprobs=logprobs,
     )
 
 
 def compare_logprobs(trainer: Sequence[float], engine: Sequence[float], dtype: str) -> LogprobComparison:
-    """Compare logprobs of the same tokens, at temperature 1 on both sides, against the tolerance of `dtype`.
+    """Compares logprobs of the same tokens, at temperature 1 on both sides, with the tolerance of `dtype`.
 
-    Raises ValueError when the two sides report different numbers of tokens, or none.
+    Raises ValueError if the two sides have different numbers of tokens, or none.
     """
     if len(trainer) != len(engine) or not trainer:
         raise ValueError(f"cannot compare {len(trainer)} logprobs of the trainer with {len(engine)} of the engine")
     differences = [abs(a - b) for a, b in zip(trainer, engine, strict=True)]
-    # max() passes over NaN, a sum does not.
+    # max() ignores NaN, a sum does not.
     mean = sum(differences) / len(differences)
     maximum = max(differences) if mean == mean else mean
     return LogprobComparison(len(differences), maximum, mean, TOLERANCES[dtype])
 
 
-def _reported(held: Sequence[Mapping[str, Any]]) -> set[str]:
-    return {name for worker in held for name in worker.get("tensors", {})}
+def _reported(loaded: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {name for worker in loaded for name in worker.get("tensors", {})}
 
 
-def _mismatch(name: str, sent: str | None, held: Sequence[Mapping[str, Any]]) -> str | None:
+def _mismatch(name: str, sent: str | None, loaded: Sequence[Mapping[str, Any]]) -> str | None:
     """Why the workers do not hold `name` as it was sent; None when they do."""
     if sent is None:
         return "the engine expects it, but it was not sent"
-    shape = next((worker["shapes"][name] for worker in held if name in worker.get("shapes", {})), None)
+    shape = next((worker["shapes"][name] for worker in loaded if name in worker.get("shapes", {})), None)
     places: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
-    for rank, worker in enumerate(held):
+    for rank, worker in enumerate(loaded):
         for share in worker.get("tensors", {}).get(name, ()):
             places.setdefault(share["place"], []).append((rank, share))
     if shape is None or not places:
-        return "no place in the engine holds it"
+        return "the engine has no location for it"
     for place, shares in places.items():
         reason = _mismatch_in_place(tuple(shape), sent, shares)
         if reason is not None:
@@ -157,17 +158,17 @@ def _mismatch(name: str, sent: str | None, held: Sequence[Mapping[str, Any]]) ->
 def _mismatch_in_place(
     shape: tuple[int, ...], sent: str, shares: Sequence[tuple[int, Mapping[str, Any]]]
 ) -> str | None:
-    """The shares of one place must be exact, equal where workers repeat them, tile the tensor, and add up to it."""
+    """Checks that shares are exact, equal where repeated, cover the tensor, and add up to its fingerprint."""
     parts: dict[tuple[int, int, int, int], str] = {}
     for rank, share in shares:
         if not share["exact"]:
-            return f"worker {rank} holds values that do not fit the dtype that was sent"
+            return f"worker {rank} has values that do not fit the dtype that was sent"
         area = (*share["rows"], *share["columns"])
         if parts.setdefault(area, share["fingerprint"]) != share["fingerprint"]:
-            return f"worker {rank} holds other values than its replica"
+            return f"worker {rank} has other values than its replica"
     rows, columns = as_matrix_shape(shape)
     if not _tiles(set(parts), rows, columns):
-        return f"the workers' parts {sorted(parts)} do not make up {rows} x {columns}"
+        return f"the workers' parts {sorted(parts)} do not cover {rows} x {columns}"
     total = to_hex(add_fingerprints([int(value, 16) for value in parts.values()]))
     if total != sent:
         return f"fingerprint {total}, sent {sent}"
@@ -175,9 +176,9 @@ def _mismatch_in_place(
 
 
 def _tiles(areas: set[tuple[int, int, int, int]], rows: int, columns: int) -> bool:
-    """Whether rectangles (row start, row end, column start, column end) cover rows x columns once.
+    """Returns whether rectangles (row start, row end, column start, column end) cover rows x columns once.
 
-    Right for cuts along one dimension, which is all that tensor parallelism makes.
+    Correct for partitions along one dimension; tensor parallelism makes no others.
     """
     edge_R, edge_C = 0, 0
     for row_start, row_end, column_start, column_end in sorted(areas):

@@ -1,11 +1,11 @@
-"""The engine's end of a transfer: receives the buckets of a sync and hands out the tensors.
+"""The engine's end of a transfer: receives the buckets of a sync and passes the tensors to a loader.
 
 Owns the receive buffers. Does not know vLLM: `load` is the model's own weight loader. Every worker of an engine
 receives everything and keeps its own shard.
 
-Invariants: bucket i + 1 is under way while bucket i is loaded; a buffer is never used twice, because a loader may
-hold on to a view of it until the rest of a fused layer has come, unless the caller says that its loader copies
-(`ReceiveBuffers`); the sender hears that a worker has everything only when the device is done with loading it.
+Invariants: bucket i + 1 is in flight while bucket i is loaded. A buffer is not reused, because a loader may keep a view
+of it until the rest of a fused layer arrives, unless the loader copies (`ReceiveBuffers`). The sender is notified that
+a worker has everything only after the device has finished loading.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NamedTensors = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class ReceiveReport:
-    """Seconds that a worker spent on one sync: all, waiting for bytes, loading them."""
+    """Seconds of one sync on a worker: in total, waiting for bytes, loading them."""
 
     seconds: float
     wait_seconds: float
@@ -32,10 +32,10 @@ class ReceiveReport:
 
 
 class ReceiveBuffers:
-    """Two buffers that one sync after the other receives into, for a loader that copies what it is given at once.
+    """Two buffers that all syncs reuse, for a loader that copies tensors at once.
 
-    Reuse needs no waiting: on a GPU a broadcast into a buffer is queued behind the copies out of it. After a transfer
-    that broke off they are given up with it, because gloo may still write into them.
+    Reuse needs no waiting: on a GPU a broadcast into a buffer is queued behind the copies out of it. After an aborted
+    transfer they must be replaced, because gloo may still write into them.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class ReceiveBuffers:
     def take(
         self, index: int, num_elements: int, dtype: torch.dtype, device: torch.device, pinned: bool
     ) -> torch.Tensor:
-        """Buffer `index` mod 2 with room for exactly `num_elements`; made anew when it is too small or of another kind.
+        """Returns `num_elements` of buffer `index` mod 2, which is replaced if it is too small or of another kind.
 
         A device without an index is the current one.
         """
@@ -66,11 +66,10 @@ def receive(
     pin_memory: bool = True,
     buffers: ReceiveBuffers | None = None,
 ) -> ReceiveReport:
-    """Receive every bucket of `update` and call `load` with the tensors of each, on `device`.
+    """Receives every bucket of `update` and calls `load` with its tensors, on `device`.
 
-    `buffers` are used again and again; without them every bucket has a buffer of its own. Raises `TransferError` or
-    `DeadlineExceeded`; the communicator is aborted then, and what `load` raises aborts it too, so that the sender
-    learns of it at once.
+    `buffers` are reused; without them every bucket has a new buffer. Raises `TransferError` or `DeadlineExceeded` after
+    aborting the communicator. An exception of `load` aborts it too, so that the sender is notified at once.
     """
     start = time.monotonic()
     deadline = start + update.timeout_seconds

@@ -1,12 +1,12 @@
-"""The trainer's end of weight transfers: one `WeightSender` on every trainer rank.
+"""The trainer's end of weight transfers: one `WeightSender` per trainer rank.
 
 Owns the communicators of the engines that this rank sends to, the send buffers, and the cast to the engine's dtype.
-Does not gather (the trainer's iterator does, collectively on all ranks) and does not talk HTTP (the driver starts and
-finishes the update on each engine, see `sync`).
+Does not gather (the trainer's iterator does, collectively on all ranks) and does not use HTTP (the driver starts and
+finishes the update on each engine: `orchestrator.weight_sync`).
 
-Invariants: every rank drains the iterator, whatever happens to engines, so that the trainer's collectives stay in
-step; an engine that dies or misses the deadline fails its own communicator and is named in the report; bucket i + 1
-is gathered while bucket i is on the wire; a buffer is written again only after every broadcast of it has ended.
+Invariants: every rank drains the iterator even if engines fail, so that the trainer's collectives match. An engine that
+exits or misses the deadline fails its own communicator and is listed in the report. Bucket i + 1 is gathered while
+bucket i is sent. A buffer is written again only after all its broadcasts have ended.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from telescope.weights.fingerprint import fingerprint, to_hex
 from telescope.weights.plan import Bucket, InitInfo, UpdateInfo, plan_buckets
 
 _NUM_BUFFERS = 2
-"""One on the wire, one being filled."""
+"""One is sent while the other is filled."""
 
 
 @dataclass(slots=True)
 class SendReport:
-    """What one trainer rank did in one sync. Seconds are wall time on this rank."""
+    """Report of one sync on one trainer rank. Seconds are wall time on this rank."""
 
     version: int
     num_bytes: int
     """Payload per engine."""
     num_buckets: int
     seconds: float
-    """From the first gather to the last engine's word that it holds everything: the trainer's stall."""
+    """From the first gather to the last engine's confirmation: the trainer's stall."""
     gather_seconds: float
     """Gathering, casting and copying into buckets."""
     wait_seconds: float
-    """Waiting for engines (to be ready, to free a buffer, to finish)."""
+    """Waiting for engines: until they are ready, for a free buffer, at the end."""
     engine_seconds: dict[int, float] = field(default_factory=dict)
-    """Per engine: from the announcement to its word that it holds everything."""
+    """Per engine: from the announcement to its confirmation."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Engines that did not get the weights, and why. They need a new connection before the next sync."""
+    """Engines without the new weights, and why. They need a new connection before the next sync."""
     fingerprints: dict[str, str] = field(default_factory=dict)
-    """Per tensor, hex, of the tensors as cast for the wire and before they enter a bucket; only when asked for."""
+    """Per tensor, in hex, after the cast and before the copy into a bucket; only if requested."""
     spans: list[Span] = field(default_factory=list)
-    """What this rank did when: `weight_broadcast_agree`, and per bucket `weight_broadcast_gather` and
+    """The phases of this rank: `weight_broadcast_agree`, and per bucket `weight_broadcast_gather` and
     `weight_broadcast_wait`, then `weight_broadcast_conclude`."""
 
 
 class WeightSender:
-    """Sends to some of the engines from one trainer rank. Methods are called by one thread; `abort` by any."""
+    """Sends from one trainer rank to its engines. One thread calls the methods; any thread may `abort`."""
 
     def __init__(
         self,
@@ -75,12 +75,12 @@ class WeightSender:
         self._communicators: dict[int, Communicator] = {}
 
     def listen(self, engine: int, *, num_workers: int, host: str, backend: Backend, timeout_seconds: float) -> InitInfo:
-        """Open the door for an engine of `num_workers` workers, and return what its workers must be told.
+        """Opens a listener for an engine of `num_workers` workers. Returns the connection data for its workers.
 
-        Does not wait. The driver then posts the result to the engine while this rank runs `connect`. A former
-        connection of the same engine is dropped.
+        Does not wait. The driver posts the result to the engine while this rank runs `connect`. An earlier connection
+        of the same engine is closed.
         """
-        self.disconnect(engine, "the engine is being connected anew")
+        self.disconnect(engine, "the engine is reconnected")
         rendezvous = Rendezvous(host)
         info = InitInfo(
             host=host,
@@ -95,10 +95,9 @@ class WeightSender:
         return info
 
     def connect(self, engine: int) -> None:
-        """Wait for the engine that was announced by `listen`.
+        """Waits for the engine of `listen`.
 
-        Raises `DeadlineExceeded` after the time that `listen` was given, `TransferError` when it fails or `abort` is
-        called meanwhile.
+        Raises `DeadlineExceeded` after `timeout_seconds` of `listen`, `TransferError` on a failure or an `abort`.
         """
         announced = rendezvous, info = self._rendezvous[engine]
         try:
@@ -116,17 +115,17 @@ class WeightSender:
         finally:
             if self._rendezvous.get(engine) is announced:
                 del self._rendezvous[engine]
-        if rendezvous.aborted is not None:  # after it had succeeded and before anyone could see that
+        if rendezvous.aborted is not None:  # between the success and its registration above
             communicator.abort(rendezvous.aborted)
             raise TransferError(f"weight transfer: {rendezvous.aborted}")
 
     @property
     def connected(self) -> list[int]:
-        """Engines that this rank can send to now."""
+        """Engines to which this rank can send now."""
         return sorted(e for e, communicator in self._communicators.items() if communicator.failure is None)
 
     def abort(self, engine: int, reason: str) -> None:
-        """Break off the transfer to one engine, or connecting it, from any thread; the others go on."""
+        """Aborts the transfer or the connection to one engine; others continue. Any thread may call it."""
         waiting = self._rendezvous.get(engine)
         if waiting is not None:
             waiting[0].abort(reason)
@@ -135,7 +134,7 @@ class WeightSender:
             communicator.abort(reason)
 
     def disconnect(self, engine: int, reason: str = "disconnected") -> None:
-        """Forget an engine. Its workers see the end of the lifeline."""
+        """Removes an engine. Its workers see the end of the control channel."""
         waiting = self._rendezvous.pop(engine, None)
         if waiting is not None:
             waiting[0].abort(reason)
@@ -145,7 +144,7 @@ class WeightSender:
             communicator.abort(reason)
 
     def close(self) -> None:
-        """Leave all communicators in good order."""
+        """Closes all communicators."""
         for engine in list(self._rendezvous):
             self.disconnect(engine)
         for communicator in self._communicators.values():
@@ -161,18 +160,18 @@ class WeightSender:
         fingerprints: bool = False,
         corrupt: str | None = None,
     ) -> SendReport:
-        """Send one sync to those of `engines` that belong to this rank; collective over all trainer ranks.
+        """Sends one sync to those of `engines` that belong to this rank; collective over all trainer ranks.
 
-        `named_weights` yields (name, full tensor) in the order of `update.names`, tied duplicates left out or marked in
-        `update.tied`. Engine failures are in the report; what the iterator raises is raised. `corrupt` names a tensor of
-        which one bit is changed after its fingerprint was taken: what a broken transport would do, so that a probe can
-        be seen to notice it.
+        `named_weights` yields (name, full tensor) in the order of `update.names`, tied duplicates left out or listed in
+        `update.tied`. Engine failures are in the report; exceptions of the iterator are raised. `corrupt` names a
+        tensor of which one bit is changed after its fingerprint was computed, as by a transport fault that a probe must
+        detect.
         """
         return _Send(self, named_weights, update, engines, fingerprints, corrupt).run()
 
 
 class _Send:
-    """One sync on one rank, while it runs."""
+    """One sync in progress on one rank."""
 
     def __init__(
         self,
@@ -234,7 +233,7 @@ class _Send:
         self.report.wait_seconds += time.monotonic() - waiting
 
     def _fill(self, bucket: Bucket, slot: int, buckets: list[Bucket]) -> torch.Tensor | None:
-        """Gather the bucket's tensors; on a rank that sends, cast them into its buffer."""
+        """Gathers the bucket's tensors; a rank that sends casts them into its buffer."""
         dtype: torch.dtype = getattr(torch, self.update.dtype)
         flat: torch.Tensor | None = None
         if self.live:
@@ -246,8 +245,7 @@ class _Send:
             name, tensor = self._next()
             if name != entry.name or tuple(tensor.shape) != entry.shape:
                 raise ValueError(
-                    f"the trainer yielded {name} {tuple(tensor.shape)} where the sync was announced with "
-                    f"{entry.name} {entry.shape}"
+                    f"the trainer yielded {name} {tuple(tensor.shape)} instead of {entry.name} {entry.shape}"
                 )
             if flat is None:
                 continue
@@ -255,24 +253,24 @@ class _Send:
             if self.want_fingerprints:
                 self.report.fingerprints[name] = to_hex(fingerprint(cast))
             if name == self.corrupt:
-                cast = with_one_bit_changed(cast)
+                cast = flip_one_bit(cast)
             target = flat[entry.offset : entry.offset + entry.numel].view(entry.shape)
             target.copy_(cast, non_blocking=self.pinned)
         if flat is not None and self.staged_from_gpu:
-            torch.cuda.current_stream(self.weights_device).synchronize()  # which need not be the current device
+            torch.cuda.current_stream(self.weights_device).synchronize()  # may differ from the current device
         return flat
 
     def _next(self) -> tuple[str, torch.Tensor]:
-        """The next tensor that is not the second name of a tied one."""
+        """Returns the next tensor that is not a second name of a tied one."""
         for name, tensor in self.named_weights:
             if name not in self.tied:
                 return name, tensor
-        raise ValueError("the trainer yielded fewer tensors than the sync was announced with")
+        raise ValueError("the trainer yielded fewer tensors than the plan of the sync has")
 
     def _drain_iterator(self) -> None:
         for name, _ in self.named_weights:
             if name not in self.tied:
-                raise ValueError(f"the trainer yielded {name}, which the sync was not announced with")
+                raise ValueError(f"the trainer yielded {name}, which is not in the plan of the sync")
 
     def _broadcast(self, flat: torch.Tensor | None, slot: int) -> None:
         if flat is None:
@@ -292,7 +290,7 @@ class _Send:
                 broadcast.wait(self.deadline)
             except (TransferError, DeadlineExceeded) as error:
                 self._lose(engine, error)
-                # A broken communicator may still read the buffer it was given; leave it that one and take another.
+                # A broken communicator may still read its buffer: replace the buffer.
                 self.buffers[slot] = torch.zeros_like(self.buffers[slot], pin_memory=self.pinned)
         self.in_flight[slot] = []
         self.report.wait_seconds += time.monotonic() - waiting
@@ -313,8 +311,8 @@ class _Send:
         self.report.errors[engine] = str(error)
 
 
-def with_one_bit_changed(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy whose largest element differs in its last bit, the smallest fault there is."""
+def flip_one_bit(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy whose largest element differs in its last bit, the smallest possible fault."""
     corrupted = tensor.clone()
     bits = corrupted.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]).view(-1)
     bits[int(tensor.abs().argmax())] ^= 1

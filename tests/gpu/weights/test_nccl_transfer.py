@@ -40,9 +40,9 @@ def test_nccl_delivers_bit_for_bit(nccl: Engines) -> None:
     peers = nccl.start(0, updates, devices=("cuda:1",))
     reports = [nccl.sender.send(iter(tensors.items()), update, [0], fingerprints=True) for update in updates]
     assert [report.errors for report in reports] == [{}, {}]
-    held = [answer["held"] for answer in peers.answers()]
-    assert held == [expected(tensors, torch.float32), expected(tensors, torch.bfloat16)]
-    assert held == [report.fingerprints for report in reports]
+    loaded = [answer["loaded"] for answer in peers.answers()]
+    assert loaded == [expected(tensors, torch.float32), expected(tensors, torch.bfloat16)]
+    assert loaded == [report.fingerprints for report in reports]
     for report in reports:
         assert [span.name for span in report.spans][-1] == "weight_broadcast_conclude"
         assert 0 < sum(span.end - span.start for span in report.spans) <= report.seconds + 1e-3
@@ -59,7 +59,7 @@ def test_a_dead_peer_is_an_error_at_once_and_can_be_replaced(nccl: Engines, faul
     assert report.seconds < 20
     again = nccl.start(0, [update], devices=("cuda:1",))
     assert nccl.sender.send(iter(tensors.items()), update, [0]).errors == {}
-    assert again.answers()[0]["held"] == expected(tensors, torch.float32)
+    assert again.answers()[0]["loaded"] == expected(tensors, torch.float32)
 
 
 @two_gpus
@@ -84,7 +84,7 @@ def test_cpu_staging_delivers_bit_for_bit_to_the_same_gpu(staged: Engines) -> No
     peers = staged.start(0, [update], devices=("cuda:0",))
     report = staged.sender.send(iter(tensors.items()), update, [0], fingerprints=True)
     assert report.errors == {}
-    assert peers.answers()[0]["held"] == expected(tensors, torch.bfloat16) == report.fingerprints
+    assert peers.answers()[0]["loaded"] == expected(tensors, torch.bfloat16) == report.fingerprints
 
 
 def big_sync(engines: Engines, device: str, bucket_mb: int) -> SendReport:

@@ -38,14 +38,14 @@ class FaultyWorkerExtension(WeightsWorkerExtension):
             engine.remembered.update({name: tensor.clone() for name, tensor in tensors})
             type(engine)._load(engine, tensors)
 
-        def load_shadows(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        def load_staging(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             taken = list(tensors)
             engine.remembered.update({name: tensor.clone() for name, tensor in taken})
-            type(engine.shadows).load(engine.shadows, taken)
+            type(engine.staging).load(engine.staging, taken)
 
         engine._load = load
-        if engine.shadows is not None:
-            engine.shadows.load = load_shadows
+        if engine.staging is not None:
+            engine.staging.load = load_staging
 
     def telescope_test_fault(self, fault: str, name: str, rank: int | None) -> None:
         engine: Any = self.weight_transfer_engine  # type: ignore[attr-defined]
@@ -81,8 +81,8 @@ class FaultyWorkerExtension(WeightsWorkerExtension):
                 tensors[name] = corrupted
             return list(tensors.items())
 
-        def load_shadows(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-            type(engine.shadows).load(engine.shadows, corrupt(dict(tensors)))
+        def load_staging(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            type(engine.staging).load(engine.staging, corrupt(dict(tensors)))
 
         def finish() -> None:
             if fault == "tie":
@@ -93,13 +93,13 @@ class FaultyWorkerExtension(WeightsWorkerExtension):
                 weights.reprocess_tied_layers = original
                 weights.remove_expert_kernels = take_kernels
                 del engine._load, engine.finish_weight_update
-                if engine.shadows is not None:
-                    vars(engine.shadows).pop("load")
-                    vars(engine.shadows).pop("swap", None)
+                if engine.staging is not None:
+                    vars(engine.staging).pop("load")
+                    vars(engine.staging).pop("swap", None)
 
         engine._load = load
         engine.finish_weight_update = finish
-        if engine.shadows is not None:
-            engine.shadows.load = load_shadows
+        if engine.staging is not None:
+            engine.staging.load = load_staging
             if fault == "no swap":
-                engine.shadows.swap = lambda: None
+                engine.staging.swap = lambda: None

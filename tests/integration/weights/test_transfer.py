@@ -38,7 +38,7 @@ def test_both_modes_and_dtypes_arrive_bit_for_bit_on_every_worker_of_an_engine(e
         assert sum(span.end - span.start for span in report.spans) <= report.seconds
     for index, (report, dtype) in enumerate(zip(reports, (torch.float32, torch.bfloat16, torch.float16), strict=True)):
         assert report.fingerprints == expected(tensors, dtype)
-        assert answers[index]["held"] == answers[index + 3]["held"] == report.fingerprints
+        assert answers[index]["loaded"] == answers[index + 3]["loaded"] == report.fingerprints
 
 
 def test_engines_that_die_or_fail_in_a_transfer_are_reported_at_once_and_the_other_gets_its_weights(
@@ -55,7 +55,7 @@ def test_engines_that_die_or_fail_in_a_transfer_are_reported_at_once_and_the_oth
     assert "does not fit" in report.errors[2]
     assert report.seconds < 30  # far below the deadline
     assert again.errors == {}
-    assert [answer["held"] for answer in healthy.answers()] == [expected(tensors, torch.float32)] * 2
+    assert [answer["loaded"] for answer in healthy.answers()] == [expected(tensors, torch.float32)] * 2
 
 
 def test_an_engine_that_hangs_costs_the_deadline_and_nothing_else(engines: Engines) -> None:
@@ -108,7 +108,7 @@ def test_staging_waits_for_copies_from_the_gpu_that_has_the_weights_not_from_the
     tensors = weights()
     peers = engines.start(0, [update_of(tensors)])
     report = engines.sender.send(iter(tensors.items()), update_of(tensors), [0])
-    assert peers.answers()[0]["held"] == expected(tensors, torch.float32)
+    assert peers.answers()[0]["loaded"] == expected(tensors, torch.float32)
     assert waited == [torch.device("cuda:1")] * report.num_buckets
 
 
@@ -119,12 +119,12 @@ def test_an_engine_can_be_connected_anew_after_a_failure(engines: Engines) -> No
     assert 0 in engines.sender.send(iter(tensors.items()), update, [0]).errors
     again = engines.start(0, [update])
     assert engines.sender.send(iter(tensors.items()), update, [0]).errors == {}
-    assert again.answers()[0]["held"] == expected(tensors, torch.float32)
+    assert again.answers()[0]["loaded"] == expected(tensors, torch.float32)
 
 
 def test_a_trainer_that_yields_other_tensors_than_announced_is_an_error(engines: Engines) -> None:
     tensors = weights()
     update = update_of(tensors)
     shuffled = dict(reversed(tensors.items()))
-    with pytest.raises(ValueError, match=r"yielded norm\.weight .* announced with embed\.weight"):
+    with pytest.raises(ValueError, match=r"yielded norm\.weight .* instead of embed\.weight"):
         engines.sender.send(iter(shuffled.items()), update, [])

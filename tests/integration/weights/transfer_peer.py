@@ -34,10 +34,10 @@ def main() -> None:
         device=device,
     )
     for fields in order["updates"]:
-        held: dict[str, str] = {}
+        loaded: dict[str, str] = {}
 
-        def load(tensors: NamedTensors, held: dict[str, str] = held) -> None:
-            held.update({name: to_hex(fingerprint(tensor)) for name, tensor in tensors})
+        def load(tensors: NamedTensors, loaded: dict[str, str] = loaded) -> None:
+            loaded.update({name: to_hex(fingerprint(tensor)) for name, tensor in tensors})
             if fault == "die":
                 os._exit(9)
             if fault == "hang":
@@ -52,7 +52,7 @@ def main() -> None:
         except (TransferError, ValueError) as error:
             print(json.dumps({"rank": rank, "error": str(error)}), flush=True)
             break
-        print(json.dumps({"rank": rank, "held": held}), flush=True)
+        print(json.dumps({"rank": rank, "loaded": loaded}), flush=True)
     while communicator.failure is None:  # the sender leaves first, as a trainer does
         time.sleep(0.05)
     communicator.close()

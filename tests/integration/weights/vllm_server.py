@@ -337,7 +337,7 @@ class Server:
     def probe(self, report: SendReport) -> ProbeReport:
         return compare(
             sent=report.fingerprints,
-            held=self.run(self.client.call_worker("telescope_fingerprints")),
+            loaded=self.run(self.client.call_worker("telescope_fingerprints")),
             trainer_logprobs=model_logprobs(self.model, PROBE_TOKENS),
             engine_logprobs=self.run(self.client.prompt_logprobs(PROBE_TOKENS)),
             dtype=self.dtype,

@@ -234,7 +234,7 @@ def test_the_kv_cache_is_what_the_share_of_the_gpu_leaves():
     shape = shape_of("Qwen/Qwen2.5-3B")
     engine = estimate_memory(config(), shape, device_memory_bytes=80 * GIB).engine
     assert engine.kv_bytes_per_token == 2 * 36 * 2 * 128 * 2
-    assert engine.kv_cache == int(80 * GIB * 0.9) - engine.weights - engine.shadows - engine.overhead
+    assert engine.kv_cache == int(80 * GIB * 0.9) - engine.weights - engine.staging - engine.overhead
     assert engine.tokens == engine.kv_cache // engine.kv_bytes_per_token
     assert estimate_memory(config(), shape).engine.kv_cache is None
 
@@ -271,7 +271,7 @@ def test_a_second_copy_of_the_weights_is_taken_from_the_kv_cache():
     assert plan.num_bytes == weights + embedding + bucket
     background = estimate_memory(config(), shape, device_memory_bytes=H200).engine
     in_place = estimate_memory(config(weight_transfer="in_place"), shape, device_memory_bytes=H200).engine
-    assert (background.shadows, in_place.shadows) == (plan.num_bytes, 0)
+    assert (background.staging, in_place.staging) == (plan.num_bytes, 0)
     assert background.kv_cache is not None
     assert in_place.kv_cache is not None
     assert in_place.kv_cache - background.kv_cache == plan.num_bytes
@@ -306,7 +306,7 @@ def test_who_insists_on_the_background_gets_it_while_one_sequence_fits_and_is_to
 
 
 def test_on_the_cpu_no_memory_is_set_aside_for_a_second_copy():
-    assert estimate_memory(config(), shape_of("qwen3-0.6b"), device="cpu").engine.shadows == 0
+    assert estimate_memory(config(), shape_of("qwen3-0.6b"), device="cpu").engine.staging == 0
 
 
 def test_a_shared_gpu_has_for_the_trainer_what_the_server_leaves():

@@ -25,8 +25,8 @@ def config_of(**fields: Any) -> TelescopeConfig:
     return TelescopeConfig.model_validate({**shared, **fields})
 
 
-def arguments_of(config: TelescopeConfig, memory: int, shadows: int, kv_cache: int | None) -> dict[str, str]:
-    flags = memory_arguments(config, shadow_bytes=shadows, gpu_memory_bytes=memory, kv_cache_bytes=kv_cache)
+def arguments_of(config: TelescopeConfig, memory: int, staging: int, kv_cache: int | None) -> dict[str, str]:
+    flags = memory_arguments(config, staging_bytes=staging, gpu_memory_bytes=memory, kv_cache_bytes=kv_cache)
     return dict(zip(flags[::2], flags[1::2], strict=True))
 
 
@@ -40,11 +40,11 @@ shares = st.integers(30, 85).map(lambda percent: percent / 100)
 
 
 @given(memories, shares, st.integers(0, 8))
-def test_a_restart_fits_beside_a_trainer_at_its_limit(memory: int, share: float, shadows: int):
+def test_a_restart_fits_beside_a_trainer_at_its_limit(memory: int, share: float, staging: int):
     config = config_of(gpu_memory_utilization=share)
     beside = trainer_share(config, memory) + CUDA_CONTEXT_BYTES
     free = memory - beside - CUDA_CONTEXT_BYTES
-    again = arguments_of(config, memory, shadows * GIB, 4 * GIB)
+    again = arguments_of(config, memory, staging * GIB, 4 * GIB)
     assert starts(memory, free, again["--gpu-memory-utilization"])
     if trainer_share(config, memory):
         assert free >= int(memory * share) - 1, "what the first start took, beside the trainer and both contexts"

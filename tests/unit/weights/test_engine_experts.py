@@ -89,8 +89,8 @@ def experts_of(model: Any) -> RoutedExperts:
 def probe(models: list[Any], tensors: dict[str, torch.Tensor]) -> ProbeReport:
     dtype = next(iter(tensors.values())).dtype
     metas = [TensorMeta(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    held = [{**engine_weights(m, metas, dtype), "shapes": {t.name: t.shape for t in metas}} for m in models]
-    return compare(sent={name: to_hex(fingerprint(tensor)) for name, tensor in tensors.items()}, held=held)
+    loaded = [{**engine_weights(m, metas, dtype), "shapes": {t.name: t.shape for t in metas}} for m in models]
+    return compare(sent={name: to_hex(fingerprint(tensor)) for name, tensor in tensors.items()}, loaded=loaded)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -124,8 +124,8 @@ def test_plain_weights_where_the_kernel_expects_packed_ones_fail_for_every_exper
     """What vLLM leaves behind when it reloads experts for the CPU and does not pack them again."""
     tensors = trainer_tensors()
     model = engine(tensors, 0, 1, "CPU")
-    held, plain = (experts_of(m).w13_weight.data.flatten(1) for m in (model, engine(tensors, 0, 1)))
-    held[:, : plain.shape[1]] = plain
+    loaded, plain = (experts_of(m).w13_weight.data.flatten(1) for m in (model, engine(tensors, 0, 1)))
+    loaded[:, : plain.shape[1]] = plain
     wrong = set(probe([model], tensors).mismatched)
     assert wrong == {name for name in tensors if "down_proj" not in name}
 

@@ -125,8 +125,8 @@ def engine_model(tensors: dict[str, torch.Tensor], rank: int, size: int, *, tied
 
 def probe(models: list[Any], tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> ProbeReport:
     metas = [TensorMeta(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    held = [{**engine_weights(m, metas, dtype), "shapes": {t.name: t.shape for t in metas}} for m in models]
-    return compare(sent={n: to_hex(fingerprint(t.to(dtype))) for n, t in tensors.items()}, held=held)
+    loaded = [{**engine_weights(m, metas, dtype), "shapes": {t.name: t.shape for t in metas}} for m in models]
+    return compare(sent={n: to_hex(fingerprint(t.to(dtype))) for n, t in tensors.items()}, loaded=loaded)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

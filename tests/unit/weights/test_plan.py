@@ -73,8 +73,8 @@ def test_the_second_name_of_a_tied_tensor_is_not_sent() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"dtype": "int8"}, "cannot travel as 'int8'"),
-        ({"names": ["a", "a"], "shapes": [[1], [1]]}, "named twice"),
+        ({"dtype": "int8"}, "cannot be sent as 'int8'"),
+        ({"names": ["a", "a"], "shapes": [[1], [1]]}, "duplicate tensor names"),
         ({"names": ["a"], "shapes": []}, "1 names but 0 shapes"),
         ({"bucket_bytes": 0}, "must be positive"),
     ],

@@ -31,65 +31,65 @@ def sent(tensor: torch.Tensor) -> dict[str, str]:
     return {"w": to_hex(fingerprint(tensor))}
 
 
-def test_a_tensor_cut_by_rows_by_columns_or_repeated_is_held(tensor: torch.Tensor, sent: dict[str, str]) -> None:
+def test_a_tensor_cut_by_rows_by_columns_or_repeated_is_accepted(tensor: torch.Tensor, sent: dict[str, str]) -> None:
     by_rows = [worker(share(tensor, (0, 4), (0, 6))), worker(share(tensor, (4, 8), (0, 6)))]
     by_columns = [worker(share(tensor, (0, 8), (0, 3))), worker(share(tensor, (0, 8), (3, 6)))]
     repeated = [worker(share(tensor, (0, 8), (0, 6)))] * 3
     pairs = [by_rows[0], by_rows[0], by_rows[1], by_rows[1]]  # heads shared by two workers each
-    for held in (by_rows, by_columns, repeated, pairs):
-        report = compare(sent=sent, held=held)
+    for loaded in (by_rows, by_columns, repeated, pairs):
+        report = compare(sent=sent, loaded=loaded)
         assert report.ok, str(report)
 
 
-def test_a_missing_a_wrong_and_a_repeated_part_are_not_held(tensor: torch.Tensor, sent: dict[str, str]) -> None:
+def test_a_missing_a_wrong_and_a_repeated_part_are_refused(tensor: torch.Tensor, sent: dict[str, str]) -> None:
     half = worker(share(tensor, (0, 4), (0, 6)))
     other = worker(share(tensor + 1, (0, 8), (0, 6)))
-    for held, reason in [
-        ([half], "do not make up"),
-        ([half, half], "do not make up"),
+    for loaded, reason in [
+        ([half], "do not cover"),
+        ([half, half], "do not cover"),
         ([other], "fingerprint"),
-        ([worker(share(tensor, (0, 8), (0, 6))), other], "worker 1 holds other values than its replica"),
-        ([worker()], "no place"),
+        ([worker(share(tensor, (0, 8), (0, 6))), other], "worker 1 has other values than its replica"),
+        ([worker()], "no location"),
         ([], "no worker answered"),
     ]:
-        report = compare(sent=sent, held=held)
+        report = compare(sent=sent, loaded=loaded)
         assert not report.ok
         assert reason in report.mismatched["w"]
 
 
 def test_every_place_of_a_tied_tensor_must_hold_it(tensor: torch.Tensor, sent: dict[str, str]) -> None:
     stale = share(tensor * 2, (0, 8), (0, 6), "lm_head.weight as packed")
-    report = compare(sent=sent, held=[worker(share(tensor, (0, 8), (0, 6)), stale)])
+    report = compare(sent=sent, loaded=[worker(share(tensor, (0, 8), (0, 6)), stale)])
     assert "lm_head.weight as packed" in report.mismatched["w"]
 
 
-def test_values_that_do_not_fit_the_wire_dtype_are_not_held(tensor: torch.Tensor, sent: dict[str, str]) -> None:
+def test_values_that_do_not_fit_the_transfer_dtype_are_refused(tensor: torch.Tensor, sent: dict[str, str]) -> None:
     inexact = {**share(tensor, (0, 8), (0, 6)), "exact": False}
-    assert "do not fit" in compare(sent=sent, held=[worker(inexact)]).mismatched["w"]
+    assert "do not fit" in compare(sent=sent, loaded=[worker(inexact)]).mismatched["w"]
 
 
 def test_unsent_parameters_moved_storage_and_unsent_expectations_fail(
     tensor: torch.Tensor, sent: dict[str, str]
 ) -> None:
     whole = share(tensor, (0, 8), (0, 6))
-    assert "new.bias" in str(compare(sent=sent, held=[worker(whole, unaccounted=["new.bias"])]))
-    assert not compare(sent=sent, held=[worker(whole, unaccounted=["new.bias"])]).ok
-    assert not compare(sent=sent, held=[worker(whole, moved=["layer"])]).ok
-    assert "was not sent" in compare(sent={}, held=[worker(whole)]).mismatched["w"]
+    assert "new.bias" in str(compare(sent=sent, loaded=[worker(whole, unaccounted=["new.bias"])]))
+    assert not compare(sent=sent, loaded=[worker(whole, unaccounted=["new.bias"])]).ok
+    assert not compare(sent=sent, loaded=[worker(whole, moved=["layer"])]).ok
+    assert "was not sent" in compare(sent={}, loaded=[worker(whole)]).mismatched["w"]
 
 
 def test_a_probe_of_nothing_is_not_ok() -> None:
-    assert not compare(sent={}, held=[{"tensors": {}, "shapes": {}}]).ok
+    assert not compare(sent={}, loaded=[{"tensors": {}, "shapes": {}}]).ok
 
 
 def test_logprobs_within_the_tolerance_of_the_dtype_pass_and_others_fail(
     tensor: torch.Tensor, sent: dict[str, str]
 ) -> None:
-    held = [worker(share(tensor, (0, 8), (0, 6)))]
+    loaded = [worker(share(tensor, (0, 8), (0, 6)))]
     for dtype, tolerance in TOLERANCES.items():
         near, far = [-1.0 + tolerance.mean / 2] * 4, [-1.0 + tolerance.mean * 2] * 4
         verdicts = [
-            compare(sent=sent, held=held, trainer_logprobs=[-1.0] * 4, engine_logprobs=engine, dtype=dtype).ok
+            compare(sent=sent, loaded=loaded, trainer_logprobs=[-1.0] * 4, engine_logprobs=engine, dtype=dtype).ok
             for engine in (near, far)
         ]
         assert verdicts == [True, False]
@@ -109,6 +109,6 @@ def test_logprobs_of_different_texts_cannot_be_compared() -> None:
 
 def test_the_message_names_the_tensors_and_keeps_its_length() -> None:
     sent = {f"layer.{i}": "0" * 16 for i in range(100)}
-    message = str(compare(sent=sent, held=[]))
+    message = str(compare(sent=sent, loaded=[]))
     assert "layer.0" in message
     assert "and 92 more" in message

@@ -1,4 +1,4 @@
-"""Claims about shadow weights, on plain torch modules that load as vLLM's layers do."""
+"""Claims about staged weights, on plain torch modules that load as vLLM's layers do."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def test_loading_changes_the_shadows_and_not_the_model() -> None:
     model = Model()
     before, ids = state(model), torch.tensor([1, 4])
     answer = model(ids)
-    shadows = StagingBuffers(model)
-    shadows.load(new_weights())
+    staging = StagingBuffers(model)
+    staging.load(new_weights())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(model(ids), answer)
 
@@ -85,9 +85,9 @@ def test_loading_changes_the_shadows_and_not_the_model() -> None:
 def test_a_swap_gives_the_model_what_its_own_loader_would_have_and_moves_no_parameter() -> None:
     model, other = Model(), Model()
     addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
-    shadows = StagingBuffers(model)
-    shadows.load(new_weights())
-    shadows.swap()
+    staging = StagingBuffers(model)
+    staging.load(new_weights())
+    staging.swap()
     other.load_weights(new_weights())
     assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == addresses
@@ -97,9 +97,9 @@ def test_a_swap_gives_the_model_what_its_own_loader_would_have_and_moves_no_para
 def test_a_tensor_that_was_not_sent_keeps_its_value_over_a_swap() -> None:
     model = Model()
     before = state(model)
-    shadows = StagingBuffers(model)
-    shadows.load(new_weights()[1:])
-    shadows.swap()
+    staging = StagingBuffers(model)
+    staging.load(new_weights()[1:])
+    staging.swap()
     assert torch.equal(model.embed.weight, before["embed.weight"])
     assert not torch.equal(model.layer.weight, before["layer.weight"])
 
@@ -111,11 +111,11 @@ def test_shared_parameters_and_layers_are_shadowed_once() -> None:
 
 def test_the_loader_of_a_shadow_is_that_of_its_parameter() -> None:
     model = Model()
-    shadows = StagingBuffers(model)
-    shadow: Any = shadows._tree.layer.weight
-    assert shadow.weight_loader == model.layer.load_part
-    assert shadow is not model.layer.weight
-    assert shadows._tree.again is shadows._tree.layer
+    staging = StagingBuffers(model)
+    staged: Any = staging._tree.layer.weight
+    assert staged.weight_loader == model.layer.load_part
+    assert staged is not model.layer.weight
+    assert staging._tree.again is staging._tree.layer
 
 
 @pytest.mark.parametrize("kind", ["quantized", "experts", "latent attention", "packed", "empty"])
@@ -136,7 +136,7 @@ def test_a_model_that_computes_with_anything_but_its_parameters_has_no_shadows(k
     reason = why_in_place(model)
     assert reason is not None
     assert ("layer" in reason) or kind in reason
-    with pytest.raises(ValueError, match="cannot have shadow weights"):
+    with pytest.raises(ValueError, match="cannot have staging buffers"):
         StagingBuffers(model)
 
 

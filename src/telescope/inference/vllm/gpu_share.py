@@ -27,7 +27,7 @@ ROUNDING_BYTES = GIB // 200
 def memory_arguments(
     config: TelescopeConfig,
     *,
-    shadow_bytes: int,
+    staging_bytes: int,
     gpu_memory_bytes: int | None,
     kv_cache_bytes: int | None,
 ) -> list[str]:
@@ -37,7 +37,7 @@ def memory_arguments(
     `kv_cache_bytes` is set for a restart beside a trainer: the size of the earlier KV cache. None: vLLM measures.
     """
     # vLLM sizes its KV cache from the free memory under this bound; the staging buffer is allocated later.
-    reserved = shadow_bytes
+    reserved = staging_bytes
     if kv_cache_bytes is not None:
         # The bound now only says how much must be free. The context of this process is created before the check;
         # activations and CUDA graphs are allocated after it.

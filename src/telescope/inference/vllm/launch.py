@@ -127,20 +127,20 @@ def launch_command(
     eager = config.inference_enforce_eager
     if eager or (eager is None and on_cpu):
         arguments.append("--enforce-eager")
-    shadows = StagingPlan(0)
+    staging = StagingPlan(0)
     if not on_cpu:
         shape = shape_of(model)
         if shape is not None and shape.num_experts:
             # vLLM's own choice on Hopper. Other backends keep experts in layouts that reload and probe do not support.
             arguments += ["--moe-backend", "triton"]
-        shadows = plan_staging(config, shape, gpu_memory_bytes)
-        if shadows.num_bytes and shape is not None:
+        staging = plan_staging(config, shape, gpu_memory_bytes)
+        if staging.num_bytes and shape is not None:
             problem = estimate_memory(config, shape, device_memory_bytes=gpu_memory_bytes).kv_cache_problem
             if problem is not None:
                 raise ConfigError(problem)
         arguments += memory_arguments(
             config,
-            shadow_bytes=shadows.num_bytes,
+            staging_bytes=staging.num_bytes,
             gpu_memory_bytes=gpu_memory_bytes,
             kv_cache_bytes=kv_cache_bytes,
         )
@@ -151,8 +151,8 @@ def launch_command(
         arguments.append("--enable-scale-out")
     environment = _environment(config, secret, model, on_cpu=on_cpu, restarted=restarted)
     environment[TRANSFER_VARIABLE] = config.weight_transfer
-    if shadows.in_place_because is not None and config.weight_transfer == "auto":
-        environment[TRANSFER_VARIABLE] = f"in_place: {shadows.in_place_because}"
+    if staging.in_place_because is not None and config.weight_transfer == "auto":
+        environment[TRANSFER_VARIABLE] = f"in_place: {staging.in_place_because}"
     step_limit = hang_timeout(config, on_cpu=on_cpu)
     environment[STEP_LIMIT_VARIABLE] = str(step_limit)
     environment["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] = str(math.ceil(step_limit))  # the same, of several workers

@@ -94,7 +94,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         self.addresses = storage_addresses(model)
         self._expert_kernels: list[tuple[Any, Any]] = []
         """Removed during an update in place: expert layers' methods and their kernels."""
-        self.shadows: StagingBuffers | None = None
+        self.staging: StagingBuffers | None = None
         self.receiving: OverlappedReceive | None = None
         self.swap_seconds = 0.0
         self._buffers = ReceiveBuffers()
@@ -120,14 +120,14 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
             device=self.device if init_info.backend == "nccl" else None,
         )
 
-    def make_shadows(self) -> str | None:
+    def make_staging(self) -> str | None:
         """Allocates the staging buffer if allowed; returns why weights come in place, else None.
 
         Raises `RuntimeError` when memory is missing and the config requires background transfer.
         """
-        if self.shadows is None and self.in_place_because is None:
+        if self.staging is None and self.in_place_because is None:
             try:
-                self.shadows = StagingBuffers(self.model)
+                self.staging = StagingBuffers(self.model)
             except torch.OutOfMemoryError:
                 torch.accelerator.empty_cache()
                 needed = sum(p.numel() * p.element_size() for p in self.model.parameters()) / GIB
@@ -144,14 +144,14 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
 
     def begin_background(self, update: UpdateInfo) -> None:
         """Starts to receive `update` into the staging buffer and returns at once. Drops an unfinished earlier one."""
-        if self.communicator is None or self.shadows is None:
+        if self.communicator is None or self.staging is None:
             raise TransferError("weight transfer: no sender has connected yet, or there is no staging buffer")
         self._drop_background("another update begins")
         self.update = None
         self.receiving = OverlappedReceive(
             self.communicator,
             update,
-            self.shadows,
+            self.staging,
             self._buffers,
             device=self.device,
             skip=frozenset(self.tied),
@@ -240,10 +240,10 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
 
     def _swap(self) -> None:
         """Copies the staging buffer over the model's weights."""
-        assert self.shadows is not None
+        assert self.staging is not None
         assert self.receiving is not None
         started = time.monotonic()
-        self.shadows.swap()
+        self.staging.swap()
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         self.swap_seconds = time.monotonic() - started
@@ -273,9 +273,9 @@ class WeightsWorkerExtension:
         """
         self._weight_update_active = False
         engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
-        reason = engine.make_shadows()
-        size = engine.shadows.num_bytes if engine.shadows is not None else 0
-        return {"background": reason is None, "reason": reason, "shadow_bytes": size}
+        reason = engine.make_staging()
+        size = engine.staging.num_bytes if engine.staging is not None else 0
+        return {"background": reason is None, "reason": reason, "staging_bytes": size}
 
     def telescope_failure(self) -> dict[str, Any]:
         """Returns the error in this worker since the last call under `failure`, or None."""
