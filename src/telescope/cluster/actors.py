@@ -27,7 +27,7 @@ from telescope.config import TelescopeConfig
 from telescope.errors import InfrastructureError, RunError, UserError
 from telescope.inference.engine_metrics import metrics_reader
 from telescope.inference.vllm.request_tracing import TraceTarget
-from telescope.record.gauges import Sampler, Taken
+from telescope.record.gauges import ReadingBatch, Sampler
 from telescope.record.system_metrics import MachineSampler
 from telescope.utils.process import thread_stacks
 from telescope.weights.control_channel import listen
@@ -94,7 +94,7 @@ class InferenceActor:
         return info
 
     @ray.method(concurrency_group="observe")
-    def take_readings(self) -> Taken:
+    def take_readings(self) -> ReadingBatch:
         """What the server has reported of itself since the last call."""
         return placed(self._metrics.take())
 
@@ -169,9 +169,9 @@ class TrainerActor:
         return self._trainer.warm_up()
 
     @ray.method(concurrency_group="observe")
-    def take_readings(self) -> Taken:
+    def take_readings(self) -> ReadingBatch:
         """What this rank's memory was since the last call; nothing before `setup`."""
-        return placed(self._memory.take() if self._memory is not None else Taken([], []))
+        return placed(self._memory.take() if self._memory is not None else ReadingBatch([], []))
 
     def train_step(self, step_input: Any) -> Any:
         return self._trainer.train_step(step_input)
@@ -252,12 +252,12 @@ class HostActor:
     def __init__(self, interval: float) -> None:
         self._machine = MachineSampler(interval)
 
-    def take_readings(self) -> Taken:
+    def take_readings(self) -> ReadingBatch:
         """What was read since the last call."""
         return self._machine.take()
 
 
-def placed(taken: Taken) -> Taken:
+def placed(taken: ReadingBatch) -> ReadingBatch:
     """The same, with the GPUs that Ray gave to this actor; its node is known to who placed it."""
     return replace(taken, gpus=tuple(int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdigit()))
 
@@ -298,10 +298,10 @@ class HostGroup:
     def names(self) -> list[str]:
         return list(self._actors)
 
-    async def take_readings(self, name: str) -> Taken:
+    async def take_readings(self, name: str) -> ReadingBatch:
         """What was read of a machine since the last call."""
-        taken: Taken = await answer(self._actors[name].take_readings.remote(), f"gauges of machine {name}")
-        return replace(taken, node=name)
+        batch: ReadingBatch = await answer(self._actors[name].take_readings.remote(), f"gauges of machine {name}")
+        return replace(batch, node=name)
 
     async def stop(self) -> None:
         """End the actors."""

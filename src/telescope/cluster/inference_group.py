@@ -20,7 +20,7 @@ from telescope.config.machine import LOOPBACK
 from telescope.errors import DeadlineExceeded
 from telescope.inference.client import EngineClient
 from telescope.inference.vllm.request_tracing import TraceTarget
-from telescope.record.gauges import Taken
+from telescope.record.gauges import ReadingBatch
 
 logger = logging.getLogger(__name__)
 
@@ -115,10 +115,12 @@ class InferenceGroup:
         for client in self.clients:
             await client.close()
 
-    async def take_readings(self, index: int) -> Taken:
+    async def take_readings(self, index: int) -> ReadingBatch:
         """What a server has reported of itself since the last call."""
-        taken: Taken = await answer(self._actors[index].take_readings.remote(), f"gauges of inference server {index}")
-        return replace(taken, node=self._nodes[index])
+        batch: ReadingBatch = await answer(
+            self._actors[index].take_readings.remote(), f"gauges of inference server {index}"
+        )
+        return replace(batch, node=self._nodes[index])
 
     async def dump_stacks(self) -> dict[str, str]:
         """Stacks of each server's actor, or why they could not be had."""

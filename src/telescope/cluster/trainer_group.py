@@ -20,7 +20,7 @@ from telescope.cluster.placement import Placement
 from telescope.cluster.ray_cluster import Cluster
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded
-from telescope.record.gauges import Taken
+from telescope.record.gauges import ReadingBatch
 from telescope.trainer.batch import Span, StepInput, StepResult
 from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo, sender_rank
 
@@ -166,10 +166,10 @@ class TrainerGroup:
         """Write the current weights as a Hugging Face model folder."""
         await self._all("saving", lambda rank: self._ranks[rank].save_hf.remote(str(directory)), SETUP_TIMEOUT_SECONDS)
 
-    async def take_readings(self, rank: int) -> Taken:
+    async def take_readings(self, rank: int) -> ReadingBatch:
         """What this rank's memory was since the last call. No collective: other commands may be under way."""
-        taken: Taken = await answer(self._ranks[rank].take_readings.remote(), f"gauges of trainer rank {rank}")
-        return replace(taken, node=self._nodes[rank])
+        batch: ReadingBatch = await answer(self._ranks[rank].take_readings.remote(), f"gauges of trainer rank {rank}")
+        return replace(batch, node=self._nodes[rank])
 
     async def dump_stacks(self) -> dict[str, str]:
         """Stacks of every rank's process, or why they could not be had."""

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from telescope.config import TelescopeConfig
-from telescope.record.gauges import Reading, Taken
+from telescope.record.gauges import Reading, ReadingBatch
 from telescope.record.recorder import Recorder
 from telescope.record.system_metrics import MachineSampler
 
@@ -48,7 +48,7 @@ class Source:
     name: str
     columns: dict[str, Any]
     interval: float
-    take: Callable[[], Awaitable[Taken]]
+    take: Callable[[], Awaitable[ReadingBatch]]
     is_failing: bool = field(default=False, init=False)
     is_placed: bool = field(default=False, init=False)
 
@@ -78,7 +78,7 @@ class Collectors:
             source.is_failing = False
             self._record(source, taken)
 
-    def _record(self, source: Source, taken: Taken) -> None:
+    def _record(self, source: Source, taken: ReadingBatch) -> None:
         for problem in taken.problems:
             logger.warning("%s: %s", source.name, problem)
         if not source.is_placed:
@@ -89,7 +89,7 @@ class Collectors:
             self._recorder.write("gauges", gauge_row(reading, source, taken))
 
 
-def gauge_row(reading: Reading, source: Source, taken: Taken) -> dict[str, Any]:
+def gauge_row(reading: Reading, source: Source, taken: ReadingBatch) -> dict[str, Any]:
     """Returns the row of a reading. A process with a single GPU is attributed to that GPU."""
     gpu = reading.gpu
     if gpu is None and len(taken.gpus) == 1:
@@ -116,7 +116,7 @@ def sources_of(
     """Returns all sources of a run. `machine` samples the driver's machine, `hosts` the others."""
     seconds = config.system_metrics_collection_interval_seconds
 
-    async def take_here() -> Taken:
+    async def take_here() -> ReadingBatch:
         return replace(machine.take(), node=hosts.here)
 
     sources = [Source("this machine", {}, seconds, take_here)]

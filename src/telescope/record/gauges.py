@@ -39,7 +39,7 @@ class Reading:
 
 
 @dataclass(slots=True, frozen=True)
-class Taken:
+class ReadingBatch:
     """Readings since the last `take`, the problems since then, and the machine.
 
     `gpus` are the GPUs of the process, as `nvidia-smi` counts on `node`.
@@ -100,16 +100,16 @@ class Sampler:
             self._thread = threading.Thread(target=self._run, name=f"telescope-{self._name}", daemon=True)
             self._thread.start()
 
-    def take(self) -> Taken:
+    def take(self) -> ReadingBatch:
         """Returns the readings and problems since the last call."""
         with self._lock:
-            taken = Taken(list(self._buffer), self._problems)
+            batch = ReadingBatch(list(self._buffer), self._problems)
             self._buffer.clear()
             self._problems = []
             if self._num_dropped:
-                taken.problems.append(f"{self._num_dropped} readings were dropped because the buffer was full")
+                batch.problems.append(f"{self._num_dropped} readings were dropped because the buffer was full")
                 self._num_dropped = 0
-        return taken
+        return batch
 
     def stop(self, timeout: float = 2.0) -> None:
         """Stops the thread. A thread that hangs in a read ends with its process."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from telescope.record.gauges import Reading, Sampler, Taken
+from telescope.record.gauges import Reading, ReadingBatch, Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +44,12 @@ class MachineSampler:
         for sampler in self._samplers:
             sampler.start()
 
-    def take(self) -> Taken:
+    def take(self) -> ReadingBatch:
         """Returns the readings since the last call."""
-        taken = [sampler.take() for sampler in self._samplers]
-        return Taken(
-            readings=[reading for part in taken for reading in part.readings],
-            problems=[problem for part in taken for problem in part.problems],
+        batches = [sampler.take() for sampler in self._samplers]
+        return ReadingBatch(
+            readings=[reading for batch in batches for reading in batch.readings],
+            problems=[problem for batch in batches for problem in batch.problems],
             node=socket.gethostname(),
         )
 

@@ -32,7 +32,7 @@ from telescope.config.plan import PlacementError, plan_placement
 from telescope.errors import DeadlineExceeded, UserError
 from telescope.orchestrator.collectors import Collectors, sources_of
 from telescope.orchestrator.run_directory import RunDirectory
-from telescope.record.gauges import Taken
+from telescope.record.gauges import ReadingBatch
 from telescope.record.reader import Run
 from telescope.record.system_metrics import MachineSampler
 
@@ -346,8 +346,8 @@ class NoTrainer:
 class NoServers:
     """Servers that have nothing to say."""
 
-    async def take_readings(self, index: int) -> Taken:
-        return Taken([], [])
+    async def take_readings(self, index: int) -> ReadingBatch:
+        return ReadingBatch([], [])
 
 
 async def rows_until(

@@ -11,7 +11,7 @@ import pytest
 
 from telescope.config import TelescopeConfig
 from telescope.orchestrator.collectors import GIVEN_GPU, Collectors, Source, gauge_row, sources_of
-from telescope.record.gauges import Reading, Taken
+from telescope.record.gauges import Reading, ReadingBatch
 
 
 class Rows:
@@ -43,13 +43,13 @@ async def collect(sources: list[Source], wanted: int) -> list[dict[str, Any]]:
 async def test_a_source_that_fails_or_hangs_delays_no_other_and_is_said_once(caplog: pytest.LogCaptureFixture):
     numbers = iter(range(10**6))
 
-    async def good() -> Taken:
-        return Taken([Reading(1.0, "n", float(next(numbers)))], [])
+    async def good() -> ReadingBatch:
+        return ReadingBatch([Reading(1.0, "n", float(next(numbers)))], [])
 
-    async def failing() -> Taken:
+    async def failing() -> ReadingBatch:
         raise RuntimeError("the actor is gone")
 
-    async def hanging() -> Taken:
+    async def hanging() -> ReadingBatch:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -61,10 +61,10 @@ async def test_a_source_that_fails_or_hangs_delays_no_other_and_is_said_once(cap
 
 
 async def test_a_source_that_answers_again_is_taken_from_again():
-    answers = iter([RuntimeError("restarting"), Taken([Reading(1.0, "n", 1.0)], ["said by the source"])])
+    answers = iter([RuntimeError("restarting"), ReadingBatch([Reading(1.0, "n", 1.0)], ["said by the source"])])
 
-    async def take() -> Taken:
-        answer = next(answers, Taken([], []))
+    async def take() -> ReadingBatch:
+        answer = next(answers, ReadingBatch([], []))
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -74,8 +74,8 @@ async def test_a_source_that_answers_again_is_taken_from_again():
 
 
 async def test_which_gpus_a_process_was_given_is_written_once():
-    async def take() -> Taken:
-        return Taken([Reading(1.0, "n", 1.0)], [], node="box", gpus=(2, 3))
+    async def take() -> ReadingBatch:
+        return ReadingBatch([Reading(1.0, "n", 1.0)], [], node="box", gpus=(2, 3))
 
     rows = await collect([Source("server 1", {"component": "inference", "server": 1}, 0.001, take)], 10)
     given = [row for row in rows if row["name"] == GIVEN_GPU]
@@ -88,11 +88,11 @@ async def test_which_gpus_a_process_was_given_is_written_once():
 def test_a_row_says_whose_number_it_is():
     rank = Source("rank", {"component": "trainer", "rank": 4}, 1.0, None)  # type: ignore[arg-type]
     machine = Source("machine", {}, 1.0, None)  # type: ignore[arg-type]
-    memory = gauge_row(Reading(1.0, "torch_memory_allocated_bytes", 5.0), rank, Taken([], [], "box", (6,)))
+    memory = gauge_row(Reading(1.0, "torch_memory_allocated_bytes", 5.0), rank, ReadingBatch([], [], "box", (6,)))
     assert (memory["component"], memory["rank"], memory["node"], memory["gpu"]) == ("trainer", 4, "box", 6)
-    power = gauge_row(Reading(1.0, "gpu_power_watts", 5.0, gpu=3), machine, Taken([], [], "box"))
+    power = gauge_row(Reading(1.0, "gpu_power_watts", 5.0, gpu=3), machine, ReadingBatch([], [], "box"))
     assert (power["component"], power["node"], power["gpu"]) == ("gpu", "box", 3)
-    load = gauge_row(Reading(1.0, "load_average_1m", 5.0, (("a", "b"),)), machine, Taken([], [], "box"))
+    load = gauge_row(Reading(1.0, "load_average_1m", 5.0, (("a", "b"),)), machine, ReadingBatch([], [], "box"))
     assert (load["component"], load["gpu"], load["labels"]) == ("host", None, {"a": "b"})
 
 

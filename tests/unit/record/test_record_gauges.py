@@ -58,9 +58,9 @@ def test_a_failing_read_is_reported_once_per_error_type_and_retried():
     sampler = Sampler("test", 60.0, read)
     for _ in range(4):
         sampler.sample()
-    taken = sampler.take()
-    assert [reading.value for reading in taken.readings] == [2.0]
-    assert ["gone" in problem for problem in taken.problems] == [True, False]
+    batch = sampler.take()
+    assert [reading.value for reading in batch.readings] == [2.0]
+    assert ["gone" in problem for problem in batch.problems] == [True, False]
     assert sampler.take().problems == []
 
 
@@ -70,9 +70,9 @@ def test_a_full_buffer_drops_and_counts_the_oldest_readings(monkeypatch: pytest.
     sampler = Sampler("test", 60.0, lambda: [Reading(time.time(), "n", float(next(counter)))])
     for _ in range(5):
         sampler.sample()
-    taken = sampler.take()
-    assert [reading.value for reading in taken.readings] == [2.0, 3.0, 4.0]
-    assert "2 readings were dropped" in taken.problems[0]
+    batch = sampler.take()
+    assert [reading.value for reading in batch.readings] == [2.0, 3.0, 4.0]
+    assert "2 readings were dropped" in batch.problems[0]
 
 
 def test_a_hanging_read_blocks_neither_take_nor_stop():
