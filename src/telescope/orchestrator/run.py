@@ -117,6 +117,8 @@ class _TrainingRun:
         evaluation = self._evaluation = Evaluation(
             parts.evals, config, parts.environments, parts.slots, self._directory.recorder, status
         )
+        status.phase = "verifying the weights of the servers"
+        await self._interrupt.run_until_first(parts.weights.verify_initial())
         if evaluation.plans and config.eval_before_training:
             results = await self._interrupt.run_until_first(evaluation.run_all(0, parts.settings, parts.servers))
             if (headline := headline_of(results)) is not None:

@@ -28,7 +28,7 @@ from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded, InfrastructureError
 from telescope.inference.client import EngineClient
 from telescope.trainer.batch import Span
-from telescope.weights.plan import TensorMeta, make_update
+from telescope.weights.plan import TensorMeta, UpdateInfo, make_update
 from telescope.weights.probe import ProbeReport, compare
 
 logger = logging.getLogger(__name__)
@@ -125,6 +125,23 @@ class WeightSync:
         self._num_syncs = 0
         self.last_probe: dict[int, ProbeReport] = {}
 
+    async def verify_initial(self) -> None:
+        """Checks that every server has loaded the weights that the trainer starts from, before anything is sent.
+
+        Raises WeightMismatch when one has loaded others.
+        """
+        config = self._config
+        async with self._trainer.queue:
+            if config.model_dtype not in ("float32", config.engine_dtype):
+                # The engine may have loaded more digits than the trainer keeps: it is sent what the trainer has.
+                await self._probe(await self._send(self._trainer.version, self._engines_up(), fingerprints=True))
+                return
+            update = await self._make_update(self._trainer.version)
+            report = SyncReport(update.version, time.time(), servers=[ServerSync(s) for s in self._engines_up()])
+            for rank_report in await self._trainer.send_weights(update, [], fingerprints=True):
+                report.fingerprints.update(rank_report.fingerprints)
+            await self._probe(report, initial=json.dumps(update.to_dict()))
+
     async def sync(self) -> dict[str, float]:
         """Sends the trainer's weights to every server that is up. Returns step metrics.
 
@@ -172,20 +189,10 @@ class WeightSync:
     async def _send(
         self, version: int, servers: list[int], *, fingerprints: bool, corrupt: str | None = None
     ) -> SyncReport:
-        config = self._config
         report = SyncReport(version, time.time(), servers=[ServerSync(server, time.time()) for server in servers])
-        if self._metas is None:
-            self._metas = await self._trainer.weight_metadata()
+        update = await self._make_update(version)
         await self._each(report, self._connect)
         await self._each(report, self._begin)
-        update = make_update(
-            self._metas,
-            version=version,
-            dtype=config.engine_dtype,
-            mode=config.weight_broadcast_mode,
-            bucket_mb=config.weight_broadcast_bucket_mb,
-            timeout_seconds=config.weight_sync_timeout_seconds,
-        )
         body, in_background = update.to_dict(), replace(update, background=True).to_dict()
 
         async def receive(part: ServerSync) -> None:
@@ -225,6 +232,20 @@ class WeightSync:
         report.ended_at = time.time()
         self._on_report(report)
         return report
+
+    async def _make_update(self, version: int) -> UpdateInfo:
+        """The description of a sync of all tensors."""
+        config = self._config
+        if self._metas is None:
+            self._metas = await self._trainer.weight_metadata()
+        return make_update(
+            self._metas,
+            version=version,
+            dtype=config.engine_dtype,
+            mode=config.weight_broadcast_mode,
+            bucket_mb=config.weight_broadcast_bucket_mb,
+            timeout_seconds=config.weight_sync_timeout_seconds,
+        )
 
     async def _connect(self, part: ServerSync) -> None:
         """Opens the communicator of a server that has none: the sender listens, the workers connect."""
@@ -299,24 +320,24 @@ class WeightSync:
         every = self._config.weight_probe_every
         return self._num_syncs == 0 or (every > 0 and self._num_syncs % every == 0)
 
-    async def _probe(self, report: SyncReport) -> None:
-        """Raises WeightMismatch unless every server of the sync has loaded what was sent."""
-        for server, probe in (await self._examine(report)).items():
+    async def _probe(self, report: SyncReport, *, initial: str | None = None) -> None:
+        """Raises WeightMismatch unless every server has loaded what was sent, or what the trainer has as `initial`."""
+        for server, probe in (await self._examine(report, initial=initial)).items():
             if not probe.ok:
                 raise WeightMismatch(
-                    f"server {server} has not loaded the weights of version {report.version} that the trainer sent: "
-                    f"{probe}"
+                    f"server {server} has not loaded the weights of version {report.version} that the trainer "
+                    f"{'sent' if initial is None else 'starts from'}: {probe}"
                 )
             logger.info("weights of version %d verified on server %d: %s", report.version, server, probe)
 
-    async def _examine(self, report: SyncReport) -> dict[int, ProbeReport]:
+    async def _examine(self, report: SyncReport, *, initial: str | None = None) -> dict[int, ProbeReport]:
         """Compares each server's loaded weights with the sent ones, and logprobs of a fixed text on both sides."""
         trainer_logprobs = await self._trainer.sequence_logprobs(self._probe_token_ids)
         probes: dict[int, ProbeReport] = {}
         for server in report.updated_servers:
             client = self._clients[server]
             try:
-                loaded = await client.call_worker("telescope_fingerprints")
+                loaded = await client.call_worker("telescope_fingerprints", [initial] if initial else None)
                 engine_logprobs = await client.prompt_logprobs(self._probe_token_ids)
             except InfrastructureError as error:
                 # Unverified counts as failed: the server gets the weights again and is verified before it serves.

@@ -186,7 +186,9 @@ class _Send:
         self.corrupt = corrupt
         self.tied = set(update.tied)
         self.named_weights = named_weights
-        self.want_fingerprints = fingerprints
+        # Without engines the tensors are only fingerprinted, on the first rank.
+        self.want_fingerprints = fingerprints and (bool(engines) or sender._rank == 0)
+        self.only_fingerprints = self.want_fingerprints and not engines
         self.live = {e: c for e, c in sender._communicators.items() if e in engines}
         self.start = time.monotonic()
         self.deadline = self.start + update.timeout_seconds
@@ -247,11 +249,13 @@ class _Send:
                 raise ValueError(
                     f"the trainer yielded {name} {tuple(tensor.shape)} instead of {entry.name} {entry.shape}"
                 )
-            if flat is None:
+            if flat is None and not self.only_fingerprints:
                 continue
             cast = tensor.detach().to(dtype)
             if self.want_fingerprints:
                 self.report.fingerprints[name] = to_hex(fingerprint(cast))
+            if flat is None:
+                continue
             if name == self.corrupt:
                 cast = flip_one_bit(cast)
             target = flat[entry.offset : entry.offset + entry.numel].view(entry.shape)

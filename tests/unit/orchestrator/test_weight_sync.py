@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -251,6 +252,30 @@ async def test_logprobs_that_differ_end_the_run_though_every_tensor_is_held() ->
     bench.clients[0].logprobs = [-1.0, -2.1, -0.5]
     with pytest.raises(WeightMismatch, match=r"logprobs of 3 tokens differ by 0\.1"):
         await bench.step()
+
+
+async def test_the_first_weights_are_compared_on_every_server_and_not_sent() -> None:
+    bench = Bench()
+    await bench.weights.verify_initial()
+    assert bench.trainer.sent == [(0, [], True)]
+    read = [call for call in bench.calls if call[0] == "fingerprints"]
+    assert [call[1] for call in read] == [0, 1]
+    assert json.loads(read[0][2])["names"] == ["embed", "lm_head"], "the tensors that a sync would send"
+    assert not bench.of(0), "no server was connected or paused"
+
+
+async def test_a_server_that_loaded_other_weights_than_the_trainer_ends_the_run_before_it_starts() -> None:
+    bench = Bench()
+    bench.clients[1].held["tensors"]["lm_head"][0]["fingerprint"] = to_hex(7)
+    with pytest.raises(WeightMismatch, match=r"server 1 has not loaded .*version 0 .*starts from: .*lm_head"):
+        await bench.weights.verify_initial()
+
+
+async def test_an_engine_that_keeps_more_digits_than_the_trainer_is_sent_the_first_weights() -> None:
+    bench = Bench(fields={"model_dtype": "bfloat16", "inference_dtype": "float32"})
+    await bench.weights.verify_initial()
+    assert bench.trainer.sent == [(0, [0, 1], True)]
+    assert bench.of(1) == STAGES
 
 
 async def test_a_proof_is_kept_for_each_server() -> None:

@@ -63,7 +63,7 @@ class FakeTrainer:
         self._called("abort", engine)
 
     async def send_weights(
-        self, update: UpdateInfo, engines: list[int], *, fingerprints: bool, corrupt: str | None
+        self, update: UpdateInfo, engines: list[int], *, fingerprints: bool, corrupt: str | None = None
     ) -> list[Any]:
         self._called("send", tuple(engines))
         self.corrupted.append(corrupt)
@@ -139,7 +139,7 @@ class FakeClient:
             assert json.loads((args or [""])[0])["background"]
             await self._at("begin")
             return [{"started": True}]
-        await self._at("fingerprints")
+        await self._at("fingerprints", *(args or []))
         return [self.held]
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:

@@ -1,12 +1,13 @@
-"""The fault that the sender can make on purpose: as small as can be, and always visible."""
+"""Fingerprints without engines, and the smallest fault that the sender can inject."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from telescope.weights.fingerprint import fingerprint
-from telescope.weights.sender import flip_one_bit
+from telescope.weights.fingerprint import fingerprint, to_hex
+from telescope.weights.plan import TensorMeta, make_update
+from telescope.weights.sender import WeightSender, flip_one_bit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -22,3 +23,13 @@ def test_one_element_changes_by_one_step_and_the_fingerprint_with_it(
     assert int((corrupted != tensor).sum()) == 1
     assert (corrupted - tensor).abs().max() <= 2.0 * torch.finfo(dtype).eps * tensor.abs().max()
     assert fingerprint(corrupted) != fingerprint(tensor)
+
+
+@pytest.mark.parametrize(("rank", "takes_them"), [(0, True), (1, False)])
+def test_without_engines_the_first_rank_takes_the_fingerprints_of_the_cast_tensors(rank: int, takes_them: bool) -> None:
+    tensors = {"a": torch.randn(3, 4), "b": torch.randn(5)}
+    metas = [TensorMeta(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    update = make_update(metas, version=0, dtype="bfloat16", mode="flattened_bucket", bucket_mb=1, timeout_seconds=10.0)
+    report = WeightSender(rank=rank).send(iter(tensors.items()), update, [], fingerprints=True)
+    expected = {name: to_hex(fingerprint(tensor.bfloat16())) for name, tensor in tensors.items()}
+    assert report.fingerprints == (expected if takes_them else {})

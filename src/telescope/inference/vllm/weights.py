@@ -291,14 +291,15 @@ class WeightsWorkerExtension:
         self._weight_update_active = False
         return {"started": True}
 
-    def telescope_fingerprints(self) -> dict[str, Any]:
+    def telescope_fingerprints(self, initial: str | None = None) -> dict[str, Any]:
         """Returns fingerprints of the tensors of this worker's last update; input of `weights.probe.compare`.
 
-        Keys: `version`, `tensors`, `shapes`, `unaccounted`, `moved`, and `seconds` of the reading.
+        `initial` is the `UpdateInfo` (JSON) that would send the weights that the engine has loaded by itself, if there
+        was no update yet. Keys: `version`, `tensors`, `shapes`, `unaccounted`, `moved`, and `seconds` of the reading.
         """
         start = time.monotonic()
         engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
-        update = engine.update
+        update = engine.update if initial is None else UpdateInfo(**json.loads(initial))
         if update is None:
             return {"version": None, "tensors": {}, "shapes": {}, "unaccounted": [], "moved": []}
         with torch.inference_mode():
