@@ -122,7 +122,8 @@ class Section(BaseModel):
     def _a_boolean_is_not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         # Pydantic reads true as 1, so that `group_size: yes` would silently train groups of one.
         if isinstance(value, bool) and info.field_name and not accepts(cls, info.field_name, bool):
-            raise ValueError(f"{str(value).lower()} is a boolean, which this field does not take")
+            quotes = "; put it in quotes if it is text" if accepts(cls, info.field_name, str) else ""
+            raise ValueError(f"{str(value).lower()} is a boolean, which this field does not take{quotes}")
         return value
 
     @field_validator("*", mode="after")

@@ -72,6 +72,11 @@ def load_config(
         values.update(from_file)
         sources.update({name: f"{path}, line {line}" for name, line in lines.items()})
     from_flags = parse_overrides(overrides)
+    if path is not None and not from_file and "environments" not in from_flags:
+        raise ConfigError(
+            f"--config {path} is empty: it sets no field. A run needs at least environments, for example "
+            "`environments: [{name: countdown}]`"
+        )
     values.update(from_flags)
     sources.update(dict.fromkeys(from_flags, "command line"))
 
@@ -148,6 +153,8 @@ def _example(name: str) -> str:
 
 
 RUNS_ROOT = Path("runs")
+MAX_NAME_LENGTH = 60
+"""Characters of `wandb_run_name` in the name of a run directory; file systems allow 255 bytes."""
 
 
 def choose_run_dir(config: TelescopeConfig, now: datetime | None = None) -> Path:
@@ -164,6 +171,6 @@ def choose_run_dir(config: TelescopeConfig, now: datetime | None = None) -> Path
                 f"run_dir is {config.run_dir[:200]!r}, which is no usable path ({error}). Name another folder"
             ) from None
         return chosen
-    name = re.sub(r"[^\w.-]+", "-", config.wandb_run_name).strip("-.") or "run"
+    name = re.sub(r"[^\w.-]+", "-", config.wandb_run_name)[:MAX_NAME_LENGTH].strip("-.") or "run"
     stamp = (now or datetime.now(UTC)).strftime("%Y%m%d-%H%M%S")
     return (RUNS_ROOT / f"{name}-{stamp}").absolute()

@@ -75,7 +75,10 @@ def describe_errors(error: ValidationError, values: Mapping[str, Any], sources: 
 
 def _written_location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """The part of Pydantic's location that a person wrote: the field, or list, index and key; no union alternatives."""
-    return location[:3] if location and location[0] in ENTRY_TYPES else location[:1]
+    if location and location[0] in ENTRY_TYPES:
+        return location[:3]
+    is_item = len(location) > 1 and isinstance(location[1], int)
+    return location[:2] if is_item else location[:1]
 
 
 def _describe(

@@ -1,8 +1,8 @@
 """YAML as configuration files need it.
 
-Differs from `yaml.safe_load` in three ways: a key that stands twice in one mapping is an error (PyYAML silently keeps
-the last), `1e-6` is a number as in YAML 1.2 (PyYAML reads text), and the line of every top-level key is kept for error
-messages.
+Scalars follow YAML 1.2, where PyYAML follows 1.1: `1e-6` is a number, `010` is ten, and `1:30` and `2024-01-01` are
+text instead of 90 and a date. `yes`, `no`, `on` and `off` stay booleans. A key that stands twice in one mapping is an
+error, and the line of every top-level key is kept for error messages.
 """
 
 from __future__ import annotations
@@ -15,11 +15,25 @@ import yaml
 
 from telescope.errors import ConfigError
 
-FLOAT = re.compile(r"[-+]?(?:\d[\d_]*(?:\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$")
+SCALARS = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"(?i:true|false|yes|no|on|off)", list("tTfFyYnNoO")),
+    ("int", r"[-+]?\d[\d_]*|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*)(?:[eE][-+]?\d+)?|[-+]?\d[\d_]*[eE][-+]?\d+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        list("-+0123456789."),
+    ),
+    ("merge", r"<<", ["<"]),
+)
+"""Tag, pattern and first characters of the plain scalars that are not text."""
 
 
 class _ConfigLoader(yaml.SafeLoader):
     """SafeLoader with the differences above."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 (as in the base class)
 
 
 def _construct_mapping(loader: _ConfigLoader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -40,8 +54,15 @@ def _construct_map(loader: _ConfigLoader, node: yaml.MappingNode) -> dict[Any, A
     return _construct_mapping(loader, node, deep=True)
 
 
+def _construct_int(loader: _ConfigLoader, node: yaml.ScalarNode) -> int:
+    text = node.value.replace("_", "")
+    return int(text, 0 if text[:2] in ("0o", "0x") else 10)
+
+
 _ConfigLoader.add_constructor("tag:yaml.org,2002:map", _construct_map)
-_ConfigLoader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))
+_ConfigLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+for _tag, _pattern, _first in SCALARS:
+    _ConfigLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first)
 
 
 def read_yaml_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
