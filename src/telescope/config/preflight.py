@@ -154,7 +154,7 @@ def check_open_files(config: TelescopeConfig) -> None:
 def check_run_dir(config: TelescopeConfig) -> None:
     """The run directory can be written, and holds no other run."""
     run_dir = choose_run_dir(config)
-    if (run_dir / "run.json").exists() and config.resume_from_checkpoint is False:
+    if (run_dir / "run.json").exists():
         raise ConfigError(
             f"run_dir is {str(run_dir)!r}, which already holds a run. Choose another directory (or leave run_dir null "
             "for a new one each time), or remove that run"

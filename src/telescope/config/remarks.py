@@ -11,9 +11,10 @@ backend than the one asked for must not be a matter of reading a note.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from telescope.config.algorithms import ALGORITHM_FACTS
+from telescope.config.messages import show
 from telescope.errors import ConfigError
 from telescope.utils.text import pluralize
 
@@ -48,6 +49,10 @@ def remarks(config: TelescopeConfig) -> list[str]:
                 f"gspo clips the ratio of a whole answer, which hardly leaves 1, so {values} will not bind. "
                 "The paper's values are clip_low 3e-4 and clip_high 4e-4."
             )
+    if config.max_tokens == config.max_model_len:
+        found.append(
+            f"max_tokens equals max_model_len ({config.max_model_len}): each answer is shorter by its prompt's length."
+        )
     if config.top_p is not None and config.top_p < 1:
         found.append(_top_p(config, config.top_p))
     return found
@@ -100,7 +105,6 @@ MEGATRON = "the Megatron backend"
 FIELD_STATUS: dict[str, str] = {
     "checkpoint_every": CHECKPOINTS,
     "checkpoint_save_training_state": CHECKPOINTS,
-    "resume_from_checkpoint": CHECKPOINTS,
     "checkpoint_dir": CHECKPOINTS,
     "checkpoint_keep_last": CHECKPOINTS,
     "checkpoint_keep_every": CHECKPOINTS,
@@ -144,7 +148,7 @@ FIELD_STATUS: dict[str, str] = {
 }
 """Field (or `evals.<field>`) to the feature it waits for. Absent: the field works."""
 
-AVAILABLE_CHOICES: dict[str, tuple[str, ...]] = {"train_backend": ("fsdp",)}
+AVAILABLE_CHOICES: dict[str, tuple[Any, ...]] = {"train_backend": ("fsdp",), "resume_from_checkpoint": (False,)}
 """Fields of which only these values can be run in this version."""
 
 
@@ -154,21 +158,24 @@ def has_no_effect(field: str) -> bool:
 
 
 def no_effect_note(config: TelescopeConfig) -> str | None:
-    """One line that names the fields which were set and have no effect yet; None when there are none."""
-    names = sorted(name for name in config.user_set if has_no_effect(name))
-    names += sorted(
-        {f"evals.{name}" for entry in config.evals for name in entry.model_fields_set if has_no_effect(f"evals.{name}")}
-        if "evals" in config.user_set
-        else ()
-    )
-    return f"No effect in this version: {', '.join(names)}." if names else None
+    """One line that names the fields without effect that were set, or whose default asks for one; else None."""
+    names = {name for name in config.user_set if has_no_effect(name)}
+    if config.use_wandb:
+        names |= {name for name in ("wandb_upload_code", "wandb_upload_logs") if getattr(config, name)}
+    set_in_evals = {"eval_every"} if config.evals else set()
+    set_in_evals |= {name for entry in config.evals for name in entry.model_fields_set}
+    names |= {f"evals.{name}" for name in set_in_evals if has_no_effect(f"evals.{name}")}
+    ordered = sorted(names, key=lambda name: (name.startswith("evals."), name))
+    return f"No effect in this version: {', '.join(ordered)}." if names else None
 
 
 def refuse_unavailable_choices(config: TelescopeConfig) -> None:
     """Raises `ConfigError` for a value that is valid but cannot be run in this version."""
     for field, available in AVAILABLE_CHOICES.items():
         value = getattr(config, field)
-        if value not in available and ":" not in value:  # a class path names code that the user brings along
+        is_class_path = isinstance(value, str) and ":" in value
+        if value not in available and not is_class_path:
             raise ConfigError(
-                f"{field} is {value!r}, which is not available in this version. Use {' or '.join(map(repr, available))}"
+                f"{field} is {show(value)}, which is not available in this version. Use "
+                f"{' or '.join(map(show, available))}"
             )

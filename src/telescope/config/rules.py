@@ -110,7 +110,7 @@ def _repeated(entries: list[Any]) -> list[str]:
 
 
 def _evals_over_context(config: TelescopeConfig) -> list[str]:
-    return [entry.name for entry in config.evals if (entry.max_tokens or 0) >= config.max_model_len]
+    return [entry.name for entry in config.evals if (entry.max_tokens or 0) > config.max_model_len]
 
 
 MAX_SAMPLES = 2**20
@@ -158,13 +158,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("max_tokens", "max_model_len"),
-        "must be below max_model_len, which holds the prompt and the answer",
-        lambda c: c.max_tokens >= c.max_model_len,
-        lambda c: f"Lower max_tokens to less than {c.max_model_len}, or raise max_model_len",
+        "must not be above max_model_len, which holds the prompt and the answer",
+        lambda c: c.max_tokens > c.max_model_len,
+        lambda c: f"Lower max_tokens to at most {c.max_model_len}, or raise max_model_len",
     ),
     Rule(
         ("evals", "max_model_len"),
-        "must have max_tokens below max_model_len in every entry",
+        "must not have max_tokens above max_model_len in any entry",
         lambda c: bool(_evals_over_context(c)),
         lambda c: f"Lower max_tokens of {', '.join(_evals_over_context(c))}, or raise max_model_len",
     ),

@@ -130,6 +130,17 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change(o
     assert relative_error(weights(trainer), before) == 0.0
 
 
+def test_a_gradient_clip_of_0_clips_nothing(one_rank):
+    trained = []
+    for bound in (0.0, 1e9):
+        trainer = one_rank(grad_clip=bound)
+        before = weights(trainer)
+        trainer.train_step(packed(make_samples(LENGTHS)))
+        trained.append(weights(trainer))
+        assert relative_error(trained[-1], before) > 0
+    assert relative_error(*trained) == 0
+
+
 def test_rewarded_tokens_become_likelier(one_rank):
     trainer = one_rank("tied", model_dtype="float32", learning_rate=3e-3)
 

@@ -14,7 +14,7 @@ from telescope.config import EnvironmentEntry, EvalEntry, TelescopeConfig
 from telescope.config.describe import FieldDescription, describe_all, describe_section, yaml_text
 from telescope.config.generate import default_yaml, generated_files, resolved_yaml
 from telescope.config.loader import load_config
-from telescope.config.remarks import FIELD_STATUS
+from telescope.config.remarks import AVAILABLE_CHOICES, FIELD_STATUS
 from telescope.config.rules import RULES
 from telescope.config.sections import SECTIONS
 
@@ -108,6 +108,7 @@ def test_every_field_that_is_said_to_work_is_read_by_the_code():
         for schema, prefix in [(TelescopeConfig, ""), (EnvironmentEntry, "environments."), (EvalEntry, "evals.")]
         for name in schema.model_fields
         if prefix + name not in FIELD_STATUS
+        and len(AVAILABLE_CHOICES.get(prefix + name, "any")) > 1
         and not is_read(name)
         and not any(is_read(p) and f".{name}" in source for p, source in derived.items())
     ]

@@ -28,6 +28,10 @@ def run_yaml(tmp_path: Path) -> Path:
     return path
 
 
+NO_WANDB = ("--environments", "[{name: a}]", "--use_wandb", "false")
+"""A run without uploads, which have no effect yet and are reported."""
+
+
 def load(path: Path | None, *flags: str, **environ: str):
     return load_config(path, list(flags), environ)
 
@@ -197,7 +201,7 @@ def test_a_wrong_value_is_named_with_what_would_be_right(field, value, words):
         ("{name: a, reward_min: 2, reward_max: 1}", "reward_min (2.0) must be below reward_max (1.0)"),
         ("{name: a, kwargs: [1]}", "must be a mapping"),
         ("{name: ''}", "must not be empty"),
-        ("{name: a, kwargs: {date: 2026-01-01}}", "put it in quotes"),
+        ("{name: a, kwargs: {date: !!timestamp 2026-01-01}}", "put it in quotes"),
     ],
 )
 def test_a_wrong_entry_of_environments_is_named(entry, words):
@@ -263,7 +267,41 @@ def test_a_directory_is_not_a_file(tmp_path):
 
 
 def test_an_empty_file_lacks_an_environment(tmp_path):
-    assert "at least one environment" in error_of(write(tmp_path, "# nothing\n"))
+    path = write(tmp_path, "# nothing\n")
+    assert f"--config {path} is empty: it sets no field" in error_of(path)
+    assert load(path, "--environments", "[{name: a}]").config.environments
+    assert "at least one environment" in error_of(write(tmp_path, "seed: 1\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("010", 10), ("0o17", 15), ("0x1F", 31), ("1_000", 1000), ("1e3", 1000)],
+)
+def test_numbers_follow_yaml_1_2(tmp_path, text, value):
+    assert load(write(tmp_path, f"environments: [{{name: a}}]\nseed: {text}\n")).config.seed == value
+
+
+@pytest.mark.parametrize("text", ["1:30", "2026-01-01", "0b11"])
+def test_what_is_a_number_or_a_date_in_yaml_1_1_alone_is_text(tmp_path, text):
+    environments = "environments: [{name: a}]\n"
+    assert load(write(tmp_path, f"{environments}wandb_run_name: {text}\n")).config.wandb_run_name == text
+    message = error_of(write(tmp_path, f"{environments}seed: {text}\n"))
+    assert f'seed is "{text}" (' in message
+    assert message.endswith("but it must be a whole number")
+
+
+def test_a_wrong_item_of_a_list_is_named():
+    message = error_of(None, "--environments", "[{name: a}]", "--wandb_tags", "[a, 1]")
+    assert message == "wandb_tags[1] is 1 (command line), but it must be text; put it in quotes"
+
+
+def test_an_answer_may_be_as_long_as_the_context(tmp_path):
+    (note,) = load(None, *NO_WANDB, "--max_tokens", "512", "--max_model_len", "512").notes
+    assert note.startswith("max_tokens equals max_model_len (512): each answer is shorter by its prompt's length")
+
+
+def test_gradient_clipping_can_be_switched_off():
+    assert load(None, *NO_WANDB, "--grad_clip", "0").config.grad_clip == 0
 
 
 def test_yaml_anchors_and_merges_work(tmp_path):
@@ -275,50 +313,61 @@ def test_yaml_anchors_and_merges_work(tmp_path):
 
 def test_fields_without_effect_are_named_in_one_line():
     loaded = load(
-        None, "--environments", "[{name: a}]", "--weight_broadcast_free_grad_buffers", "--checkpoint_every", "50",
+        None, *NO_WANDB, "--weight_broadcast_free_grad_buffers", "--checkpoint_every", "50",
         "--evals", "[{name: a, pass_k: {}}]", "--seed", "1",
     )  # fmt: skip
     (note,) = loaded.notes
-    assert note == "No effect in this version: checkpoint_every, weight_broadcast_free_grad_buffers, evals.pass_k."
+    named = ["checkpoint_every", "weight_broadcast_free_grad_buffers", "evals.eval_every", "evals.pass_k"]
+    assert note == f"No effect in this version: {', '.join(named)}."
+
+
+def test_fields_whose_default_asks_for_an_effect_are_named_too():
+    (note,) = load(None, "--environments", "[{name: a}]", "--evals", "[{name: a}]").notes
+    assert note == "No effect in this version: wandb_upload_code, wandb_upload_logs, evals.eval_every."
+    (note,) = load(None, *NO_WANDB, "--evals", "[{name: a}]").notes
+    assert note == "No effect in this version: evals.eval_every."
+    assert load(None, *NO_WANDB).notes == []
 
 
 def test_a_run_that_sets_nothing_special_has_no_notes(run_yaml):
-    assert load(run_yaml).notes == []
+    assert load(run_yaml, "--use_wandb", "false").notes == []
 
 
 def test_a_bound_on_age_below_the_steps_that_generation_runs_ahead_is_pointed_out():
-    environments = ("--environments", "[{name: a}]")
-    (note,) = load(None, *environments, "--max_off_policy_steps", "1").notes
+    (note,) = load(None, *NO_WANDB, "--max_off_policy_steps", "1").notes
     assert note.startswith("max_off_policy_steps is 1, below max_async_rollout, which is 2:")
     assert note.endswith("Set max_off_policy_steps to at least 2, or max_async_rollout to 1.")
     for bound, ahead in ((2, 2), (0, 0), (-1, 2)):
         flags = ("--max_off_policy_steps", str(bound), "--max_async_rollout", str(ahead))
-        assert load(None, *environments, *flags).notes == []
+        assert load(None, *NO_WANDB, *flags).notes == []
 
 
-@pytest.mark.parametrize(("field", "value"), [("train_backend", "megatron")])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("train_backend", "megatron"), ("resume_from_checkpoint", "true"), ("resume_from_checkpoint", "3")],
+)
 def test_a_choice_that_would_compute_something_else_is_refused(field, value):
     message = error_of(None, "--environments", "[{name: a}]", f"--{field}", value)
-    assert message.startswith(f"{field} is '{value}'")
+    assert message.replace('"', "").startswith(f"{field} is {value}, ")
     assert "not available in this version" in message
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHM_FACTS)
 def test_every_algorithm_can_be_chosen_by_its_name_alone(algorithm):
-    loaded = load(None, "--environments", "[{name: a}]", "--algorithm", algorithm)
+    loaded = load(None, *NO_WANDB, "--algorithm", algorithm)
     assert loaded.config.algorithm == algorithm
     assert not any("No effect" in note for note in loaded.notes)
 
 
 def test_reinforce_pp_is_normalised_over_the_batch_and_says_so():
-    loaded = load(None, "--environments", "[{name: a}]", "--algorithm", "reinforce_pp")
+    loaded = load(None, *NO_WANDB, "--algorithm", "reinforce_pp")
     assert loaded.config.advantage_norm == "batch"
     (note,) = loaded.notes
     assert note.startswith('advantage_norm adjusted from "group" to "batch": it must be "batch" for reinforce_pp')
 
 
 def test_gspo_says_that_bounds_of_token_ratios_do_not_bind():
-    gspo = ["--environments", "[{name: a}]", "--algorithm", "gspo"]
+    gspo = [*NO_WANDB, "--algorithm", "gspo"]
     (note,) = load(None, *gspo).notes
     assert "clip_low 0.4 and clip_high 0.5 will not bind" in note
     assert "clip_low 3e-4 and clip_high 4e-4" in note
@@ -343,16 +392,16 @@ def test_gspo_says_that_bounds_of_token_ratios_do_not_bind():
     ],
 )
 def test_top_p_says_what_it_does_to_the_ratios_that_the_run_takes(flags, ending):
-    (note,) = load(None, "--environments", "[{name: a}]", "--top_p", "0.9", *flags).notes
+    (note,) = load(None, *NO_WANDB, "--top_p", "0.9", *flags).notes
     assert note.startswith("top_p is 0.9: ")
     assert "up to 0.11 nats above" in note
     assert note.endswith(ending)
-    assert load(None, "--environments", "[{name: a}]", "--top_p", "1").notes == []
+    assert load(None, *NO_WANDB, "--top_p", "1").notes == []
 
 
 @pytest.mark.parametrize(("algorithm", "ending"), [("rloo", "is its reward."), ("reinforce_pp", "over the batch.")])
 def test_a_group_of_one_is_said_at_start(algorithm, ending):
-    notes = load(None, "--environments", "[{name: a}]", "--algorithm", algorithm, "--group_size", "1").notes
+    notes = load(None, *NO_WANDB, "--algorithm", algorithm, "--group_size", "1").notes
     assert notes[-1].startswith("group_size is 1: a sample has nothing to be compared with")
     assert notes[-1].endswith(ending)
 

@@ -82,11 +82,10 @@ def test_a_place_that_cannot_be_written_is_refused():
     assert "not writable" in message
 
 
-def test_a_directory_of_another_run_is_refused_unless_resuming(tmp_path):
+def test_a_directory_of_another_run_is_refused(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     message = message_of(preflight.check_run_dir, config(run_dir=str(tmp_path)))
     assert "already holds a run" in message
-    preflight.check_run_dir(config(run_dir=str(tmp_path), resume_from_checkpoint=True))
 
 
 def test_checking_leaves_nothing_behind(tmp_path):

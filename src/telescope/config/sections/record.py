@@ -24,7 +24,7 @@ class CheckpointSection(Section):
     """Include optimizer/scheduler state for resume. false = weights-only: a third of the size or less, and no
     resume."""
     resume_from_checkpoint: bool | int = False
-    """true = resume from latest; integer = resume from specific step."""
+    """true = resume from latest; integer = resume from specific step. Refused until checkpoints can be resumed."""
     checkpoint_dir: Text | None = None
     """Custom checkpoint path. Default: RUN_DIR/checkpoints, or what `TELESCOPE_CHECKPOINT_DIR` says."""
     checkpoint_keep_last: Steps | None = None

@@ -119,7 +119,7 @@ class SamplingSection(Section):
     """Nucleus sampling probability, in (0, 1]. null = disabled. Below 1 the engine's logprobs are those of the cut
     distribution and the trainer's are not."""
     max_tokens: Tokens = 3700
-    """Maximum generation tokens per completion (per turn in multi-turn environments). Below
+    """Maximum generation tokens per completion (per turn in multi-turn environments). At most
     `max_model_len`, which holds the prompt too."""
     interleaved_rollouts: bool = True
     """Exact token reuse across turns — avoids re-tokenization mismatches in multi-turn environments. Off: the

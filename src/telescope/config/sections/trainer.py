@@ -109,8 +109,8 @@ class TrainerSection(Section):
     """Learning rate (must be > 0). The peak of the schedule."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Weight decay coefficient of AdamW (decoupled: scaled by the learning rate)."""
-    grad_clip: Annotated[float, Field(gt=0)] = 1.0
-    """Maximum gradient norm for clipping. The norm is over all parameters and ranks."""
+    grad_clip: Annotated[float, Field(ge=0)] = 1.0
+    """Maximum gradient norm for clipping, over all parameters and ranks. 0 = no clipping."""
     lr_scheduler: Literal["none", "constant", "linear", "cosine"] = "constant"
     """LR schedule. "none" = fixed LR; "constant" = warmup then constant; "linear" / "cosine" = warmup then decay
     over `number_of_steps`."""

@@ -214,7 +214,8 @@ class FSDPBackend(TrainingBackend):
                     f"the gradient of training step {step} is not finite (norm {norm}); weights were not changed. "
                     f"mixed_precision_dtype is {self.config.mixed_precision_dtype}, learning_rate {rate:g}"
                 )
-            clip = min(1.0, self.config.grad_clip / (norm + CLIP_EPSILON))
+            bound = self.config.grad_clip or math.inf  # 0 switches clipping off
+            clip = min(1.0, bound / (norm + CLIP_EPSILON))
             torch._foreach_mul_(gradients, clip / divisor)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
