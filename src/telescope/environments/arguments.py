@@ -9,7 +9,6 @@ argument becomes an attribute of the instance, unless it looks like a misspelled
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
@@ -17,10 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from telescope.errors import UserError
-from telescope.utils.suggest import nearest_name
-
-NEAR_MISS_RATIO = 0.8
-"""Names that are at least so similar (`difflib`'s ratio) are taken for one name and its misspelling."""
+from telescope.utils.suggest import misspelled_name
 
 
 def constructor_arguments(cls: type, root: type) -> set[str]:
@@ -55,7 +51,7 @@ def refuse_misspelled(cls: type, given: Iterable[str], root: type, *, called: st
 
 def refuse_near_misses(given: Iterable[str], known: set[str], called: str) -> None:
     """Raises `UserError` that lists the known names when `given` holds a misspelled one."""
-    meant = {name: near for name in given if name not in known and (near := _near_miss(name, known))}
+    meant = {name: near for name in given if name not in known and (near := misspelled_name(name, known))}
     if meant:
         words = ", ".join(f"{name!r} (did you mean {near!r}?)" for name, near in meant.items())
         raise UserError(f"{called} has no keyword argument {words}. It takes: {', '.join(sorted(known))}.")
@@ -98,19 +94,6 @@ def set_attributes(instance: Any, values: Mapping[str, Any]) -> None:
                 f"{type(instance).__name__} cannot take the keyword argument {name!r}: it is a method or property."
             )
         setattr(instance, name, value)
-
-
-def _near_miss(name: str, known: set[str]) -> str | None:
-    """The known name that `name` nearly is. `min_size` is not nearly `max_size`: each of its words has to be near."""
-    near = nearest_name(name, known)
-    if near is None or _ratio(name.lower(), near.lower()) < NEAR_MISS_RATIO:
-        return None
-    words = zip(name.lower().split("_"), near.lower().split("_"), strict=False)
-    return near if all(_ratio(*pair) > 0.5 for pair in words) else None
-
-
-def _ratio(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _owners(cls: type, method: str, root: type) -> list[type]:

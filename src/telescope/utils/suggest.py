@@ -26,6 +26,7 @@ ABBREVIATIONS = {
     "output_dir": "run_dir",
 }
 SIMILAR_ENOUGH = 0.6  # below this similarity a suggestion confuses more than it helps
+MISSPELLED = 0.8  # share of matching characters from which two names are one name and its misspelling
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
@@ -38,6 +39,15 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
     return best if best is not None and _similarity(wanted, best.lower()) >= SIMILAR_ENOUGH else None
 
 
+def misspelled_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` misspells; None for another name, such as `min_size` where `max_size` is known."""
+    nearest = nearest_name(name, known)
+    if nearest is None or _spelling(name.lower(), nearest.lower()) < MISSPELLED:
+        return None
+    words = zip(name.lower().split("_"), nearest.lower().split("_"), strict=False)
+    return nearest if all(_spelling(*pair) > 0.5 for pair in words) else None
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns ` Did you mean 'x'?` with its leading space, or an empty string."""
     nearest = nearest_name(name, known)
@@ -46,8 +56,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def _similarity(wanted: str, candidate: str) -> float:
     """Similarity in [0, 1]: by spelling (typing errors) or by shared words (`warmup` for `warmup_steps`)."""
-    spelling = SequenceMatcher(None, wanted, candidate).ratio()
+    spelling = _spelling(wanted, candidate)
     words, candidate_words = set(wanted.split("_")), set(candidate.split("_"))
     shared = len(words & candidate_words)
     by_words = shared / len(words) * (0.7 + 0.3 * shared / len(candidate_words)) if words else 0.0
     return max(spelling, by_words)
+
+
+def _spelling(one: str, other: str) -> float:
+    """Share of matching characters, between 0 and 1."""
+    return SequenceMatcher(None, one, other).ratio()

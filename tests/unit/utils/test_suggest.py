@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import telescope
-from telescope.utils.suggest import did_you_mean, nearest_name
+from telescope.utils.suggest import did_you_mean, misspelled_name, nearest_name
 
 FIELDS = ["learning_rate", "warmup_steps", "weight_decay", "model"]
 
@@ -28,6 +28,21 @@ def test_a_mistyped_name_leads_to_the_nearest_known_one(typed: str, meant: str) 
 @pytest.mark.parametrize("typed", ["zzz", "", "bs"])
 def test_a_name_that_resembles_none_gets_no_suggestion(typed: str) -> None:
     assert did_you_mean(typed, FIELDS) == ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("learning_rat", "learning_rate"), ("Weight_Decay", "weight_decay"), ("warmup_stesp", "warmup_steps"),
+        ("warmup", None), ("lr", None), ("modes", "model"), ("cooldown_steps", None), ("", None),
+    ],
+)  # fmt: skip
+def test_a_misspelling_is_nearer_than_a_suggestion(typed: str, meant: str | None) -> None:
+    assert misspelled_name(typed, FIELDS) == meant
+
+
+def test_another_word_in_a_name_is_no_misspelling() -> None:
+    assert misspelled_name("max_difficulty", ["min_difficulty"]) is None
 
 
 def test_no_other_module_compares_spellings() -> None:
