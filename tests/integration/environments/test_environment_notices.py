@@ -29,7 +29,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
 
 
-def test_what_takes_the_place_of_the_hubs_dataset_is_told_with_its_size_and_the_value_that_asks_for_it() -> None:
+def test_a_replacement_of_the_hub_dataset_is_reported_with_its_size_and_its_argument() -> None:
     puzzles, problems = try_environments(
         [
             EnvironmentSpec("countdown", {"num_samples": 12}, key="training"),
@@ -45,13 +45,13 @@ def test_what_takes_the_place_of_the_hubs_dataset_is_told_with_its_size_and_the_
     assert "set dataset: own in its kwargs" in problems
 
 
-def test_an_eval_tells_what_its_environment_has_to_tell() -> None:
+def test_an_eval_has_the_notices_of_its_environment() -> None:
     (said,) = try_environments([eval_spec("hendrycks_math", {"num_samples": 5})])
     assert said.startswith(MATH)
     assert "5 problems of our own" in said
 
 
-def test_what_was_asked_for_is_no_news() -> None:
+def test_a_requested_dataset_gives_no_notice() -> None:
     specs = [
         EnvironmentSpec("countdown", {"dataset": "generated", "num_samples": 12}),
         EnvironmentSpec("hendrycks_math", {"dataset": "own"}),
@@ -59,7 +59,7 @@ def test_what_was_asked_for_is_no_news() -> None:
     assert try_environments(specs) == []
 
 
-def test_a_run_says_it_once_and_has_it_in_its_record(tmp_path: Path, tokenizer_path: str) -> None:
+def test_a_run_reports_a_notice_once_and_records_it(tmp_path: Path, tokenizer_path: str) -> None:
     flags = {
         "model": tokenizer_path, "run_dir": tmp_path / "run", "environment_workers": 2, "use_wandb": False,
         "environments": "[{name: countdown, kwargs: {num_samples: 12}}]",

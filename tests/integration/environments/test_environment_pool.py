@@ -11,7 +11,7 @@ from telescope.evals import eval_spec
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_prompt_is_rendered_by_the_chat_template_and_tokenised_in_the_worker(make_pool, tokenizer):
+async def test_prompt_is_rendered_by_the_chat_template_and_tokenized_in_the_worker(make_pool, tokenizer):
     pool = await make_pool("echo")
     prompt = await pool.prepare("echo", 3)
     messages = [{"role": "user", "content": "question 3 "}]
@@ -61,7 +61,7 @@ async def test_thousands_of_calls_are_answered_each_with_its_own_result(make_poo
     assert pool.status().calls_in_workers == 0
 
 
-async def test_two_environments_of_one_name_are_told_apart_by_key(make_pool):
+async def test_two_environments_of_one_name_differ_by_key(make_pool):
     pool = await make_pool(
         EnvironmentSpec("echo", {"num_samples": 5}, reward_max=3.0),
         EnvironmentSpec("echo", {"num_samples": 7}, key="held out"),
@@ -82,7 +82,7 @@ async def test_two_environments_of_one_name_are_told_apart_by_key(make_pool):
         (EnvironmentSpec("echo", {"random_order": True}), "different dataset in each process"),
     ],
 )
-async def test_what_a_person_can_mend_is_a_user_error_at_the_start(make_pool, spec, words):
+async def test_fixable_problems_are_user_errors_at_the_start(make_pool, spec, words):
     with pytest.raises(UserError, match=words):
         await make_pool(spec, num_workers=2)
 
@@ -103,7 +103,7 @@ async def test_training_and_evaluation_of_countdown_share_a_pool_and_no_item(mak
     assert (await pool.describe("eval/countdown")).metrics_ranges["correct"] == {"min": 0.0, "max": 1.0}
 
 
-async def test_answers_that_take_for_ever_to_compare_are_wrong_and_cost_nobody_else(make_pool, encode):
+async def test_answers_that_never_finish_comparing_are_wrong_and_delay_no_other(make_pool, encode):
     """Defect 17: SymPy is held up, and neither the worker nor the other samples are."""
     spec = EnvironmentSpec("hendrycks_math", {"dataset": "own", "verify_timeout_seconds": 1.0, "num_samples": 1})
     pool = await make_pool(spec, num_workers=1, timeout_seconds=60.0)

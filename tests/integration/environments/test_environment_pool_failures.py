@@ -155,7 +155,7 @@ async def test_a_reward_may_run_an_event_loop_of_its_own(make_pool, encode):
 
 
 @pytest.mark.parametrize("deed", ["fork_and_raise", "fork_and_return", "fork_and_wait"])
-async def test_a_copy_that_user_code_forks_off_never_answers(make_pool, encode, deed):
+async def test_a_copy_forked_by_user_code_never_answers(make_pool, encode, deed):
     """It has the same socket, and would take the requests of others."""
     pool = await make_pool("hostile")
     pids = {(await do(pool, encode, what)).sample_metrics["pid"] for what in (deed, *[FINE] * 20)}
@@ -163,14 +163,14 @@ async def test_a_copy_that_user_code_forks_off_never_answers(make_pool, encode, 
     assert pool.status().restarts == 0
 
 
-async def test_memory_is_bounded_and_the_process_goes_on(make_pool, encode):
+async def test_memory_is_bounded_and_the_process_continues(make_pool, encode):
     pool = await make_pool("hostile", memory_limit_bytes=256 * 2**20)
     with pytest.raises(EnvironmentFailure, match="MemoryError"):
         await do(pool, encode, "gorge")
     assert (await do(pool, encode, FINE)).total_reward == 1.0
 
 
-async def test_what_user_code_prints_lands_in_the_log_and_not_in_the_answers(make_pool, encode, tmp_path):
+async def test_output_of_user_code_goes_to_the_log_and_not_to_the_answers(make_pool, encode, tmp_path):
     pool = await make_pool("hostile")
     assert (await do(pool, encode, "print")).total_reward == 1.0
     assert (await do(pool, encode, FINE)).total_reward == 1.0
@@ -196,7 +196,7 @@ async def test_the_stack_of_a_hanging_reward_is_in_the_log(make_pool, encode, tm
     await eventually(lambda: b"in sleep" in (tmp_path / "logs-0" / "environment-0.log").read_bytes())
 
 
-async def test_workers_are_replaced_though_the_folder_of_their_logs_is_gone(make_pool, encode, tmp_path):
+async def test_workers_are_replaced_when_the_log_folder_is_gone(make_pool, encode, tmp_path):
     pool = await make_pool("hostile")
     shutil.rmtree(tmp_path / "logs-0")
     (tmp_path / "logs-0").write_text("in the way")
@@ -236,7 +236,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("index", [0, 900], ids=["idle", "in code that holds the interpreter"])
-async def test_workers_die_with_their_parent(index):
+async def test_workers_end_with_their_parent(index):
     parent = start_parent(index)
     pids = [int(pid) for pid in (await asyncio.to_thread(parent.stdout.readline)).split()]
     assert [is_running(pid) for pid in pids] == [True, True]
@@ -264,7 +264,7 @@ async def test_the_call_of_a_worker_that_is_killed_from_outside_runs_again(make_
     assert pool.status().restarts == 1
 
 
-async def test_a_call_whose_worker_is_killed_every_time_is_given_up(make_pool, encode):
+async def test_a_call_whose_worker_is_killed_every_time_fails(make_pool, encode):
     """The kernel kills a process that takes all memory with the same signal."""
     pool = await make_pool("hostile")
     with pytest.raises(EnvironmentFailure, match="failed: its process ended 3 times while it ran"):
@@ -310,14 +310,14 @@ async def test_a_fork_server_that_is_killed_is_replaced_and_every_call_runs_agai
     assert pool.status().restarts == 2
 
 
-async def test_a_call_that_kills_the_fork_server_is_given_up(make_own_pool):
+async def test_a_call_that_kills_the_fork_server_fails(make_own_pool):
     pool = await make_own_pool(EnvironmentSpec("echo", {"kill_parent_at": 900}), renderer=None)
     with pytest.raises(EnvironmentFailure, match="its process ended 3 times while it ran"):
         await pool.identities("echo", 900, 901)
     assert len(await pool.identities("echo", 0, 10)) == 10
 
 
-async def test_calls_fail_with_the_reason_when_the_fork_server_dies_again_and_again(make_own_pool, monkeypatch):
+async def test_calls_fail_with_the_reason_when_the_fork_server_keeps_ending(make_own_pool, monkeypatch):
     pool = await make_own_pool(EnvironmentSpec("echo"), renderer=None)
     monkeypatch.setattr("telescope.environments.worker_pool.launcher.MAX_RESTARTS", 1)
     os.kill(fork_server_of(pool), 9)

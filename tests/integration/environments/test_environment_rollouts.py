@@ -16,7 +16,7 @@ async def say(pool, encode, rollout, text, **options):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-async def test_a_conversation_goes_on_until_it_is_done_and_is_scored_whole(make_pool, encode, tokenizer, asynchronous):
+async def test_a_conversation_continues_until_it_is_done_and_is_scored_once(make_pool, encode, tokenizer, asynchronous):
     pool = await make_pool(EnvironmentSpec("talk", {"asynchronous": asynchronous, "system_prompt": "Talk."}))
     assert (await pool.describe("talk")).is_multi_turn
     first = await pool.begin("r", "talk", 3)
@@ -42,13 +42,13 @@ async def test_a_conversation_goes_on_until_it_is_done_and_is_scored_whole(make_
         await say(pool, encode, "r", "more")
 
 
-async def test_plain_code_may_run_a_loop_even_after_something_was_awaited(make_pool, encode):
+async def test_synchronous_code_may_run_an_event_loop_even_after_an_await(make_pool, encode):
     pool = await make_pool(EnvironmentSpec("talk", {"asynchronous": True}))
     await pool.begin("r", "talk", 0)
     assert (await say(pool, encode, "r", "run")).messages[0]["content"] == "0: run"
 
 
-async def test_hundreds_of_rollouts_at_once_keep_their_memories_apart(make_pool, encode):
+async def test_hundreds_of_concurrent_rollouts_have_separate_states(make_pool, encode):
     """One environment object plays many rollouts of a process (defect 20)."""
     pool = await make_pool(EnvironmentSpec("talk", {"asynchronous": True}), num_workers=2)
 
@@ -68,7 +68,7 @@ async def test_hundreds_of_rollouts_at_once_keep_their_memories_apart(make_pool,
     assert len(set(owners)) == 2 and min(owners.count(pid) for pid in set(owners)) >= 75
 
 
-async def test_waiting_rollouts_wait_together_and_a_blocking_one_does_not_hold_the_other_process(make_pool, encode):
+async def test_rollouts_wait_concurrently_and_a_blocking_one_does_not_block_the_other_process(make_pool, encode):
     pool = await make_pool("talk", num_workers=1, timeout_seconds=30.0)
     for number in range(100):
         await pool.begin(f"r{number}", "talk", 0)
@@ -85,7 +85,7 @@ async def test_an_answer_that_was_cut_off_is_the_last(make_pool, encode):
     assert advance.reward.sample_metrics["truncated"] == 1.0
 
 
-async def test_an_exhausted_context_ends_the_rollout_with_what_there_is(make_pool, encode):
+async def test_an_exhausted_context_scores_the_rollout_so_far(make_pool, encode):
     pool = await make_pool("talk")
     first = await pool.begin("r", "talk", 0)
     advance = await say(pool, encode, "r", "hello", max_context=10_000)
@@ -103,7 +103,7 @@ async def test_turns_are_limited_and_the_environment_may_stop_the_rollout(make_p
         assert (advance.done, advance.end_reason) == (True, reason)
 
 
-async def test_a_history_that_is_rendered_anew_restarts_every_turn(make_pool, encode):
+async def test_a_rewritten_history_restarts_every_turn(make_pool, encode):
     pool = await make_pool("talk")
     first = await pool.begin("r", "talk", 0, interleaved=False)
     advance = await say(pool, encode, "r", "hello")
@@ -122,7 +122,7 @@ async def test_a_history_that_is_rendered_anew_restarts_every_turn(make_pool, en
         ("exit", EnvironmentFailure, "exit code 7"),
     ],
 )
-async def test_a_rollout_that_fails_is_over_and_says_why(make_pool, encode, deed, error, words):
+async def test_a_rollout_that_fails_is_over_with_the_reason(make_pool, encode, deed, error, words):
     pool = await make_pool("talk", timeout_seconds=1.0)
     await pool.begin("r", "talk", 7)
     with pytest.raises(error, match=words):
@@ -133,7 +133,7 @@ async def test_a_rollout_that_fails_is_over_and_says_why(make_pool, encode, deed
 
 
 @pytest.mark.parametrize("deed", ["sleep 3600", "crash"])
-async def test_bystanders_of_a_process_that_ended_are_lost_and_told_so(make_pool, encode, deed):
+async def test_other_rollouts_of_a_process_that_ended_are_lost(make_pool, encode, deed):
     pool = await make_pool("talk", num_workers=1, timeout_seconds=1.0)
     for rollout in ("culprit", "waiting", "generating"):
         await pool.begin(rollout, "talk", 0)
@@ -152,7 +152,7 @@ async def test_bystanders_of_a_process_that_ended_are_lost_and_told_so(make_pool
     assert (pool.status().rollouts_open, pool.status().restarts) == (0, 1)
 
 
-async def test_a_cancelled_rollout_is_told_so_whatever_it_was_doing(make_pool, encode):
+async def test_end_rollout_is_called_for_a_cancelled_rollout_in_any_state(make_pool, encode):
     pool = await make_pool("talk", num_workers=1)
     for number, rollout in enumerate(("idle", "waiting", "observer")):
         await pool.begin(rollout, "talk", number)
@@ -173,7 +173,7 @@ async def test_a_cancelled_rollout_is_told_so_whatever_it_was_doing(make_pool, e
     await eventually(lambda: pool.status().calls_in_workers == 0)
 
 
-async def test_every_rollout_is_told_once_that_it_is_over(make_pool, encode):
+async def test_end_rollout_is_called_once_for_every_rollout(make_pool, encode):
     pool = await make_pool("talk", num_workers=1)
     for number, rollout in enumerate(("scored", "failed", "observer")):
         await pool.begin(rollout, "talk", number)
@@ -198,7 +198,7 @@ async def test_a_rollout_that_was_cancelled_before_it_began_leaves_nothing(make_
     assert pool.status().rollouts_open == 1
 
 
-async def test_an_eval_of_an_environment_of_several_turns_plays_it(make_pool, encode):
+async def test_a_multi_turn_eval_runs_its_environment(make_pool, encode):
     from telescope.evals import eval_spec
 
     pool = await make_pool(eval_spec("talk", {"max_turns": 2}, key="eval/talk"))
@@ -214,7 +214,7 @@ def notes_of(path):
     return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-async def test_resources_are_prepared_once_for_all_processes_when_first_asked_for(make_pool, encode, tmp_path):
+async def test_resources_are_prepared_once_for_all_processes_at_the_first_call(make_pool, encode, tmp_path):
     notes = tmp_path / "notes"
     pool = await make_pool(EnvironmentSpec("reserved", {"notes": str(notes)}), num_workers=3)
     await pool.prepare("reserved", 0)
@@ -235,7 +235,7 @@ async def test_resources_may_be_prepared_at_the_start_and_have_the_time_of_a_sta
     assert (await pool.advance("reserved", 0, encode("x"), "stop")).reward.total_reward == 1.0
 
 
-async def test_resources_that_failed_fail_those_who_asked_and_are_tried_again(make_pool, encode, tmp_path):
+async def test_failed_resources_fail_the_waiting_calls_and_are_retried(make_pool, encode, tmp_path):
     notes = tmp_path / "notes"
     pool = await make_pool(EnvironmentSpec("reserved", {"notes": str(notes), "fail_once": True}))
     with pytest.raises(EnvironmentFailure, match="prepare_resources failed: OSError: no sandboxes today"):
@@ -243,7 +243,7 @@ async def test_resources_that_failed_fail_those_who_asked_and_are_tried_again(ma
     assert (await pool.advance("reserved", 0, encode("x"), "stop")).reward.total_reward == 1.0
 
 
-async def test_resources_are_prepared_anew_when_their_process_ended(make_pool, encode, tmp_path):
+async def test_resources_are_prepared_again_when_their_process_ended(make_pool, encode, tmp_path):
     notes = tmp_path / "notes"
     pool = await make_pool(EnvironmentSpec("reserved", {"notes": str(notes)}), num_workers=2)
     with pytest.raises(EnvironmentFailure, match="exit code 7"):
@@ -252,7 +252,7 @@ async def test_resources_are_prepared_anew_when_their_process_ended(make_pool, e
     assert notes_of(notes) == ["try", "prepared", "try", "prepared"]
 
 
-async def test_resources_of_each_process_are_prepared_by_each(make_pool, encode, tmp_path):
+async def test_per_process_resources_are_prepared_by_each_process(make_pool, encode, tmp_path):
     notes = tmp_path / "notes"
     pool = await make_pool(EnvironmentSpec("reserved_by_each", {"notes": str(notes)}), num_workers=2)
     assert notes_of(notes).count("prepared") == 2

@@ -15,7 +15,7 @@ def call(name, *arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-async def test_tools_that_hang_are_observations_and_their_process_lives_on(make_pool, encode):
+async def test_tools_that_hang_are_observations_and_their_process_continues(make_pool, encode):
     pool = await make_pool("tooled", num_workers=1, timeout_seconds=20.0)
     for number in range(20):
         await pool.begin(f"r{number}", "tooled", 0)
@@ -41,7 +41,7 @@ async def test_a_lost_sandbox_is_a_failure_of_the_infrastructure(make_pool, enco
     assert pool.status().rollouts_open == 0
 
 
-async def test_the_calculator_is_played_to_its_reward(make_pool, encode):
+async def test_the_calculator_runs_to_its_reward(make_pool, encode):
     kwargs = {"prompt_style": "short", "min_operations": 2}
     pool = await make_pool(EnvironmentSpec("calculator_agent", kwargs), num_workers=2)
 
@@ -57,7 +57,7 @@ async def test_the_calculator_is_played_to_its_reward(make_pool, encode):
     assert await asyncio.gather(*(play(item) for item in range(100))) == [1.0] * 100
 
 
-async def test_a_game_of_wordle_is_played_to_its_end(make_pool, encode):
+async def test_a_game_of_wordle_runs_to_its_end(make_pool, encode):
     pool = await make_pool(EnvironmentSpec("wordle", {"max_turns": 3}))
     await pool.begin("r", "wordle", 0)
     replies = [await pool.respond("r", encode(text)) for text in ("[slate]", "no guess", "[crane] [stone]")]

@@ -23,7 +23,7 @@ async def step_reached(run: Harness, step: int) -> None:
         await asyncio.sleep(0.005)
 
 
-async def test_a_run_trains_every_step_and_accounts_for_every_draw(ground: Ground, tmp_path: Path) -> None:
+async def test_a_run_trains_every_step_and_accounts_for_every_prompt(ground: Ground, tmp_path: Path) -> None:
     async with harness(ground, tmp_path) as run:
         await run.run()
         ledger = run.orchestrator.ledger
@@ -59,7 +59,7 @@ async def test_two_synchronous_runs_with_one_seed_train_the_same_samples(ground:
     assert seen[0] == seen[1]
 
 
-async def test_generation_goes_on_while_the_trainer_works(ground: Ground, tmp_path: Path) -> None:
+async def test_generation_continues_while_the_trainer_works(ground: Ground, tmp_path: Path) -> None:
     async with harness(
         ground, tmp_path, engine=SLOW, trainer=FakeTrainer(seconds=0.3), max_async_rollout=2, number_of_steps=6
     ) as run:
@@ -87,7 +87,7 @@ async def test_no_group_opens_while_the_window_is_shut(ground: Ground, tmp_path:
         assert worst <= 0
 
 
-async def test_groups_with_equal_rewards_are_replaced_and_a_run_of_nothing_else_stops(
+async def test_groups_with_equal_rewards_are_replaced_and_only_such_groups_stop_the_run(
     ground: Ground, tmp_path: Path
 ) -> None:
     async with harness(ground, tmp_path, environment={"always": 1.0}) as run:
@@ -100,7 +100,7 @@ async def test_groups_with_equal_rewards_are_replaced_and_a_run_of_nothing_else_
         assert not run.trainer.steps
 
 
-async def test_equal_rewards_are_trained_when_asked_for(ground: Ground, tmp_path: Path) -> None:
+async def test_equal_rewards_are_trained_if_configured(ground: Ground, tmp_path: Path) -> None:
     async with harness(ground, tmp_path, environment={"always": 1.0}, discard_group_zero_advantage=False) as run:
         await run.run()
         assert run.orchestrator.ledger.num_trained == 20
@@ -122,7 +122,7 @@ async def test_an_environment_failure_masks_its_sample_and_nothing_else(
     assert all(row["failure_kind"] == "environment" and row["reward"] is None for row in masked)
 
 
-async def test_an_environment_that_mostly_fails_ends_the_run_and_says_why(ground: Ground, tmp_path: Path) -> None:
+async def test_an_environment_that_mostly_fails_ends_the_run_with_the_reason(ground: Ground, tmp_path: Path) -> None:
     async with harness(ground, tmp_path, environment={"fault": "raise", "fault_every": 1}) as run:
         with pytest.raises(
             RuntimeError,
@@ -131,7 +131,7 @@ async def test_an_environment_that_mostly_fails_ends_the_run_and_says_why(ground
             await run.run()
 
 
-async def test_a_reward_that_never_returns_is_masked_while_the_run_goes_on(ground: Ground, tmp_path: Path) -> None:
+async def test_a_reward_that_never_returns_is_masked_while_the_run_continues(ground: Ground, tmp_path: Path) -> None:
     async with harness(
         ground, tmp_path, environment={"fault": "hang", "fault_every": 16, "num_samples": 16},
         environment_timeout_seconds=0.5, number_of_steps=4, environment_error_budget=0.9,
@@ -140,7 +140,7 @@ async def test_a_reward_that_never_returns_is_masked_while_the_run_goes_on(groun
         assert len(run.trainer.steps) == 4
 
 
-async def test_a_dead_engine_is_restarted_and_its_samples_are_asked_again(ground: Ground, tmp_path: Path) -> None:
+async def test_an_engine_that_exits_is_restarted_and_its_samples_are_retried(ground: Ground, tmp_path: Path) -> None:
     async with harness(ground, tmp_path, engine=SLOW, number_of_steps=8) as run:
 
         async def kill_twice() -> None:
@@ -156,7 +156,7 @@ async def test_a_dead_engine_is_restarted_and_its_samples_are_asked_again(ground
         assert run.handles[0].restarts == 2
 
 
-async def test_a_run_goes_on_with_the_other_server_while_one_is_down(ground: Ground, tmp_path: Path) -> None:
+async def test_a_run_continues_with_the_other_server_while_one_is_down(ground: Ground, tmp_path: Path) -> None:
     async with harness(ground, tmp_path, engine=SLOW, inference_num_workers=2, number_of_steps=6) as run:
         run.handles[1].delay = 1.0
 
@@ -207,7 +207,7 @@ async def test_a_failure_of_the_weight_sync_ends_the_run(ground: Ground, tmp_pat
             await run.run()
 
 
-async def test_a_stop_request_ends_the_run_after_the_step_under_way(ground: Ground, tmp_path: Path) -> None:
+async def test_a_stop_request_ends_the_run_after_the_current_step(ground: Ground, tmp_path: Path) -> None:
     async with harness(ground, tmp_path, number_of_steps=1000, trainer=FakeTrainer(seconds=0.05)) as run:
 
         async def stop() -> None:
@@ -221,7 +221,7 @@ async def test_a_stop_request_ends_the_run_after_the_step_under_way(ground: Grou
         assert run.orchestrator.ledger.is_balanced()
 
 
-async def test_a_lane_per_group_trains_the_same_number_of_samples(ground: Ground, tmp_path: Path) -> None:
+async def test_a_slot_per_group_trains_the_same_number_of_samples(ground: Ground, tmp_path: Path) -> None:
     async with harness(
         ground, tmp_path, enable_individual_sample_lanes=False, free_lane_after_generation=False
     ) as run:  # fmt: skip
@@ -230,7 +230,7 @@ async def test_a_lane_per_group_trains_the_same_number_of_samples(ground: Ground
         assert run.slots.num_used <= 8
 
 
-async def test_samples_under_way_can_be_seen_while_the_run_is_live(ground: Ground, tmp_path: Path) -> None:
+async def test_running_samples_are_visible_while_the_run_is_live(ground: Ground, tmp_path: Path) -> None:
     very_slow = FakeEngineSettings(mean_tokens=12, tokens_per_second=8, vocabulary=300, end_token=None)
     async with harness(ground, tmp_path, engine=very_slow, number_of_steps=2) as run:
         seen: set[str] = set()

@@ -27,7 +27,7 @@ def names(dispatched):
     return [(worker.name, call) for worker, _, call in dispatched]
 
 
-def test_a_call_with_a_place_waits_for_it_and_goes_before_those_that_can_run_anywhere(make_call):
+def test_a_call_bound_to_a_worker_waits_for_it_and_goes_before_unbound_calls(make_call):
     queue, a, b = CallQueue(), WorkerT("a"), WorkerT("b")
     queue.costs.measured((0, "advance"), 0.0001)
     anywhere, pinned = [make_call() for _ in range(2)], make_call(worker=b)
@@ -38,7 +38,7 @@ def test_a_call_with_a_place_waits_for_it_and_goes_before_those_that_can_run_any
     assert len(queue) == 0 and a.state.num_calls + b.state.num_calls == 3
 
 
-def test_a_place_that_is_gone_keeps_its_calls_waiting_and_no_others(make_call):
+def test_a_missing_worker_delays_only_its_own_calls(make_call):
     queue, a, b = CallQueue(), WorkerT("a"), WorkerT("b")
     pinned, other = make_call(worker=b), make_call()
     queue.add(pinned)
@@ -47,7 +47,7 @@ def test_a_place_that_is_gone_keeps_its_calls_waiting_and_no_others(make_call):
     assert names(queue.dispatch([a, b])) == [("b", pinned)]
 
 
-def test_rollouts_begin_where_the_fewest_are_and_are_tied_to_that_place(make_call):
+def test_rollouts_begin_on_the_worker_with_the_fewest_and_stay_there(make_call):
     queue, a, b = CallQueue(), WorkerT("a"), WorkerT("b")
     queue.costs.measured((0, "begin"), 0.0001)
     rollouts = [Rollout(n, f"r{n}") for n in range(10)]
@@ -58,7 +58,7 @@ def test_rollouts_begin_where_the_fewest_are_and_are_tied_to_that_place(make_cal
     assert {rollout.worker for rollout in rollouts} == {a, b}
 
 
-def test_a_beginning_that_was_taken_back_begins_elsewhere(make_call):
+def test_a_withdrawn_begin_starts_on_another_worker(make_call):
     queue, a, b = CallQueue(), WorkerT("a"), WorkerT("b")
     rollout = Rollout(1, "r")
     call = make_call("begin", rollout=rollout)
@@ -71,7 +71,7 @@ def test_a_beginning_that_was_taken_back_begins_elsewhere(make_call):
     assert (rollout.worker, b.state.num_rollouts) == (b, 1)
 
 
-def test_calls_of_a_rollout_that_was_taken_back_return_to_their_place(make_call):
+def test_requeued_calls_of_a_rollout_return_to_their_worker(make_call):
     queue, a, b = CallQueue(), WorkerT("a"), WorkerT("b")
     call = make_call("respond", worker=a, rollout=Rollout(1, "r", worker=a))
     queue.requeue([call])
@@ -79,7 +79,7 @@ def test_calls_of_a_rollout_that_was_taken_back_return_to_their_place(make_call)
     assert names(queue.dispatch([a, b])) == [("a", call)]
 
 
-def test_calls_whose_caller_went_away_are_passed_over_everywhere(make_call):
+def test_cancelled_calls_are_skipped(make_call):
     queue, a = CallQueue(), WorkerT("a")
     calls = [make_call(worker=a), make_call(worker=a), make_call(), make_call()]
     for call in calls:
@@ -90,7 +90,7 @@ def test_calls_whose_caller_went_away_are_passed_over_everywhere(make_call):
     assert [call for _, call in names(queue.dispatch([a]))] == [calls[1], calls[3]]
 
 
-def test_withdrawing_from_a_place_takes_its_rollouts_and_leaves_the_rest(make_call):
+def test_withdrawing_rollout_calls_leaves_the_others(make_call):
     queue, a = CallQueue(), WorkerT("a")
     of_rollout, plain = make_call("respond", worker=a, rollout=Rollout(1, "r", worker=a)), make_call(worker=a)
     queue.add(of_rollout)
@@ -99,7 +99,7 @@ def test_withdrawing_from_a_place_takes_its_rollouts_and_leaves_the_rest(make_ca
     assert names(queue.dispatch([a])) == [("a", plain)]
 
 
-def test_a_failure_of_everything_reaches_every_call(make_call):
+def test_a_failure_of_the_pool_reaches_every_call(make_call):
     queue, a = CallQueue(), WorkerT("a")
     calls = [make_call(), make_call(worker=a)]
     for call in calls:

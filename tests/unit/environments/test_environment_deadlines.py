@@ -61,7 +61,7 @@ def test_the_earlier_of_two_deadlines_counts():
     assert raised.value.seconds == 0.05
 
 
-def test_a_deadline_inside_another_gives_it_back():
+def test_an_inner_deadline_restores_the_outer_one():
     def spin_after_a_deadline_that_was_met():
         with deadline(0.05):
             pass
@@ -101,7 +101,7 @@ async def test_a_coroutine_that_takes_too_long_is_cancelled():
     assert cancelled == [True]
 
 
-async def test_a_coroutine_is_not_charged_for_the_time_that_plain_code_takes_of_its_loop():
+async def test_a_coroutine_is_not_charged_for_time_in_which_other_code_blocks_the_loop():
     async def nap():
         for _ in range(4):
             await asyncio.sleep(0.01)
@@ -116,7 +116,7 @@ async def test_a_coroutine_is_not_charged_for_the_time_that_plain_code_takes_of_
     assert slept == "awake"
 
 
-async def test_what_the_coroutine_raises_is_raised():
+async def test_errors_of_the_coroutine_are_raised():
     async def fail():
         raise KeyError("of the tool's own")
 

@@ -135,7 +135,7 @@ def test_turns_join_token_by_token_as_the_template_writes_them(family: str) -> N
 
 
 @pytest.mark.parametrize("family", ["chatml", "llama3", "gemma", "mistral"])
-def test_an_answer_that_was_cut_off_is_closed_by_what_follows_it(family: str) -> None:
+def test_a_truncated_answer_is_ended_by_the_text_that_follows(family: str) -> None:
     made = renderer(family)
     dialogue, messages = Dialogue(made), [user("Guess a word of five letters.")]
     ids = dialogue.begin(messages)
@@ -147,7 +147,7 @@ def test_an_answer_that_was_cut_off_is_closed_by_what_follows_it(family: str) ->
     assert extension.divergence is None
 
 
-def test_sampled_ids_are_kept_though_the_text_would_be_tokenised_otherwise() -> None:
+def test_sampled_ids_are_kept_even_if_the_text_tokenizes_differently() -> None:
     made = renderer("chatml")
     dialogue, messages = Dialogue(made), [user("Guess a word of five letters.")]
     dialogue.begin(messages)
@@ -187,12 +187,12 @@ def test_a_model_that_ends_with_another_token_than_the_template_is_counted() -> 
     assert extension.token_ids[0] == made.tokenizer.eos_token_id, "nothing sampled is taken away, nothing left out"
 
 
-def test_a_template_that_forgets_reasoning_is_found_out_at_the_start() -> None:
+def test_a_template_that_removes_reasoning_is_detected_at_the_start() -> None:
     assert "rewrites earlier answers" in str(why_not_extendable(renderer("thinking", enable_thinking=True)))
     assert "starts an answer differently" in str(why_not_extendable(renderer("thinking")))
 
 
-def test_where_history_is_rewritten_the_next_prompt_is_what_the_template_writes() -> None:
+def test_after_a_rewritten_history_the_next_prompt_is_rendered_from_the_start() -> None:
     made = renderer("thinking", enable_thinking=True)
     dialogue, messages = Dialogue(made), [user("Guess.")]
     dialogue.begin(messages)
@@ -216,7 +216,7 @@ def test_an_environment_that_rewrites_the_conversation_starts_a_new_prompt() -> 
     assert extension.token_ids == whole(made, summary, prompt=True)
 
 
-def test_without_interleaving_every_prompt_is_rendered_whole() -> None:
+def test_without_interleaving_every_prompt_is_rendered_from_the_start() -> None:
     made = renderer("chatml")
     dialogue, messages = Dialogue(made, interleaved=False), [user("Guess.")]
     dialogue.begin(messages)
@@ -227,7 +227,7 @@ def test_without_interleaving_every_prompt_is_rendered_whole() -> None:
 
 
 @pytest.mark.parametrize(("family", "role"), [("gemma", "tool"), ("mistral", "system")])
-def test_a_role_that_a_template_does_not_know_is_found_out_at_the_start(family: str, role: str) -> None:
+def test_a_role_that_a_template_rejects_is_detected_at_the_start(family: str, role: str) -> None:
     with pytest.raises(Exception, match=r"not supported|must alternate"):
         why_not_extendable(renderer(family), reply_role=role)
 

@@ -34,7 +34,7 @@ def played(environment, *answers):
     return play(environment, environment.get_sample(0), *answers)[0]
 
 
-def test_next_prompt_is_all_that_was_said_and_the_response():
+def test_next_prompt_is_the_conversation_and_the_response():
     prompt = played(Guess(system_prompt="Be brief."), "3", "5", "7").trajectory[-1].prompt
     assert [m["role"] for m in prompt] == ["system", "user", "assistant", "user", "assistant", "user"]
     assert [m["content"] for m in prompt[-2:]] == ["5", "5 is wrong."]
@@ -54,7 +54,7 @@ def test_the_rollout_ends_with_its_last_turn():
     assert environment.compute_reward(state).total_reward == 1.0
 
 
-async def test_eval_metrics_are_the_rewards_for_plain_and_async_code():
+async def test_eval_metrics_are_the_rewards_for_sync_and_async_code():
     for environment in (Guess(), SlowGuess()):
         state = played(environment, "7")
         result = environment.compute_eval_metrics(state)
@@ -62,7 +62,7 @@ async def test_eval_metrics_are_the_rewards_for_plain_and_async_code():
         assert result.metrics == {"reward": 1.0, "turns": 1}
 
 
-def test_states_of_two_rollouts_share_nothing():
+def test_states_of_two_rollouts_are_separate():
     environment = Guess()
     first, second = (environment.create_initial_state(environment.get_sample(0)) for _ in range(2))
     first.custom["seen"] = 1

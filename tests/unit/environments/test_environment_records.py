@@ -33,7 +33,7 @@ def test_identity_of_a_sample_is_its_content():
     assert len({sample_uid(s) for s in (sample, *others)}) == 4
 
 
-def test_scores_become_plain_values():
+def test_scores_become_json_values():
     result = RewardResult(
         np.float32(0.5),
         {"correct": True, "steps": np.int64(3)},
@@ -83,7 +83,7 @@ def test_malformed_scores_are_refused_by_name_and_value(result, words):
     ("content", "text"),
     [("x", "x"), (5, "5"), (np.float64(0.5), "0.5"), (["a", {"type": "text", "text": "b"}], "a\nb"), ("\ud800", "?")],
 )
-def test_what_is_said_becomes_a_text(content, text):
+def test_message_content_becomes_text(content, text):
     assert serialize_messages([{"role": "user", "content": content}], "env_response") == [
         {"role": "user", "content": text}
     ]
@@ -101,12 +101,12 @@ def test_a_message_of_calls_needs_no_text():
 
 
 @pytest.mark.parametrize("verdict", [True, (True, None), [True, "won"], np.True_, (np.bool_(True), "won")])
-def test_a_verdict_is_a_truth_value_perhaps_with_a_reason(verdict):
+def test_a_verdict_is_a_bool_with_an_optional_reason(verdict):
     assert check_verdict(verdict)[0] is True
 
 
 @pytest.mark.parametrize("verdict", [1, None, "yes", (1, "won"), (True, "a", "b")])
-def test_what_may_be_true_by_accident_is_no_verdict(verdict):
+def test_truthy_values_are_no_verdict(verdict):
     with pytest.raises(MalformedResultError, match="is_done returned"):
         check_verdict(verdict)
 

@@ -58,7 +58,7 @@ def renderer(tokenizer, **options):
 @pytest.mark.parametrize("adds", ["", "b", "e", "be"])
 @pytest.mark.parametrize("text", ["hello", "<s>hello"])
 @pytest.mark.parametrize("from_template", [False, True])
-def test_a_prompt_never_begins_twice_and_is_never_closed(adds, text, from_template):
+def test_a_prompt_has_one_bos_and_no_eos(adds, text, from_template):
     ids = renderer(FakeTokenizer(adds)).encode(text, from_template=from_template)
     begins = text.startswith("<s>") or (adds.startswith("b") and not from_template)
     assert ids == [BOS] * begins + [ord(c) for c in "hello"]

@@ -44,7 +44,7 @@ def test_cheap_calls_are_sent_ahead_and_expensive_ones_one_at_a_time(make_call):
     assert not cheap.admits(0.0001)
 
 
-def test_a_call_that_waits_in_the_event_loop_makes_room(make_call):
+def test_a_call_that_waits_in_the_event_loop_frees_the_main_thread(make_call):
     state = seat_with([make_call(1.0)])
     assert not state.admits(1.0)
     state.park(1)
@@ -60,7 +60,7 @@ def test_the_deadline_of_a_queued_call_does_not_run(make_call):
     assert state.overdue(5.0) == [(1, first)]
 
 
-def test_a_waiting_call_does_not_pay_for_one_that_blocks_the_thread(make_call):
+def test_a_waiting_call_is_not_charged_for_one_that_blocks_the_thread(make_call):
     waiting, blocking = make_call(), make_call()
     state = seat_with([waiting, blocking])
     state.park(1)
@@ -71,7 +71,7 @@ def test_a_waiting_call_does_not_pay_for_one_that_blocks_the_thread(make_call):
     assert blocking.used_seconds == 5.0
 
 
-def test_an_idle_worker_that_does_not_take_its_call_is_noticed(make_call):
+def test_an_idle_worker_that_does_not_start_its_call_is_detected(make_call):
     call = make_call()
     state = seat_with([call])
     for _ in range(5):
@@ -79,7 +79,7 @@ def test_an_idle_worker_that_does_not_take_its_call_is_noticed(make_call):
     assert state.overdue(5.0) == [(1, call)]
 
 
-def test_calls_behind_a_slow_one_are_taken_back_and_the_slow_one_is_not(make_call):
+def test_calls_behind_a_slow_one_are_withdrawn(make_call):
     calls = [make_call() for _ in range(4)]
     state = seat_with(calls)
     state.answered(1)
@@ -89,7 +89,7 @@ def test_calls_behind_a_slow_one_are_taken_back_and_the_slow_one_is_not(make_cal
     assert list(state.queued.values()) == [calls[1]]
 
 
-def test_calls_of_a_rollout_are_not_taken_back(make_call):
+def test_calls_of_a_rollout_are_not_withdrawn(make_call):
     """The worker may have begun one before it hears of it; played again, the turn would be in the trajectory twice."""
     slow, begin, respond, pinned, plain = (make_call() for _ in range(5))
     begin.rollout = respond.rollout = Rollout(1, "a rollout")
@@ -101,7 +101,7 @@ def test_calls_of_a_rollout_are_not_taken_back(make_call):
     assert list(state.queued.values()) == [slow, begin, respond, pinned]
 
 
-def test_a_call_that_was_taken_back_too_late_is_nobodys_but_counted(make_call):
+def test_time_of_a_call_withdrawn_too_late_is_counted(make_call):
     state = seat_with([make_call(), make_call()])
     state.charge((1, 1), 1.0)
     state.withdraw_queued()
@@ -112,7 +112,7 @@ def test_a_call_that_was_taken_back_too_late_is_nobodys_but_counted(make_call):
     assert state.unowned_seconds == 2.0
 
 
-def test_a_death_is_blamed_on_the_call_that_held_the_thread(make_call):
+def test_the_call_on_the_main_thread_caused_the_exit(make_call):
     waiting, running, queued = make_call(), make_call(), make_call()
     state = seat_with([waiting, running, queued])
     state.park(1)
@@ -123,7 +123,7 @@ def test_a_death_is_blamed_on_the_call_that_held_the_thread(make_call):
     assert state.num_calls == 0
 
 
-def test_a_death_by_a_signal_from_outside_counts_on_the_call_that_held_the_thread_and_blames_nobody(make_call):
+def test_an_external_signal_is_counted_on_the_call_on_the_main_thread_only(make_call):
     waiting, running, queued = make_call(), make_call(), make_call()
     state = seat_with([waiting, running, queued])
     state.park(1)
@@ -131,7 +131,7 @@ def test_a_death_by_a_signal_from_outside_counts_on_the_call_that_held_the_threa
     assert [call.worker_exits for call in (waiting, running, queued)] == [0, 1, 0]
 
 
-def test_a_death_while_all_wait_counts_on_each_that_waited(make_call):
+def test_an_exit_while_all_calls_wait_counts_on_each(make_call):
     waiting, queued = make_call(), make_call()
     state = seat_with([waiting, queued])
     state.park(1)
@@ -139,7 +139,7 @@ def test_a_death_while_all_wait_counts_on_each_that_waited(make_call):
     assert waiting.worker_exits == 1
 
 
-def test_a_death_around_an_answer_counts_on_the_first_in_the_queue(make_call):
+def test_an_exit_during_an_answer_counts_on_the_first_in_the_queue(make_call):
     """Otherwise a call whose answer ends its process runs again for ever."""
     answering, queued = make_call(), make_call()
     state = seat_with([answering, queued])
@@ -147,7 +147,7 @@ def test_a_death_around_an_answer_counts_on_the_first_in_the_queue(make_call):
     assert (answering.worker_exits, queued.worker_exits) == (1, 0)
 
 
-def test_a_kill_by_the_pool_blames_nobody_again(make_call):
+def test_a_kill_by_the_pool_counts_on_no_call(make_call):
     waiting, running = make_call(), make_call()
     state = seat_with([waiting, running])
     state.park(1)
@@ -155,7 +155,7 @@ def test_a_kill_by_the_pool_blames_nobody_again(make_call):
     assert waiting.worker_exits == 0
 
 
-def test_the_loss_of_all_workers_blames_nobody_and_counts_on_what_had_begun(make_call):
+def test_the_end_of_the_fork_server_counts_on_started_calls(make_call):
     waiting, running, queued = make_call(), make_call(), make_call()
     state = seat_with([waiting, running, queued])
     state.park(1)
@@ -166,7 +166,7 @@ def test_the_loss_of_all_workers_blames_nobody_and_counts_on_what_had_begun(make
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("from_outside", [False, True])
-def test_a_call_fails_with_its_process_only_if_nothing_else_ended_that(make_call, killed, lost, from_outside):
+def test_a_call_fails_with_its_process_only_if_it_caused_the_exit(make_call, killed, lost, from_outside):
     call = make_call()
     worker = PoolWorker(0)
     worker.attach(
@@ -187,7 +187,7 @@ def test_a_call_fails_with_its_process_only_if_nothing_else_ended_that(make_call
         assert "exited with 3" in str(call.future.exception())
 
 
-def test_expected_costs_rise_at_once_and_fall_slowly():
+def test_expected_costs_rise_fast_and_fall_slowly():
     costs = Costs()
     costs.measured((0, "advance"), 0.001)
     costs.measured((0, "advance"), 1.0)
@@ -198,7 +198,7 @@ def test_expected_costs_rise_at_once_and_fall_slowly():
 
 
 @given(st.lists(st.sampled_from(["send", "park", "answer", "withdraw", "charge"]), max_size=60), st.randoms())
-def test_no_call_is_lost_or_held_twice_whatever_happens(steps, rng):
+def test_no_call_is_lost_or_sent_twice(steps, rng):
     loop = asyncio.new_event_loop()
     state, held, last_id = WorkerState(), {}, 0
     for step in steps:

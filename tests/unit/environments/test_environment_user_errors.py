@@ -16,7 +16,7 @@ def caught(function) -> BaseException:
     raise AssertionError("nothing was raised")
 
 
-def test_a_library_that_complains_is_not_blamed_but_who_called_it():
+def test_an_error_in_a_library_names_the_line_that_called_it():
     error = caught(lambda: json.loads("?"))
     assert user_code_line(error).startswith(f"{HERE}:")
     assert describe_error(error).startswith("JSONDecodeError: Expecting value")
@@ -27,7 +27,7 @@ def test_a_line_in_the_folder_of_the_environment_comes_first():
     assert Path(user_code_line(error, Path(json.__file__).parent)).name.startswith("decoder.py:")
 
 
-def test_an_error_without_a_traceback_or_with_odd_text_is_told_too():
+def test_an_error_without_a_traceback_or_with_odd_text_is_described():
     assert describe_error(ValueError("\ud800")) == "ValueError: ?"
     assert describe_error(SystemExit()) == "SystemExit"
 
@@ -37,7 +37,7 @@ class Unprintable(Exception):
         raise RuntimeError("no text")
 
 
-def test_an_error_that_cannot_say_what_it_is_is_told_by_its_name():
+def test_an_error_without_text_is_described_by_its_type():
     assert describe_error(Unprintable()) == "Unprintable: (its __str__ raises RuntimeError)"
 
 
@@ -47,13 +47,13 @@ def test_a_long_error_is_cut():
     assert text.endswith("(5000012 characters in all)")
 
 
-def test_the_first_error_of_a_group_is_told():
+def test_the_first_error_of_a_group_is_described():
     assert describe_error(ExceptionGroup("two", [ValueError("inner"), KeyError("other")])).endswith(
         "first ValueError: inner"
     )
 
 
-def test_a_next_without_an_item_is_told_with_its_own_line():
+def test_a_stop_iteration_is_described_with_its_own_line():
     def empty():
         yield next(iter(()))
 

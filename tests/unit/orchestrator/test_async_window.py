@@ -54,7 +54,7 @@ def test_opening_outside_the_window_is_a_bug() -> None:
 
 
 @given(st.lists(st.sampled_from(["open", "train", "drop"]), max_size=100))
-def test_every_draw_is_accounted_for(actions: list[str]) -> None:
+def test_every_prompt_is_accounted_for(actions: list[str]) -> None:
     ledger, n = Ledger(), 0
     for action in actions:
         if action == "open":
@@ -68,7 +68,7 @@ def test_every_draw_is_accounted_for(actions: list[str]) -> None:
     assert ledger.num_opened == n
 
 
-def test_a_draw_cannot_end_twice() -> None:
+def test_a_prompt_cannot_end_twice() -> None:
     ledger = Ledger()
     ledger.opened(3)
     ledger.trained(3)

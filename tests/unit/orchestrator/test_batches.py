@@ -28,7 +28,7 @@ def test_rewards_are_compared_within_their_group() -> None:
     assert advantages_by_sample(batch) == {"3-0": -0.5, "3-1": 0.5, "8-0": -2.0, "8-1": 2.0}
 
 
-def test_each_sample_gets_the_advantage_of_its_own_reward_whoever_came_first() -> None:
+def test_each_sample_gets_the_advantage_of_its_own_reward_in_any_order_of_arrival() -> None:
     made = group([0.0, 1.0, 5.0], n=3)
     made.samples = [made.samples[index] for index in (2, 0, 1)]
     batch = form_batch(config_of(algorithm="dr_grpo", group_size=3), [made], 0)
@@ -36,7 +36,7 @@ def test_each_sample_gets_the_advantage_of_its_own_reward_whoever_came_first() -
 
 
 @pytest.mark.parametrize("step", [0, 7])
-def test_a_batch_starts_from_the_version_that_its_step_number_says(step: int) -> None:
+def test_a_batch_starts_from_the_version_of_its_step_number(step: int) -> None:
     batch = form_batch(config_of(), [group([0.0, 1.0])], step)
     assert [(step_input.step, step_input.version) for step_input in batch.inputs] == [(step, step)]
 

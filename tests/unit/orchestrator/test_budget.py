@@ -74,7 +74,7 @@ def test_a_budget_of_zero_ends_at_the_first_failure() -> None:
     assert "failed 1 of its last 101 samples, more than environment_error_budget = 0." in end[1]
 
 
-def test_prompts_that_cannot_be_made_are_a_share_of_the_prompts() -> None:
+def test_failed_prompts_are_a_share_of_the_prompts() -> None:
     budget = ErrorBudget(0.5)
     for item in range(200):  # ahead of any sample, every third cannot be made
         if item % 3:
@@ -90,7 +90,7 @@ def test_prompts_that_cannot_be_made_are_a_share_of_the_prompts() -> None:
         mostly.prompt_failed("bad", 100, "no such item")
 
 
-def test_environments_have_budgets_of_their_own() -> None:
+def test_each_environment_has_its_own_budget() -> None:
     budget = ErrorBudget(0.2)
     for item in range(MIN_FAILURES - 1):
         budget.sample_failed("one", item, "boom")
@@ -99,7 +99,7 @@ def test_environments_have_budgets_of_their_own() -> None:
         budget.sample_failed("two", 0, "boom")
 
 
-def test_one_cause_is_told_once_with_an_item_as_its_example() -> None:
+def test_each_cause_is_reported_once_with_an_example_item() -> None:
     budget = ErrorBudget(0.2)
     broken = "compute_reward failed: ValueError: my reward is broken (environment.py:19)"
     with pytest.raises(RunError) as caught:  # noqa: PT012
@@ -117,7 +117,7 @@ def test_one_cause_is_told_once_with_an_item_as_its_example() -> None:
     )
 
 
-def test_what_is_told_of_a_message_is_plain_and_short() -> None:
+def test_reported_messages_are_short_and_without_control_sequences() -> None:
     budget = ErrorBudget(0.0)
     with pytest.raises(RunError) as caught:
         budget.sample_failed("bad", 3, f"\x1b[31mValueError\x1b[0m: {'x' * 5000}\n\nmore\n\x1b[1mthe end\x1b[0m\n \n")
@@ -127,7 +127,7 @@ def test_what_is_told_of_a_message_is_plain_and_short() -> None:
 
 
 @pytest.mark.parametrize("group_size", [2, 8])
-async def test_an_environment_that_always_fails_is_said_to_have_failed_all_its_samples(group_size: int) -> None:
+async def test_an_environment_that_always_fails_has_failed_all_its_samples(group_size: int) -> None:
     run = InMemoryRun(config_of(group_size=group_size, prompt_prefetch_buffer_size=64))
 
     async def broken(key: str, index: int, *arguments: object, **options: object) -> None:

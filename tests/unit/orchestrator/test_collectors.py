@@ -40,7 +40,7 @@ async def collect(sources: list[Source], wanted: int) -> list[dict[str, Any]]:
     return rows.rows
 
 
-async def test_a_source_that_fails_or_hangs_delays_no_other_and_is_said_once(caplog: pytest.LogCaptureFixture):
+async def test_a_source_that_fails_or_hangs_delays_no_other_and_is_reported_once(caplog: pytest.LogCaptureFixture):
     numbers = iter(range(10**6))
 
     async def good() -> ReadingBatch:
@@ -60,7 +60,7 @@ async def test_a_source_that_fails_or_hangs_delays_no_other_and_is_said_once(cap
     assert ["the actor is gone" in record.message for record in caplog.records] == [True]
 
 
-async def test_a_source_that_answers_again_is_taken_from_again():
+async def test_a_source_that_recovers_is_polled_again():
     answers = iter([RuntimeError("restarting"), ReadingBatch([Reading(1.0, "n", 1.0)], ["said by the source"])])
 
     async def take() -> ReadingBatch:
@@ -73,7 +73,7 @@ async def test_a_source_that_answers_again_is_taken_from_again():
     assert rows[0]["value"] == 1.0
 
 
-async def test_which_gpus_a_process_was_given_is_written_once():
+async def test_the_gpus_of_a_process_are_written_once():
     async def take() -> ReadingBatch:
         return ReadingBatch([Reading(1.0, "n", 1.0)], [], node="box", gpus=(2, 3))
 
@@ -85,7 +85,7 @@ async def test_which_gpus_a_process_was_given_is_written_once():
     ]
 
 
-def test_a_row_says_whose_number_it_is():
+def test_a_row_names_its_component():
     rank = Source("rank", {"component": "trainer", "rank": 4}, 1.0, None)  # type: ignore[arg-type]
     machine = Source("machine", {}, 1.0, None)  # type: ignore[arg-type]
     memory = gauge_row(Reading(1.0, "torch_memory_allocated_bytes", 5.0), rank, ReadingBatch([], [], "box", (6,)))
@@ -96,7 +96,7 @@ def test_a_row_says_whose_number_it_is():
     assert (load["component"], load["gpu"], load["labels"]) == ("host", None, {"a": "b"})
 
 
-def test_each_part_is_asked_as_often_as_its_field_says() -> None:
+def test_each_source_is_polled_at_its_interval() -> None:
     config = TelescopeConfig.model_validate(
         {
             "model": "m", "environments": [{"name": "countdown"}], "inference_num_workers": 1,

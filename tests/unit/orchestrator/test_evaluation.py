@@ -65,7 +65,7 @@ def test_an_eval_with_other_settings_or_another_name_has_its_own() -> None:
     assert keys.specs[0].factory != keys.specs[1].factory, "an eval may be more than an environment"
 
 
-def test_two_entries_of_one_environment_are_told_apart() -> None:
+def test_two_entries_of_one_environment_have_different_keys() -> None:
     environments = [{"name": "a", "kwargs": {"n": 3}}, {"name": "a", "kwargs": {"n": 5}}]
     keys = environment_keys(config_of(environments=environments, evals=[{"name": "a"}]))
     assert keys.training == ["a#0", "a#1"]
@@ -88,7 +88,7 @@ async def test_separate_items_are_reserved_at_the_head_of_the_environment_that_s
     assert evaluation.held_out_uids == {f"uid {index}" for index in range(9)}
 
 
-async def test_an_eval_asks_no_more_items_than_there_are() -> None:
+async def test_an_eval_uses_no_more_items_than_exist() -> None:
     evaluation = await evaluation_of(config_of(evals=[{"name": "b", "num_samples": 1000}, {"name": "c"}]))
     assert [len(plan.items) for plan in evaluation.plans] == [64, 64]
 
@@ -100,7 +100,7 @@ async def test_reserving_every_item_is_refused_with_the_fields_to_change() -> No
 
 
 @pytest.mark.parametrize("shares", [True, False])
-async def test_items_of_a_separate_eval_are_never_trained_whatever_it_is_called(shares: bool) -> None:
+async def test_items_of_a_separate_eval_are_never_trained_whatever_its_name(shares: bool) -> None:
     # The same dataset under two names: only the identity of the items tells.
     name = "arithmetic" if shares else "sums under another name"
     config = config_of(
@@ -117,7 +117,7 @@ async def test_items_of_a_separate_eval_are_never_trained_whatever_it_is_called(
     assert not {request.prompt_token_ids[0] - 1 for request in run.engine.requests} & held_out
 
 
-async def test_an_eval_averages_what_the_environment_says_and_records_each_sample() -> None:
+async def test_an_eval_averages_the_scores_and_records_each_sample() -> None:
     config = config_of(
         evals=[{"name": "arithmetic", "num_samples": 10, "temperature": 0.0, "separate_eval_samples": True}]
     )
@@ -163,7 +163,7 @@ class TwoTurns(NumberedItems):
         return Advance(True, [], "second", RewardRecord(1.0, {"correct": 1.0}, {}, [], {}))
 
 
-async def test_an_eval_of_several_turns_goes_the_way_of_training() -> None:
+async def test_a_multi_turn_eval_runs_like_training() -> None:
     config = config_of(evals=[{"name": "arithmetic", "num_samples": 5}])
     evaluation, servers = await evaluation_of(config, TwoTurns()), OneServer()
     (result,) = await run_all(evaluation, servers)
@@ -175,7 +175,7 @@ async def test_an_eval_of_several_turns_goes_the_way_of_training() -> None:
     assert all(prompt[-1] == 9 for prompt in second), "what the environment said follows the answer"
 
 
-async def test_an_eval_asks_with_the_same_noise_at_every_version() -> None:
+async def test_an_eval_uses_the_same_seeds_at_every_version() -> None:
     config = config_of(evals=[{"name": "arithmetic", "num_samples": 4}])
     evaluation, servers = await evaluation_of(config), OneServer()
     await run_all(evaluation, servers, version=0)
@@ -197,7 +197,7 @@ async def test_two_evals_of_one_name_keep_their_samples_apart() -> None:
     assert len({row["sample_id"] for row in written.of("samples")}) == 6
 
 
-async def test_a_sample_that_cannot_be_scored_is_left_out_of_the_average() -> None:
+async def test_an_unscored_sample_is_excluded_from_the_average() -> None:
     class Fragile(NumberedItems):
         async def advance(self, key: str, index: int, *arguments: Any, **options: Any) -> Advance:
             if index == 0:
@@ -213,7 +213,7 @@ async def test_a_sample_that_cannot_be_scored_is_left_out_of_the_average() -> No
     assert (masked["eval_name"], masked["failure_message"]) == ("arithmetic", "broken")
 
 
-async def test_an_eval_of_which_nothing_can_be_scored_says_so() -> None:
+async def test_an_eval_without_any_score_is_reported() -> None:
     class Broken(NumberedItems):
         async def advance(self, *arguments: Any, **options: Any) -> Advance:
             raise EnvironmentFailure("KeyError: 'numbers'")

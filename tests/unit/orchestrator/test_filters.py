@@ -31,7 +31,7 @@ def with_text(text: str) -> Trajectory:
     return made
 
 
-def test_nothing_is_left_out_by_default() -> None:
+def test_nothing_is_filtered_by_default() -> None:
     loop = with_text("the same again " * 1000)
     loop.turns[-1].generation.finish_reason = "length"
     loop.turns[-1].generation.logprobs_N[:] = -100.0
@@ -86,13 +86,13 @@ def test_the_overlong_penalty_is_that_of_dapo(length: int) -> None:
     assert only.overlong_penalty(sample(lengths=(length,))) == pytest.approx(overlong_penalty(length, 16, 4, 0.5))
 
 
-def test_the_longest_of_several_turns_is_the_one_that_is_penalised() -> None:
+def test_the_longest_turn_is_penalized() -> None:
     only = filters(overlong_penalty_factor=1.0, overlong_buffer_tokens=4)
     assert only.overlong_penalty(sample(lengths=(9, 9))) == 0.0
     assert only.overlong_penalty(sample(lengths=(14, 3))) == 0.5
 
 
-def test_the_penalty_is_taken_off_the_scaled_reward() -> None:
+def test_the_penalty_is_subtracted_from_the_scaled_reward() -> None:
     only = filters(overlong_penalty_factor=0.5, overlong_buffer_tokens=4)
     made = sample(reward=3.0, lengths=(16,))
     only.judge(made, (0.0, 4.0))
@@ -111,7 +111,7 @@ def test_equal_rewards_of_unequal_length_are_a_signal_once_length_costs() -> Non
     assert list(batch.advantages) == [0.25, -0.25]
 
 
-def test_a_sample_that_is_left_out_is_in_no_statistic_of_its_group() -> None:
+def test_a_filtered_sample_is_in_no_statistic_of_its_group() -> None:
     found = group([0.0, 1.0, 5.0])
     found.samples[2].turns[-1].generation.finish_reason = "length"
     for made in found.samples:
@@ -122,7 +122,7 @@ def test_a_sample_that_is_left_out_is_in_no_statistic_of_its_group() -> None:
     assert sorted(trained) == ["5-0", "5-1"]
 
 
-def test_the_row_of_a_sample_that_is_left_out_says_why_and_keeps_its_reward() -> None:
+def test_the_row_of_a_filtered_sample_has_the_filter_and_the_reward() -> None:
     made = sample(reward=2.0, finish_reason="length")
     filters(filter_overlong=True, overlong_penalty_factor=1.0, overlong_buffer_tokens=16).judge(made, NO_SCALE)
     row = sample_row(made, "prompt", status="kept", reason=None, step=1)
@@ -130,7 +130,7 @@ def test_the_row_of_a_sample_that_is_left_out_says_why_and_keeps_its_reward() ->
     assert row["penalty"] == pytest.approx(3 / 16)
 
 
-async def test_a_run_counts_what_its_filters_leave_out_and_trains_on_the_rest() -> None:
+async def test_a_run_counts_filtered_samples_and_trains_on_the_rest() -> None:
     run = InMemoryRun(config_of(group_size=4, filter_repetition=True))
     advance = run.environments.advance
 
@@ -152,7 +152,7 @@ async def test_a_run_counts_what_its_filters_leave_out_and_trains_on_the_rest() 
     assert not ids & {sample_id for step in run.trainer.steps for sample_id in step}
 
 
-async def test_a_run_whose_every_sample_is_left_out_ends_and_says_so() -> None:
+async def test_a_run_whose_samples_are_all_filtered_ends_with_the_reason() -> None:
     run = InMemoryRun(config_of(filter_repetition=True))
 
     async def loop(*arguments: object, **options: object):

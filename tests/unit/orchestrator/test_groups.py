@@ -26,7 +26,7 @@ def test_a_group_is_usable_if_its_scored_samples_differ_or_there_is_but_one(valu
 
 
 @given(rewards)
-def test_masked_samples_leave_the_rewards_of_a_group_alone(values: list[float | None]) -> None:
+def test_masked_samples_do_not_change_the_rewards_of_a_group(values: list[float | None]) -> None:
     made = group(values)
     assert made.rewards_n.tolist() == [value for value in values if value is not None]
     assert [sample.sample_index for sample in made.usable_samples] == [
@@ -34,7 +34,7 @@ def test_masked_samples_leave_the_rewards_of_a_group_alone(values: list[float | 
     ]
 
 
-def test_samples_are_in_the_order_of_their_index_whoever_came_first() -> None:
+def test_samples_are_in_the_order_of_their_index() -> None:
     made = group([0.0, 1.0, 0.5])
     made.samples.reverse()
     assert made.rewards_n.tolist() == [0.0, 1.0, 0.5]
@@ -57,7 +57,7 @@ def test_a_group_of_one_is_never_without_advantage() -> None:
 
 
 @pytest.mark.parametrize(("value", "kind"), [(0.0, "all_zero"), (0.5, "all_positive"), (-1.0, "all_negative")])
-def test_equal_rewards_are_told_apart_by_their_sign(value: float, kind: str) -> None:
+def test_equal_rewards_are_classified_by_their_sign(value: float, kind: str) -> None:
     assert zero_advantage_kind(np.array([value, value])) == kind
 
 
@@ -76,7 +76,7 @@ def test_a_streak_of_discards_ends_at_its_limit_and_a_usable_group_resets_it() -
     assert not streak.is_over, "the diagnosis is given once, though groups finish together"
 
 
-def test_the_diagnosis_says_which_rewards_were_seen_and_what_to_change() -> None:
+def test_the_diagnosis_names_the_rewards_and_the_fix() -> None:
     streak = DiscardStreak(limit=3)
     streak.discarded("all_zero", np.zeros(4))
     streak.usable()

@@ -64,7 +64,7 @@ async def test_full_collections_are_rare_while_a_run_trains(monkeypatch: pytest.
     assert gc.get_freeze_count() == 0
 
 
-async def test_nothing_is_generated_that_no_step_is_left_for() -> None:
+async def test_nothing_is_generated_beyond_the_last_step() -> None:
     run = InMemoryRun(config_of(number_of_steps=4, max_async_rollout=3))
     await run.run()
     ledger = run.orchestrator.ledger
@@ -74,7 +74,7 @@ async def test_nothing_is_generated_that_no_step_is_left_for() -> None:
     assert len(run.recorder.of("groups")) == ledger.num_opened, "and so every group is on record"
 
 
-async def test_a_run_that_goes_on_from_a_position_asks_every_other_draw_once() -> None:
+async def test_a_run_resumed_at_a_position_uses_every_other_prompt_once() -> None:
     first = InMemoryRun(config_of(number_of_steps=4, max_async_rollout=2, prompt_prefetch_buffer_size=5))
     running = asyncio.create_task(first.run())
     while first.status.step < 2:
@@ -93,7 +93,7 @@ async def test_a_run_that_goes_on_from_a_position_asks_every_other_draw_once() -
     assert set(position.unfinished) <= set(asked) | still_to_ask, "and none is forgotten"
 
 
-async def test_where_the_run_stands_in_its_draws_is_on_record_with_every_step() -> None:
+async def test_every_step_records_the_sampler_position() -> None:
     run = InMemoryRun(config_of(number_of_steps=4, max_async_rollout=2))
     await run.run()
     for row in run.recorder.of("steps"):
@@ -125,7 +125,7 @@ async def test_a_step_is_counted_when_its_weights_are_in_the_engines_and_not_bef
     assert before == after, "a synchronous run opens no group during a sync"
 
 
-async def test_every_turn_of_every_sample_has_a_seed_of_its_own() -> None:
+async def test_every_turn_of_every_sample_has_its_own_seed() -> None:
     run = InMemoryRun(config_of(number_of_steps=1, discard_group_zero_advantage=False))
     turns: Counter[str] = Counter()
 
@@ -205,7 +205,7 @@ async def test_a_server_that_comes_up_wakes_a_run_that_has_nothing_else_to_wait_
 
 
 @pytest.mark.parametrize("scaled", [True, False])
-async def test_rewards_are_scaled_to_their_range_for_training_alone_when_asked_for(
+async def test_rewards_are_scaled_for_training_only_if_configured(
     scaled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: set[float] = set()
@@ -223,7 +223,7 @@ async def test_rewards_are_scaled_to_their_range_for_training_alone_when_asked_f
     assert recorded == {0.0, 1.0}, "the record holds what the environment said"
 
 
-async def test_a_run_whose_every_item_is_held_out_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_whose_items_are_all_held_out_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("telescope.orchestrator.prompt_buffer.MAX_UNUSABLE_PROMPTS", 200)
     run = InMemoryRun(config_of(), held_out=frozenset(f"uid {index}" for index in range(64)))
     with pytest.raises(RuntimeError, match=r"200 consecutive prompts .*separate_eval_samples"):

@@ -17,7 +17,7 @@ def test_by_default_a_sample_that_does_not_fit_is_an_error_that_names_the_fields
         form_batch(config_of(seq_len=16, pad_to_multiple_of=1), [group([0.0, 1.0], **OVERLONG)], 0)
 
 
-def test_what_is_cut_off_is_not_trained_on_and_counted() -> None:
+def test_truncated_tokens_are_counted_and_not_trained() -> None:
     config = config_of(seq_len=16, pad_to_multiple_of=1, overlong_samples="truncate")
     batch = form_batch(config, [group([0.0, 1.0], **OVERLONG), group([0.0, 1.0], n=6)], 0)
     assert batch.packing["packing/truncated_samples"] == 2

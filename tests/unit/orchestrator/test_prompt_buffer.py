@@ -84,7 +84,7 @@ class Filling:
         await asyncio.gather(self.task, return_exceptions=True)
 
 
-async def test_as_many_prompts_are_ready_as_were_asked_for_and_no_more() -> None:
+async def test_the_buffer_holds_its_configured_size_and_no_more() -> None:
     filling = Filling(prompt_prefetch_buffer_size=20)
     await filling.settled()
     assert len(filling.buffer) == 20
@@ -104,13 +104,13 @@ async def test_without_prefetch_one_prompt_at_a_time_is_prepared() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 5, 24])
-async def test_prompts_leave_in_the_order_of_their_draws_whatever_the_size(size: int) -> None:
+async def test_prompts_leave_in_the_order_of_their_numbers(size: int) -> None:
     filling = Filling(prompt_prefetch_buffer_size=size)
     assert await filling.taken(30) == list(range(30))
     await filling.end()
 
 
-async def test_a_draw_that_is_given_back_comes_first() -> None:
+async def test_a_requeued_prompt_comes_first() -> None:
     filling = Filling(prompt_prefetch_buffer_size=4)
     await filling.settled()
     draw, prompt = filling.buffer.take()
@@ -119,7 +119,7 @@ async def test_a_draw_that_is_given_back_comes_first() -> None:
     await filling.end()
 
 
-async def test_what_an_earlier_attempt_left_unfinished_is_asked_first() -> None:
+async def test_unfinished_prompts_of_an_earlier_attempt_come_first() -> None:
     filling = Filling(start=SamplerPosition(10, (7, 3)), prompt_prefetch_buffer_size=3)
     await filling.settled()
     assert filling.buffer.position([]) == SamplerPosition(11, (3, 7, 10))
@@ -127,7 +127,7 @@ async def test_what_an_earlier_attempt_left_unfinished_is_asked_first() -> None:
     await filling.end()
 
 
-async def test_what_is_held_out_too_long_or_broken_never_enters() -> None:
+async def test_held_out_long_or_broken_prompts_never_enter() -> None:
     filling = Filling(held_out=frozenset({"uid 2", "uid 5"}), context=31, prompt_prefetch_buffer_size=4)
     filling.source.broken = {8}
     items = [filling.draws.prompt(n).index for n in await filling.taken(20)]
@@ -142,7 +142,7 @@ async def test_a_dataset_without_a_usable_prompt_ends_the_run_with_the_reason() 
         await asyncio.wait_for(filling.task, 60)
 
 
-async def test_prompts_that_mostly_fail_or_leave_no_room_end_the_run_before_any_sample() -> None:
+async def test_prompts_that_mostly_fail_or_are_too_long_end_the_run_before_any_sample() -> None:
     filling = Filling(budget=0.2, prompt_prefetch_buffer_size=NUM_ITEMS)
     filling.source.broken = set(range(NUM_ITEMS))
     with pytest.raises(RunError, match=r"failed 16 of its last 16 prompts.*16 x no such item, last with item"):
@@ -154,7 +154,7 @@ async def test_prompts_that_mostly_fail_or_leave_no_room_end_the_run_before_any_
         await asyncio.wait_for(filling.task, 60)
 
 
-async def test_prompts_that_are_held_out_for_an_eval_are_no_failures() -> None:
+async def test_held_out_prompts_are_no_failures() -> None:
     filling = Filling(budget=0.0, held_out=frozenset(f"uid {i}" for i in range(20)), prompt_prefetch_buffer_size=4)
     await filling.taken(10)
     assert not filling.task.done()

@@ -9,7 +9,7 @@ from telescope.orchestrator.prompt_sampler import PromptSampler, request_seed
 
 
 @given(seed=st.integers(0, 2**31), order=st.permutations(list(range(0, 3000, 97))))
-def test_a_draw_does_not_depend_on_the_order_of_calls(seed: int, order: list[int]) -> None:
+def test_a_prompt_does_not_depend_on_the_order_of_calls(seed: int, order: list[int]) -> None:
     straight = PromptSampler(seed, [50, 7], [1.0, 3.0], [0, 0])
     shuffled = PromptSampler(seed, [50, 7], [1.0, 3.0], [0, 0])
     expected = {n: straight.prompt(n) for n in sorted(order)}
@@ -33,18 +33,18 @@ def test_epochs_are_shuffled_differently() -> None:
     assert first != sorted(first)
 
 
-def test_environments_are_drawn_by_weight() -> None:
+def test_environments_are_sampled_by_weight() -> None:
     draws = PromptSampler(1, [10, 10, 10], [0.2, 0.3, 0.5], [0, 0, 0])
     counts = np.bincount([draws.prompt(n).environment for n in range(20_000)], minlength=3) / 20_000
     np.testing.assert_allclose(counts, [0.2, 0.3, 0.5], atol=0.02)
 
 
-def test_another_seed_asks_something_else() -> None:
+def test_another_seed_samples_other_prompts() -> None:
     one, other = (PromptSampler(seed, [1000], [1.0], [0]) for seed in (1, 2))
     assert [one.prompt(n).index for n in range(20)] != [other.prompt(n).index for n in range(20)]
 
 
-def test_an_environment_held_out_whole_is_an_error() -> None:
+def test_an_environment_that_is_entirely_held_out_is_an_error() -> None:
     with pytest.raises(ValueError, match="held out"):
         PromptSampler(0, [10], [1.0], [10])
 

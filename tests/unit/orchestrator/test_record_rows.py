@@ -69,7 +69,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
                 assert actual[name] == plain, (table, name)
 
 
-def test_a_masked_sample_stays_masked_whatever_became_of_its_group() -> None:
+def test_a_masked_sample_stays_masked_in_any_group() -> None:
     row = record_rows.sample_row(sample(1, None), "6 x 7?", status="discarded", reason="zero_advantage", step=3)
     assert (row["status"], row["reason"], row["reward"]) == ("masked", "environment", None)
     assert row["failure_message"] == "KeyError: 'numbers'"
@@ -89,7 +89,7 @@ def test_a_group_counts_the_samples_that_were_scored() -> None:
     assert record_rows.group_row(group([1.0]), status="kept", reason=None, step=3)["reward_std"] is None
 
 
-def test_what_is_in_flight_is_every_sample_that_is_not_done() -> None:
+def test_samples_in_flight_are_those_that_are_not_done() -> None:
     started, done = group([1.0, None, 0.0], n=6), group([1.0, 0.0], n=7)
     del started.samples[1]
     in_flight = record_rows.in_flight_rows([started, done])

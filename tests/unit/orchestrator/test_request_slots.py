@@ -16,7 +16,7 @@ def pool(*capacities: int) -> RequestSlotPool:
     return slots
 
 
-async def test_a_server_never_holds_more_samples_than_lanes() -> None:
+async def test_a_server_never_has_more_samples_than_slots() -> None:
     slots = pool(3)
     running = most = 0
 
@@ -59,7 +59,7 @@ async def test_a_later_turn_is_served_before_a_new_sample() -> None:
     assert order == ["second turn", "new sample"]
 
 
-async def test_a_dead_server_gets_nothing_and_its_groups_move() -> None:
+async def test_a_server_that_is_down_gets_nothing_and_its_groups_move() -> None:
     slots = pool(2, 2)
     first = await slots.acquire(7, timeout=1)
     slots.set_up(first.server, False)
@@ -69,7 +69,7 @@ async def test_a_dead_server_gets_nothing_and_its_groups_move() -> None:
     assert slots.servers[first.server].used == 0
 
 
-async def test_waiting_goes_on_until_a_server_comes_up() -> None:
+async def test_samples_wait_until_a_server_comes_up() -> None:
     slots = RequestSlotPool([1])
     waiting = asyncio.create_task(slots.acquire(0, timeout=5))
     await asyncio.sleep(0)
@@ -78,7 +78,7 @@ async def test_waiting_goes_on_until_a_server_comes_up() -> None:
     assert (await waiting).server == 0
 
 
-async def test_a_wait_that_runs_out_names_itself_and_leaks_nothing() -> None:
+async def test_a_wait_that_times_out_is_named_and_leaks_nothing() -> None:
     slots = pool(1)
     held = await slots.acquire(0, timeout=1)
     with pytest.raises(DeadlineExceeded, match=r"group 5 .*server 0: up, 1/1"):
@@ -88,7 +88,7 @@ async def test_a_wait_that_runs_out_names_itself_and_leaks_nothing() -> None:
     assert slots.num_waiting == 0
 
 
-async def test_a_cancelled_waiter_gives_back_a_lane_it_was_just_handed() -> None:
+async def test_a_cancelled_waiter_releases_a_slot_it_was_just_assigned() -> None:
     slots = pool(1)
     held = await slots.acquire(0, timeout=1)
     waiting = asyncio.create_task(slots.acquire(1, timeout=5))
@@ -108,7 +108,7 @@ async def test_releasing_twice_is_a_bug() -> None:
         slots.release(lease)
 
 
-async def test_a_group_tied_to_a_full_server_does_not_block_others() -> None:
+async def test_a_group_bound_to_a_full_server_does_not_block_others() -> None:
     slots = pool(1, 1)
     first = await slots.acquire(1, timeout=1)
     tied = asyncio.create_task(slots.acquire(1, timeout=5))
@@ -119,7 +119,7 @@ async def test_a_group_tied_to_a_full_server_does_not_block_others() -> None:
     assert (await tied).server == first.server
 
 
-async def test_a_server_that_is_back_takes_new_groups_while_others_wait_for_the_one_they_moved_to() -> None:
+async def test_a_recovered_server_gets_new_groups_while_moved_groups_wait() -> None:
     slots = pool(2, 2)
     slots.set_up(1, False)
     held = [await slots.acquire(0, timeout=1) for _ in range(2)]
@@ -134,13 +134,13 @@ async def test_a_server_that_is_back_takes_new_groups_while_others_wait_for_the_
     assert (await moved).server == 0
 
 
-def test_lanes_count_samples_or_groups_as_configured() -> None:
+def test_slots_count_samples_or_groups_as_configured() -> None:
     shape = {"num_servers": 2, "groups_per_server": 3, "group_size": 4}
     assert [s.capacity for s in make_request_slots(individual=True, **shape).servers] == [12, 12]
     assert [s.capacity for s in make_request_slots(individual=False, **shape).servers] == [3, 3]
 
 
-async def test_a_group_lane_is_shared_by_its_samples_and_freed_by_the_last() -> None:
+async def test_a_group_slot_is_shared_by_its_samples_and_released_by_the_last() -> None:
     slots = GroupSlotPool([1])
     slots.set_up(0, True)
     first, second = await asyncio.gather(*(slots.acquire(1, timeout=1) for _ in range(2)))
@@ -156,7 +156,7 @@ async def test_a_group_lane_is_shared_by_its_samples_and_freed_by_the_last() -> 
     assert slots.num_used == 0
 
 
-async def test_a_group_lane_moves_when_its_server_goes_down() -> None:
+async def test_a_group_slot_moves_when_its_server_goes_down() -> None:
     slots = GroupSlotPool([1, 1])
     slots.set_up(0, True)
     slots.set_up(1, True)
@@ -168,7 +168,7 @@ async def test_a_group_lane_moves_when_its_server_goes_down() -> None:
     assert slots.num_used == 0
 
 
-async def test_a_cancelled_sample_leaves_the_group_waiting_for_its_lane() -> None:
+async def test_a_cancelled_sample_leaves_the_group_waiting_for_its_slot() -> None:
     slots = GroupSlotPool([1])
     slots.set_up(0, True)
     await slots.acquire(1, timeout=1)

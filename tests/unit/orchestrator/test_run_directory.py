@@ -34,7 +34,7 @@ def news_until(directory: RunDirectory, wanted: Callable[[str], bool]) -> list[s
     return said
 
 
-def test_a_run_whose_directory_is_removed_says_so_once_and_ends_as_ever(tmp_path: Path) -> None:
+def test_a_run_whose_directory_is_removed_reports_it_once_and_finishes(tmp_path: Path) -> None:
     config = config_of(run_dir=str(tmp_path / "run"), use_wandb=False, metrics_logger_interval_seconds=0.1)
     directory = RunDirectory.create(config, [])
     with directory.open_record(console=False):
@@ -56,7 +56,7 @@ def test_a_run_whose_directory_is_removed_says_so_once_and_ends_as_ever(tmp_path
     assert (summary.status, (tmp_path / "run").exists()) == ("finished", False)
 
 
-def test_a_record_that_works_again_is_said_too(tmp_path: Path) -> None:
+def test_a_recovered_record_is_reported(tmp_path: Path) -> None:
     config = config_of(run_dir=str(tmp_path / "run"), use_wandb=False, metrics_logger_interval_seconds=0.1)
     directory = RunDirectory.create(config, [])
     with directory.open_record(console=False):

@@ -99,7 +99,7 @@ def test_many_failures_of_one_server_are_one_message() -> None:
     assert len(bench.status.messages) == 1
 
 
-async def test_a_server_whose_process_lives_is_brought_back_as_the_same_one() -> None:
+async def test_a_server_whose_process_runs_is_brought_back_without_a_restart() -> None:
     bench = Bench()
     async with bench.watched():
         bench.pool.report_failure(0, DEAD)
@@ -108,7 +108,7 @@ async def test_a_server_whose_process_lives_is_brought_back_as_the_same_one() ->
     assert bench.slots.servers[0].up
 
 
-async def test_a_restarted_server_has_its_weights_before_its_lanes_open() -> None:
+async def test_a_restarted_server_has_its_weights_before_its_slots_open() -> None:
     bench = Bench()
     async with bench.watched():
         bench.handles[1].state, bench.handles[1].error = "restarting", "ended with exit code -9"
@@ -124,7 +124,7 @@ async def test_a_restarted_server_has_its_weights_before_its_lanes_open() -> Non
     assert all("ended with exit code -9" in message for message in bench.status.messages)
 
 
-async def test_a_restart_between_two_looks_is_noticed_by_its_count() -> None:
+async def test_a_restart_between_two_polls_is_detected_by_its_count() -> None:
     bench = Bench()
     bench.handles[0].restarts = 1
     async with bench.watched():
@@ -132,7 +132,7 @@ async def test_a_restart_between_two_looks_is_noticed_by_its_count() -> None:
     assert bench.brought == [(0, True, False)]
 
 
-async def test_a_server_that_says_ready_but_does_not_answer_gets_no_weights_yet() -> None:
+async def test_a_ready_server_that_does_not_answer_gets_no_weights_yet() -> None:
     bench = Bench(1)
     bench.handles[0].healthy = False
     async with bench.watched():
@@ -143,7 +143,7 @@ async def test_a_server_that_says_ready_but_does_not_answer_gets_no_weights_yet(
         await bench.until(lambda: bench.pool.up == [0])
 
 
-async def test_a_server_that_dies_again_while_it_is_given_weights_is_tried_again() -> None:
+async def test_a_server_that_fails_while_it_receives_weights_is_retried() -> None:
     bench = Bench()
     bench.weights_fail = True
     async with bench.watched():
@@ -154,7 +154,7 @@ async def test_a_server_that_dies_again_while_it_is_given_weights_is_tried_again
         await bench.until(lambda: bench.pool.up == [0, 1])
 
 
-async def test_a_server_that_never_takes_weights_is_given_up_and_the_others_go_on() -> None:
+async def test_a_server_that_never_loads_weights_is_abandoned_and_the_others_continue() -> None:
     bench = Bench()
     bench.weights_fail = True
     async with bench.watched() as watching:
@@ -166,7 +166,7 @@ async def test_a_server_that_never_takes_weights_is_given_up_and_the_others_go_o
     assert len(bench.brought) == MAX_FAILED_BRING_UPS
 
 
-async def test_a_server_whose_actor_is_gone_is_given_up_and_the_others_go_on() -> None:
+async def test_a_server_without_an_actor_is_abandoned_and_the_others_continue() -> None:
     bench = Bench()
     bench.handles[0].gone = True
     async with bench.watched() as watching:
@@ -176,14 +176,14 @@ async def test_a_server_whose_actor_is_gone_is_given_up_and_the_others_go_on() -
     assert bench.status.components["server 0"] == "failed permanently"
 
 
-async def test_a_restart_that_takes_too_long_is_given_up_with_the_field_to_raise() -> None:
+async def test_a_restart_that_takes_too_long_is_abandoned_with_the_field_to_raise() -> None:
     bench = Bench(1, start_timeout=0.02)
     bench.handles[0].state = "starting"
     with pytest.raises(InfrastructureError, match=r"_start_timeout_seconds = 0\.02 s .*; last state: starting"):
         await asyncio.wait_for(bench.pool.watch(), 5)
 
 
-async def test_an_engine_that_hangs_is_waited_for_longer_than_a_restart_until_its_server_has_noticed() -> None:
+async def test_the_wait_for_a_hanging_engine_includes_the_detection_of_the_hang() -> None:
     bench = Bench(start_timeout=0.02, hang_timeout=5.0)
     bench.handles[0].healthy = False
     async with bench.watched():
@@ -216,7 +216,7 @@ async def test_a_bug_while_a_server_is_brought_up_ends_the_run() -> None:
         await asyncio.wait_for(bench.pool.watch(), 5)
 
 
-async def test_nobody_goes_on_bringing_servers_up_when_the_watch_has_ended() -> None:
+async def test_no_server_is_brought_up_when_the_watch_has_ended() -> None:
     bench = Bench()
     bench.handles[0].state = "restarting"
     async with bench.watched():

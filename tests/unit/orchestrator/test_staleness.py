@@ -96,7 +96,7 @@ def test_every_prompt_is_trained_or_dropped_with_a_reason_or_still_open() -> Non
     assert returned, "a draw that came back is trained in the end"
 
 
-def test_a_draw_is_dropped_as_too_slow_after_two_returns() -> None:
+def test_a_prompt_is_dropped_as_too_slow_after_two_requeues() -> None:
     run = simulated(SLOW_ANSWERS, max_off_policy_steps=1, max_async_rollout=4, number_of_steps=30)
     dropped = run.recorder.of("groups", reason="too_slow")
     assert dropped
@@ -111,7 +111,7 @@ def test_every_token_that_an_engine_sampled_is_on_record_whether_it_was_trained_
     assert sum(row["completion_tokens"] for row in rows) == run.servers[0].engine.num_sampled_tokens
 
 
-def test_every_sampled_token_is_counted_once_with_what_became_of_it() -> None:
+def test_every_sampled_token_is_counted_once_with_its_outcome() -> None:
     pace = Pace(
         tokens=(1, 200), score=(0.0, 0.2), turns=(1, 3), environment_failures=0.1, own_aborts=0.1,
         lost_conversations=0.1, deaths=((5.0, 0, 2.0), (20.0, 1, 2.0)),
@@ -128,7 +128,7 @@ def test_every_sampled_token_is_counted_once_with_what_became_of_it() -> None:
     assert sum(row["wasted_tokens"] for row in written) <= tokens["retried"] + tokens["lost"]
 
 
-def test_what_belonged_to_returned_draws_is_counted_too() -> None:
+def test_samples_of_requeued_prompts_are_counted() -> None:
     run = simulated(SLOW_ANSWERS, max_off_policy_steps=1, max_async_rollout=4)
     assert total(run, "returned/groups") == run.orchestrator.ledger.num_requeued
     rows = [
@@ -142,7 +142,7 @@ def test_what_belonged_to_returned_draws_is_counted_too() -> None:
     assert any("returned/tokens_mean" in metrics for metrics in run.step_log.metrics)
 
 
-def test_the_lengths_of_what_is_kept_and_of_what_is_dropped_are_there_to_compare() -> None:
+def test_lengths_are_reported_for_kept_and_dropped_samples() -> None:
     run = simulated(SLOW_ANSWERS, max_off_policy_steps=1, max_async_rollout=4)
     for name in ("mean", "std", "min", "max"):
         assert any(f"cancelled/tokens_{name}" in metrics for metrics in run.step_log.metrics)
@@ -155,7 +155,7 @@ def test_the_lengths_of_what_is_kept_and_of_what_is_dropped_are_there_to_compare
     assert mean["kept"] < 200, "dropping favours short answers (all: 200), and the record shows by how much"
 
 
-def test_draws_come_back_by_the_dozen_only_when_the_bound_is_below_the_steps_that_generation_runs_ahead() -> None:
+def test_many_prompts_are_requeued_only_if_the_age_bound_is_below_the_async_window() -> None:
     pace = Pace(tokens=(1, 40), train=(6.0, 6.0))
     shares = {}
     for bound in (1, 2, 3):
@@ -168,7 +168,7 @@ def test_draws_come_back_by_the_dozen_only_when_the_bound_is_below_the_steps_tha
 
 
 # Defect 14: fresh finished groups are thrown away because a batch was full.
-def test_no_finished_group_is_thrown_away_while_it_is_young_enough() -> None:
+def test_no_fresh_finished_group_is_discarded() -> None:
     run = simulated(Pace(), max_off_policy_steps=8, max_async_rollout=3)
     assert {row["reason"] for row in run.recorder.of("groups")} == {None, "zero_advantage"}
     assert run.orchestrator.ledger.num_requeued == 0
@@ -178,13 +178,13 @@ def test_no_finished_group_is_thrown_away_while_it_is_young_enough() -> None:
         assert max(other["age"] or 0 for other in others) > 2 or any(o["status"] == "cancelled" for o in others)
 
 
-def test_a_batch_that_waits_for_the_trainer_is_taken_apart_when_it_becomes_too_old() -> None:
+def test_a_waiting_batch_is_dissolved_when_it_becomes_too_old() -> None:
     run = simulated(Pace(train=(5.0, 5.0)), max_off_policy_steps=0, max_async_rollout=1)
     assert all(age == 0 for step in run.trainer.ages for age in step)
     assert run.orchestrator.ledger.num_requeued > 0
 
 
-def test_a_run_whose_answers_are_all_too_slow_stops_and_says_so() -> None:
+def test_a_run_whose_answers_are_all_too_slow_stops_with_the_reason() -> None:
     pace = Pace(tokens=(300, 300), tokens_per_second=1.0, train=(0.1, 0.1))
     quick = config_of(max_off_policy_steps=0, max_async_rollout=8, max_tokens=1000, max_model_len=4096, seq_len=4096)
     simulation = Simulation(quick, pace)

@@ -146,7 +146,7 @@ def test_what_was_asked_again_is_counted_beside_its_sample() -> None:
     assert (metrics["lost/samples"], metrics["lost/tokens_mean"]) == (1, 20)
 
 
-def test_samples_of_returned_groups_are_counted_also_when_they_end_later() -> None:
+def test_samples_of_requeued_groups_are_counted_also_when_they_end_later() -> None:
     counts = DiscardCounts()
     counts.requeued([sample(0, 1.0, lengths=(3,)), sample(1, None, lengths=(5,))])
     counts.cancelled(sample(2, None, lengths=(9,)), requeued=True)

@@ -203,7 +203,7 @@ async def test_a_conversation_that_is_lost_again_and_again_masks_the_sample_as_i
     assert len(bench.environments.begun) == 1 + 3
 
 
-async def test_a_sandbox_that_dies_is_asked_again_about_the_same_answer() -> None:
+async def test_a_sandbox_failure_is_retried_with_the_same_answer() -> None:
     bench = Bench(environments=FakeEnvironments([InfrastructureError("the sandbox is gone")]))
     sample = await bench.run()
     assert sample.total_reward == 1.0
@@ -212,7 +212,7 @@ async def test_a_sandbox_that_dies_is_asked_again_about_the_same_answer() -> Non
 
 
 # Defect 16: infrastructure failures scored as reward 0.
-async def test_a_sandbox_that_stays_dead_masks_the_sample_and_never_scores_it() -> None:
+async def test_a_sandbox_that_keeps_failing_masks_the_sample_and_never_scores_it() -> None:
     bench = Bench(environments=FakeEnvironments([InfrastructureError("the sandbox is gone")] * 10))
     sample = await bench.run()
     assert (sample.reward, sample.failure_kind) == (None, "infrastructure")
@@ -225,7 +225,7 @@ async def test_an_environment_that_cannot_begin_masks_the_sample() -> None:
     assert not bench.engine.requests
 
 
-async def test_an_environment_that_puts_another_question_to_each_sample_of_a_group_is_found_out() -> None:
+async def test_an_environment_whose_first_prompt_varies_within_a_group_is_detected() -> None:
     bench = Bench(environments=FakeEnvironments(first_prompt=[1, 2, 4]))
     sample = await bench.run(turns=True)
     assert sample.failure_kind == "environment"
@@ -237,7 +237,7 @@ async def test_an_environment_that_puts_another_question_to_each_sample_of_a_gro
 @pytest.mark.parametrize(
     ("wait", "sampled"), [("engine", [[7], [9]]), ("environment", [[7], [9]]), ("slot", [[7]])]
 )  # fmt: skip
-async def test_a_cancelled_sample_ends_wherever_it_waits_and_keeps_its_tokens(
+async def test_a_cancelled_sample_ends_during_any_wait_and_keeps_its_tokens(
     wait: str, sampled: list[list[int]]
 ) -> None:
     reason = "abort" if wait == "engine" else "stop"
@@ -274,13 +274,13 @@ async def test_a_cancelled_sample_ends_wherever_it_waits_and_keeps_its_tokens(
     assert bench.slots.num_held == 0
 
 
-async def test_an_answer_may_use_the_room_that_the_prompt_leaves() -> None:
+async def test_an_answer_may_use_the_context_that_the_prompt_leaves() -> None:
     bench = Bench()
     await bench.run(prompt=list(range(60)), max_context=64, max_tokens=16)
     assert bench.engine.requests[0].max_tokens == 4
 
 
-async def test_the_environment_is_told_how_much_context_there_is() -> None:
+async def test_the_environment_receives_the_context_length() -> None:
     bench = Bench()
     await bench.run(turns=True, max_context=15)
     assert bench.environments.max_context == 15, "so that it scores what there is when the next turn has no room"
@@ -303,7 +303,7 @@ async def test_priorities_follow_turns_when_the_engine_sorts_by_them() -> None:
 
 
 @pytest.mark.parametrize("free", [True, False])
-async def test_a_lane_is_free_while_the_environment_works_if_so_configured(free: bool) -> None:
+async def test_a_slot_is_free_while_the_environment_runs_if_so_configured(free: bool) -> None:
     bench = Bench()
     held: list[int] = []
 
@@ -316,7 +316,7 @@ async def test_a_lane_is_free_while_the_environment_works_if_so_configured(free:
     assert bench.slots.num_held == 0
 
 
-async def test_a_failed_server_is_reported_before_its_lane_is_free_for_others() -> None:
+async def test_a_failed_server_is_reported_before_its_slot_is_free_for_others() -> None:
     bench = Bench(FakeEngine([DEAD]))
     held: list[int] = []
     bench.on_engine_failure = lambda server, error: held.append(bench.slots.num_held)  # type: ignore[method-assign]
@@ -324,7 +324,7 @@ async def test_a_failed_server_is_reported_before_its_lane_is_free_for_others() 
     assert held == [1]
 
 
-async def test_a_wait_for_a_lane_that_runs_out_is_not_blamed_on_the_sample() -> None:
+async def test_a_timeout_of_the_wait_for_a_slot_is_no_sample_failure() -> None:
     bench = Bench()
 
     async def never() -> None:
@@ -335,7 +335,7 @@ async def test_a_wait_for_a_lane_that_runs_out_is_not_blamed_on_the_sample() -> 
         await bench.run()
 
 
-async def test_a_bug_in_an_engine_is_raised_and_gives_the_lane_back() -> None:
+async def test_a_bug_in_an_engine_is_raised_and_releases_the_slot() -> None:
     bench = Bench(FakeEngine([ArithmeticError("a bug")]))
     with pytest.raises(ArithmeticError):
         await bench.run()
@@ -353,7 +353,7 @@ steps = st.sampled_from(["ok", "dead", "abort", "environment fails", "turn", "bu
     cancel_after=st.integers(0, 30),
     delays=st.lists(st.integers(0, 3), min_size=1, max_size=6),
 )
-def test_a_lane_comes_back_exactly_once_whatever_fails_and_whenever_it_is_cancelled(
+def test_a_slot_is_released_exactly_once_after_any_failure_or_cancellation(
     script: list[str], free: bool, turns: bool, cancel_after: int, delays: list[int]
 ) -> None:
     answers: dict[str, Any] = {
@@ -393,7 +393,7 @@ def test_a_lane_comes_back_exactly_once_whatever_fails_and_whenever_it_is_cancel
     free=st.booleans(),
     delays=st.lists(st.integers(0, 3), min_size=1, max_size=5),
 )
-def test_many_rollouts_over_real_lanes_leave_every_lane_free(
+def test_many_rollouts_over_real_slots_leave_every_slot_free(
     outcomes: list[str], cancelled: set[int], free: bool, delays: list[int]
 ) -> None:
     asked = iter(delays * 500)
