@@ -1,4 +1,4 @@
-"""What environments have to tell the user of a run, from their own processes to the run and its record."""
+"""Notices of environments, from their processes to the run and its record."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_run_reports_a_notice_once_and_records_it(tmp_path: Path, tokenizer_pa
     keys = environment_keys(config)
     notices = try_environments(keys.specs)
     status = RunStatus("run", 1)
-    status.messages.extend(notices[:1])  # as a run does with its notes; the other is news to it
+    status.messages.extend(notices[:1])  # as a run does with its notes; the other is new
     directory = RunDirectory.create(config, notices)
 
     async def start() -> None:

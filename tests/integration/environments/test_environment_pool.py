@@ -1,4 +1,4 @@
-"""The pool with real processes and user code that behaves."""
+"""The pool with real processes and correct user code."""
 
 import asyncio
 
@@ -104,7 +104,7 @@ async def test_training_and_evaluation_of_countdown_share_a_pool_and_no_item(mak
 
 
 async def test_answers_that_never_finish_comparing_are_wrong_and_delay_no_other(make_pool, encode):
-    """Defect 17: SymPy is held up, and neither the worker nor the other samples are."""
+    """SymPy hangs, but neither the worker nor the other samples do."""
     spec = EnvironmentSpec("hendrycks_math", {"dataset": "own", "verify_timeout_seconds": 1.0, "num_samples": 1})
     pool = await make_pool(spec, num_workers=1, timeout_seconds=60.0)
     hostile = [r"\boxed{9^{9^{9^9}}}", r"\boxed{\prod_{i=1}^{10^9} i}", r"\boxed{95^{97^{99}}}", r"\boxed{((((((((1}"]

@@ -1,4 +1,4 @@
-"""The pool with user code that raises, hangs, crashes, and eats memory (defects 17 and 19)."""
+"""The pool with user code that raises, hangs, crashes, and exhausts memory."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ def is_running(pid: int) -> bool:
     """Whether the process exists and is not a zombie."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or before it was read
+    except (FileNotFoundError, ProcessLookupError):  # it ended before the file was opened or read
         return False
     return status.rsplit(")", 1)[1].split()[0] != "Z"
 
@@ -129,7 +129,7 @@ async def test_a_deadline_kills_one_process_and_no_other(make_pool, encode):
 
 
 async def test_a_slow_reward_does_not_delay_the_others(make_pool, encode):
-    """Defect 19. The slow one is over last although it was first, and the event loop stays free."""
+    """The slow call starts first and ends last, and the event loop stays free."""
     pool = await make_pool("hostile", num_workers=2)
     await asyncio.gather(*(do(pool, encode, FINE) for _ in range(200)))  # so cheap that calls are sent ahead
     order = []
@@ -156,7 +156,7 @@ async def test_a_reward_may_run_an_event_loop_of_its_own(make_pool, encode):
 
 @pytest.mark.parametrize("deed", ["fork_and_raise", "fork_and_return", "fork_and_wait"])
 async def test_a_copy_forked_by_user_code_never_answers(make_pool, encode, deed):
-    """It has the same socket, and would take the requests of others."""
+    """The copy has the same socket, and could read requests of the worker."""
     pool = await make_pool("hostile")
     pids = {(await do(pool, encode, what)).sample_metrics["pid"] for what in (deed, *[FINE] * 20)}
     assert pids == set(pool.status().pids)
@@ -265,7 +265,7 @@ async def test_the_call_of_a_worker_that_is_killed_from_outside_runs_again(make_
 
 
 async def test_a_call_whose_worker_is_killed_every_time_fails(make_pool, encode):
-    """The kernel kills a process that takes all memory with the same signal."""
+    """The OOM killer uses the same signal."""
     pool = await make_pool("hostile")
     with pytest.raises(EnvironmentFailure, match="failed: its process ended 3 times while it ran"):
         await do(pool, encode, "kill_itself")
@@ -273,7 +273,7 @@ async def test_a_call_whose_worker_is_killed_every_time_fails(make_pool, encode)
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def make_own_pool(tmp_path):
-    """Start pools with a fork server of their own, which a test may kill."""
+    """Starts pools with their own fork server, which a test may kill."""
     pools = []
 
     async def make(spec, **options):

@@ -1,4 +1,4 @@
-"""Rollouts of several turns with real processes: one owner from the first turn to the reward."""
+"""Multi-turn rollouts with real processes: one process owns a rollout from the first turn to the reward."""
 
 import asyncio
 
@@ -49,7 +49,7 @@ async def test_synchronous_code_may_run_an_event_loop_even_after_an_await(make_p
 
 
 async def test_hundreds_of_concurrent_rollouts_have_separate_states(make_pool, encode):
-    """One environment object plays many rollouts of a process (defect 20)."""
+    """One environment object runs many rollouts of a process."""
     pool = await make_pool(EnvironmentSpec("talk", {"asynchronous": True}), num_workers=2)
 
     async def one(number):
@@ -74,7 +74,7 @@ async def test_rollouts_wait_concurrently_and_a_blocking_one_does_not_block_the_
         await pool.begin(f"r{number}", "talk", 0)
     started = asyncio.get_running_loop().time()
     await asyncio.gather(*(say(pool, encode, f"r{number}", "wait 0.5") for number in range(100)))
-    assert asyncio.get_running_loop().time() - started < 25.0  # one after the other would take 50 seconds
+    assert asyncio.get_running_loop().time() - started < 25.0  # sequential calls would take 50 seconds
 
 
 async def test_an_answer_that_was_cut_off_is_the_last(make_pool, encode):
@@ -262,13 +262,13 @@ async def test_per_process_resources_are_prepared_by_each_process(make_pool, enc
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_rollouts_that_are_open_when_the_pool_closes_are_ended(make_pool, encode, tmp_path, asynchronous):
-    """What their states hold is given back when a run is interrupted, too."""
+    """Resources of their states are released when a run is interrupted, too."""
     diary = tmp_path / "diary"
     pool = await make_pool(EnvironmentSpec("talk", {"asynchronous": asynchronous, "diary": str(diary)}), num_workers=2)
     for item in range(6):
         await pool.begin(f"r{item}", "talk", item)
     await say(pool, encode, "r0", "stop at once")
-    pool.cancel("r1")  # right before the end, so that the process may not hear of it
+    pool.cancel("r1")  # right before the end, so that the process may not receive it
     waiting = asyncio.ensure_future(say(pool, encode, "r2", "wait 60"))
     await eventually(lambda: pool.status().calls_in_workers > 0)
     await pool.close()

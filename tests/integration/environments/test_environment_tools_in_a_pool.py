@@ -1,4 +1,4 @@
-"""Tools in real worker processes: what they do wrong reaches the model, and nobody else."""
+"""Tools in real worker processes: their errors reach only the model."""
 
 import asyncio
 import json

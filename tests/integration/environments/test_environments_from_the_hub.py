@@ -66,7 +66,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 
 def load(hub: Hub, home: Path, *wanted: tuple[str, dict[str, Any]]) -> list[Any]:
-    """What a new process gets for each environment: (prompt, answer, metadata) of its samples, or its error."""
+    """Loads each environment in a new process; returns (prompt, answer, metadata) of its samples, or its error."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     done = subprocess.run(
         [sys.executable, "-c", LOAD, json.dumps(wanted)],

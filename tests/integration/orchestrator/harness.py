@@ -39,7 +39,7 @@ class FakeHandle:
         return ""
 
     async def kill(self) -> None:
-        """What kill -9 of the process looks like from here, and the restart that follows."""
+        """Simulates kill -9 of the process, and the restart that follows."""
         self.state = "restarting"
         self.server.die()
         await asyncio.sleep(self.delay)
@@ -58,7 +58,7 @@ class Harness(FakeRun):
 
 @dataclass
 class Ground:
-    """What all runs share, since it takes seconds to make: a tokenizer, and the environments' fork server."""
+    """Shared by all runs, because it takes seconds to make: a tokenizer, and the environments' fork server."""
 
     tokenizer: Path
     launcher: Launcher
@@ -96,7 +96,7 @@ async def harness(
     trainer: FakeTrainer | None = None,
     **fields: Any,
 ) -> AsyncIterator[Harness]:
-    """Start the parts, hand them over, end them."""
+    """Starts the components and ends them after the block."""
     config = config_for(ground.tokenizer, **fields)
     settings = engine or FakeEngineSettings(mean_tokens=6, length_sigma=0.4, vocabulary=300, end_token=None)
     async with AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The loops against a fake engine: what is trained, what is not, and what ends a run."""
+"""The loops against a fake engine: trained samples, masked samples, and ends of runs."""
 
 from __future__ import annotations
 

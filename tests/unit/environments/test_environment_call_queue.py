@@ -1,4 +1,4 @@
-"""Which call goes where when some can run in one worker only."""
+"""Assignment of calls to workers, when only one worker can run some of them."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Plain code is interrupted in time, and only then."""
+"""Synchronous code is interrupted at its deadline, and only then."""
 
 import asyncio
 import signal
@@ -43,7 +43,7 @@ def test_code_that_catches_every_exception_is_interrupted_again():
 
 def test_nothing_is_left_behind():
     before = signal.getsignal(signal.SIGALRM)
-    signal.setitimer(signal.ITIMER_REAL, 1000.0)  # of whoever set one before us
+    signal.setitimer(signal.ITIMER_REAL, 1000.0)  # set by other code
     with deadline(60):
         pass
     with pytest.raises(ZeroDivisionError), deadline(60):

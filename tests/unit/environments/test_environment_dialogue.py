@@ -1,4 +1,4 @@
-"""Turns join as the chat template writes them, token by token, for the templates that are about (defect 15).
+"""Turns join as the chat template renders them, token by token, for common templates.
 
 Tokenizers are made here: small vocabularies, real pre-tokenisation, the special tokens and templates of each family.
 """
@@ -37,7 +37,7 @@ MISTRAL = (
     "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
     "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
 )
-# Leaves the reasoning of earlier answers out, and prompts an answer without reasoning with an empty one.
+# Removes the reasoning of earlier answers, and prompts an answer without reasoning with an empty one.
 THINKING = (
     "{% for m in messages %}{% set content = m['content'] %}"
     "{% if m['role'] == 'assistant' and '</think>' in content and not loop.last %}"
@@ -109,7 +109,7 @@ def whole(made: Renderer, messages: list[dict[str, Any]], *, prompt: bool) -> li
 
 
 def sampled(made: Renderer, messages: list[dict[str, Any]], answer: str) -> list[int]:
-    """What a model samples that writes `answer` as the template does: the ids between prompt and end token, with it."""
+    """Ids that a model samples for `answer` if it follows the template, end token included."""
     prompt, closed = whole(made, messages, prompt=True), whole(made, [*messages, assistant(answer)], prompt=False)
     assert closed[: len(prompt)] == prompt
     end = made.tokenizer.eos_token_id

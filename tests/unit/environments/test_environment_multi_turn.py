@@ -1,4 +1,4 @@
-"""Multi-turn environments, apart from the process that runs them."""
+"""Conversations of multi-turn environments, without a pool."""
 
 import pytest
 from tests.unit.environments.turns import play

@@ -1,4 +1,4 @@
-"""Token ids, identities, and the plain values that scores become."""
+"""Token ids, identities, and serialized scores."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Prompts as text and as token ids, with a tokenizer that stands in for transformers'."""
+"""Prompts as text and as token ids, with a fake tokenizer."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ BOS, EOS = 1000, 1001
 
 
 class FakeTokenizer:
-    """Characters as ids. `adds` says which special tokens it puts around a text by itself."""
+    """Characters as ids. `adds` are the special tokens that it adds around a text."""
 
     bos_token, eos_token, bos_token_id, eos_token_id = "<s>", "</s>", BOS, EOS
     all_special_ids = (BOS, EOS)

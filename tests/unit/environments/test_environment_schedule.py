@@ -1,4 +1,4 @@
-"""Who runs where, whose deadline runs, and who is to blame."""
+"""Scheduling of calls, their deadlines, and the call that ended a worker."""
 
 import asyncio
 from types import SimpleNamespace
@@ -67,7 +67,7 @@ def test_a_waiting_call_is_not_charged_for_one_that_blocks_the_thread(make_call)
     state.charge((0, 1), 1.0)
     for _ in range(5):
         state.charge((2, 2), 1.0)
-    assert waiting.used_seconds == 2.0  # while nothing else, and in the tick in which the other began
+    assert waiting.used_seconds == 2.0  # while alone, and in the tick in which the other began
     assert blocking.used_seconds == 5.0
 
 
@@ -90,7 +90,7 @@ def test_calls_behind_a_slow_one_are_withdrawn(make_call):
 
 
 def test_calls_of_a_rollout_are_not_withdrawn(make_call):
-    """The worker may have begun one before it hears of it; played again, the turn would be in the trajectory twice."""
+    """The worker may start one before it receives the withdrawal, and then the turn would run twice."""
     slow, begin, respond, pinned, plain = (make_call() for _ in range(5))
     begin.rollout = respond.rollout = Rollout(1, "a rollout")
     respond.worker = pinned.worker = object()
@@ -140,7 +140,7 @@ def test_an_exit_while_all_calls_wait_counts_on_each(make_call):
 
 
 def test_an_exit_during_an_answer_counts_on_the_first_in_the_queue(make_call):
-    """Otherwise a call whose answer ends its process runs again for ever."""
+    """Otherwise a call whose answer ends its process would run again forever."""
     answering, queued = make_call(), make_call()
     state = seat_with([answering, queued])
     assert state.worker_ended((0, 2), ExitCause.BY_ITSELF) == (None, [answering, queued])

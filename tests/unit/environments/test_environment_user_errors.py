@@ -1,4 +1,4 @@
-"""Whose line an error is put down to."""
+"""Descriptions of errors of user code, with their lines."""
 
 import json
 from pathlib import Path

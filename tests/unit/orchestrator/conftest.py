@@ -1,4 +1,4 @@
-"""Runs of these tests leave the cycle collector alone: a full collection of pytest's heap takes longer than most."""
+"""Skips full garbage collections, which take longer than most of these tests in pytest's heap."""
 
 from __future__ import annotations
 

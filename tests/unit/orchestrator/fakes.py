@@ -1,4 +1,4 @@
-"""Small makers of orchestrator objects, and recorders that hold rows to the tables they go to."""
+"""Small orchestrator objects, and recorders that check rows against their tables."""
 
 from __future__ import annotations
 

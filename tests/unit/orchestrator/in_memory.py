@@ -55,7 +55,7 @@ class NumberedItems:
 
 @dataclass
 class CountingEngine:
-    """Answers each request with tokens that follow from its seed, at the version of the trainer."""
+    """Answers each request with tokens derived from its seed, at the trainer's version."""
 
     trainer: CountingTrainer
     requests: list[GenerateRequest] = field(default_factory=list)
@@ -77,7 +77,7 @@ class CountingEngine:
 
 @dataclass
 class CountingTrainer:
-    """Trains nothing and counts versions; `sync` gives them to the engine at once."""
+    """Trains nothing and counts versions; `sync` sends them to the engine at once."""
 
     steps: list[list[str]] = field(default_factory=list)
     version: int = 0
@@ -95,7 +95,7 @@ class CountingTrainer:
 
 
 class InMemoryRun:
-    """The parts, wired. `failures` are the engine failures that were reported."""
+    """The wired components. `failures` are the reported engine failures."""
 
     def __init__(
         self,

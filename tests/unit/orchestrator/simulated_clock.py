@@ -1,4 +1,4 @@
-"""An event loop whose clock is simulated: waiting costs nothing, and nothing to wait for is a deadlock.
+"""An event loop with a simulated clock: waiting costs nothing, and a loop without events is a deadlock.
 
 Time jumps to the next timer when no callback is ready, so that a run of hours takes milliseconds and is the same each
 time. Work for threads is done in place.
@@ -14,11 +14,11 @@ from typing import Any
 
 
 class Deadlock(AssertionError):
-    """No callback is ready, no timer is set: nothing will ever happen again."""
+    """No callback is ready and no timer is set."""
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Instead of waiting, puts the clock forward."""
+    """Advances the clock instead of waiting."""
 
     now = 0.0
 

@@ -45,7 +45,7 @@ FATES = {
     *("kept", "discarded/max_async", "discarded/zero_advantage", "discarded/too_slow", "discarded/all_masked"),
     *("masked/environment", "masked/infrastructure", "cancelled", "retried", "lost"),
 }
-"""What can become of a sampled token here, by the names of the metrics."""
+"""Possible outcomes of a sampled token, by metric name."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class Pace:
     environment_failures: float = 0.0
     engine_failures: float = 0.0
     own_aborts: float = 0.0
-    """Requests that a server aborts by itself, with the tokens that they have."""
+    """Share of requests that a server aborts, with their tokens so far."""
     lost_conversations: float = 0.0
     deaths: tuple[tuple[float, int, float], ...] = ()
-    """(when, server, seconds that it is away)."""
+    """(time, server, seconds of downtime)."""
 
 
 class SimulatedServer:
-    """One server: a fake engine, and its death and return. `answer` is what it says; None draws it from the pace."""
+    """One server: a fake engine with exits and restarts. `answer` is its answer; None samples it from the pace."""
 
     def __init__(self, index: int, pace: Pace, rng: random.Random, answer: AnswerFunction | None = None) -> None:
         self.index = index
@@ -138,12 +138,12 @@ class SimulatedServer:
 
 
 class SimulatedEnvironment:
-    """Takes its time; the reward of a sample follows from its last token, and some items always get the same."""
+    """Takes simulated time; the reward depends on the last token, and is constant for some items."""
 
     def __init__(self, pace: Pace, rng: random.Random, num_items: int = 64) -> None:
         self.pace, self.rng, self.num_items = pace, rng, num_items
         self.items: dict[str, int] = {}
-        """Item of every conversation whose state is held."""
+        """Items of the open conversations."""
 
     async def describe(self, key: str) -> EnvironmentInfo:
         return EnvironmentInfo(key, self.num_items)
@@ -196,7 +196,7 @@ class SimulatedEnvironment:
 
 @dataclass
 class SimulatedTrainer:
-    """Trains nothing, for a while; a sync takes every server that lives through an update.
+    """Takes simulated time and trains nothing; a sync updates every server that is up.
 
     `on_step` is told what each step trains, when it begins.
     """
@@ -231,7 +231,7 @@ class SimulatedTrainer:
 
 
 class Simulation:
-    """One run, wired. `run` ends with its books checked.
+    """One wired run. `run` checks the counts at its end.
 
     `answer` is what every server says to a request, `recorder` keeps the rows, `max_requeues` is how often a draw whose
     group became too old is asked again.
@@ -265,7 +265,7 @@ class Simulation:
         for index in range(num_servers):
             self.slots.set_up(index, True)
         self.begun: list[tuple[Group, Rollout]] = []
-        """Every sample that was begun."""
+        """All samples that began."""
         self.orchestrator = Orchestrator(
             config,
             Services(
@@ -312,7 +312,7 @@ class Simulation:
         self.slots.set_up(index, True)
 
     async def run(self) -> None:
-        """Train to the end and check the books."""
+        """Trains to the end and checks the counts."""
         supervisor = Supervisor()
         for death in self.pace.deaths:
             supervisor.spawn(self._kill_and_revive(*death), "death")
@@ -320,25 +320,25 @@ class Simulation:
         self.check()
 
     def open_samples(self) -> list[Trajectory]:
-        """Samples that ended and whose group has no fate yet."""
+        """Finished samples whose group has no outcome yet."""
         orchestrator = self.orchestrator
         ready = orchestrator._batch.groups if orchestrator._batch is not None else []
         groups = (*orchestrator._open.values(), *orchestrator._finished, *ready)
         return [sample for group in groups for sample in group.samples if sample.is_usable]
 
     def counted_tokens(self) -> dict[str, float]:
-        """Tokens by what became of them, over all steps and since the last one."""
+        """Tokens by outcome, over all steps and since the last one."""
         last = self.orchestrator._step_recorder._discards.take(0)
         counted: dict[str, float] = defaultdict(float)
         for name, value in (item for metrics in (*self.step_log.metrics, last) for item in metrics.items()):
             fate, _, quantity = name.rpartition("/")
-            # `returned` counts again what is among the others, and so do the kinds of `zero_advantage`.
+            # `returned` overlaps with the others, and so do the kinds of `zero_advantage`.
             if quantity == "tokens" and fate != "returned" and not fate.startswith("discarded/zero_advantage_"):
                 counted[fate] += value
         return counted
 
     def check(self) -> None:
-        """Every prompt accounted for, no token trained too old, none twice, no slot leaked."""
+        """Checks prompts, token ages, duplicates and slots."""
         ledger, config = self.orchestrator.ledger, self.config
         assert len(self.trainer.ages) == config.number_of_steps
         assert ledger.is_balanced()
@@ -359,7 +359,7 @@ class Simulation:
         assert len(set(ids)) == len(ids), "a sample is written once"
 
     def check_tokens(self) -> None:
-        """Every token that an engine answered with has one fate, or none yet.
+        """Checks that every received token has one outcome, or none yet.
 
         What a server sampled and died with never reached the driver, which can count those requests and nothing more.
         """

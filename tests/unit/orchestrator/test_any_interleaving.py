@@ -1,4 +1,4 @@
-"""Whatever finishes, fails, dies, grows too old or is synced in whatever order: the books balance and the run ends.
+"""In any order of completions, failures, restarts and syncs, the counts balance and the run ends.
 
 Each example is a whole run on a simulated clock; `Simulation.check` says what must hold, and a run in which every task
 waits for another is a `Deadlock`.

@@ -1,4 +1,4 @@
-"""The async window and the ledger of draws."""
+"""The async window and the ledger of prompts."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The error budget: what counts as a failed sample, when it ends a run, and what the run then says."""
+"""The error budget: what counts as a failed sample, when it ends a run, and the message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVENTS = {
 
 
 def fate(events: list[str], max_share: float) -> tuple[int, str] | None:
-    """After how many samples the run ended and with which words; None when it goes on."""
+    """The number of samples after which the run ended, and its message; None if it continued."""
     budget = ErrorBudget(max_share)
     num_samples = 0
     for event in events:
@@ -76,7 +76,7 @@ def test_a_budget_of_zero_ends_at_the_first_failure() -> None:
 
 def test_failed_prompts_are_a_share_of_the_prompts() -> None:
     budget = ErrorBudget(0.5)
-    for item in range(200):  # ahead of any sample, every third cannot be made
+    for item in range(200):  # before any sample, every third fails
         if item % 3:
             budget.prompt_rendered("bad")
         else:

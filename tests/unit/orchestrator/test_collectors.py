@@ -1,4 +1,4 @@
-"""Taking gauges into the record: every source for itself."""
+"""Collecting gauges into the record, with independent sources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from telescope.record.gauges import Reading, ReadingBatch
 
 
 class Rows:
-    """A recorder that keeps what it is given."""
+    """A recorder that keeps its rows."""
 
     def __init__(self, wanted: int) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -30,7 +30,7 @@ class Rows:
 
 
 async def collect(sources: list[Source], wanted: int) -> list[dict[str, Any]]:
-    """The first `wanted` rows of these sources, or some more."""
+    """Returns at least the first `wanted` rows of these sources."""
     rows = Rows(wanted)
     task = asyncio.create_task(Collectors(sources, rows).run())  # type: ignore[arg-type]
     async with asyncio.timeout(30):

@@ -1,4 +1,4 @@
-"""Evals: who serves them, which items they keep from training, and that none of those is ever trained (defect 21)."""
+"""Evals: their environments, their held-out items, and that no held-out item is trained."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_reserving_every_item_is_refused_with_the_fields_to_change() -> No
 
 @pytest.mark.parametrize("shares", [True, False])
 async def test_items_of_a_separate_eval_are_never_trained_whatever_its_name(shares: bool) -> None:
-    # The same dataset under two names: only the identity of the items tells.
+    # The same dataset under two names: only the items' identity is equal.
     name = "arithmetic" if shares else "sums under another name"
     config = config_of(
         number_of_steps=20, evals=[{"name": name, "num_samples": 40, "separate_eval_samples": True}]
@@ -142,7 +142,7 @@ async def test_an_eval_averages_the_scores_and_records_each_sample() -> None:
 
 
 class TwoTurns(NumberedItems):
-    """The same items as a conversation: after the first answer the environment says token 9."""
+    """The same items as a conversation: after the first answer the environment adds token 9."""
 
     def __init__(self) -> None:
         super().__init__()

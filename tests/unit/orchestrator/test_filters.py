@@ -1,4 +1,4 @@
-"""What is left out of training, what is taken off a reward, and that groups are judged by the same rewards."""
+"""Sample filters, the overlong penalty, and the rewards that decide a group's learning signal."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ async def test_a_run_whose_samples_are_all_filtered_ends_with_the_reason() -> No
 
 @pytest.mark.parametrize(("low", "high"), [(None, None), (0.0, None), (None, 1.0), (1.0, 1.0), (2.0, 1.0)])
 def test_rewards_without_a_range_cannot_be_normalized(low: float | None, high: float | None) -> None:
-    """Otherwise they would be compared as they are with those of other environments, and nobody would know."""
+    """Otherwise they would silently be compared unscaled with those of other environments."""
     infos = [EnvironmentInfo("arithmetic", 10, reward_min=low, reward_max=high)]
     check_reward_ranges(config_of(normalize_rewards=False), infos)
     with pytest.raises(ConfigError, match="environment 'arithmetic' has no valid reward range"):

@@ -1,4 +1,4 @@
-"""The loops over plain objects: what is written, what is opened, and what wakes whom."""
+"""The loops over in-memory objects: record rows, opened groups, and wake-ups."""
 
 from __future__ import annotations
 

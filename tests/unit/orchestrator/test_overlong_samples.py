@@ -1,4 +1,4 @@
-"""Samples longer than a micro-batch: an error, or cut and counted, as the config says."""
+"""Samples longer than a micro-batch: an error, or truncated and counted, as configured."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ NUM_ITEMS = 40
 
 
 class Source:
-    """Renders item i as [i] * (i + 1), unless something else is asked of it."""
+    """Renders item i as [i] * (i + 1) by default."""
 
     def __init__(self) -> None:
         self.num_asked = 0
@@ -39,7 +39,7 @@ class Source:
 
 
 class Filling:
-    """A buffer under way, with `fill` as a task of its own."""
+    """A buffer with `fill` running as a task."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Filling:
         self.task = asyncio.create_task(self.buffer.fill())
 
     async def settled(self) -> None:
-        """Until it has nothing to do."""
+        """Waits until it is idle."""
         before = -1
         while before != self.source.num_asked or self.source.num_at_once:
             before = self.source.num_asked
@@ -70,7 +70,7 @@ class Filling:
                 await asyncio.sleep(0)
 
     async def taken(self, count: int) -> list[int]:
-        """The numbers of the next `count` draws, taken one by one."""
+        """Takes the next `count` prompts one by one; returns their numbers."""
         numbers = []
         for _ in range(count):
             await self.settled()

@@ -1,4 +1,4 @@
-"""What is asked is a pure function of (seed, n)."""
+"""The prompt sampler is a pure function of (seed, n)."""
 
 import numpy as np
 import pytest

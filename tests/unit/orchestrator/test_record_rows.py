@@ -1,4 +1,4 @@
-"""Rows: every key is a column of its table, and what is written is what is read back."""
+"""Record rows fit the columns of their tables and survive a round trip."""
 
 from __future__ import annotations
 

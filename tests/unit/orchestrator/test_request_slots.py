@@ -1,4 +1,4 @@
-"""Lanes: capacity, affinity of a group to a server, order of waiters, servers that go down."""
+"""Request slots: capacity, affinity of a group to a server, order of waiters, servers that go down."""
 
 import asyncio
 

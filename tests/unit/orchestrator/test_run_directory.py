@@ -1,4 +1,4 @@
-"""A run directory that goes away under a run: said once, and no failure of the run."""
+"""A run directory that disappears during a run is reported once and does not fail the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from telescope.record.reader import Run
 
 
 def news_until(directory: RunDirectory, wanted: Callable[[str], bool]) -> list[str]:
-    """What `record_news` said, asked as often as the run asks, up to and with the line that is wanted."""
+    """Polls `record_news` like the run; returns its messages up to the wanted one."""
     said: list[str] = []
     deadline = time.monotonic() + 30
     while not (said and wanted(said[-1])):

@@ -1,4 +1,4 @@
-"""The server pool: closed on failure, back after a restart with its weights, given up when it cannot come back."""
+"""The server pool: servers close on failure, return with their weights, or are abandoned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEAD = InfrastructureError("connection refused")
 
 @dataclass
 class FakeHandle:
-    """The supervisor of one server, and its client in one: the fields are what it answers."""
+    """The supervisor and the client of one server in one object; its fields are the answers."""
 
     state: str = "ready"
     restarts: int = 0

@@ -1,4 +1,4 @@
-"""Samples that became too old: when they are, what happens to them in the engine, and that nothing goes missing."""
+"""Stale samples: their age, their abort in the engine, and their counts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from telescope.errors import RunError
 from telescope.orchestrator.async_window import Staleness
 from telescope.orchestrator.supervision import Supervisor
 
-# Answers of 1 to 40 seconds beside training steps of one: a good part of them is too old after three.
+# Answers take 1 to 40 seconds and training steps 1, so many samples are too old after three steps.
 SLOW_ANSWERS = Pace(tokens=(1, 400), score=(0.0, 0.2))
 
 
 def simulated(pace: Pace, *, seed: int = 0, num_servers: int = 1, **fields: Any) -> Simulation:
-    """A run that has ended, with its books checked."""
+    """A finished run with checked counts."""
     defaults: dict[str, Any] = {
         "max_tokens": 1000, "max_model_len": 4096, "seq_len": 4096, "number_of_steps": 12,
         "environment_error_budget": 1.0, "group_size": 3, "max_concurrent_prompts_per_server": 8,
@@ -59,10 +59,10 @@ def test_minus_one_switches_staleness_off() -> None:
 def test_no_token_is_trained_that_is_older_than_the_bound() -> None:
     for bound in (0, 1, 3):
         run = simulated(SLOW_ANSWERS, max_off_policy_steps=bound, max_async_rollout=6)
-        assert run.orchestrator.ledger.num_requeued > 0, "the bound was felt"  # and `check` holds it
+        assert run.orchestrator.ledger.num_requeued > 0, "the bound had an effect"
 
 
-# Defect 11: a cancelled sample goes on generating in the engine.
+# A cancelled sample must not continue to generate in the engine.
 def test_a_cancelled_sample_is_aborted_in_the_engine_itself() -> None:
     run = simulated(SLOW_ANSWERS, max_off_policy_steps=1, max_async_rollout=4)
     cancelled = run.recorder.of("samples", status="cancelled")
@@ -72,7 +72,7 @@ def test_a_cancelled_sample_is_aborted_in_the_engine_itself() -> None:
     assert run.servers[0].engine.num_aborted >= len(aborted)
 
 
-# Defect 12: multi-turn samples stop ageing after the first turn.
+# Multi-turn samples age from their first turn.
 def test_a_sample_of_several_turns_ages_from_its_first_token() -> None:
     pace = Pace(tokens=(1, 30), turns=(1, 6), score=(0.0, 1.0))
     run = simulated(pace, max_off_policy_steps=2, max_async_rollout=6, number_of_steps=20)
@@ -83,7 +83,7 @@ def test_a_sample_of_several_turns_ages_from_its_first_token() -> None:
     assert max(row["step"] - row["start_version"] for row in kept) <= 2
 
 
-# Defect 13: cancelled prompts vanish; dropping favours short answers.
+# Cancelled prompts are accounted for; dropping favors short answers.
 def test_every_prompt_is_trained_or_dropped_with_a_reason_or_still_open() -> None:
     run = simulated(SLOW_ANSWERS, max_off_policy_steps=1, max_async_rollout=4)
     ledger = run.orchestrator.ledger
@@ -167,7 +167,7 @@ def test_many_prompts_are_requeued_only_if_the_age_bound_is_below_the_async_wind
     assert shares[3] == 0, "which is what the remark about max_off_policy_steps says"
 
 
-# Defect 14: fresh finished groups are thrown away because a batch was full.
+# A full batch must not discard fresh finished groups.
 def test_no_fresh_finished_group_is_discarded() -> None:
     run = simulated(Pace(), max_off_policy_steps=8, max_async_rollout=3)
     assert {row["reason"] for row in run.recorder.of("groups")} == {None, "zero_advantage"}

@@ -22,7 +22,7 @@ SPANS = [Span("compile", 10.0, 13.0, 0), Span("compile", 11.0, 14.0, 1)]
 
 
 class Workers:
-    """A trainer group and an inference group that note what happens; a server waits for `until`, if it is given one."""
+    """A trainer group and an inference group that log events; a server waits for `until`, if given."""
 
     def __init__(self, config: TelescopeConfig, *, compiles: bool, until: str | None = None) -> None:
         self.happened: list[str] = []

@@ -1,4 +1,4 @@
-"""Metrics of a step: the names of the metrics document, formulas against plain arithmetic, and what was thrown away."""
+"""Metrics of a step: their names, their formulas, and the counts of discarded samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The summary of a run: what it says however the run ended."""
+"""The summary of a run, for every way that a run can end."""
 
 from __future__ import annotations
 

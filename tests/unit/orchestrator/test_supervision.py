@@ -1,4 +1,4 @@
-"""A failure in any loop ends the run with that error; a run in which nothing moves ends with a report (defect 25)."""
+"""A failure in any loop ends the run with that error; a run in which nothing moves ends with a report."""
 
 import asyncio
 

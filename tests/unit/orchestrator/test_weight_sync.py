@@ -1,4 +1,4 @@
-"""The order of a weight sync, what a failing server costs the others (nothing), and the proof of weights."""
+"""The order of a weight sync, the isolation of failing servers, and the verification of weights."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ async def test_a_sender_that_waits_to_be_connected_is_told_when_the_engine_will_
     bench.trainer.connecting = asyncio.Event()
     bench.clients[0].fails_at = "init"
     step = asyncio.create_task(bench.step())
-    for _ in range(100):  # turns of the loop, not time: the machine may be busy
+    for _ in range(100):  # iterations of the loop, not time: the machine may be busy
         await asyncio.sleep(0)
     assert ("abort", 0) in bench.calls and ("abort", 1) not in bench.calls
     bench.trainer.connecting.set()
@@ -168,7 +168,7 @@ async def test_a_sender_that_waits_to_be_connected_is_told_when_the_engine_will_
 
 async def test_versions_before_and_after_a_restart_of_the_trainer_are_not_taken_for_each_other() -> None:
     bench = Bench()
-    await bench.step()  # both servers hold version 1
+    await bench.step()  # both servers have version 1
     bench.up = [0]
     bench.trainer.version, bench.trainer.num_restarts = 0, 1
     await bench.step()  # version 1 of another training, which server 1 did not get

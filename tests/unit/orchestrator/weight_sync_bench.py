@@ -1,4 +1,4 @@
-"""A weight sync over a trainer and engines that only keep in order what was asked of them."""
+"""A weight sync over a trainer and engines that only log their calls."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo
 LOGPROBS = [-1.0, -2.0, -0.5]
 STAGES = ["init", "pause", "start", "receive", "finish", "resume"]
 BACKGROUND_STAGES = ["init", "begin", "start", "receive", "pause", "finish", "resume"]
-"""`receive` then only makes sure that everything is there."""
+"""`receive` then only checks that everything has arrived."""
 PRINTS = {"embed": to_hex(0xAA), "lm_head": to_hex(0xBB)}
 
 
 class FakeTrainer:
-    """The trainer's ranks. A call without its queue held fails the test."""
+    """The trainer's ranks. A call without the lock of its queue fails the test."""
 
     def __init__(self, calls: list[Any]) -> None:
         self.queue = asyncio.Lock()
@@ -85,7 +85,7 @@ class FakeTrainer:
 
 
 class FakeClient:
-    """One engine. It fails at the stage that `fails_at` names; `held` is what its worker says that it holds."""
+    """One engine. It fails at the stage `fails_at`; `held` are the fingerprints that its worker reports."""
 
     def __init__(self, index: int, calls: list[Any]) -> None:
         self.index = index
@@ -149,7 +149,7 @@ class FakeClient:
 
 @dataclass
 class Bench:
-    """A weight sync over fakes. `calls` is everything that was asked of anybody, in order."""
+    """A weight sync over fakes. `calls` are all calls in order."""
 
     num_servers: int = 2
     fields: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""In-memory stand-ins for what a rollout uses: engine, slots and environment, each with its behaviour as a value."""
+"""In-memory fakes of what a rollout uses: engine, slots and environment, with scripted behavior."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from telescope.rollout.types import GenerateRequest, Generation, Lease
 
 
 def generation(tokens: list[int], *, version: int = 0, finish_reason: str = "stop", spans: Any = None) -> Generation:
-    """What an engine sampled: `tokens` of one version unless `spans` says otherwise; logprob -0.5 each."""
+    """A generation of `tokens`, of one version unless `spans` is given, with logprobs of -0.5."""
     default = [(version, 0, len(tokens))] if tokens else []
     return Generation(
         np.array(tokens, dtype=np.int64), np.full(len(tokens), -0.5, np.float32), finish_reason,
@@ -32,7 +32,7 @@ def reward(total: float | None = 1.0, **metrics: float) -> RewardRecord:
 
 @dataclass
 class FakeEngine:
-    """Answers with what `answers` holds next; an exception in it is raised, and when it is empty, tokens 7 and 8."""
+    """Returns the next of `answers`, by default tokens 7 and 8; raises an exception in it."""
 
     answers: Iterable[Any] = ()
     requests: list[GenerateRequest] = field(default_factory=list)
@@ -56,7 +56,7 @@ class FakeEngine:
 
 
 class FakeLanes:
-    """Hands out a new lease each time, on the servers in turn, and keeps count."""
+    """Returns a new lease each time, on the servers in turn, and counts them."""
 
     def __init__(self, num_servers: int = 1) -> None:
         self.num_servers = num_servers
@@ -88,7 +88,7 @@ class FakeLanes:
 
 @dataclass
 class FakeEnvironments:
-    """Answers with what `advances` holds next, a reward of 1 when it is empty; an exception in it is raised."""
+    """Returns the next of `advances`, by default a reward of 1; raises an exception in it."""
 
     advances: Iterable[Any] = ()
     calls: list[tuple[Any, ...]] = field(default_factory=list)
@@ -97,7 +97,7 @@ class FakeEnvironments:
     begun: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     open: set[str] = field(default_factory=set)
-    """Conversations whose state is held."""
+    """Open conversations."""
     first_prompt: list[int] = field(default_factory=lambda: [1, 2, 3])
     interleaved: bool | None = None
     max_context: int | None = None
@@ -178,7 +178,7 @@ def task(prompt: list[int] | None = None, *, turns: bool = False) -> RolloutTask
 
 @dataclass
 class Bench:
-    """A rollout with its stand-ins. `run` runs one sample to its end."""
+    """A rollout with its fakes. `run` runs one sample to its end."""
 
     engine: FakeEngine = field(default_factory=FakeEngine)
     environments: FakeEnvironments = field(default_factory=FakeEnvironments)
@@ -200,6 +200,6 @@ class Bench:
 
 
 async def tick(times: int) -> None:
-    """Give way to the event loop so many times."""
+    """Yields to the event loop `count` times."""
     for _ in range(times):
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Running one sample: turns, retries, masks, and slots that come back whatever happens."""
+"""Running one sample: turns, retries, masks, and the release of slots."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_an_engine_that_aborts_by_itself_has_failed() -> None:
 
 
 async def test_an_answer_of_a_server_that_restarted_unnoticed_is_not_used() -> None:
-    """It holds the weights of the run's beginning again, and the staleness of its group would never show it."""
+    """The server has the initial weights again, and its group's age would not show it."""
     bench = Bench(FakeEngine([generation([7], version=0), generation([7, 8], version=3)], loaded_version=3))
     trajectory = await bench.run()
     assert trajectory.num_infrastructure_retries == 1 and trajectory.version_range == (3, 3)
@@ -211,7 +211,7 @@ async def test_a_sandbox_failure_is_retried_with_the_same_answer() -> None:
     assert len(bench.environments.calls) == 2
 
 
-# Defect 16: infrastructure failures scored as reward 0.
+# Infrastructure failures are never scored as reward 0.
 async def test_a_sandbox_that_keeps_failing_masks_the_sample_and_never_scores_it() -> None:
     bench = Bench(environments=FakeEnvironments([InfrastructureError("the sandbox is gone")] * 10))
     sample = await bench.run()

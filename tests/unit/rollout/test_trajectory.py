@@ -1,4 +1,4 @@
-"""A trajectory is token ids: what a turn was asked with, what it sampled, and how old that is."""
+"""A trajectory is token ids: added and sampled tokens of each turn, with their versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An environment that answers with what it was given, and says in which process."""
+"""An environment that echoes its input and its process id."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ class Echo(SingleTurnEnvironment):
 
     def get_sample(self, index):
         if index == self.hold_at:
-            return 95**97**99  # holds the interpreter for ever
+            return 95**97**99  # blocks the interpreter forever
         if index == self.kill_parent_at:
             os.kill(os.getppid(), signal.SIGKILL)
             signal.pause()

@@ -9,7 +9,7 @@ from telescope.environments.base import MultiTurnEnvironment, RewardResult, Roll
 from telescope.errors import InfrastructureError
 
 ENDED = []
-"""Items of the rollouts of this process that were told that they are over."""
+"""Items of the rollouts of this process for which `end_rollout` was called."""
 
 
 class Talk(MultiTurnEnvironment):

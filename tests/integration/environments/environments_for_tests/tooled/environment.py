@@ -21,7 +21,7 @@ async def doze(seconds: float) -> str:
 
 
 def run_a_loop() -> str:
-    """Plain code may run a loop of its own."""
+    """Synchronous code may run its own event loop."""
     asyncio.run(asyncio.sleep(0.001))
     return "ran"
 

@@ -1,4 +1,4 @@
-"""An environment whose reward depends on the sampled tokens alone: the parity of their number, and faults on demand."""
+"""An environment whose reward is the parity of the sampled tokens, with faults on demand."""
 
 import os
 import time
