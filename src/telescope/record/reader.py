@@ -75,7 +75,7 @@ class RunSummary:
 class Run:
     """One run directory. Opening it is cheap; every call reads the current files.
 
-    Raises `UserError` if the directory contains no run.
+    Raises `UserError` if the directory contains no run, or if its path is not valid UTF-8.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], label: str | None = None) -> None:
@@ -83,6 +83,10 @@ class Run:
         self.label = label or self.files.run_dir.resolve().name
         self._unreadable: set[Path] = set()
         self._readable: set[Path] = set()
+        try:
+            str(self.files.run_dir).encode()
+        except UnicodeEncodeError:
+            raise UserError(f"The path {str(self.files.run_dir)!r} is not valid UTF-8. Rename the folder.") from None
         if not is_run(self.files.run_dir):
             raise UserError(
                 f"{str(self.files.run_dir)!r} is not a run directory: it has neither run.json nor tables/. "
@@ -302,7 +306,10 @@ def find_runs(root: str | os.PathLike[str]) -> list[Run]:
                 continue
             for folder in folders:
                 if is_run(folder):
-                    found.append(Run(folder, label=str(folder.relative_to(top))))
+                    try:
+                        found.append(Run(folder, label=str(folder.relative_to(top))))
+                    except UserError as error:
+                        logger.warning("record: a run is left out. %s", error)
                 elif not folder.name.startswith("."):
                     below.append(folder)
         level = below

@@ -87,6 +87,17 @@ def test_a_traceback_in_an_old_record_is_one_line_in_the_list_of_runs(capsys, tm
     assert json.loads(capsys.readouterr().out)[0]["error"] == DUMPED
 
 
+def test_a_folder_whose_name_is_not_utf_8_is_left_out_with_a_warning(capsys, caplog, tmp_path):
+    for name in ("good", "bad\udcff"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text("{}")
+    for command in (["runs", "--json"], ["query", "SELECT 1"]):
+        assert main([*command, "--root", str(tmp_path)]) == 0
+        assert "Rename the folder" in caplog.messages[-1]
+    assert "bad" not in capsys.readouterr().out
+    assert main(["query", "SELECT 1", "--run", str(tmp_path / "bad\udcff")]) == 2
+
+
 def test_runs_as_json(ask, root):
     runs = json.loads(ask("runs", "--json")[1])
     assert [run["label"] for run in runs] == ["third", "second", "first"]
