@@ -1,4 +1,4 @@
-"""The live view of a run in a terminal, and the lines that replace it elsewhere.
+"""The live view of a run, and the lines printed without a terminal.
 
 Reads `RunStatus` a few times per second in its own thread and draws it. Can be stopped at any time without affecting
 the run.
@@ -35,9 +35,10 @@ ALWAYS_SHOWN = ("step", "reward", "tokens/s", "staleness", "seconds")
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Returns `values` as at most `width` blocks, each the mean of its share, scaled to their range.
+    """Returns `values` as at most `width` blocks, scaled to their range.
 
-    Means leave out values that are not finite. A share without finite values is blank.
+    A block is the mean of its share. Means leave out values that are not finite. A share without finite values is
+    blank.
     """
     if not values or width <= 0:
         return ""
@@ -87,7 +88,7 @@ def render(status: RunStatus, width: int = 100) -> RenderableType:
 
 
 def _last_columns(text: str, columns: int) -> str:
-    """Returns the end of a text that is wider than `columns`, the informative part of a path."""
+    """Returns the last columns of a wide text, the informative part of a path."""
     if cell_len(text) <= columns:
         return text
     while text and cell_len(text) >= columns:
@@ -96,7 +97,7 @@ def _last_columns(text: str, columns: int) -> str:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """Returns untrusted text as one line, without markup, cut where it is too long."""
+    """Returns untrusted text as one line, without markup."""
     return Text(plain(text).replace("\n", " "), style=style, no_wrap=True, overflow="ellipsis")
 
 
@@ -138,7 +139,7 @@ def _numbers(status: RunStatus, inside: int) -> RenderableType:
 
 
 def _columns_that_fit(summaries: Sequence[StepSummary], inside: int) -> dict[str, list[str]]:
-    """Returns the columns of the step table that fit into `inside`, the most important first."""
+    """Returns the columns of the step table that fit into `inside`."""
     cells: dict[str, list[str]] = {
         "step": [str(s.step + 1) for s in summaries],
         "reward": [f"{s.reward_mean:.3f}" for s in summaries],

@@ -61,9 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def choose_runs(wanted: list[str], root: Path) -> list[Run]:
-    """Returns the runs that `wanted` names (folders, names below `root`, or `latest`), all in `root` if it is empty.
+    """Returns the runs that `wanted` names, or all runs in `root`.
 
-    Raises `UserError` for an unknown or ambiguous name.
+    A name is a folder, a name below `root`, or `latest`. Raises `UserError` for an unknown or ambiguous name.
     """
     if wanted and all(is_run(Path(name)) for name in wanted):
         return [Run(name) for name in dict.fromkeys(wanted)]
@@ -92,7 +92,7 @@ def _choose(name: str, runs: list[Run]) -> Run:
 
 
 def print_result(result: Result, form: str, out: TextIO) -> None:
-    """Prints an answer as a `table`, as `csv` with a header line, or as a `json` array of objects."""
+    """Prints a result as `table`, `csv` (with a header) or `json` (an array)."""
     if form == "json":
         json.dump(
             [{name: _to_json_value(value) for name, value in row.items()} for row in result.to_dicts()], out, indent=1
@@ -134,7 +134,7 @@ def _cell(value: Any, *, exact: bool) -> str:
 
 
 def _to_json_value(value: Any) -> Any:
-    """Returns a value that JSON can represent: no NaN or infinity, no dates or decimals."""
+    """Returns a value that JSON can represent. NaN and infinity become null."""
     if isinstance(value, dict):
         return {str(key): _to_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

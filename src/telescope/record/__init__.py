@@ -1,4 +1,4 @@
-"""The run directory: what a run writes, and how it is read while the run goes on or afterwards.
+"""The run directory: writing the record of a run, and reading it.
 
 `Recorder` writes. `reader.Run` and `reader.list_runs` read. `tables.TABLES` describes every column. Needs only pyarrow
 and duckdb. W&B (`wandb_sink`) is optional and never blocks a run.

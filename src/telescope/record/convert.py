@@ -19,10 +19,10 @@ from telescope.record.tables import Table
 
 
 def rows_to_table(table: Table, rows: Sequence[Mapping[str, Any]]) -> tuple[pa.Table, dict[str, str]]:
-    """Returns the rows as an Arrow table, and for each column the first value that did not fit.
+    """Returns the rows as an Arrow table, and the values that did not fit.
 
-    Missing keys are null. A column that cannot be converted as a whole is converted value by value, so that one odd
-    value does not lose the others.
+    Of each column, the first such value is returned. Missing keys are null. A column that cannot be converted as a
+    whole is converted value by value, so that one odd value does not lose the others.
     """
     arrays: list[pa.Array] = []
     problems: dict[str, str] = {}
@@ -33,7 +33,7 @@ def rows_to_table(table: Table, rows: Sequence[Mapping[str, Any]]) -> tuple[pa.T
 
 
 def conform(data: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Returns `data` with the columns of `schema`: missing ones are null, others are dropped."""
+    """Returns `data` with exactly the columns of `schema`. Missing ones are null."""
     columns = [
         data.column(field.name).cast(field.type)
         if field.name in data.column_names

@@ -95,7 +95,7 @@ class RunFiles:
 
 
 def temporary_name(path: Path) -> Path:
-    """Returns a name beside `path` for a file of this process that is not complete yet."""
+    """Returns a name beside `path` for an incomplete file of this process."""
     return path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
 
 
@@ -123,7 +123,7 @@ def replace_json(path: Path, value: Any, *, indent: int | None = 1) -> int:
 
 
 def _compact(value: Any) -> bytes | None:
-    """Returns compact JSON, five times as fast as Python's `json`, or None for text that is not valid UTF-8."""
+    """Returns compact JSON, or None for invalid UTF-8. Five times as fast as Python's `json`."""
     try:
         return pydantic_core.to_json(value, inf_nan_mode="constants", fallback=_to_json_value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Handlers for log lines: a file per component, the table `logs`, and warnings on the terminal.
+"""Log handlers: a file per component, the table `logs`, the terminal.
 
 Owns the handlers of the root logger of a process.
 
@@ -46,10 +46,11 @@ def setup_logging(
     level: int = logging.INFO,
     console: bool = True,
 ) -> LogHandlers:
-    """Sends this process's log lines to `logs/<component>.log`, and to the table `logs` with a `recorder`.
+    """Sends this process's log lines to its log file and the record.
 
-    `level` applies to Telescope's own loggers; others log from WARNING on. With `console`, warnings also go to stderr.
-    Replaces the handlers of an earlier call. Never raises because of the disk.
+    The file is `logs/<component>.log`; the table `logs` needs a `recorder`. `level` applies to Telescope's own loggers;
+    others log from WARNING on. With `console`, warnings also go to stderr. Replaces the handlers of an earlier call.
+    Never raises because of the disk.
     """
     root = logging.getLogger()
     LogHandlers(tuple(handler for handler in root.handlers if isinstance(handler, _TelescopeHandler))).close()

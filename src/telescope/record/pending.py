@@ -1,4 +1,4 @@
-"""Rows that wait for the disk: a bounded buffer that drops the least important rows first.
+"""Bounded buffer of rows that wait for the disk. Drops the least important first.
 
 Owns the count of rows and bytes, and which rows are dropped. Does not lock, write or wait: the recorder calls it under
 its lock.
@@ -69,11 +69,11 @@ class PendingRows:
             self._drop_excess()
 
     def cut(self) -> dict[str, int]:
-        """Marks the end of every table: `first` with the mark ignores rows added later."""
+        """Marks the end of every table. `first` ignores rows after the mark."""
         return dict(self._added)
 
     def first(self, table: str, cut: int, max_rows: int, max_bytes: int) -> list[Row]:
-        """Returns the oldest rows before the mark `cut`, at least one if there is any. They stay in the buffer."""
+        """Returns the oldest rows before the mark `cut`, which stay in the buffer. At least one if there is any."""
         rows: list[Row] = []
         pending = self._rows[table]
         before_cut = cut - (self._added[table] - len(pending))

@@ -1,4 +1,6 @@
-"""DuckDB over the tables of one run or many: each table is a view with all runs' rows and a column `run`.
+"""SQL over the tables of one run or many, through DuckDB.
+
+Each table is a view with the rows of all runs and a column `run`.
 
 Owns the views, the check that a statement only reads, and errors that suggest the right name. Does not own files
 (`reader`, `segments`) or printing (`cli.query`).
@@ -151,7 +153,7 @@ def _escaped(path: Path) -> str:
 
 
 def _visible_rows(run: Run, name: str, files: list[tuple[Run, Path]]) -> str:
-    """Returns a query for the rows of a run's table that no later attempt superseded."""
+    """Returns a query for the rows of a run's table, without superseded ones."""
     rows = _all_rows(run, name, files)
     superseded = superseded_sql(run.cutoffs())
     if TABLES[name].by_step:
@@ -172,7 +174,7 @@ def _all_rows(run: Run, name: str, files: list[tuple[Run, Path]]) -> str:
 
 
 def _empty(name: str) -> str:
-    """Returns a query for no rows with the current columns; older segments may lack some."""
+    """Returns a query for no rows with the current columns. Older segments may lack some."""
     columns = TABLES.get(name, SAMPLES).columns
     typed = ", ".join(f'NULL::{_sql_type(column.type)} AS "{column.name}"' for column in columns)
     return f"SELECT {typed} LIMIT 0"
@@ -190,7 +192,7 @@ def _small_table(run: Run, name: str) -> pa.Table:
 
 
 def describe_tables() -> str:
-    """Returns every table and column with type and meaning, as text for a terminal."""
+    """Returns a description of every table and column, for a terminal."""
     lines = []
     for name in sorted(TABLES):
         table = TABLES[name]
@@ -256,7 +258,7 @@ def _check_reading(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
 
 
 def _without_explain(sql: str) -> tuple[list[str], str]:
-    """Returns the words (lower case) and the text of a statement without leading comments and EXPLAIN."""
+    """Returns a statement without leading comments and EXPLAIN: lower-case words and text."""
     text = sql.encode()
     starts = [start for start, kind in duckdb.tokenize(sql) if kind != duckdb.token_type.comment]
     words = [_WORD.match(text, start)[0].decode(errors="replace").lower() for start in starts]  # type: ignore[index]
@@ -269,7 +271,7 @@ def _without_explain(sql: str) -> tuple[list[str], str]:
 
 
 def _mentioned(sql: str) -> list[str]:
-    """Returns the views whose names occur in a query, so that other files are not opened."""
+    """Returns the views whose names occur in a query. Other files are not opened."""
     words = {word.lower() for word in re.findall(r"\w+", sql)}
     wanted = [name for name in VIEWS if name in words]
     # SHOW TABLES and the information schema list all views.
@@ -277,7 +279,7 @@ def _mentioned(sql: str) -> list[str]:
 
 
 def _explain(message: str, sql: str) -> str:
-    """Returns DuckDB's message, with the existing tables or columns if a name is wrong."""
+    """Returns DuckDB's message. Lists the existing names if a name is wrong."""
     table = _UNKNOWN_TABLE.search(message)
     if table is not None:
         return f"There is no table {table[1]!r}.{did_you_mean(table[1], VIEWS)}\nThe tables are {', '.join(VIEWS)}."

@@ -127,9 +127,10 @@ class Run:
         return data.select(list(columns)) if columns is not None else data
 
     def rows_since(self, name: str, cursor: int, columns: Sequence[str] | None = None) -> tuple[pa.Table, int]:
-        """Returns the rows of a table from number `cursor` on, and the next cursor. Includes superseded rows.
+        """Returns the rows of a table from row `cursor` on, and the next cursor.
 
-        Start with 0. Segments before the cursor are not opened, so the cost depends only on new rows.
+        Includes superseded rows. Start with 0. Segments before the cursor are not opened, so the cost depends only on
+        new rows.
         """
         definition = _definition(name)
         return self._read(name, cursor, list(columns) if columns is not None else list(definition.column_names))
@@ -255,7 +256,7 @@ class Run:
         self._warn_once(path, f"{path} is damaged: {rows} of its table are lost")
 
     def _ends_like_parquet(self, segment: Segment) -> bool:
-        """Returns whether a file ends like a Parquet file, unlike one from a power failure."""
+        """Returns whether a file ends like a Parquet file. A power failure can truncate it."""
         if segment.path in self._unreadable:
             return False
         if segment.path in self._readable:
@@ -285,9 +286,9 @@ def is_run(directory: Path) -> bool:
 
 
 def find_runs(root: str | os.PathLike[str]) -> list[Run]:
-    """Returns the runs in `root` and up to `SEARCH_DEPTH` levels below it, or `root` itself if it is a run.
+    """Returns the runs in `root`, or `root` itself if it is a run.
 
-    Raises `UserError` if `root` does not exist.
+    Searches `SEARCH_DEPTH` levels below `root`. Raises `UserError` if `root` does not exist.
     """
     top = Path(root)
     if not top.is_dir():

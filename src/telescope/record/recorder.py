@@ -1,4 +1,4 @@
-"""The writer of a run's record: accepts rows from any thread and writes them from its own.
+"""The writer of a run's record, in its own thread.
 
     any thread --write--> PendingRows --every flush_seconds--> segments   (one thread, the only writer of the tables)
                           (bounded)                            in_flight.json, heartbeat.json
@@ -143,13 +143,14 @@ class Recorder:
                 self._wake.set()
 
     def set_in_flight(self, rows: list[dict[str, Any]]) -> None:
-        """Replaces the list of samples that are being generated, rows with columns of `samples`. Returns at once."""
+        """Replaces the list of samples in flight, rows of `samples`. Returns at once."""
         self.replace_json(self.files.in_flight, {"attempt": self.attempt, "time": time.time(), "rows": rows})
 
     def replace_json(self, path: Path, value: Any) -> None:
-        """Replaces a small JSON file at the next flush, after the rows written before. Returns at once.
+        """Replaces a small JSON file at the next flush. Returns at once.
 
-        The caller must not change `value` afterwards. The last value for a path is written.
+        Earlier rows are written first. The caller must not change `value` afterwards. The last value for a path is
+        written.
         """
         with self._lock:
             self._small_files[path] = value
@@ -249,7 +250,7 @@ class Recorder:
                 self._written_bytes += num_bytes
 
     def _merge(self) -> None:
-        """Does at most one merge per table, so that the next flush is not delayed."""
+        """Does at most one merge per table, to keep flushes on time."""
         for name, writer in self._writers.items():
             try:
                 num_bytes = writer.compact()
@@ -262,7 +263,7 @@ class Recorder:
                 self._written_bytes += num_bytes
 
     def _finish(self, cut: dict[str, int]) -> None:
-        """Does the last writes: retries while time is left, merges, and removes replaced files."""
+        """Does the last writes. Retries while time is left, then merges and cleans up."""
         # A removed directory is not worth pending for.
         while (
             self._error is not None

@@ -1,4 +1,4 @@
-"""The identity and status of a run: `run.json`, and its rows in `runs` and `attempts`.
+"""Identity and status of a run: `run.json`, table `runs`, table `attempts`.
 
 Owns what an attempt records about its start, its end, its code, its package versions and its machine. Does not own the
 progress (table `steps`), the result (`summary.json`) or the life of the recorder.
@@ -70,7 +70,7 @@ def read_run_json(run_dir: Path | str) -> RunInfo | None:
 
 
 def next_attempt(run_dir: Path | str) -> int:
-    """Returns the number of the attempt that starts now, 1 in a new directory."""
+    """Returns the number of the next attempt, 1 in a new directory."""
     info = read_run_json(run_dir)
     return 1 if info is None else info.attempt + 1
 
@@ -118,7 +118,7 @@ def begin_run(
     first_step: int | None = None,
     num_steps: int | None = None,
 ) -> RunInfo:
-    """Writes `run.json` and the rows of `runs` and `attempts` for an attempt that starts now.
+    """Writes `run.json` and the rows of `runs` and `attempts` at the start.
 
     `first_step` is the first step that the attempt trains; rows of earlier attempts from there on are superseded. The
     run id and the start time are those of the first attempt. Raises `OSError` if `run.json` cannot be written, so that
@@ -191,7 +191,7 @@ def package_versions() -> dict[str, str]:
 
 
 def git_state(directory: Path) -> tuple[str | None, bool | None]:
-    """Returns the commit of the checkout and whether it has uncommitted changes; (None, None) outside a checkout."""
+    """Returns commit and uncommitted changes of the checkout. (None, None) outside a checkout."""
     try:
         commit = _git(directory, "rev-parse", "HEAD").strip()
         return commit, bool(_git(directory, "status", "--porcelain").strip())

@@ -1,4 +1,4 @@
-"""Names of segments, which segments make up a table, and which rows a resume supersedes.
+"""Segments of a table: names, selection, merges, and superseded rows.
 
 A segment is an immutable Parquet file with the rows `[first, end)` of its table, counted from 0 over the whole run. Its
 name has the range and a level: `000000000128-000000000256.1.parquet`. Level 0 is a flush; a merge of level n has level
@@ -96,7 +96,7 @@ def list_segments(directory: Path) -> list[Segment]:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Segments that have each row once, in order, and the missing row ranges `(first, end)`."""
+    """Ordered segments that have each row once, and the missing row ranges."""
 
     segments: tuple[Segment, ...]
     gaps: tuple[tuple[int, int], ...]
@@ -108,7 +108,7 @@ class Selection:
 
 
 def select(segments: Iterable[Segment]) -> Selection:
-    """Chooses files that have each row once: the widest at each row, without those that it covers."""
+    """Chooses files that have each row once, the widest at each row."""
     chosen: list[Segment] = []
     gaps: list[tuple[int, int]] = []
     position = 0
@@ -123,9 +123,10 @@ def select(segments: Iterable[Segment]) -> Selection:
 
 
 def snapshot(directory: Path) -> Selection:
-    """Returns the table as it is now, without gaps and duplicates, also while it is written and merged.
+    """Returns the current segments of a table, without gaps and duplicates.
 
-    A gap that stays over `LISTING_ATTEMPTS` listings is a lost file and is returned as a gap.
+    Safe while the table is written and merged. A gap that stays over `LISTING_ATTEMPTS` listings is a lost file and is
+    returned as a gap.
     """
     selection = Selection((), ())
     for attempt in range(LISTING_ATTEMPTS):
@@ -139,13 +140,13 @@ def snapshot(directory: Path) -> Selection:
 
 
 def covered(segments: Sequence[Segment]) -> list[Segment]:
-    """Returns the segments whose rows all lie in another segment, so that they can be removed."""
+    """Returns the segments that other segments cover, which can be removed."""
     chosen = {segment.path for segment in select(segments).segments}
     return [segment for segment in segments if segment.path not in chosen]
 
 
 def next_merge(segments: Sequence[Segment]) -> Sequence[Segment]:
-    """Returns the oldest `FAN_IN` neighbors of one level that are not sealed, or nothing.
+    """Returns the oldest `FAN_IN` unsealed neighbors of one level, or nothing.
 
     `segments` is an ordered selection. Tries the lowest level first, because its merges are cheap and frequent.
     """
@@ -162,7 +163,7 @@ def next_merge(segments: Sequence[Segment]) -> Sequence[Segment]:
 
 
 def final_merges(segments: Sequence[Segment]) -> list[Sequence[Segment]]:
-    """Returns the merges at the end of a run: stretches of small neighbors, up to about `SEALED_BYTES` each."""
+    """Returns the last merges: runs of small neighbors, about `SEALED_BYTES` each."""
     merges: list[Sequence[Segment]] = []
     run: list[Segment] = []
     for segment in segments:
@@ -196,7 +197,7 @@ def cutoffs(first_steps: Mapping[int, int | None]) -> dict[int, int]:
 
 
 def superseded_sql(cut: Cutoffs) -> str:
-    """Returns an SQL condition that is true for superseded rows and false, never null, for others."""
+    """Returns an SQL condition for superseded rows, which is never null."""
     if not cut:
         return "false"
     each = " OR ".join(f"(attempt = {attempt} AND step >= {first})" for attempt, first in sorted(cut.items()))
@@ -204,7 +205,7 @@ def superseded_sql(cut: Cutoffs) -> str:
 
 
 def superseded(data: pa.Table, cut: Cutoffs) -> pa.ChunkedArray | pa.Array:
-    """Returns the same as a boolean array over `data`, which has the columns `attempt` and `step`."""
+    """Returns a boolean array over `data`: whether each row is superseded."""
     hidden = pa.chunked_array([pa.repeat(pa.scalar(False), data.num_rows)])
     for attempt, first in cut.items():
         beyond = pc.and_(pc.equal(data["attempt"], attempt), pc.greater_equal(data["step"], first))

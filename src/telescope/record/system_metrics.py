@@ -1,5 +1,6 @@
-"""Gauges of one machine: processor, memory and network through psutil, GPUs through NVML (`nvidia-ml-py`).
+"""Gauges of one machine: processor, memory, network and GPUs.
 
+Reads the host through psutil and GPUs through NVML (`nvidia-ml-py`).
 Owns the names of these gauges. CPU percentages are over all cores since the previous reading. Counters start with the
 machine. All GPUs of the machine are read, under the index that `nvidia-smi` shows; reading does not disturb their work.
 """
@@ -134,7 +135,7 @@ class GpuReader:
             return {}
 
     def _utilization(self, device: Any) -> dict[str, float]:
-        """Percentages of recent time in which a kernel ran, and in which memory was read or written."""
+        """Reads the percentages of recent time with a running kernel and with memory access."""
         rates = self._nvml.nvmlDeviceGetUtilizationRates(device)
         return {"gpu_utilization_percent": float(rates.gpu), "gpu_memory_utilization_percent": float(rates.memory)}
 

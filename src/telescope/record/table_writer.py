@@ -53,7 +53,7 @@ _FILTERED = frozenset(("attempt", "step", "status", "time", "start", "group_id",
 
 
 class UnreadableSegmentError(Exception):
-    """A segment that is not a valid Parquet file, for example after a power failure."""
+    """A segment is not a valid Parquet file, for example after a power failure."""
 
     def __init__(self, segment: Segment, cause: Exception) -> None:
         super().__init__(f"{segment.path}: {cause}")
@@ -165,7 +165,7 @@ def _open_parquet(path: Path, schema: pa.Schema, *, compression: str = "zstd") -
 
 
 def _common_schema(table: Table, inputs: Iterable[Segment]) -> pa.Schema:
-    """Returns the current columns, then further columns of the inputs, which a newer version wrote."""
+    """Returns the current columns, then those that a newer version added."""
     fields = {field.name: field for field in table.schema}
     for segment in inputs:
         with _opened(segment) as file:
@@ -186,7 +186,7 @@ def _opened(segment: Segment) -> pq.ParquetFile:
 
 
 def _in_pieces(inputs: Iterable[Segment], schema: pa.Schema) -> Iterable[pa.Table]:
-    """Yields the rows of all inputs in order, in tables of a bounded size."""
+    """Yields the rows of all inputs, in order, as bounded tables."""
     pending: list[pa.Table] = []
     num_rows = num_bytes = 0
     for segment in inputs:

@@ -1,4 +1,4 @@
-"""Every table of a run's record, column by column: the only place where they are defined and described.
+"""The definition of every table and column of a run's record.
 
 Owns the schemas, the descriptions that `telescope query --tables` and `docs/record.md` print, and which tables drop
 rows first when memory runs out. Does not own how rows are written (`recorder`, `table_writer`) or read (`reader`).
@@ -27,7 +27,7 @@ FLOAT32_LIST = pa.list_(pa.float32())
 
 
 class Keep(IntEnum):
-    """Importance of a pending row when the disk is too slow or full; the lowest is dropped first."""
+    """Importance of a row. When memory runs out, the lowest is dropped first."""
 
     TELEMETRY = 0
     """Spans, gauges and log lines: dropped first."""

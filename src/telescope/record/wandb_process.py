@@ -1,6 +1,7 @@
-"""The process that talks to W&B for a run: JSON lines in on stdin, JSON lines out on stdout.
+"""The process that sends the metrics of a run to W&B.
 
-Owns the W&B run. `wandb_sink` starts and ends it; it also ends when stdin closes, and so when the driver exits.
+Reads JSON lines from stdin and writes JSON lines to stdout. Owns the W&B run. `wandb_sink` starts and ends it; it also
+ends when stdin closes, and so when the driver exits.
 
 Invariant: W&B's own output goes to stderr, which is a log file. Stdout has only messages for the user.
 """

@@ -1,4 +1,4 @@
-"""Step metrics for Weights & Biases, sent through a separate process that never blocks the run.
+"""Sends step metrics to Weights & Biases through a separate process.
 
     log_step -> queue (bounded) -> thread -> pipe -> `python -m telescope.record.wandb_process` -> wandb
 
@@ -52,7 +52,7 @@ class WandbSettings(Protocol):
 
 
 def has_credentials(environment: Mapping[str, str]) -> bool:
-    """Returns whether W&B would find a key, in the environment or in netrc for its server."""
+    """Returns whether W&B would find a key, in the environment or netrc."""
     if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     home = Path(environment.get("HOME", "~")).expanduser()
@@ -210,7 +210,7 @@ class WandbSink:
             return  # The process ended; `_feed` reports its status.
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
-        """Logs the messages of the process, one JSON object with `level` and `message` per line."""
+        """Logs the messages of the process: per line, JSON with `level` and `message`."""
         assert process.stdout is not None
         with process.stdout as pipe:
             for line in pipe:

@@ -1,4 +1,4 @@
-"""The lock of a run directory, and the identity of the process that holds it.
+"""The lock of a run directory, and the identity of its writer.
 
 One process at a time may write a run directory. The lock also checks that the directory is still the one that was
 locked; the `recorder` decides what happens to rows when it is not.
@@ -125,7 +125,7 @@ class ProcessIdentity:
 
 
 def _start_ticks(pid: int) -> str | None:
-    """Returns when a process of this machine started, or None if it has exited. A zombie has exited."""
+    """Returns when a local process started, or None if it has exited. A zombie has exited."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
