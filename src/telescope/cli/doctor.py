@@ -43,6 +43,7 @@ from telescope.config.schema import TelescopeConfig
 from telescope.errors import UserError
 from telescope.inference.vllm import support
 from telescope.record.wandb_sink import has_credentials
+from telescope.utils.process import describe_exit
 
 GIB = 1 << 30
 TORCH_DEADLINE_SECONDS = 120.0  # the first import on a slow disk
@@ -209,7 +210,7 @@ def ask_torch() -> dict[str, object]:
     except subprocess.TimeoutExpired:
         return {"error": f"import torch did not end within {TORCH_DEADLINE_SECONDS:.0f} s"}
     if answer.returncode != 0:
-        last_line = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
+        last_line = (answer.stderr.strip().splitlines() or [describe_exit(answer.returncode)])[-1]
         return {"error": f"import torch fails: {last_line}"}
     found: dict[str, object] = json.loads(answer.stdout.strip().splitlines()[-1])
     return found

@@ -31,6 +31,7 @@ from telescope.inference.vllm.gpu_share import kv_cache_of_a_restart
 from telescope.inference.vllm.launch import LaunchCommand, launch_command, runs_on_cpu, shape_of
 from telescope.inference.vllm.request_tracing import TraceTarget
 from telescope.inference.vllm.support import check_supported, installed_version
+from telescope.utils.process import describe_exit
 
 POLL_SECONDS = 0.2
 HEALTH_INTERVAL_SECONDS = 2.0
@@ -263,7 +264,7 @@ class InferenceServer:
                 process.kill()
                 if self._stopping.is_set():
                     raise EngineStartError(f"inference server {self.index} was stopped while it started")
-                raise self._start_error(process, f"ended with exit code {code}", ended=True)
+                raise self._start_error(process, describe_exit(code), ended=True)
             if time.monotonic() > deadline:
                 self._exit_code = process.kill()
                 seconds = self._limits.start_timeout
@@ -289,7 +290,7 @@ class InferenceServer:
             process = self._process
             assert process is not None
             code = process.poll()
-            what = None if code is None else f"ended with exit code {code}"
+            what = None if code is None else describe_exit(code)
             if code is None and time.monotonic() >= next_check:
                 health, words = self._health(timeout=HEALTH_TIMEOUT_SECONDS)
                 next_check = time.monotonic() + HEALTH_INTERVAL_SECONDS

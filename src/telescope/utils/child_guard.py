@@ -21,6 +21,8 @@ import sys
 import threading
 import time
 
+from telescope.utils.process import describe_exit
+
 SUPERVISOR_PID_VARIABLE = "TELESCOPE_ENGINE_SUPERVISOR_PID"
 """Environment variable with the pid of the shim, set in every process of the engine."""
 
@@ -94,7 +96,7 @@ def main(argv: list[str]) -> int:
         if orphaned or (readable and not os.read(pipe, 1)):
             kill_group(os.getpgid(0))
             time.sleep(60)  # killed with the group
-    sys.stderr.write(f"telescope: engine process {child.pid} ended with code {code}\n")
+    sys.stderr.write(f"telescope: engine process {child.pid} {describe_exit(code)}\n")
     sys.stderr.flush()
     return code if code >= 0 else 128 - code
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,3 +58,17 @@ def thread_stacks() -> str:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read()
+
+
+def describe_exit(code: int) -> str:
+    """The end of a process in words; `code` is as `subprocess` reports it, negative for a signal.
+
+    "ended with exit code 3", "was killed by SIGKILL".
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # real-time signals have no names
+        name = f"signal {-code}"
+    return f"was killed by {name}"

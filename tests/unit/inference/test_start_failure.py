@@ -18,7 +18,7 @@ Traceback (most recent call last):
     sock.bind(addr)
     ^^^^^^^^^^^^^^^
 OSError: [Errno 98] Address already in use
-telescope: engine process 28802 ended with code 1""".splitlines()
+telescope: engine process 28802 ended with exit code 1""".splitlines()
 
 
 def test_a_traceback_is_reduced_to_its_error() -> None:
@@ -74,5 +74,5 @@ def test_a_hanging_server_shows_its_newest_lines() -> None:
 
 
 def test_a_silent_server_still_has_its_log_named() -> None:
-    message = start_failure("inference server 0 (u)", "ended with exit code -9", [], LOG, ended=True)
-    assert message == f"inference server 0 (u) ended with exit code -9\nLog: {LOG}"
+    message = start_failure("inference server 0 (u)", "was killed by SIGKILL", [], LOG, ended=True)
+    assert message == f"inference server 0 (u) was killed by SIGKILL\nLog: {LOG}"

@@ -111,7 +111,7 @@ async def test_a_server_whose_process_runs_is_brought_back_without_a_restart() -
 async def test_a_restarted_server_has_its_weights_before_its_slots_open() -> None:
     bench = Bench()
     async with bench.watched():
-        bench.handles[1].state, bench.handles[1].error = "restarting", "ended with exit code -9"
+        bench.handles[1].state, bench.handles[1].error = "restarting", "was killed by SIGKILL"
         await bench.until(lambda: bench.pool.up == [0])
         assert bench.brought == []
         bench.handles[1].restarts += 1
@@ -121,7 +121,7 @@ async def test_a_restarted_server_has_its_weights_before_its_slots_open() -> Non
     assert [message.partition(" (")[0] for message in bench.status.messages] == [
         "server 1 is down: its process is restarting", "server 1 is back with the current weights",
     ]  # fmt: skip
-    assert all("ended with exit code -9" in message for message in bench.status.messages)
+    assert all("was killed by SIGKILL" in message for message in bench.status.messages)
 
 
 async def test_a_restart_between_two_polls_is_detected_by_its_count() -> None:
@@ -197,9 +197,9 @@ async def test_the_wait_for_a_hanging_engine_includes_the_detection_of_the_hang(
 
 async def test_the_run_ends_with_every_reason_when_no_server_is_left() -> None:
     bench = Bench()
-    for index, reason in enumerate(("out of memory", "exit code -9")):
+    for index, reason in enumerate(("out of memory", "killed by SIGKILL")):
         bench.handles[index].state, bench.handles[index].error = "failed", reason
-    with pytest.raises(InfrastructureError, match=r"no inference server is left.*out of memory.*exit code -9"):
+    with pytest.raises(InfrastructureError, match=r"no inference server is left.*out of memory.*killed by SIGKILL"):
         await asyncio.wait_for(bench.pool.watch(), 5)
     assert bench.pool.up == []
 

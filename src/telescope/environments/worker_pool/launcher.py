@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from telescope.environments.worker_pool.fork_server import PACKET_BYTES
 from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import DeadlineExceeded, InfrastructureError, UserError
 from telescope.utils.log_file import log_tail, open_log
+from telescope.utils.process import describe_exit
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -209,8 +209,7 @@ class Launcher:
         code = await self._end(process, _LINGER_SECONDS)
         self._socket.close()
         self._process = None
-        ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        what = f"The process that environment workers are forked from {fault or ended}"
+        what = f"The process that environment workers are forked from {fault or describe_exit(code)}"
         try:
             error = self._restart_error(what)
             if error is None:

@@ -24,6 +24,7 @@ from telescope.environments.worker_pool.scheduling import Call, ExitCause, Worke
 from telescope.errors import EnvironmentFailure
 from telescope.utils.frames import FrameReader, pack_frame
 from telescope.utils.log_file import log_size, log_tail, open_log, rotate_log
+from telescope.utils.process import describe_exit
 
 _LINGER_SECONDS = 0.5
 """Time for a process to exit after it has closed its socket."""
@@ -180,9 +181,7 @@ class WorkerProcess:
         """Returns how the process ended, as a predicate: "was killed by SIGKILL"."""
         if self._code is None:
             return "is still running"
-        if self._code < 0:
-            return f"was killed by {signal.Signals(-self._code).name}"
-        return f"ended with exit code {self._code}"
+        return describe_exit(self._code)
 
     @property
     def killed_externally(self) -> bool:
