@@ -1,7 +1,8 @@
-"""Ctrl-C: once ends the run cleanly after the step under way, twice ends it at once.
+"""Stop signals: the first ends the run cleanly after the current step, the second at once.
 
-Either way no process is left behind on this machine: the second Ctrl-C waits for nothing, and the run's reaper
-(`cluster.reaper`) kills what this process started.
+SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal, a dropped SSH session) stop a run. Either way no process is left
+on this machine: after the second signal nothing is waited for, and the run's reaper (`cluster.reaper`) kills what this
+process started.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.summary import Interrupted
 
 EXIT_CODE = 130
-"""What a shell expects of a program that was ended by Ctrl-C."""
+"""The exit code that shells expect of a program stopped by Ctrl-C."""
 
 
 class Interrupt:
-    """Turns SIGINT and SIGTERM into a stop request. `requested` says whether there was one."""
+    """Turns stop signals into a stop request. `requested`: whether there was one."""
 
     def __init__(self, status: RunStatus) -> None:
         self._status = status
         self._count = 0
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         self._on_first: list[Callable[[], None]] = []
         self._on_second: list[Callable[[], None]] = []
 
@@ -34,12 +36,17 @@ class Interrupt:
         return self._count > 0
 
     def install(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take over SIGINT and SIGTERM. Call again after a library has taken them."""
+        """Handle the stop signals. Call again after a library has replaced the handlers.
+
+        A SIGHUP that is ignored stays ignored: so `nohup` keeps a run going.
+        """
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, self._hung_up)
 
     def on_first(self, action: Callable[[], None]) -> None:
-        """Call `action` at the first signal, or now when it has come already."""
+        """Call `action` at the first signal, or now if it has arrived already."""
         if self.requested:
             action()
         else:
@@ -50,7 +57,7 @@ class Interrupt:
         self._on_second.append(action)
 
     async def run_until_first(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run something that the first signal cancels: starting up, or an eval. Raises Interrupted then."""
+        """Run a coroutine that the first signal cancels, such as the start or an eval. Raises Interrupted then."""
         task = asyncio.ensure_future(coroutine)
 
         def cancel() -> None:
@@ -67,6 +74,15 @@ class Interrupt:
             task.cancel()
             self._on_first.clear()
 
+    def _hung_up(self) -> None:
+        """Stop as at SIGTERM. A shell that loses its terminal sends SIGHUP more than once: repeats change nothing."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in self._terminals:  # writes to a lost terminal fail
+            os.dup2(null, descriptor)
+        os.close(null)
+        if not self.requested:
+            self._signalled()
+
     def _signalled(self) -> None:
         self._count += 1
         if self._count == 1:
@@ -76,9 +92,9 @@ class Interrupt:
             for action in actions:
                 action()
             return
-        # Past any live view, which draws from a thread that is about to be gone.
+        # Not through the live view, whose thread ends with the process.
         os.write(2, b"\nended at once by a second interrupt; the record holds what was flushed\n")
         for action in self._on_second:
-            with contextlib.suppress(OSError):  # a full disk must not keep the process alive
+            with contextlib.suppress(OSError):  # a full disk must not keep the process running
                 action()
         os._exit(EXIT_CODE)

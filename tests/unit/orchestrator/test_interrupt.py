@@ -1,11 +1,16 @@
-"""Ctrl-C: once asks, twice ends, and what was starting up is cancelled."""
+"""Stop signals: the first requests a stop, the second ends the process, and a start is cancelled."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
+import subprocess
+import sys
+import termios
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.unit.rollout.fakes import tick
@@ -13,6 +18,8 @@ from tests.unit.rollout.fakes import tick
 from telescope.orchestrator.interrupt import EXIT_CODE, Interrupt
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.summary import Interrupted
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Exited(BaseException):
@@ -25,13 +32,13 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupt]:
         raise Exited(code)
 
     monkeypatch.setattr("telescope.orchestrator.interrupt.os._exit", ended)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield Interrupt(RunStatus("test", 10, phase="training"))
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 async def test_the_first_signal_asks_for_a_stop(interrupt: Interrupt, number: int) -> None:
     loop = asyncio.get_running_loop()
     interrupt.install(loop)
@@ -42,21 +49,21 @@ async def test_the_first_signal_asks_for_a_stop(interrupt: Interrupt, number: in
     await asyncio.wait_for(stopped.wait(), 5)
     assert interrupt.requested
     assert "Ctrl-C again" in interrupt._status.phase
-    for each in (signal.SIGINT, signal.SIGTERM):
+    for each in STOP_SIGNALS:
         loop.remove_signal_handler(each)
 
 
 def test_the_second_signal_ends_the_process_with_the_code_of_ctrl_c(
     interrupt: Interrupt, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    told: list[str] = []
-    interrupt.on_second(lambda: told.append("second"))
+    actions: list[str] = []
+    interrupt.on_second(lambda: actions.append("second"))
     interrupt._signalled()
-    assert not told
+    assert not actions
     with pytest.raises(Exited) as ended:
         interrupt._signalled()
     assert ended.value.args == (EXIT_CODE,) == (130,)
-    assert told == ["second"]
+    assert actions == ["second"]
     assert "at once" in capfd.readouterr().err
 
 
@@ -116,3 +123,65 @@ async def test_a_start_that_is_cancelled_for_another_reason_is_no_interrupt(inte
     with pytest.raises(asyncio.CancelledError):
         await running
     assert not interrupt.requested
+
+
+async def test_a_terminal_that_hangs_up_twice_still_ends_the_run_cleanly(interrupt: Interrupt) -> None:
+    interrupt.install(asyncio.get_running_loop())
+    for _ in range(2):  # as a shell that has lost its terminal does
+        os.kill(os.getpid(), signal.SIGHUP)
+        await tick(3)
+    assert interrupt.requested
+    with pytest.raises(Exited):
+        interrupt._signalled()
+    for each in STOP_SIGNALS:
+        asyncio.get_running_loop().remove_signal_handler(each)
+
+
+async def test_nohup_keeps_a_run_going(interrupt: Interrupt) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    interrupt.install(asyncio.get_running_loop())
+    os.kill(os.getpid(), signal.SIGHUP)
+    await tick(3)
+    assert not interrupt.requested
+    for each in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().remove_signal_handler(each)
+
+
+HANGS_UP = """
+import asyncio, os, signal, sys
+from telescope.orchestrator.interrupt import Interrupt
+from telescope.orchestrator.status import RunStatus
+
+async def main():
+    interrupt = Interrupt(RunStatus("test", 10))
+    interrupt.install(asyncio.get_running_loop())
+    stopped = asyncio.Event()
+    interrupt.on_first(stopped.set)
+    print("ready", flush=True)
+    await stopped.wait()
+    print("written to a terminal that is gone", flush=True)
+    open(sys.argv[1], "w").write("clean end")
+
+asyncio.run(main())
+"""
+
+
+def test_a_closed_terminal_does_not_break_the_clean_end(tmp_path: Path) -> None:
+    driver, terminal = os.openpty()
+    ended = tmp_path / "ended"
+    run = subprocess.Popen(
+        [sys.executable, "-c", HANGS_UP, str(ended)], stdin=terminal, stdout=terminal, stderr=terminal,
+        preexec_fn=lambda: take_terminal(terminal),
+    )  # fmt: skip
+    os.close(terminal)
+    shown = b""
+    while b"\n" not in shown:
+        shown += os.read(driver, 100)
+    os.close(driver)  # the kernel sends SIGHUP
+    assert run.wait(timeout=60) == 0
+    assert ended.read_text() == "clean end"
+
+
+def take_terminal(terminal: int) -> None:
+    os.setsid()
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
