@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig, load_config
 from telescope.evals.runner import EvalResult
 from telescope.orchestrator.evaluation import Evaluation
@@ -125,6 +126,7 @@ async def stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> A
     config = demo.replace(environments=[*demo.environments, *({"name": name} for name in OTHER_ENVIRONMENTS)])
     async with AsyncExitStack() as exit_stack:
         directory = RunDirectory.create(config, [])
+        reaper = exit_stack.enter_context(Reaper())
         exit_stack.enter_context(directory.open_record(console=True))
-        parts = await start_components(config, directory, RunStatus("e2e", 1), exit_stack)
+        parts = await start_components(config, directory, RunStatus("e2e", 1), exit_stack, reaper.directory)
         yield Stack(parts, folder)

@@ -1,7 +1,7 @@
-"""Placement groups: where inference and trainer workers go, reserved before any of them starts.
+"""Reserves the placement groups of inference and trainer workers before any of them starts.
 
-A placement that the cluster can never fit is refused by `telescope.config.plan` before Ray is asked; what is left here
-is waiting, with a deadline, for resources that somebody else holds.
+`telescope.config.plan` refuses a placement that the cluster can never fit. This module waits, with a deadline, for
+resources that others use.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from telescope.cluster.ray_cluster import daemon_failure
 from telescope.config import TelescopeConfig
 from telescope.config.plan import Placement as Plan
 from telescope.config.plan import Role
@@ -45,7 +46,9 @@ class Placement:
         return _options(self.trainer, rank, cpus, self.gpus_per_rank)
 
     def remove(self) -> None:
-        """Give the bundles back; actors still in them are ended by Ray."""
+        """Give the bundles back; Ray ends the actors in them. Without Ray's daemons there is nothing to do."""
+        if daemon_failure() is not None:
+            return
         remove_placement_group(self.inference)
         if self.trainer is not self.inference:
             remove_placement_group(self.trainer)
@@ -62,9 +65,9 @@ def _options(group: PlacementGroup, bundle: int, cpus: float, gpus: float) -> di
 
 
 async def reserve(config: TelescopeConfig, plan: Plan) -> Placement:
-    """Reserve both groups, each within `ray_placement_timeout_s`, in the order in which `plan` found room for them.
+    """Reserve both groups, each within `ray_placement_timeout_s`, in the order of `plan`.
 
-    Raises DeadlineExceeded that says what was asked for and what the cluster has free.
+    Raises DeadlineExceeded with the requested and the free resources.
     """
     on_gpu = plan.device == "cuda"
     tensor_parallel = config.inference_tensor_parallel_size
@@ -76,7 +79,7 @@ async def reserve(config: TelescopeConfig, plan: Plan) -> Placement:
             config, "inference", [pair] * config.trainer_num_workers, config.ray_inference_placement_strategy
         )
         nodes = _nodes_of(group)
-        # One bundle with a GPU for each pair of a server and a rank; each of the two is given half of that GPU.
+        # One bundle with a GPU for each pair of a server and a rank; each of the two gets half of that GPU.
         return Placement(group, group, 0.5, 0.5, nodes, nodes)
     asked: dict[Role, tuple[list[dict[str, float]], str]] = {
         "inference": ([server] * config.num_inference_servers, config.ray_inference_placement_strategy),
@@ -103,7 +106,7 @@ async def reserve(config: TelescopeConfig, plan: Plan) -> Placement:
 async def _reserve_one(
     config: TelescopeConfig, role: Role, bundles: list[dict[str, float]], strategy: str
 ) -> PlacementGroup:
-    """One group, once Ray has found a place for all of it."""
+    """Reserve one group; returns when Ray has placed all of it."""
     group = placement_group(bundles, strategy=strategy)
     try:
         async with asyncio.timeout(config.ray_placement_timeout_s):
@@ -115,11 +118,11 @@ async def _reserve_one(
             f"placement of {role} workers: not reserved within ray_placement_timeout_s = "
             f"{config.ray_placement_timeout_s} s; asked for {len(bundles)} x {bundles[0]} by "
             f'ray_{role}_placement_strategy "{strategy}", free in the cluster: '
-            f"{free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs. Another run may hold them: end it, or lower "
+            f"{free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs. Another run may use them: stop it, or lower "
             f"{role}_num_workers or ray_{role}_cpus_per_worker."
         ) from None
     except BaseException:
-        remove_placement_group(group)  # Ctrl-C while it waits: a cluster of others keeps nothing of ours
+        remove_placement_group(group)  # Ctrl-C while it waits: keep nothing reserved in a shared cluster
         raise
     return group
 

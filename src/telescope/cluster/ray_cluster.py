@@ -1,28 +1,32 @@
-"""The Ray cluster: connecting to one or starting a local one, what it offers, and shutting it down.
+"""The Ray cluster of a run: joins one or starts one here, reports its resources, and leaves it.
 
 Owns the call to `ray.init` and the runtime environment that every actor inherits (interpreter, virtual environment, run
 directory). Does not own actors or placement.
 
-Whether the Ray cluster that a run joins asks for a token, and so whether this process shows one.
+A cluster that is started here is private: it listens on loopback, keeps its files in the run's temporary directory and
+asks for a token of its own. `daemon_failure` reports when one of its daemons has exited.
 
-Ray decides that by how a cluster was named and not by the cluster. Found by "auto", it shows a token, and wants to be
-shown one, if there is one in the home directory; named by its address, it never does. So a cluster that was started
-where there is one (the first local run on a machine makes it) cannot be joined by address, and one that was started
-without is joined by "auto" and loses every actor at once. Therefore the cluster is asked. A user's own `RAY_AUTH_MODE`
-wins.
+For a cluster that is joined, Ray decides by the form of the address whether to show a token, and not by what the
+cluster asks for: with "auto" it shows the token in the home directory if there is one, with an address it shows none.
+So the cluster is asked first, unless the user has set `RAY_AUTH_MODE`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import contextlib
 import logging
 import math
 import os
+import secrets
+import shutil
 import socket
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +40,32 @@ from telescope.config import TelescopeConfig
 from telescope.config.machine import LOOPBACK
 from telescope.config.plan import ClusterResources, NodeResources
 from telescope.errors import RunError, UserError
+from telescope.record.files import RunFiles
+from telescope.utils.log_file import log_tail
+from telescope.utils.process import describe_exit
 
 logger = logging.getLogger(__name__)
 
 STARTED_TOO_SLOWLY = "timed out during startup"
-"""In what Ray raises when its daemons are not up in time."""
+"""Part of Ray's error when its daemons are not up in time."""
 
 STOP_SECONDS = 10.0
-"""After which daemons of a cluster that is to be stopped are killed."""
+"""Daemons of a cluster that is being stopped are killed after this time."""
+
+DAEMONS = ("gcs_server", "raylet")
+"""Ray's processes that a run cannot go on without. The raylet exits when one of its agents does."""
+
+DAEMON_LOG_LINES = 8
+
+MODE_VARIABLE = "RAY_AUTH_MODE"
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
+AUTHENTICATION_VARIABLES = (MODE_VARIABLE, "RAY_AUTH_TOKEN", TOKEN_VARIABLE)
+PROBE_METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+"""Answered by a cluster's head node to every authorized client."""
+PROBE_SECONDS = 10.0
 
 FORWARDED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
-"""Variables of this process that every actor gets, as long as `ray_runtime_env` says nothing else."""
+"""Variables of this process that every actor gets, unless `ray_runtime_env` sets them."""
 
 LOCAL_OBJECT_STORE_BYTES = 1 << 30
 """Batches pass through the object store and are a few MB; Ray's default, 30 % of the memory, is for data work."""
@@ -54,21 +73,22 @@ LOCAL_OBJECT_STORE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Cluster:
-    """A connection to Ray. `started_here` says whether this process started the cluster and so ends it."""
+    """A connection to Ray. `started_here`: this process started the cluster and stops it."""
 
     started_here: bool
     resources: ClusterResources
     node_names: Mapping[str, str]
-    """What the record calls each node, by its id in Ray."""
+    """The name of each node in the record, by its id in Ray."""
     driver_node: str
     """The node that this process is on, by its id."""
+    has_private_token: bool = False
 
 
 def runtime_environment(config: TelescopeConfig, run_dir: Path) -> dict[str, Any]:
-    """What every actor inherits. A `ray_runtime_env` of the user's wins over ours, variable by variable."""
+    """The runtime environment of every actor. Variables in the user's `ray_runtime_env` take precedence."""
     user = dict(config.ray_runtime_env or {})
     variables: dict[str, str] = {
-        # One warning per actor otherwise, about accelerators that an actor without GPUs is not meant to see.
+        # Otherwise each actor without GPUs warns that it sees no accelerator.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -79,7 +99,7 @@ def runtime_environment(config: TelescopeConfig, run_dir: Path) -> dict[str, Any
         variables["PATH"] = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
     if config.debug:
         variables["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-    # A cluster that runs already has not inherited them from this process.
+    # A cluster that was running before has not inherited them from this process.
     variables |= {name: value for name, value in os.environ.items() if name.startswith(FORWARDED_PREFIXES)}
     user["env_vars"] = {**variables, **(user.get("env_vars") or {})}
     if config.ray_pin_py_executable:
@@ -87,15 +107,24 @@ def runtime_environment(config: TelescopeConfig, run_dir: Path) -> dict[str, Any
     return user
 
 
-def connect(config: TelescopeConfig, run_dir: Path, *, local_cpus: float, local_gpus: float) -> Cluster:
-    """Connect to `ray_address`, or start a cluster here when there is none and `ray_auto_start_local` allows.
+def connect(
+    config: TelescopeConfig,
+    run_dir: Path,
+    temporary: Path,
+    *,
+    local_cpus: float,
+    local_gpus: float,
+    stopped: threading.Event | None = None,
+) -> Cluster:
+    """Connect to `ray_address`, or start a cluster here if there is none and `ray_auto_start_local` allows it.
 
-    `local_cpus` is what a cluster started here offers; CPU shares only order Ray's bookkeeping, they bind no core.
-    Raises UserError when there is no cluster and none may be started.
+    `temporary` is a private directory for the files of a cluster started here, and `local_cpus` is what it offers (CPU
+    shares order Ray's bookkeeping only, they bind no core). After `stopped` is set no second start is attempted.
+    Raises UserError if there is no cluster and none may be started, RunError if it does not start.
     """
     if config.ray_disable_runtime_env_hook:
         # Under `uv run`, Ray would otherwise rebuild the whole environment for each worker. The variable is for the
-        # processes that Ray starts; in this one it was read when Ray was imported.
+        # processes that Ray starts; this one read it when it imported Ray.
         os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
         ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     common: dict[str, Any] = {
@@ -122,26 +151,37 @@ def connect(config: TelescopeConfig, run_dir: Path, *, local_cpus: float, local_
                     f"ray_address: {config.ray_address!r} cannot be reached ({error}). Start Ray there with `ray start "
                     "--head`, or set ray_address: auto and ray_auto_start_local: true to start one on this machine."
                 ) from error
-    # Memory is supervised by the run itself; Ray's monitor would kill a trainer that loads a large model.
+    # The run watches its memory itself; Ray's monitor would kill a trainer that loads a large model.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-    # Ray lowers the priority of its workers, for the sake of a desktop; here they are the run.
+    # Ray lowers the priority of its workers by default.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    _start_here(
-        {
-            "num_cpus": math.ceil(local_cpus),
-            "num_gpus": int(local_gpus),
-            "include_dashboard": False,
-            # It is of this machine alone, and here Ray listens to nobody else.
-            "_node_ip_address": LOOPBACK,
-            "object_store_memory": LOCAL_OBJECT_STORE_BYTES,
-            **common,
-        }
-    )
-    return _cluster(started_here=True)
+    # Events of tasks are for Ray's dashboard; the GCS would keep 100,000 of them.
+    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+    has_private_token = _use_private_token(temporary)
+    arguments = {
+        "num_cpus": math.ceil(local_cpus),
+        "num_gpus": int(local_gpus),
+        "include_dashboard": False,
+        "_node_ip_address": LOOPBACK,
+        # A subdirectory, because Ray makes the directory that it is given writable for everyone.
+        "_temp_dir": str(temporary / "ray"),
+        "object_store_memory": LOCAL_OBJECT_STORE_BYTES,
+        **common,
+    }
+    try:
+        _start_here(arguments, stopped or threading.Event())
+    except Exception as error:
+        reason = str(error).strip().rstrip(".") or type(error).__name__
+        logs = keep_logs(temporary, run_dir)
+        raise RunError(
+            f"Ray could not be started on this machine: {reason}. Its logs are in {logs}; `telescope doctor` checks "
+            "what it needs (memory, /dev/shm, open files, a writable temporary folder)"
+        ) from error
+    return replace(_cluster(started_here=True), has_private_token=has_private_token)
 
 
-def _start_here(arguments: dict[str, Any]) -> None:
-    """Start a cluster on this machine, in a second attempt if need be. Raises RunError with Ray's own words.
+def _start_here(arguments: dict[str, Any], stopped: threading.Event) -> None:
+    """Start a cluster on this machine, in two attempts if Ray's daemons are too slow in the first.
 
     Ray gives its daemons 30 s to come up and has no setting for that; on a busy machine they need more the first time.
     """
@@ -152,24 +192,72 @@ def _start_here(arguments: dict[str, Any]) -> None:
             return
         except Exception as error:  # Ray raises plain exceptions when one of its daemons does not come up
             ray.shutdown()
-            words = str(error).strip().rstrip(".") or type(error).__name__
-            if STARTED_TOO_SLOWLY in words and not is_last_attempt:
-                logger.warning("Ray did not start within its 30 s; trying once more")
-                continue
-            logs = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "session_latest", "logs")
-            raise RunError(
-                f"Ray could not be started on this machine: {words}. Its logs are under {logs.resolve()}; `telescope "
-                "doctor` looks at what it needs (memory, /dev/shm, open files, a writable temporary folder)"
-            ) from error
+            if is_last_attempt or stopped.is_set() or STARTED_TOO_SLOWLY not in str(error):
+                raise
+            logger.warning("Ray did not start within its 30 s; trying once more")
+
+
+def _use_private_token(temporary: Path) -> bool:
+    """Have the cluster that is started next ask for a token that only this user can read.
+
+    By itself Ray writes one to ~/.ray/auth_token, readable for everyone. Returns False when the user's own variables
+    decide.
+    """
+    if any(name in os.environ for name in AUTHENTICATION_VARIABLES):
+        return False
+    token = temporary / "ray_token"
+    with open(os.open(token, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    os.environ[TOKEN_VARIABLE] = str(token)
+    AuthenticationTokenLoader.instance().reset_cache()
+    return True
+
+
+def daemon_failure() -> str | None:
+    """The Ray daemon started by this process that has exited, how, and the end of its log; None while all run."""
+    node: Any = ray._private.worker._global_node
+    for name in DAEMONS if node is not None else ():
+        for daemon in node.all_processes.get(name, []):
+            code = daemon.process.poll()
+            if code is not None:
+                ended = f"Ray's {name} (process {daemon.process.pid}) {describe_exit(code)}"
+                lines = _last_lines(Path(node.get_logs_dir_path()), name)
+                return f"{ended}. Its log ends:\n{lines}" if lines else f"{ended}. Its log is empty"
+    return None
+
+
+def _last_lines(logs: Path, daemon: str) -> str:
+    """The end of a daemon's log: its errors if it wrote any, else its output without dumps of its state."""
+    text = log_tail(logs / f"{daemon}.err", 4000) or log_tail(logs / f"{daemon}.out", 32_000)
+    lines = [line for line in text.splitlines() if line.strip() and "[state-dump]" not in line]
+    return "\n".join(lines[-DAEMON_LOG_LINES:])
+
+
+async def watch_daemons(poll_seconds: float = 1.0) -> None:
+    """Raises RunError when a Ray daemon that this process started exits; calls to Ray would wait for minutes."""
+    while True:
+        failure = daemon_failure()
+        if failure is not None:
+            raise RunError(failure)
+        await asyncio.sleep(poll_seconds)
+
+
+def keep_logs(temporary: Path, run_dir: Path) -> Path:
+    """Copy the logs of a cluster started here from the run's temporary directory; returns their folder."""
+    logs, kept = temporary / "ray" / "session_latest" / "logs", RunFiles(run_dir).logs / "ray"
+    try:
+        shutil.copytree(logs, kept, dirs_exist_ok=True)
+    except OSError as error:  # shutil.Error too: files that vanish while daemons exit
+        logger.warning("not all of Ray's logs could be copied to %s: %s", kept, error)
+    return kept
 
 
 @contextlib.contextmanager
 def _only_loopback() -> Iterator[None]:
-    """A cluster that is started inside has the loopback address for its node's, so that all of it listens there alone.
+    """Gives a cluster started inside the loopback address, so that it listens nowhere else.
 
-    Asked for a node at 127.0.0.1, Ray looks for an address that other machines can reach, unless this switch says that
-    there are none. The switch is read from the environment when Ray is imported: the environment is for the processes
-    that Ray starts, the constant for this one.
+    For a node at 127.0.0.1 Ray looks up an address that other machines can reach, unless this switch is off. Ray reads
+    the variable when it is imported: it is set for the processes that Ray starts, the constant for this one.
     """
     before = os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR), ray_constants.ENABLE_RAY_CLUSTER
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
@@ -185,29 +273,39 @@ def _only_loopback() -> Iterator[None]:
 
 
 def own_address() -> str:
-    """The address of this machine that the other machines of the cluster reach it by."""
+    """The address at which other machines of the cluster reach this one."""
     return str(ray.util.get_node_ip_address())
 
 
 def disconnect(cluster: Cluster, config: TelescopeConfig) -> None:
-    """Leave the cluster; end it when it was started here, or when `ray_shutdown_on_exit` says so."""
+    """Leave the cluster; stop it if it was started here or `ray_shutdown_on_exit` is set."""
+    if daemon_failure() is not None:
+        abandon()
+        return
     if not ray.is_initialized():
         return
     stop_all = config.ray_shutdown_on_exit and not cluster.started_here
     node = ray._private.worker._global_node
     session = node.session_name if node is not None else None
     ray.shutdown()
+    if cluster.has_private_token:
+        del os.environ[TOKEN_VARIABLE]
+        forget_authentication()
     if stop_all and session is not None:
         logger.info("ray_shutdown_on_exit: stopping the processes of the Ray cluster on this machine")
         _stop_session(session)
 
 
-def _stop_session(session: str) -> None:
-    """End the daemons of one Ray session on this machine; its workers, and other nodes without their head, follow.
+def abandon() -> None:
+    """Leave Ray without waiting for daemons that do not answer, now or at exit; the run's reaper ends its processes."""
+    atexit.unregister(ray.shutdown)
 
-    `ray stop` ends those of every cluster that the machine has, other people's included. What has something to tell the
-    GCS at its end, as raylets and the autoscaler's monitor do, waits long for an answer once the GCS has ended: so the
-    raylets are first and the GCS is last.
+
+def _stop_session(session: str) -> None:
+    """Stop the daemons of one Ray session on this machine; its workers and nodes without their head exit then.
+
+    `ray stop` would stop every cluster on the machine, those of other users included. Raylets and the autoscaler's
+    monitor report to the GCS when they stop and wait long if it has gone, so raylets come first and the GCS last.
     """
     daemons = [
         process
@@ -217,14 +315,14 @@ def _stop_session(session: str) -> None:
     raylets = [process for process in daemons if process.info["name"] == "raylet"]
     gcs = [process for process in daemons if process.info["name"] == "gcs_server"]
     between = [process for process in daemons if process not in raylets + gcs]
-    deaf = [process for turn in (raylets, between, gcs) for process in _end(turn, psutil.Process.terminate)]
-    if left := _end(deaf, psutil.Process.kill):
+    running = [process for turn in (raylets, between, gcs) for process in _end(turn, psutil.Process.terminate)]
+    if left := _end(running, psutil.Process.kill):
         numbers = ", ".join(str(process.pid) for process in left)
-        logger.warning("ray_shutdown_on_exit: still there %g s after SIGKILL: processes %s", STOP_SECONDS, numbers)
+        logger.warning("ray_shutdown_on_exit: processes still running %g s after SIGKILL: %s", STOP_SECONDS, numbers)
 
 
 def _end(processes: Sequence[psutil.Process], signal: Callable[[psutil.Process], None]) -> list[psutil.Process]:
-    """Those of the processes that are still there `STOP_SECONDS` after they were sent the signal."""
+    """Send a signal; returns the processes that still run after `STOP_SECONDS`."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             signal(process)
@@ -232,7 +330,7 @@ def _end(processes: Sequence[psutil.Process], signal: Callable[[psutil.Process],
 
 
 def _cluster(*, started_here: bool) -> Cluster:
-    """The cluster that this process is connected to, with what its nodes offer in total, not what is free just now."""
+    """The cluster that this process is connected to, with all resources of its nodes, in use or not."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     resources = tuple(
         NodeResources(
@@ -247,7 +345,7 @@ def _cluster(*, started_here: bool) -> Cluster:
 
 
 def names_of_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The host name of each node by its id, with its address where several nodes have one name."""
+    """The host name of each node by its id, with the address where several nodes share a name."""
     count = Counter(node["NodeManagerHostname"] for node in nodes)
     return {
         node["NodeID"]: name if count[name] == 1 else f"{name} ({node['NodeManagerAddress']})"
@@ -256,24 +354,18 @@ def names_of_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     }
 
 
-MODE_VARIABLE = "RAY_AUTH_MODE"
-QUESTION = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-"""What the head node of a cluster answers to everybody who may speak with it."""
-QUESTION_SECONDS = 10.0
-
-
 def settle_authentication(ray_address: str) -> None:
-    """Set `RAY_AUTH_MODE` of this process to what the cluster at `ray_address` wants, if it can be asked.
+    """Set `RAY_AUTH_MODE` of this process to what the cluster at `ray_address` asks for.
 
-    Raises ConnectionError when nobody is there, UserError when it wants a token that is not here. Otherwise what is
-    wrong is for `ray.init` to say.
+    Raises ConnectionError if nothing listens there, UserError if the cluster asks for a token that is not available.
+    Leaves other faults to `ray.init`.
     """
     if "://" in ray_address:
         return
     address = services.canonicalize_bootstrap_address(ray_address)
     if address is None:
         return
-    check_that_somebody_listens(address)
+    check_port_open(address)
     if MODE_VARIABLE in os.environ or (open_to_all := admits(address)) is None:
         return
     if not open_to_all:
@@ -283,29 +375,29 @@ def settle_authentication(ray_address: str) -> None:
 
 
 def forget_authentication() -> None:
-    """Take back what `settle_authentication` has set: the cluster was not joined after all."""
+    """Undo `settle_authentication`, after the cluster was not joined or has been left."""
     os.environ.pop(MODE_VARIABLE, None)
     Config.initialize("")
 
 
 def admits(address: str, token: str | None = None) -> bool | None:
-    """Whether the cluster at `address` speaks with who shows this token, or none. None: it gives no answer."""
+    """Whether the cluster at `address` accepts this token, or no token. None: it does not answer."""
     shown: Sequence[tuple[str, str]] = [("authorization", f"Bearer {token}")] if token is not None else []
     with grpc.insecure_channel(address) as channel:
         try:
-            channel.unary_unary(QUESTION)(b"", timeout=QUESTION_SECONDS, metadata=shown)
+            channel.unary_unary(PROBE_METHOD)(b"", timeout=PROBE_SECONDS, metadata=shown)
         except grpc.RpcError as error:
             return False if error.code() == grpc.StatusCode.UNAUTHENTICATED else None
     return True
 
 
-def check_that_somebody_listens(address: str) -> None:
-    """Raises ConnectionError when nobody does: `ray.init` would try for minutes. A cluster behind TLS passes."""
+def check_port_open(address: str) -> None:
+    """Raises ConnectionError if nothing listens: `ray.init` would try for minutes. A cluster behind TLS passes."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():
-        return  # for `ray.init` to say
+        return  # `ray.init` reports it
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=QUESTION_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
     except OSError as error:
         raise ConnectionError(f"nothing answers at {address}: {error}") from error
 
@@ -317,8 +409,8 @@ def _check_token(ray_address: str, address: str) -> None:
     if has_token and admits(address, loader.get_raw_token(ignore_auth_mode=True)) is not False:
         return
     raise UserError(
-        f"ray_address: the cluster at {ray_address!r} ({address}) asks for its token, and "
-        + ("the one that is here is another" if has_token else "there is none here")
-        + ". Copy ~/.ray/auth_token from the machine that its head was started on, or set RAY_AUTH_TOKEN or "
+        f"ray_address: the cluster at {ray_address!r} ({address}) asks for a token, and "
+        + ("rejects the one found here" if has_token else "none was found here")
+        + ". Copy ~/.ray/auth_token from the machine of its head node, or set RAY_AUTH_TOKEN or "
         "RAY_AUTH_TOKEN_PATH"
     )

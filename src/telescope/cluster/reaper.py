@@ -1,85 +1,136 @@
-"""Nothing of a run outlives its driver on this machine, even when the driver is killed with signal 9.
+"""Ends every process of a run with its driver and removes the run's temporary files.
 
-`Reaper` is the driver's handle; the file itself, run as a program, is a small process that waits for the end of the
-driver at a pipe and then kills what is left. Most processes of a run end by themselves when their parents do, each by
-its own means (see docs/architecture.md), but Ray's agents take more than a minute to notice, and an actor that is busy
-tens of seconds. Imports the standard library only, because the process stays in memory beside every run.
+`Reaper` is the driver's handle. The file itself, run as a program, is a small process that waits at a pipe for the end
+of the driver, also by SIGKILL, kills the processes that are left and removes the files. It imports the standard library
+only, because it stays in memory beside every run.
 
-Which processes belong to the run: those that carry its mark in their environment, which every process that the driver
-starts inherits, and their children. Some overwrite their environment with a title, and lose their parents before
-anybody asks, so newcomers are looked at every `LOOK_SECONDS`. A process is known by its id and its start time, so that
-an id that was given to another is left alone. Processes on other machines are Ray's matter, which ends the actors of a
-driver that has gone.
+A process belongs to the run if its environment carries the run's mark, which every process that the driver starts
+inherits, or if its parent belongs to the run. Some processes overwrite their environment with a title, or lose their
+parents, so the reaper looks for new ones every `LOOK_SECONDS`. It identifies a process by id and start time, because
+the kernel reuses ids. Ray ends the processes on other machines.
 """
 
 from __future__ import annotations
 
+import getpass
 import os
+import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-import uuid
+from pathlib import Path
 from types import TracebackType
 
 MARK_VARIABLE = "TELESCOPE_RUN_MARK"
-"""In the environment of every process of a run."""
+"""In the environment of every process of a run; its value is the run's temporary directory."""
 
 LOOK_SECONDS = 0.5
 KILL_SECONDS = 20.0
-"""After which the reaper gives up on a process that the kernel does not let go of."""
-CLOSE_SECONDS = KILL_SECONDS + 5.0
+"""The reaper gives up on a process that the kernel has not ended after this time."""
+CLOSE_SECONDS = KILL_SECONDS + 25.0
+
+SOCKET_PATH_BYTES = 107
+"""The longest path of a unix socket on Linux."""
+LONGEST_SOCKET = len("/telescope-12345678/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
+"""The longest path below the base directory: Ray's."""
+
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_PREFIXES = ("psm_", "sem.mp-", "vllm_dist_", "nccl-")
+"""Shared memory and semaphores of multiprocessing, vLLM and NCCL, which a killed process leaves behind."""
+LOOKS_FOR_OWNER = 6
+"""A file that no process of the run has mapped after this many looks belongs to others."""
 
 
 class Reaper:
-    """A context: processes that are started inside, directly or not, are gone soon after it or the driver ends.
+    """Context of a run: processes started inside end soon after it, or after the driver ends.
 
-    Leaves what the driver started before alone, and so what it starts without its environment.
+    `directory` is the run's temporary directory, accessible to this user only and removed at the end. Processes that
+    the driver started before, or without its environment, are left alone.
     """
 
+    directory: Path
+
     def __init__(self) -> None:
-        self.mark = uuid.uuid4().hex
-        self._outer: str | None = None
+        self._before: dict[str, str | None] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Reaper:
+        base = temporary_base()
+        self.directory = Path(tempfile.mkdtemp(prefix="telescope-", dir=base))  # mode 0700
         clean = {name: value for name, value in os.environ.items() if name != MARK_VARIABLE}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, self.mark],
-            stdin=subprocess.PIPE,  # its other end closes however we end
-            stdout=subprocess.DEVNULL,  # whoever reads our output waits for its end, and must not wait for this
+            [sys.executable, "-I", "-S", __file__, str(self.directory)],
+            stdin=subprocess.PIPE,  # closes however the driver ends
+            stdout=subprocess.DEVNULL,  # a reader of the driver's output must not wait for this process
             env=clean,
-            start_new_session=True,  # neither Ctrl-C nor a kill of the driver's group is meant for it
+            start_new_session=True,  # out of reach of Ctrl-C and of kills of the driver's group
         )
-        self._outer = os.environ.get(MARK_VARIABLE)
-        os.environ[MARK_VARIABLE] = self.mark
+        usual = os.environ.get("TMPDIR") or "/tmp"
+        self._set(MARK_VARIABLE, str(self.directory))
+        self._set("TMPDIR", str(self.directory))
+        # Ray finds a running cluster by a file in its usual directory.
+        self._set("RAY_TMPDIR", os.environ.get("RAY_TMPDIR") or usual)
+        # Compiled kernels are kept for the next run.
+        self._set("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR") or inductor_cache(usual))
+        tempfile.tempdir = None  # read TMPDIR again
         return self
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Kill what has not ended yet, and wait for it."""
-        if self._outer is None:
-            os.environ.pop(MARK_VARIABLE, None)
-        else:
-            os.environ[MARK_VARIABLE] = self._outer
+        """Kill what is left, remove the files, and wait for both."""
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        tempfile.tempdir = None
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=CLOSE_SECONDS)
 
+    def _set(self, name: str, value: str) -> None:
+        self._before[name] = os.environ.get(name)
+        os.environ[name] = value
+
+
+def temporary_base() -> str:
+    """RAY_TMPDIR, TMPDIR or /tmp, whichever comes first and leaves room for the paths of sockets."""
+    for base in (os.environ.get("RAY_TMPDIR"), os.environ.get("TMPDIR")):
+        if base and os.path.isdir(base):
+            path = os.path.abspath(base)
+            if len(os.fsencode(path)) + LONGEST_SOCKET <= SOCKET_PATH_BYTES:
+                return path
+    return "/tmp"
+
+
+def inductor_cache(folder: str) -> str:
+    """The directory that torch.compile uses by itself when temporary files go to `folder`."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has no name
+        user = f"uid_{os.getuid()}"
+    return os.path.join(folder, "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
+
 
 class _Family:
-    """The processes of a run, as far as they were seen: pid to start time."""
+    """The processes of a run that were seen (pid to start time), and their files in /dev/shm."""
 
     def __init__(self, mark: str) -> None:
         self._entry = f"{MARK_VARIABLE}={mark}".encode()
         self._seen: set[int] = set()
         self.members: dict[int, str] = {}
+        self._looks = dict.fromkeys(_shared_files(), LOOKS_FOR_OWNER)
+        """How often each file was looked at; those that were there before belong to others."""
+        self._shared: set[tuple[str, int]] = set()
 
     def look(self) -> None:
-        """Take in newcomers, and forget who has gone."""
+        """Add new processes and files, and forget processes that have ended."""
         present = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         self._seen &= present
         self.members = {pid: start for pid, start in self.members.items() if _state(pid)[2] == start}
@@ -93,12 +144,30 @@ class _Family:
                     self.members[pid] = start
                     found = True
         self._seen |= present
+        self._look_at_shared_memory()
+
+    def _look_at_shared_memory(self) -> None:
+        files = _shared_files()
+        self._looks = {file: count for file, count in self._looks.items() if file in files}
+        unknown = {file for file in files - self._shared if self._looks.get(file, 0) < LOOKS_FOR_OWNER}
+        if not unknown:
+            return
+        mapped = {inode for pid in self.members for inode in _mapped_inodes(pid)}
+        for file in unknown:
+            self._looks[file] = self._looks.get(file, 0) + 1
+            if file[1] in mapped:
+                self._shared.add(file)
+
+    def remove_shared_memory(self) -> None:
+        """Remove the files in /dev/shm that the run's processes had mapped and left behind."""
+        for name, _ in self._shared & _shared_files():
+            (SHARED_MEMORY / name).unlink(missing_ok=True)
 
     def _carries_mark(self, pid: int) -> bool:
         try:
             with open(f"/proc/{pid}/environ", "rb") as environ:
                 return self._entry in environ.read().split(b"\0")
-        except OSError:  # it has ended, or is another person's
+        except OSError:  # it has ended, or belongs to another user
             return False
 
     def kill(self) -> None:
@@ -108,6 +177,27 @@ class _Family:
                     os.kill(pid, signal.SIGKILL)
                 except OSError:
                     continue  # it has just ended
+
+
+def _shared_files() -> set[tuple[str, int]]:
+    """Names and inodes of this user's files in /dev/shm that a killed process leaves behind."""
+    try:
+        return {
+            (entry.name, entry.inode())
+            for entry in os.scandir(SHARED_MEMORY)
+            if entry.name.startswith(SHARED_PREFIXES) and entry.stat(follow_symlinks=False).st_uid == os.getuid()
+        }
+    except OSError:  # one was removed meanwhile: the next look finds the others
+        return set()
+
+
+def _mapped_inodes(pid: int) -> set[int]:
+    """Inodes of the files in /dev/shm that a process has mapped."""
+    try:
+        with open(f"/proc/{pid}/maps", "rb") as maps:
+            return {int(line.split()[4]) for line in maps if b" /dev/shm/" in line}
+    except OSError:  # it has ended
+        return set()
 
 
 def _state(pid: int) -> tuple[str, int, str]:
@@ -120,13 +210,13 @@ def _state(pid: int) -> tuple[str, int, str]:
     return ("", 0, "") if fields[0] in "ZX" else (fields[0], int(fields[1]), fields[19])
 
 
-def main(mark: str) -> None:
-    """Watch until the pipe at standard input closes, or the parent is gone, then kill until nobody is left."""
+def main(directory: str) -> None:
+    """Wait until the pipe at standard input closes or the parent ends; then kill all processes and remove the files."""
     driver = os.getppid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    family = _Family(mark)
-    # A fork of the driver may hold the pipe open, so its end is not the only sign.
+    family = _Family(directory)
+    # A fork of the driver may keep the pipe open, so its end is not the only sign.
     while not select.select([0], [], [], LOOK_SECONDS)[0] and os.getppid() == driver:
         family.look()
     deadline = time.monotonic() + KILL_SECONDS
@@ -136,6 +226,8 @@ def main(mark: str) -> None:
         rounds_alone = 0 if family.members else rounds_alone + 1
         family.kill()
         time.sleep(0.05)
+    family.remove_shared_memory()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""A training run from the resolved config to the summary: opens the record, starts the parts, trains, takes all down.
+"""A training run from the resolved config to the summary.
 
-The composition root together with `parts`: the only places that know every room. Whatever happens, the parts are ended,
-the summary is written, and the first error is what the caller sees.
+Opens the record, starts the components, trains, and stops everything. The composition root together with
+`run_components`: the only modules that know all packages. Whatever happens, the components are stopped, the summary is
+written, and the first error is raised.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from telescope.cluster.actors import HostGroup
+from telescope.cluster.ray_cluster import watch_daemons
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig
 from telescope.config.model_files import vocabulary_size
@@ -34,11 +36,11 @@ from telescope.record.recorder import Recorder
 from telescope.record.system_metrics import MachineSampler
 
 GAUGE_SECONDS = 0.5
-"""How often the numbers of the live view and the gauges of the record are taken."""
+"""Interval of the live view's numbers and the record's gauges."""
 
 
 class View(Protocol):
-    """Something that shows a run to a person while it goes on."""
+    """Shows the progress of a run."""
 
     def start(self, status: RunStatus) -> None: ...
 
@@ -46,7 +48,7 @@ class View(Protocol):
 
 
 def run_training(config: TelescopeConfig, notes: list[str], view: View | None = None) -> RunSummary:
-    """Train as configured and return the summary, which also lies in the run directory.
+    """Train as configured and return the summary, which is also in the run directory.
 
     Raises UserError for input that cannot be run (nothing is left behind), the first error of any part otherwise.
     """
@@ -71,10 +73,10 @@ class _TrainingRun:
         self._model_dir: Path | None = None
 
     async def run(self) -> RunSummary:
-        """Run to the end. Raises what ended it, unless a person did."""
+        """Run to the end. Raises the error that ended the run, unless the user stopped it."""
         error: BaseException | None = None
         async with AsyncExitStack() as stack:
-            stack.enter_context(Reaper())
+            reaper = stack.enter_context(Reaper())
             stack.enter_context(self._directory.open_record(console=self._view is None))
             if self._directory.step_log.notice:
                 self._status.messages.append(self._directory.step_log.notice)
@@ -83,7 +85,7 @@ class _TrainingRun:
                 self._view.start(self._status)
             self._interrupt.install(asyncio.get_running_loop())
             try:
-                await self._start_and_train()
+                await self._start_and_train(reaper.directory)
             except BaseException as caught:
                 error = caught
             summary = self._summarise(error, await asyncio.to_thread(self._directory.record_problem))
@@ -95,72 +97,84 @@ class _TrainingRun:
             raise error
         return summary
 
-    async def _start_and_train(self) -> None:
+    async def _start_and_train(self, temporary: Path) -> None:
+        async with AsyncExitStack() as stack:
+            stack.callback(self._show_shutdown)
+            supervisor = Supervisor()
+            await supervisor.run_until(self._start_components_and_train(supervisor, stack, temporary))
+
+    async def _start_components_and_train(self, supervisor: Supervisor, stack: AsyncExitStack, temporary: Path) -> None:
         config, status = self._config, self._status
         loop = asyncio.get_running_loop()
-        async with AsyncExitStack() as stack:
-            stack.callback(self._say_shutting_down)
-            starting = start_components(
-                config, self._directory, status, stack, on_ray_started=lambda: self._interrupt.install(loop)
-            )  # fmt: skip
-            parts = await self._interrupt.run_until_first(starting)
-            supervisor = Supervisor()
-            supervisor.spawn(parts.servers.watch(), "server watch")
-            supervisor.spawn(self._take_gauges(parts), "gauges")
-            supervisor.spawn(start_collectors(config, parts, self._directory.recorder, stack).run(), "collectors")
-            supervisor.spawn(watchdog(status, config.watchdog_seconds, parts.dump_stacks), "watchdog")
-            await supervisor.run_until(self._evaluate_and_train(parts, supervisor))
 
-    async def _evaluate_and_train(self, parts: RunComponents, supervisor: Supervisor) -> None:
+        def on_ray_started() -> None:
+            self._interrupt.install(loop)
+            supervisor.spawn(watch_daemons(), "Ray's daemons")
+
+        starting = start_components(
+            config, self._directory, status, stack, temporary, on_ray_started=on_ray_started
+        )  # fmt: skip
+        components = await self._interrupt.run_until_first(starting)
+        supervisor.spawn(components.servers.watch(), "server watch")
+        supervisor.spawn(self._take_gauges(components), "gauges")
+        supervisor.spawn(start_collectors(config, components, self._directory.recorder, stack).run(), "collectors")
+        supervisor.spawn(watchdog(status, config.watchdog_seconds, components.dump_stacks), "watchdog")
+        await self._evaluate_and_train(components, supervisor)
+
+    async def _evaluate_and_train(self, components: RunComponents, supervisor: Supervisor) -> None:
         """Evals at version 0, training, evals at the last version."""
         config, status = self._config, self._status
         evaluation = self._evaluation = Evaluation(
-            parts.evals, config, parts.environments, parts.slots, self._directory.recorder, status
+            components.evals, config, components.environments, components.slots, self._directory.recorder, status
         )
         status.phase = "verifying the weights of the servers"
-        await self._interrupt.run_until_first(parts.weights.verify_initial())
+        await self._interrupt.run_until_first(components.weights.verify_initial())
         if evaluation.plans and config.eval_before_training:
-            results = await self._interrupt.run_until_first(evaluation.run_all(0, parts.settings, parts.servers))
+            results = await self._interrupt.run_until_first(
+                evaluation.run_all(0, components.settings, components.servers)
+            )
             if (headline := headline_of(results)) is not None:
                 self._directory.evaluated_before(headline.accuracy)
         status.phase = "training"
-        orchestrator = await make_orchestrator(config, parts, evaluation, self._directory, status)
+        orchestrator = await make_orchestrator(config, components, evaluation, self._directory, status)
         self._interrupt.on_first(orchestrator.request_stop)
         started_at = time.time()
         await orchestrator.run(supervisor)
         self._training_seconds = time.time() - started_at
         if config.save_final_model and status.version > 0:
             status.phase = "saving the trained model"
-            self._model_dir = await self._save_model(parts)
+            self._model_dir = await self._save_model(components)
         if evaluation.plans and config.eval_after_training and not self._interrupt.requested:
-            await self._interrupt.run_until_first(evaluation.run_all(status.version, parts.settings, parts.servers))
+            await self._interrupt.run_until_first(
+                evaluation.run_all(status.version, components.settings, components.servers)
+            )
 
-    async def _save_model(self, parts: RunComponents) -> Path:
+    async def _save_model(self, components: RunComponents) -> Path:
         """Write the trained model; returns its folder."""
 
         async def save(folder: Path) -> None:
-            async with parts.trainer.queue:
-                await parts.trainer.save_hf(folder)
+            async with components.trainer.queue:
+                await components.trainer.save_hf(folder)
 
         return await save_where_possible(save, RunFiles(self._directory.path).model, self._status)
 
-    async def _take_gauges(self, parts: RunComponents) -> None:
-        """Keep the numbers of the live view, and the record's gauges, up to date."""
+    async def _take_gauges(self, components: RunComponents) -> None:
+        """Update the live view's numbers and the record's gauges."""
         status, write = self._status, self._directory.recorder.write
-        status.num_slots = sum(server.capacity for server in parts.slots.servers)
+        status.num_slots = sum(server.capacity for server in components.slots.servers)
         loop = asyncio.get_running_loop()
         while True:
             before = loop.time()
             await asyncio.sleep(GAUGE_SECONDS)
             lag = max(loop.time() - before - GAUGE_SECONDS, 0.0)
-            status.num_generating = parts.slots.num_used
+            status.num_generating = components.slots.num_used
             news = self._directory.record_news()
             if news is not None:
                 status.messages.append(news)
             now = time.time()
             for name, value in (
                 ("event_loop_lag_seconds", lag),
-                ("lanes_used", float(parts.slots.num_used)),
+                ("lanes_used", float(components.slots.num_used)),
                 ("groups_open", float(status.num_open_groups)),
                 ("groups_ready", float(status.num_finished_groups)),
                 ("tokens_per_second", status.tokens_per_second()),
@@ -181,7 +195,7 @@ class _TrainingRun:
             record_error=record_error,
         )
 
-    def _say_shutting_down(self) -> None:
+    def _show_shutdown(self) -> None:
         self._status.phase = "shutting down"
 
     def _stop_view(self) -> None:
@@ -190,44 +204,48 @@ class _TrainingRun:
 
 
 def start_collectors(
-    config: TelescopeConfig, parts: RunComponents, recorder: Recorder, stack: AsyncExitStack
+    config: TelescopeConfig, components: RunComponents, recorder: Recorder, stack: AsyncExitStack
 ) -> Collectors:
     """The collectors of all gauges, sampling from now on; what they start ends with `stack`."""
     machine = MachineSampler(config.system_metrics_collection_interval_seconds)
     stack.callback(machine.stop)
-    hosts = HostGroup(config, parts.cluster)
+    hosts = HostGroup(config, components.cluster)
     stack.push_async_callback(hosts.stop)
-    return Collectors(sources_of(config, machine, parts.trainer, parts.inference, hosts), recorder)
+    return Collectors(sources_of(config, machine, components.trainer, components.inference, hosts), recorder)
 
 
 async def make_orchestrator(
-    config: TelescopeConfig, parts: RunComponents, evaluation: Evaluation, directory: RunDirectory, status: RunStatus
+    config: TelescopeConfig,
+    components: RunComponents,
+    evaluation: Evaluation,
+    directory: RunDirectory,
+    status: RunStatus,
 ) -> Orchestrator:
-    """The loops over started parts. Items that an eval holds out are never drawn."""
-    infos = [await parts.environments.describe(key) for key in parts.keys.training]
-    for key, entry, info in zip(parts.keys.training, config.environments, infos, strict=True):
+    """The loops over started components. Items that an eval holds out are never drawn."""
+    infos = [await components.environments.describe(key) for key in components.keys.training]
+    for key, entry, info in zip(components.keys.training, config.environments, infos, strict=True):
         directory.recorder.write("environments", record_rows.environment_row(key, entry.name, entry.weight, info))
-    for key, eval_entry in zip(parts.keys.evals, config.evals, strict=True):
-        if key not in parts.keys.training:
-            row = record_rows.environment_row(key, eval_entry.name, None, await parts.environments.describe(key))
+    for key, eval_entry in zip(components.keys.evals, config.evals, strict=True):
+        if key not in components.keys.training:
+            row = record_rows.environment_row(key, eval_entry.name, None, await components.environments.describe(key))
             directory.recorder.write("environments", row)
     draws = PromptSampler(
         config.seed,
         sizes=[info.num_samples for info in infos],
         weights=[entry.weight for entry in config.environments],
-        first_index=[evaluation.num_reserved(key) for key in parts.keys.training],
+        first_index=[evaluation.num_reserved(key) for key in components.keys.training],
     )
     services = Services(
-        environments=parts.environments,
-        environment_keys=parts.keys.training,
-        slots=parts.slots,
-        engines=parts.servers.clients,
-        trainer=parts.trainer,
-        weights=parts.weights,
+        environments=components.environments,
+        environment_keys=components.keys.training,
+        slots=components.slots,
+        engines=components.servers.clients,
+        trainer=components.trainer,
+        weights=components.weights,
         recorder=directory.recorder,
         step_log=directory.step_log,
         filters=SampleFilters.from_config(config, vocabulary_size(config) if config.filter_gibberish else None),
         infos=infos,
-        report_engine_failure=parts.servers.report_failure,
+        report_engine_failure=components.servers.report_failure,
     )
-    return Orchestrator(config, services, draws, evaluation.held_out_uids, parts.settings, status)
+    return Orchestrator(config, services, draws, evaluation.held_out_uids, components.settings, status)

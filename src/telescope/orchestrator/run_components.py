@@ -1,8 +1,8 @@
-"""The parts of a run, started and wired: environments, Ray, trainer, engines, slots, weight sync, evals.
+"""Starts and wires the components of a run: environments, Ray, trainer, engines, weight sync, evals.
 
-Order of starting: environments (their data must be sound before anything expensive starts), Ray, then trainer and
-engines side by side. Each part registers its own end on the stack it is given, so that they end in reverse order
-whatever happened. What is done with the parts is `run`.
+Environments start first, because their data must be valid before anything expensive starts; then Ray; then trainer and
+engines side by side. Each component registers its stop on the exit stack, so they stop in reverse order in any case.
+`run` uses the components.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import asyncio
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from telescope.cluster.inference_group import InferenceGroup
 from telescope.cluster.network import Network, network_of, own_host
 from telescope.cluster.placement import reserve
-from telescope.cluster.ray_cluster import Cluster, connect, disconnect
+from telescope.cluster.ray_cluster import Cluster, abandon, connect, disconnect, keep_logs
 from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
 from telescope.config.environments import EnvironmentKeys, environment_keys
@@ -29,6 +32,7 @@ from telescope.config.machine import local_resources
 from telescope.config.plan import plan_placement
 from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.environments.worker_pool.pool import EnvironmentPool
+from telescope.errors import UserError
 from telescope.evals.runner import PlannedEval
 from telescope.inference.start_report import FIRST_STAGE, start_stage
 from telescope.inference.vllm.launch import hang_timeout, runs_on_cpu
@@ -40,19 +44,21 @@ from telescope.orchestrator.request_slots import RequestSlotPool, make_request_s
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import RunStatus
+from telescope.orchestrator.summary import Interrupted
 from telescope.orchestrator.weight_sync import SyncReport, WeightSync
 from telescope.rollout.sample import RolloutSettings
 from telescope.trainer.batch import Span
+from telescope.utils.process import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 
 PROBE_TEXT_TOKENS = 64
-"""Length of the fixed text whose logprobs are compared on both sides of a weight sync."""
+"""Length of the fixed text whose logprobs are compared in engine and trainer after a weight sync."""
 
 
 @dataclass
 class RunComponents:
-    """The started parts of a run."""
+    """The started components of a run."""
 
     config: TelescopeConfig
     environments: EnvironmentPool
@@ -67,7 +73,7 @@ class RunComponents:
     settings: RolloutSettings
 
     async def dump_stacks(self) -> dict[str, str]:
-        """Stacks of every other process of the run; environment workers write theirs to their logs."""
+        """Stacks of trainer ranks and inference servers; environment workers write theirs to their logs."""
         self.environments.dump_stacks()
         return {**await self.trainer.dump_stacks(), **await self.inference.dump_stacks()}
 
@@ -77,12 +83,14 @@ async def start_components(
     directory: RunDirectory,
     status: RunStatus,
     stack: AsyncExitStack,
+    temporary: Path,
     *,
     on_ray_started: Callable[[], None] = lambda: None,
 ) -> RunComponents:
-    """Start everything that `config` asks for. `on_ray_started` is called once Ray has installed its signal handlers.
+    """Start everything that `config` asks for; `stack` stops it.
 
-    Raises UserError for what a person can mend, the first error of any part otherwise.
+    `temporary` is the run's private directory (`Reaper.directory`). `on_ray_started` is called once Ray has installed
+    its signal handlers. Raises UserError for what a user can fix, otherwise the first error of a component.
     """
     status.phase = "loading environments"
     keys = environment_keys(config)
@@ -91,8 +99,8 @@ async def start_components(
     evals = await plan_evals(config, keys, environments, settings)
 
     status.phase = "starting Ray"
-    cluster = await asyncio.to_thread(_connect, config, directory)
-    stack.callback(disconnect, cluster, config)
+    cluster = await _connect(config, directory, temporary)
+    stack.push(partial(_disconnect, cluster, config, directory, temporary))
     on_ray_started()
     plan = plan_placement(config, cluster.resources)
     placement = await reserve(config, plan)
@@ -118,16 +126,6 @@ async def start_components(
         group_size=config.group_size,
     )
     probe_prompt = await environments.prepare(keys.training[0], 0)
-    weights = WeightSync(
-        config,
-        trainer,
-        inference.clients,
-        loopback=loopback,
-        engines_up=lambda: servers.up,
-        on_failure=lambda server, error: servers.report_failure(server, error),
-        on_report=lambda report: record_sync(directory, report),
-        probe_token_ids=probe_prompt.token_ids[:PROBE_TEXT_TOKENS],
-    )
     servers = ServerPool(
         inference.handles,
         inference.clients,
@@ -135,8 +133,18 @@ async def start_components(
         status,
         start_timeout=config.inference_start_timeout_seconds,
         hang_timeout=max(hang_timeout(config, on_cpu=runs_on_cpu(config)), config.weight_sync_timeout_seconds),
-        bring_weights=weights.sync_one,
     )
+    weights = WeightSync(
+        config,
+        trainer,
+        inference.clients,
+        loopback=loopback,
+        engines_up=lambda: servers.up,
+        on_failure=servers.report_failure,
+        on_report=lambda report: record_sync(directory, report),
+        probe_token_ids=probe_prompt.token_ids[:PROBE_TEXT_TOKENS],
+    )
+    servers.bring_weights = weights.sync_one
     for index in range(config.num_inference_servers):
         servers.open(index)
     return RunComponents(
@@ -151,7 +159,7 @@ async def start_environments(
     status: RunStatus,
     stack: AsyncExitStack,
 ) -> EnvironmentPool:
-    """The environments, loaded. What they have to tell goes to the log, and to `status` if it is not said there yet."""
+    """Load the environments. Their notices go to the log, and to `status` unless it has them."""
     environments = EnvironmentPool(
         keys.specs,
         renderer=RendererSpec(
@@ -172,7 +180,7 @@ async def start_environments(
     infos = [await environments.describe(key) for key in (*keys.training, *keys.evals)]
     for notice in dict.fromkeys(text for info in infos for text in info.notices):
         logger.warning("%s", notice)
-        if notice not in status.messages:  # said before the start, unless things have changed since
+        if notice not in status.messages:  # usually shown before the start
             status.messages.append(notice)
     for key in keys.training if config.interleaved_rollouts else ():
         why = (await environments.describe(key)).not_extendable
@@ -186,19 +194,47 @@ async def start_environments(
 
 
 def default_environment_workers() -> int:
-    """Processes for user code when `environment_workers` is null: up to four, one per core."""
+    """Number of environment workers when `environment_workers` is null: one per core, at most four."""
     return min(4, len(os.sched_getaffinity(0)))
 
 
-def _connect(config: TelescopeConfig, directory: RunDirectory) -> Cluster:
-    machine = local_resources()
-    return connect(config, directory.path, local_cpus=machine.cpus, local_gpus=machine.gpus)
+async def _connect(config: TelescopeConfig, directory: RunDirectory, temporary: Path) -> Cluster:
+    """Join or start Ray. A cancellation does not wait for Ray, whose start takes up to a minute; the reaper ends it."""
+    stopped = threading.Event()
+
+    def start() -> Cluster:
+        machine = local_resources()
+        return connect(
+            config, directory.path, temporary, local_cpus=machine.cpus, local_gpus=machine.gpus, stopped=stopped
+        )
+
+    try:
+        return await in_daemon_thread(start)
+    except asyncio.CancelledError:
+        stopped.set()
+        abandon()
+        raise
+
+
+def _disconnect(
+    cluster: Cluster,
+    config: TelescopeConfig,
+    directory: RunDirectory,
+    temporary: Path,
+    error_type: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: TracebackType | None,
+) -> None:
+    """Leave Ray. After an error its logs are kept in the run directory."""
+    if cluster.started_here and isinstance(error, Exception) and not isinstance(error, Interrupted | UserError):
+        keep_logs(temporary, directory.path)
+    disconnect(cluster, config)
 
 
 def _receive_traces(
     config: TelescopeConfig, network: Network, directory: RunDirectory, stack: AsyncExitStack
 ) -> TraceTarget | None:
-    """Receive the traces of requests into the record, until `stack` ends. None when they cannot be had here."""
+    """Receive traces of requests into the record until `stack` ends. None if tracing is not available here."""
     missing = why_not_available()
     if missing is not None:
         logger.warning("Requests are not traced: %s. enable_vllm_tracing: false turns this off.", missing)
@@ -220,8 +256,10 @@ async def start_workers(
     *,
     loopback: bool,
 ) -> None:
-    """Load and compile the trainer and start the servers, side by side unless they share GPUs; the first failure is
-    raised at once."""
+    """Load and compile the trainer and start the servers, side by side unless they share GPUs.
+
+    Raises the first failure at once.
+    """
 
     async def start_trainer() -> None:
         status.set_component("trainer", "loading the model")
@@ -245,7 +283,7 @@ async def start_workers(
 
     servers = [start_server(index) for index in range(config.num_inference_servers)]
     if config.share_gpus:
-        # A server takes its share by what it finds free; a trainer that loads meanwhile would be counted as its own.
+        # A server measures free memory; a trainer that loads meanwhile would be counted as the server's.
         await _all_or_first_failure(*servers)
         await start_trainer()
     else:
@@ -262,7 +300,7 @@ async def _all_or_first_failure(*starts: Coroutine[Any, Any, None]) -> None:
 
 
 async def _show_start(inference: InferenceGroup, index: int, status: RunStatus) -> None:
-    """The stage of a starting server, for the live view: loading takes minutes for a large model."""
+    """Show the stage of a starting server in the live view; a large model loads for minutes."""
     started_at = time.monotonic()
     stage = FIRST_STAGE
     while True:
@@ -280,7 +318,7 @@ def _check_hash(config: TelescopeConfig, process: str, config_hash: str) -> None
 
 
 def record_warm_up(directory: RunDirectory, spans: list[Span]) -> None:
-    """Write to the log and the record when the trainer's ranks compiled."""
+    """Write the compilation of the trainer's ranks to the log and the record."""
     seconds = max(span.end for span in spans) - min(span.start for span in spans)
     logger.info("The trainer has compiled the model's blocks, which took %.1f s", seconds)
     for span in spans:
@@ -288,25 +326,24 @@ def record_warm_up(directory: RunDirectory, spans: list[Span]) -> None:
 
 
 def record_sync(directory: RunDirectory, report: SyncReport) -> None:
-    """Write a weight sync to the record: a span per server of its pause and one of its transfer, and what the trainer's
-    ranks did meanwhile."""
+    """Write a weight sync to the record: spans of each server's pause and transfer, and of the trainer's ranks."""
     step = report.version - 1
-    for part in report.servers:
-        shared = {"component": "weights", "server": part.server, "step": step}
+    for sync in report.servers:
+        shared = {"component": "weights", "server": sync.server, "step": step}
         attributes = {
             "version": str(report.version),
-            "pause_seconds": f"{part.pause_seconds:.6f}",
-            "transfer_seconds": f"{part.transfer_seconds:.6f}",
+            "pause_seconds": f"{sync.pause_seconds:.6f}",
+            "transfer_seconds": f"{sync.transfer_seconds:.6f}",
             "bytes": str(report.num_bytes),
-            "background": str(part.background).lower(),
-            "failure": part.failure or "",
+            "background": str(sync.background).lower(),
+            "failure": sync.failure or "",
         }
-        start, end = part.paused_at or part.started_at, part.resumed_at or report.ended_at
+        start, end = sync.paused_at or sync.started_at, sync.resumed_at or report.ended_at
         directory.recorder.write(
             "spans", {**shared, "name": "weight_sync", "start": start, "end": end, "attributes": attributes}
         )
-        if part.transfer_seconds:
-            start, end = part.transfer_started_at, part.transfer_started_at + part.transfer_seconds
+        if sync.transfer_seconds:
+            start, end = sync.transfer_started_at, sync.transfer_started_at + sync.transfer_seconds
             directory.recorder.write("spans", {**shared, "name": "weight_transfer", "start": start, "end": end})
     for span in report.trainer_spans:
         directory.recorder.write("spans", trainer_span_row(span, step))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import yaml
 
+from telescope.cluster.reaper import temporary_base
 from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
 from telescope.errors import RunError, UserError
@@ -156,7 +156,7 @@ async def save_where_possible(
     folder. Raises `RunError` with both problems.
     """
     deadline = time.monotonic() + wait_seconds
-    elsewhere = Path(tempfile.gettempdir(), f"telescope-model-{folder.parent.name}-{time.time_ns():x}")
+    elsewhere = Path(temporary_base(), f"telescope-model-{folder.parent.name}-{time.time_ns():x}")
     announced = False
     while True:
         problems = []

@@ -59,7 +59,9 @@ class _Server:
 
 
 class ServerPool:
-    """All servers of the run. `bring_weights` is `WeightSync.sync_one`."""
+    """All servers of the run. Set `bring_weights` (`WeightSync.sync_one`) before `watch`."""
+
+    bring_weights: BringWeights
 
     def __init__(
         self,
@@ -70,14 +72,12 @@ class ServerPool:
         *,
         start_timeout: float,
         hang_timeout: float,
-        bring_weights: BringWeights,
     ) -> None:
         self._servers = [_Server(handle, client) for handle, client in zip(handles, clients, strict=True)]
         self._slots = slots
         self._status = status
         self._start_timeout = start_timeout
         self._hang_timeout = hang_timeout
-        self._bring_weights = bring_weights
         self._wake = asyncio.Event()
 
     @property
@@ -196,7 +196,7 @@ class ServerPool:
         fresh, server.num_restarts = status.restarts != server.num_restarts, status.restarts
         self._status.set_component(f"server {index}", "receiving weights")
         try:
-            await self._bring_weights(index, lambda: self.open(index), fresh=fresh)
+            await self.bring_weights(index, lambda: self.open(index), fresh=fresh)
         except InfrastructureError as error:
             logger.warning("inference server %d failed again while it received weights: %s", index, error)
             server.num_failed_bring_ups += 1

@@ -1,9 +1,7 @@
-"""Running the loops so that none can fail or hang unnoticed.
+"""Supervises the loops of a run, and notifies them of changes.
 
-A failure in any task ends the run with that error, at once and with its own traceback. A run in which nothing finishes
-for `watchdog_seconds` ends with a report of what every part was waiting for.
-
-A condition that loops wait on, with the name of the wait kept where people can see it.
+A failure of any task ends the run at once with that error. A run in which nothing finishes for `watchdog_seconds` ends
+with a report of what each component waited for. `ChangeNotifier` is the condition that loops wait on.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """A set of tasks that live and die together.
+    """A set of tasks that end together.
 
     `run_until` returns the value of its main coroutine. If any task fails first, every other task is cancelled and
-    awaited, and that first error is raised as it is, not wrapped in a group.
+    awaited, and the first error is raised, not wrapped in a group.
     """
 
     def __init__(self) -> None:
@@ -45,7 +43,7 @@ class Supervisor:
         return task
 
     async def run_until(self, main: Coroutine[Any, Any, Any]) -> Any:
-        """Run `main` to its end beside the spawned tasks, then cancel what is left of them."""
+        """Run `main` beside the spawned tasks, then cancel those that still run."""
         if self._failure is None:
             self._failure = asyncio.get_running_loop().create_future()
         main_task = asyncio.get_running_loop().create_task(main, name="main")
@@ -57,7 +55,7 @@ class Supervisor:
         finally:
             await self._cancel_all(main_task)
             if self._failure.done() and not self._failure.cancelled():
-                self._failure.exception()  # seen, so that asyncio does not report it a second time
+                self._failure.exception()  # retrieved, so that asyncio does not report it again
             self._failure.cancel()
 
     async def _cancel_all(self, main_task: asyncio.Task[Any]) -> None:
@@ -78,7 +76,7 @@ class Supervisor:
         if self._failure is not None and not self._failure.done():
             self._failure.set_exception(error)
         else:
-            # The first failure ends the run; what fails because of it, or beside it, is not another reason.
+            # The first failure ends the run; later ones are often its consequences.
             logger.info("task %s failed too: %r", task.get_name(), error)
 
 

@@ -181,8 +181,9 @@ async def fake_run(
         )
         servers = ServerPool(
             handles, clients, slots, status,
-            start_timeout=SERVER_START_SECONDS, hang_timeout=0.0, bring_weights=weights.sync_one,
+            start_timeout=SERVER_START_SECONDS, hang_timeout=0.0,
         )  # fmt: skip
+        servers.bring_weights = weights.sync_one
         weights.servers = servers
         for index in range(len(clients)):
             servers.open(index)

@@ -9,12 +9,19 @@ The stacks of this process's threads as text, for reports of what a hanging proc
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import faulthandler
 import gc
 import signal
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+T = TypeVar("T")
 
 THRESHOLDS = (1_000, 3, 8_000)
 """For the driver, almost nothing of which lies in a cycle, and what does is mostly young when it dies. Containers made
@@ -72,3 +79,29 @@ def describe_exit(code: int) -> str:
     except ValueError:  # real-time signals have no names
         name = f"signal {-code}"
     return f"was killed by {name}"
+
+
+async def in_daemon_thread(function: Callable[[], T]) -> T:
+    """Await `function` on a thread that nothing waits for, also after a cancellation.
+
+    The event loop and the interpreter wait for threads of `asyncio.to_thread` before they end. The thread stays until
+    the process ends: the kernel ends child processes such as Ray's daemons with the thread that started them.
+    """
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def settle(action: Callable[[], None]) -> None:
+        if not result.done():
+            action()
+
+    def run() -> None:
+        try:
+            action = partial(result.set_result, function())
+        except BaseException as error:
+            action = partial(result.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the interest in the result
+            loop.call_soon_threadsafe(settle, action)
+        threading.Event().wait()
+
+    threading.Thread(target=run, name="telescope-daemon", daemon=True).start()
+    return await result

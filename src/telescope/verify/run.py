@@ -60,7 +60,7 @@ async def _verify(
     keep = True
     try:
         async with AsyncExitStack() as stack:
-            stack.enter_context(Reaper())
+            reaper = stack.enter_context(Reaper())
             directory = RunDirectory.create(config, [])
             stack.enter_context(directory.open_record(console=view is None))
             if view is not None:
@@ -70,7 +70,8 @@ async def _verify(
             interrupt.install(loop)
             async with AsyncExitStack() as components_stack:
                 starting = start_components(
-                    config, directory, status, components_stack, on_ray_started=lambda: interrupt.install(loop)
+                    config, directory, status, components_stack, reaper.directory,
+                    on_ray_started=lambda: interrupt.install(loop),
                 )  # fmt: skip
                 components = await interrupt.run_until_first(starting)
                 supervisor = Supervisor()

@@ -50,7 +50,7 @@ def two_nodes() -> Iterator[TwoNodes]:
     with (
         tempfile.TemporaryDirectory(prefix="two-", dir="/tmp") as folder,  # Ray's sockets want short paths
         pytest.MonkeyPatch.context() as patch,
-        Reaper(),
+        Reaper() as reaper,
     ):
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_prestart_worker_first_driver", "0")  # a process for each core otherwise
@@ -76,7 +76,7 @@ def two_nodes() -> Iterator[TwoNodes]:
                 ray_namespace="of-the-test",
                 ray_runtime_env={"env_vars": {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": "/from/the/field"}},
             )
-            cluster = connect(config, run_dir, local_cpus=1, local_gpus=0)
+            cluster = connect(config, run_dir, reaper.directory, local_cpus=1, local_gpus=0)
             yield TwoNodes(raylets, other, run_dir, cluster)
         finally:
             ray.shutdown()

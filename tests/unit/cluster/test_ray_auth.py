@@ -30,7 +30,7 @@ class FakeCluster:
         addresses = {"auto": None, "10.0.0.1:6379": "10.0.0.1:6379"}
         services = SimpleNamespace(canonicalize_bootstrap_address=addresses.__getitem__)
         monkeypatch.setattr(ray_cluster, "services", services)
-        monkeypatch.setattr(ray_cluster, "check_that_somebody_listens", lambda address: None)
+        monkeypatch.setattr(ray_cluster, "check_port_open", lambda address: None)
         monkeypatch.setattr(ray_cluster, "admits", self.admits)
         monkeypatch.setenv(MODE_VARIABLE, "")  # so that it is put back
         monkeypatch.delenv(MODE_VARIABLE)
@@ -60,7 +60,7 @@ def test_the_mode_is_what_the_cluster_wants_whether_a_token_is_here_or_not(
     assert cluster.num_refreshes == 2
 
 
-@pytest.mark.parametrize(("held", "words"), [(None, "there is none here"), ("old", "the one that is here is another")])
+@pytest.mark.parametrize(("held", "words"), [(None, "none was found here"), ("old", "rejects the one found here")])
 def test_a_token_that_is_missing_or_another_is_the_users_to_mend(
     cluster: FakeCluster, held: str | None, words: str
 ) -> None:

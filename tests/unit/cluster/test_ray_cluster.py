@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import stat
+import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +50,9 @@ class FakeRay:
         self.asked: list[str] = []
         self.num_shutdowns = 0
         self.on_init: Callable[[], None] = lambda: None
-        self._private = SimpleNamespace(worker=SimpleNamespace(_global_node=SimpleNamespace(session_name="session_1")))
+        self._private = SimpleNamespace(
+            worker=SimpleNamespace(_global_node=SimpleNamespace(session_name="session_1", all_processes={}))
+        )
 
     def init(self, **arguments: Any) -> None:
         self.calls.append(arguments)
@@ -73,10 +79,13 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     monkeypatch.setattr(ray_cluster, "ray", fake)
     monkeypatch.setattr(ray_cluster, "settle_authentication", fake.asked.append)
     monkeypatch.setattr(ray_cluster, "forget_authentication", lambda: fake.asked.append("forgotten"))
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    for name in ray_cluster.AUTHENTICATION_VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
     # `connect` writes to these; setting them here has them put back.
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "1")
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
+    monkeypatch.setenv("RAY_task_events_report_interval_ms", "0")
     monkeypatch.setattr(ray_constants, "RAY_ENABLE_UV_RUN_RUNTIME_ENV", ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV)
     return fake
 
@@ -128,8 +137,8 @@ def test_debug_asks_torch_for_more() -> None:
     assert runtime_environment(config_of(debug=True), RUN_DIR)["env_vars"]["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
 
 
-def test_a_cluster_that_runs_is_joined_and_its_dead_nodes_are_not_counted(fake_ray: FakeRay) -> None:
-    cluster = connect(config_of(ray_address="auto"), RUN_DIR, local_cpus=4, local_gpus=0)
+def test_a_cluster_that_runs_is_joined_and_its_dead_nodes_are_not_counted(fake_ray: FakeRay, tmp_path: Path) -> None:
+    cluster = connect(config_of(ray_address="auto"), RUN_DIR, tmp_path, local_cpus=4, local_gpus=0)
     assert not cluster.started_here
     assert (cluster.node_names, cluster.driver_node) == ({"first": "box"}, "first")
     assert cluster.resources.nodes == (NodeResources("10.0.0.1", 8.0, 2),)
@@ -141,22 +150,22 @@ def test_a_cluster_that_runs_is_joined_and_its_dead_nodes_are_not_counted(fake_r
 
 
 def test_a_cluster_that_is_started_here_is_told_that_there_is_only_loopback(
-    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
     before = dict(os.environ)
     seen: list[Any] = []
     monkeypatch.setattr(fake_ray, "on_init", lambda: seen.append((get_node_ip_address(), dict(os.environ))))
-    connect(config_of(ray_address="local"), RUN_DIR, local_cpus=1, local_gpus=0)
+    connect(config_of(ray_address="local"), RUN_DIR, tmp_path, local_cpus=1, local_gpus=0)
     ((address, environment),) = seen
     assert address == "127.0.0.1"
     assert environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0", "for the processes that Ray starts"
     assert {name for name in os.environ.keys() - before.keys() if "CLUSTER" in name} == set()
 
 
-def test_without_a_cluster_one_is_started_here(fake_ray: FakeRay) -> None:
+def test_without_a_cluster_one_is_started_here(fake_ray: FakeRay, tmp_path: Path) -> None:
     fake_ray.errors = [ConnectionError("no cluster")]
-    cluster = connect(config_of(ray_address="auto"), RUN_DIR, local_cpus=3.5, local_gpus=1)
+    cluster = connect(config_of(ray_address="auto"), RUN_DIR, tmp_path, local_cpus=3.5, local_gpus=1)
     assert cluster.started_here
     assert fake_ray.asked == ["auto", "forgotten"], "whether a token is shown is for the new cluster to say"
     assert (fake_ray.calls[1]["address"], fake_ray.calls[1]["num_cpus"], fake_ray.calls[1]["num_gpus"]) == (
@@ -176,24 +185,24 @@ def test_without_a_cluster_one_is_started_here(fake_ray: FakeRay) -> None:
     ],
 )
 def test_a_cluster_that_was_asked_for_and_is_not_there_is_the_users_to_mend(
-    fields: dict[str, Any], error: Exception, fake_ray: FakeRay
+    fields: dict[str, Any], error: Exception, fake_ray: FakeRay, tmp_path: Path
 ) -> None:
     fake_ray.errors = [error]
     with pytest.raises(UserError, match=r"ray_address: .* cannot be reached .*ray_auto_start_local"):
-        connect(config_of(**fields), RUN_DIR, local_cpus=4, local_gpus=0)
+        connect(config_of(**fields), RUN_DIR, tmp_path, local_cpus=4, local_gpus=0)
     assert len(fake_ray.calls) == 1
 
 
 @pytest.mark.parametrize("off", [True, False])
 def test_ray_rewrites_no_runtime_environment_unless_so_configured(
-    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, off: bool
+    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, off: bool, tmp_path: Path
 ) -> None:
     """Under `uv run`, and where RAY_RUNTIME_ENV_HOOK names a hook. Ray has read the first switch when it was imported,
     so what counts is what its own function does afterwards."""
     monkeypatch.setattr(ray_constants, "RAY_ENABLE_UV_RUN_RUNTIME_ENV", True)
     monkeypatch.setattr(uv_runtime_env_hook, "_get_uv_run_cmdline", lambda: ["uv", "run", "train.py"])
     monkeypatch.setattr(uv_runtime_env_hook, "hook", lambda env: {**env, "rewritten": True})
-    connect(config_of(ray_disable_runtime_env_hook=off), RUN_DIR, local_cpus=4, local_gpus=0)
+    connect(config_of(ray_disable_runtime_env_hook=off), RUN_DIR, tmp_path, local_cpus=4, local_gpus=0)
     (call,) = fake_ray.calls
     assert _maybe_modify_runtime_env({}, call["_skip_env_hook"]) == ({} if off else {"rewritten": True})
     assert os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] == ("0" if off else "1")
@@ -206,8 +215,8 @@ def hook_of_the_site(env: dict[str, Any]) -> dict[str, Any]:
     return {**env, "by_the_site": True}
 
 
-def test_what_workers_print_stays_away_from_the_driver_when_so_configured(fake_ray: FakeRay) -> None:
-    connect(config_of(ray_log_to_driver=False), RUN_DIR, local_cpus=4, local_gpus=0)
+def test_what_workers_print_stays_away_from_the_driver_when_so_configured(fake_ray: FakeRay, tmp_path: Path) -> None:
+    connect(config_of(ray_log_to_driver=False), RUN_DIR, tmp_path, local_cpus=4, local_gpus=0)
     assert fake_ray.calls[0]["log_to_driver"] is False
 
 
@@ -257,17 +266,87 @@ def test_a_ray_that_does_not_start_is_told_in_its_own_words_with_its_logs(
 ) -> None:
     logs = tmp_path / "ray" / "session_1" / "logs"
     logs.mkdir(parents=True)
+    (logs / "raylet.err").write_text("no space")
     (tmp_path / "ray" / "session_latest").symlink_to(logs.parent)
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     fake_ray.errors = [error, error]
     with pytest.raises(RunError) as raised:
-        connect(config_of(ray_address="local"), RUN_DIR, local_cpus=2, local_gpus=0)
+        connect(config_of(ray_address="local"), tmp_path / "run", tmp_path, local_cpus=2, local_gpus=0)
     assert words in str(raised.value)
-    assert str(logs) in str(raised.value)
+    kept = tmp_path / "run" / "logs" / "ray"
+    assert str(kept) in str(raised.value)
+    assert (kept / "raylet.err").read_text() == "no space"
 
 
-def test_a_ray_that_is_too_slow_the_first_time_is_started_again(fake_ray: FakeRay) -> None:
+def test_a_ray_that_is_too_slow_the_first_time_is_started_again(fake_ray: FakeRay, tmp_path: Path) -> None:
     fake_ray.errors = [RuntimeError("The current node timed out during startup. This could happen because ...")]
-    assert connect(config_of(ray_address="local"), RUN_DIR, local_cpus=2, local_gpus=0).started_here
+    assert connect(config_of(ray_address="local"), RUN_DIR, tmp_path, local_cpus=2, local_gpus=0).started_here
     assert len(fake_ray.calls) == 2
     assert fake_ray.num_shutdowns == 1, "what came up of the first is ended"
+
+
+def test_a_start_that_was_stopped_is_not_tried_again(fake_ray: FakeRay, tmp_path: Path) -> None:
+    stopped = threading.Event()
+    fake_ray.on_init = stopped.set
+    fake_ray.errors = [RuntimeError("The current node timed out during startup.")] * 2
+    with pytest.raises(RunError):
+        connect(config_of(ray_address="local"), tmp_path, tmp_path, local_cpus=2, local_gpus=0, stopped=stopped)
+    assert len(fake_ray.calls) == 1
+
+
+def test_a_cluster_started_here_has_a_private_directory_and_a_token_of_its_own(
+    fake_ray: FakeRay, tmp_path: Path
+) -> None:
+    seen: list[str | None] = []
+    fake_ray.on_init = lambda: seen.append(os.environ.get("RAY_AUTH_TOKEN_PATH"))
+    cluster = connect(config_of(ray_address="local"), RUN_DIR, tmp_path, local_cpus=1, local_gpus=0)
+    (path,) = seen
+    assert path is not None
+    token = Path(path)
+    assert token.parent == tmp_path
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert len(token.read_text()) == 64
+    # Ray makes the directory that it is given writable for everyone.
+    assert Path(fake_ray.calls[0]["_temp_dir"]).parent == tmp_path
+    disconnect(cluster, config_of())
+    assert "RAY_AUTH_TOKEN_PATH" not in os.environ
+
+
+@pytest.mark.parametrize("name", ["RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
+def test_a_token_of_the_user_is_left_alone(
+    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setenv(name, "of the user")
+    cluster = connect(config_of(ray_address="local"), RUN_DIR, tmp_path, local_cpus=1, local_gpus=0)
+    assert not list(tmp_path.iterdir())
+    disconnect(cluster, config_of())
+    assert os.environ[name] == "of the user"
+
+
+@pytest.fixture
+def daemons(fake_ray: FakeRay, tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Two processes in place of Ray's daemons, with logs in `tmp_path`."""
+    running = {name: subprocess.Popen(["sleep", "600"]) for name in ("gcs_server", "raylet")}
+    node = fake_ray._private.worker._global_node
+    node.all_processes = {name: [SimpleNamespace(process=process)] for name, process in running.items()}
+    node.get_logs_dir_path = lambda: str(tmp_path)
+    yield running
+    for process in running.values():
+        process.kill()
+        process.wait()
+
+
+async def test_a_daemon_of_ray_that_is_killed_is_named_with_its_signal_and_its_log(
+    fake_ray: FakeRay, daemons: dict[str, subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    (tmp_path / "raylet.out").write_text("last words\n[state-dump] noise\n")
+    watching = asyncio.create_task(ray_cluster.watch_daemons(poll_seconds=0.01))
+    await asyncio.sleep(0.05)
+    assert not watching.done()
+    daemons["raylet"].kill()
+    with pytest.raises(RunError) as raised:
+        await asyncio.wait_for(watching, 10)
+    assert str(raised.value) == (
+        f"Ray's raylet (process {daemons['raylet'].pid}) was killed by SIGKILL. Its log ends:\nlast words"
+    )
+    disconnect(cluster_of(started_here=True), config_of())
+    assert fake_ray.num_shutdowns == 0, "Ray would wait for its daemon"

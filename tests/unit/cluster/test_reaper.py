@@ -1,18 +1,20 @@
-"""Nothing outlives the driver: with small processes in place of Ray and vLLM."""
+"""No process or file of a run outlives its driver: with small processes in place of Ray and vLLM."""
 
 from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from telescope.cluster.reaper import MARK_VARIABLE, Reaper
+from telescope.cluster.reaper import LONGEST_SOCKET, MARK_VARIABLE, SOCKET_PATH_BYTES, Reaper, temporary_base
 
 DRIVER = """
 import os, subprocess, sys, time
@@ -114,9 +116,81 @@ def test_the_reaper_survives_the_kill_of_the_drivers_group_and_polite_signals(st
 def test_the_mark_is_in_the_environment_during_the_run_only(monkeypatch) -> None:
     monkeypatch.setenv(MARK_VARIABLE, "an outer run")
     with Reaper() as reaper:
-        assert os.environ[MARK_VARIABLE] == reaper.mark
+        assert os.environ[MARK_VARIABLE] == str(reaper.directory)
         bystander = subprocess.Popen(["sleep", "600"], env={MARK_VARIABLE: "an outer run"})
     assert os.environ[MARK_VARIABLE] == "an outer run"
     assert bystander.poll() is None
     bystander.kill()
     bystander.wait()
+
+
+FILES = """
+import multiprocessing, os, subprocess, sys, tempfile, time
+from pathlib import Path
+from telescope.cluster.reaper import Reaper
+
+CHILD = '''
+import multiprocessing, sys, time
+from multiprocessing import shared_memory
+memory = shared_memory.SharedMemory(create=True, size=100)
+lock = multiprocessing.get_context("spawn").Lock()
+print(memory.name, "sem." + lock._semlock.name.lstrip("/"), flush=True)
+time.sleep(600)
+'''
+theirs = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True)
+with Reaper() as reaper:
+    Path(tempfile.mkdtemp(), "socket").touch()
+    ours = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True)
+    print(reaper.directory, *theirs.stdout.readline().split(), *ours.stdout.readline().split(), flush=True)
+    time.sleep(2)  # the reaper looks for new files
+    print("looked", theirs.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_run_leaves_no_temporary_file_and_no_shared_memory() -> None:
+    driver = subprocess.Popen([sys.executable, "-c", FILES], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    directory, *names = driver.stdout.readline().split()
+    theirs, ours = ([Path("/dev/shm", name) for name in pair] for pair in (names[:2], names[2:]))
+    assert all(file.exists() for file in (*theirs, *ours))
+    assert stat.S_IMODE(Path(directory).stat().st_mode) == 0o700
+    assert len(list(Path(directory).glob("*/socket"))) == 1
+    neighbor = int(driver.stdout.readline().split()[1])
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    deadline = time.monotonic() + 30
+    while (Path(directory).exists() or any(file.exists() for file in ours)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(directory).exists()
+    assert not [file for file in ours if file.exists()]
+    assert all(file.exists() for file in theirs), "files of another process"
+    os.kill(neighbor, signal.SIGTERM)
+    for file in theirs:
+        file.unlink(missing_ok=True)
+
+
+def test_temporary_files_of_the_driver_go_to_the_run_and_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", "/var/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    with Reaper() as reaper:
+        assert reaper.directory.parent == Path("/var/tmp")
+        assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(reaper.directory)
+        assert os.environ["RAY_TMPDIR"] == "/var/tmp", "where Ray notes the address of a running cluster"
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith("/var/tmp/torchinductor_"), "kept for the next run"
+    assert tempfile.gettempdir() == os.environ["TMPDIR"] == "/var/tmp"
+    assert "RAY_TMPDIR" not in os.environ
+    assert not reaper.directory.exists()
+
+
+def test_a_temporary_directory_with_a_long_path_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Paths of sockets have at most 107 bytes."""
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(long))
+    assert temporary_base() == "/tmp"
+    assert len("/tmp") + LONGEST_SOCKET <= SOCKET_PATH_BYTES

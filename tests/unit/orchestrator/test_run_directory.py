@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -124,7 +123,7 @@ class Disks:
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(run_directory, "temporary_base", lambda: str(tmp_path / "temporary"))
     return tmp_path / "temporary"
 
 

@@ -54,8 +54,9 @@ class Bench:
         clients: Any = self.handles
         self.pool = ServerPool(
             self.handles, clients, self.slots, self.status,
-            start_timeout=start_timeout, hang_timeout=hang_timeout, bring_weights=self.bring_weights,
+            start_timeout=start_timeout, hang_timeout=hang_timeout,
         )  # fmt: skip
+        self.pool.bring_weights = self.bring_weights
         for index in range(num_servers):
             self.pool.open(index)
 
@@ -210,7 +211,7 @@ async def test_a_bug_while_a_server_is_brought_up_ends_the_run() -> None:
     async def broken(server: int, on_loaded: Callable[[], None], *, fresh: bool) -> None:
         raise ArithmeticError("a bug")
 
-    bench.pool._bring_weights = broken
+    bench.pool.bring_weights = broken
     bench.pool.report_failure(0, DEAD)
     with pytest.raises(ArithmeticError, match="a bug"):
         await asyncio.wait_for(bench.pool.watch(), 5)

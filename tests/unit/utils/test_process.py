@@ -1,0 +1,64 @@
+"""Exit codes in words, and threads that nothing waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from telescope.utils.process import describe_exit, in_daemon_thread
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "ended with exit code 0"),
+        (3, "ended with exit code 3"),
+        (-9, "was killed by SIGKILL"),
+        (-11, "was killed by SIGSEGV"),
+        (-40, "was killed by signal 40"),
+    ],
+)
+def test_an_exit_code_names_the_signal(code: int, words: str) -> None:
+    assert describe_exit(code) == words
+
+
+def test_the_code_is_that_of_subprocess() -> None:
+    ended = subprocess.run([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"])
+    assert describe_exit(ended.returncode) == "was killed by SIGTERM"
+
+
+async def test_a_daemon_thread_returns_values_and_errors_and_outlives_its_call() -> None:
+    """The kernel ends child processes with the thread that started them."""
+
+    def start() -> subprocess.Popen[bytes]:
+        prctl = ctypes.CDLL(None).prctl
+        return subprocess.Popen(["sleep", "600"], preexec_fn=lambda: prctl(1, signal.SIGKILL, 0, 0, 0))
+
+    child = await in_daemon_thread(start)
+    await asyncio.sleep(0.2)
+    assert child.poll() is None
+    child.kill()
+    child.wait()
+    with pytest.raises(ZeroDivisionError):
+        await in_daemon_thread(lambda: 1 // 0)
+
+
+def test_nothing_waits_for_a_daemon_thread_that_was_cancelled() -> None:
+    code = """
+import asyncio, time
+from telescope.utils.process import in_daemon_thread
+
+async def main():
+    task = asyncio.create_task(in_daemon_thread(lambda: time.sleep(600)))
+    await asyncio.sleep(0.1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+asyncio.run(main())
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
