@@ -1,34 +1,34 @@
-"""The Ray actors of a run: one per inference server, one per trainer rank, one per machine without the driver.
+"""The Ray actors of a run: one per inference server, per trainer rank, and per machine without the driver.
 
-They are thin: an actor unpacks the config it was handed (never one from disk), makes the plain class of the room it
-stands for, and forwards calls. Each can say the hash of its config and dump its stacks, and ends what it started.
-
-The machines of the cluster that the driver does not run on: an actor on each, which reads its gauges.
-
-Such an actor takes no share of its machine. One that does not come up, or dies, costs the gauges of that machine.
+Actors are thin: each parses the config that it receives (never one from disk), creates the plain class of its package
+and forwards calls. Each reports the hash of its config, dumps its stacks, and stops the processes that it started.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import signal
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, BinaryIO
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from telescope.cluster.network import own_host, use_interface_of
-from telescope.cluster.ray_cluster import Cluster, own_address
+from telescope.cluster.ray_cluster import Cluster, daemon_failure, own_address
 from telescope.config import TelescopeConfig
 from telescope.errors import InfrastructureError, RunError, UserError
 from telescope.inference.engine_metrics import metrics_reader
 from telescope.inference.vllm.request_tracing import TraceTarget
+from telescope.record.files import RunFiles
 from telescope.record.gauges import ReadingBatch, Sampler
 from telescope.record.system_metrics import MachineSampler
+from telescope.utils.log_file import open_log
 from telescope.utils.process import thread_stacks
 from telescope.weights.control_channel import listen
 from telescope.weights.plan import UpdateInfo
@@ -38,27 +38,40 @@ ACTOR_OPTIONS: dict[str, Any] = {
     "max_task_retries": 0,
     "concurrency_groups": {"control": 4, "observe": 1},
 }
-"""Actors are never restarted behind the run's back: their state is weights and processes. Calls in the other groups are
-answered while the actor is at work; those of `observe` also while calls of `control` wait for engines."""
+"""Ray never restarts an actor: its state is weights and processes. Calls in the concurrency groups are answered while
+the actor works; those of `observe` also while calls of `control` wait for engines."""
+
+TERMINATED = "telescope: received SIGTERM, exiting"
+"""Last line in the log of a trainer rank."""
+
+DAEMON_EXIT_SECONDS = 0.5
+"""A raylet that stops ends its actors first; it has exited after this time."""
 
 
 def make_actor(actor_class: type, placement: dict[str, Any]) -> Any:
-    """The remote form of one of the classes below; `.remote(...)` starts it where `placement` says."""
+    """The Ray actor class of a class below, with the options of its `placement`; `.remote(...)` starts an actor."""
     options: dict[str, Any] = {**ACTOR_OPTIONS, **placement}
     return ray.remote(**options)(actor_class)
 
 
-def end_at_once_on_sigterm() -> None:
-    """Called in the main thread of an actor, whose process Ray ends with SIGTERM when its placement group goes.
+def exit_on_sigterm(log: BinaryIO | None = None) -> None:
+    """Have the actor's process exit at once on SIGTERM, which Ray sends when the placement group is removed.
 
-    Ray's own handler raises SystemExit wherever that thread happens to be, and in a destructor Python prints it with a
-    traceback and goes on. There is nothing to wait for: `stop` has been called, and children watch for this end.
+    Ray's own handler raises SystemExit in the main thread; if that runs a destructor, Python prints a traceback and
+    goes on. Nothing is left to do: `stop` was called before, and child processes watch for the end of this one.
     """
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if log is not None:
+            log.write(f"{TERMINATED}\n".encode())
+            log.flush()
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 class InferenceActor:
-    """Supervises one vLLM process through `inference.server.InferenceServer`."""
+    """Actor of one vLLM process, supervised by `inference.server.InferenceServer`."""
 
     def __init__(
         self,
@@ -74,9 +87,9 @@ class InferenceActor:
     ) -> None:
         from telescope.inference.server import InferenceServer
 
-        end_at_once_on_sigterm()
+        exit_on_sigterm()
         config = TelescopeConfig.from_json(config_json)
-        # In the environment that vLLM and its workers inherit, whose NCCL meets the trainer's.
+        # vLLM and its workers inherit the environment; their NCCL connects to the trainer's.
         use_interface_of(own_host(loopback=broadcast_on_loopback))
         self._server = InferenceServer(
             config, index, port, host, secret, model, Path(run_dir), traces=traces, node_address=own_address()
@@ -95,7 +108,7 @@ class InferenceActor:
 
     @ray.method(concurrency_group="observe")
     def take_readings(self) -> ReadingBatch:
-        """What the server has reported of itself since the last call."""
+        """The server's metrics since the last call."""
         return placed(self._metrics.take())
 
     @ray.method(concurrency_group="control")
@@ -108,16 +121,15 @@ class InferenceActor:
 
     @ray.method(concurrency_group="control")
     def stop(self) -> None:
-        """End the vLLM process and all its children."""
+        """Stop the vLLM process and all its children."""
         self._metrics.stop()
         self._server.stop()
 
 
 class TrainerActor:
-    """One trainer rank, with the sender of its weights."""
+    """Actor of one trainer rank and its weight sender."""
 
     def __init__(self, config_json: str, rank: int, world_size: int, run_dir: str) -> None:
-        end_at_once_on_sigterm()
         config = TelescopeConfig.from_json(config_json)
         if config.trainer_threads is not None:
             # Before torch is imported: it sizes its thread pools once.
@@ -125,6 +137,9 @@ class TrainerActor:
         from telescope.record.logging import setup_logging
 
         setup_logging(Path(run_dir), f"trainer-{rank}", None)
+        self._log = open_log(RunFiles(run_dir).log(f"trainer-{rank}"))
+        faulthandler.enable(self._log)
+        exit_on_sigterm(self._log)
         self._config = config
         self._rank = rank
         self._world_size = world_size
@@ -135,13 +150,13 @@ class TrainerActor:
 
     @ray.method(concurrency_group="control")
     def address(self, loopback: bool) -> tuple[str, int]:
-        """Where the ranks can meet this one: its host, and a port that it listens on from now on."""
+        """Host and port at which this rank listens for the others from now on."""
         host = own_host(loopback=loopback)
         self._door = listen(host)
         return host, int(self._door.getsockname()[1])
 
     def setup(self, master_host: str, master_port: int, loopback: bool) -> Any:
-        """Join the other ranks and load the model. Returns its `TrainerInfo`."""
+        """Connect to the other ranks and load the model. Returns the rank's `TrainerInfo`."""
         use_interface_of(own_host(loopback=loopback))
         from telescope.trainer.timeline import memory_reader
         from telescope.trainer.worker import Trainer
@@ -165,12 +180,12 @@ class TrainerActor:
         return info
 
     def warm_up(self) -> Any:
-        """Compile what the first training step would. Returns the `Span` that it took."""
+        """Compile what the first training step would. Returns its `Span`."""
         return self._trainer.warm_up()
 
     @ray.method(concurrency_group="observe")
     def take_readings(self) -> ReadingBatch:
-        """What this rank's memory was since the last call; nothing before `setup`."""
+        """Readings of this rank's memory since the last call; none before `setup`."""
         return placed(self._memory.take() if self._memory is not None else ReadingBatch([], []))
 
     def train_step(self, step_input: Any) -> Any:
@@ -184,7 +199,7 @@ class TrainerActor:
 
     @ray.method(concurrency_group="control")
     def listen_for_engine(self, engine: int, num_workers: int, loopback: bool) -> Any:
-        """Open the door for an engine's workers. Returns the `InitInfo` that they must be told."""
+        """Listen for an engine's workers. Returns the `InitInfo` that they need to connect."""
         from telescope.weights.communicator import backend_for
 
         config = self._config
@@ -203,7 +218,7 @@ class TrainerActor:
 
     @ray.method(concurrency_group="control")
     def abort_engine(self, engine: int, reason: str) -> None:
-        """Break off the transfer to one engine; a send that is blocked on it goes on with the others."""
+        """Abort the transfer to one engine; a send that is blocked on it goes on with the others."""
         self._sender.abort(engine, reason)
 
     def send_weights(
@@ -247,42 +262,53 @@ class TrainerActor:
 
 
 class HostActor:
-    """Samples the gauges of a machine that the driver does not run on."""
+    """Actor that samples the gauges of a machine without the driver."""
 
     def __init__(self, interval: float) -> None:
         self._machine = MachineSampler(interval)
 
     def take_readings(self) -> ReadingBatch:
-        """What was read since the last call."""
+        """Readings since the last call."""
         return self._machine.take()
 
 
-def placed(taken: ReadingBatch) -> ReadingBatch:
-    """The same, with the GPUs that Ray gave to this actor; its node is known to who placed it."""
-    return replace(taken, gpus=tuple(int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdigit()))
+def placed(batch: ReadingBatch) -> ReadingBatch:
+    """The readings with the GPUs that Ray assigned to this actor; the caller adds its node."""
+    return replace(batch, gpus=tuple(int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdigit()))
+
+
+class ActorExited(InfrastructureError):
+    """The process of an actor has ended."""
 
 
 async def answer(reference: Any, what: str) -> Any:
-    """Await an actor's answer. What the actor raised is raised here as it was, without Ray's wrapping of it.
+    """Await an actor's answer. Raises what the actor raised, without Ray's wrapping.
 
-    An actor that is gone is an `InfrastructureError` that says what was asked of it.
+    Raises `ActorExited`, which names `what`, when the actor's process is gone, and `RunError` when the reason is that a
+    daemon of Ray exited.
     """
     try:
         return await reference
     except ray.exceptions.RayActorError as error:
-        raise InfrastructureError(f"{what}: the actor's process is gone ({error})") from error
+        await asyncio.sleep(DAEMON_EXIT_SECONDS)
+        if failure := daemon_failure():
+            raise RunError(failure) from None
+        raise ActorExited(f"{what}: the actor's process is gone ({error})") from error
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         if not isinstance(cause, Exception):
             raise
         if isinstance(cause, UserError | RunError):
-            raise cause from None  # its message is the whole explanation
-        # Ray's text is the traceback in the actor's process: it stays, as where this came from.
+            raise cause from None  # its message explains everything
+        # Ray's text holds the traceback in the actor's process.
         raise cause from error
 
 
 class HostGroup:
-    """The actors, by the names of their machines. Making it waits for none of them. `here` is the driver's."""
+    """An actor on each machine without the driver, by machine name. `here` is the driver's machine.
+
+    The constructor does not wait for them. They reserve no resources; if one exits, only its gauges are missing.
+    """
 
     def __init__(self, config: TelescopeConfig, cluster: Cluster) -> None:
         seconds = config.system_metrics_collection_interval_seconds
@@ -299,11 +325,11 @@ class HostGroup:
         return list(self._actors)
 
     async def take_readings(self, name: str) -> ReadingBatch:
-        """What was read of a machine since the last call."""
+        """Readings of a machine since the last call."""
         batch: ReadingBatch = await answer(self._actors[name].take_readings.remote(), f"gauges of machine {name}")
         return replace(batch, node=name)
 
     async def stop(self) -> None:
-        """End the actors."""
+        """Stop the actors."""
         for actor in self._actors.values():
             await asyncio.to_thread(ray.kill, actor)

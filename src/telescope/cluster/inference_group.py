@@ -1,6 +1,6 @@
-"""All inference servers of a run: their actors, and the HTTP clients that the driver reaches them with.
+"""Driver-side proxies of all inference servers: their actors and HTTP clients.
 
-Owns addresses and the run's secret. Whether a server is up, and what happens when it dies, is `orchestrator.servers`.
+Owns addresses and the run's secret. `orchestrator.servers` tracks which servers are up and handles failures.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ANSWER_TIMEOUT_SECONDS = 30.0
 
 
 class ActorHandle:
-    """A server's actor, awaited from the driver's event loop."""
+    """Driver-side handle of a server's actor, for the driver's event loop."""
 
     def __init__(self, actor: Any, index: int) -> None:
         self._actor = actor
         self._index = index
 
     async def status(self) -> Any:
-        """The `ServerStatus` of the process. Raises InfrastructureError when the actor itself is gone."""
+        """The `ServerStatus` of the process. Raises InfrastructureError when the actor itself has exited."""
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_SECONDS):
                 return await answer(self._actor.status.remote(), f"status of server {self._index}")
@@ -88,7 +88,7 @@ class InferenceGroup:
         self._clients_by_index: dict[int, EngineClient] = {}
 
     async def start(self, index: int) -> Any:
-        """Start server `index`, wait until it answers, and make its client. Returns its `ServerInfo`."""
+        """Start server `index`, wait until it answers, and create its client. Returns its `ServerInfo`."""
         timeout = self._config.inference_start_timeout_seconds
         try:
             async with asyncio.timeout(timeout + 60):
@@ -111,19 +111,18 @@ class InferenceGroup:
         return info
 
     async def close_clients(self) -> None:
-        """Close the HTTP connections; requests in flight are aborted by that."""
+        """Close the HTTP connections, which aborts requests in flight."""
         for client in self.clients:
             await client.close()
 
     async def take_readings(self, index: int) -> ReadingBatch:
-        """What a server has reported of itself since the last call."""
-        batch: ReadingBatch = await answer(
-            self._actors[index].take_readings.remote(), f"gauges of inference server {index}"
-        )
+        """A server's metrics since the last call."""
+        call = self._actors[index].take_readings.remote()
+        batch: ReadingBatch = await answer(call, f"gauges of inference server {index}")
         return replace(batch, node=self._nodes[index])
 
     async def dump_stacks(self) -> dict[str, str]:
-        """Stacks of each server's actor, or why they could not be had."""
+        """Stacks of each server's actor, or the reason why there are none."""
         stacks = {}
         for index, handle in enumerate(self.handles):
             try:
@@ -134,22 +133,24 @@ class InferenceGroup:
         return stacks
 
     async def stop(self) -> None:
-        """End every vLLM process through its actor."""
+        """Stop every vLLM process through its actor."""
 
         async def stop(index: int, actor: Any) -> None:
             try:
                 async with asyncio.timeout(STOP_TIMEOUT_SECONDS):
                     await actor.stop.remote()
             except Exception as error:
-                # Its processes watch for the actor's end, which the placement group's removal brings.
+                # Its processes watch for the actor's end, which follows from removing the placement group.
                 logger.warning("inference server %d did not stop by itself: %r", index, error)
 
         await asyncio.gather(*(stop(index, actor) for index, actor in enumerate(self._actors)))
 
 
 def bind_host(config: TelescopeConfig, network: Network) -> str:
-    """Where servers listen: loopback where the driver is on their node, unless the user chose a host; else
-    `inference_host`."""
+    """The host on which servers listen.
+
+    Loopback if the driver is on their node and the user chose no host, otherwise `inference_host`.
+    """
     if network.servers_on_loopback and "inference_host" not in config.user_set:
         return LOOPBACK
     return config.inference_host

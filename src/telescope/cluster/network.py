@@ -1,8 +1,7 @@
-"""Which address and which network interface the processes of a run meet on.
+"""The addresses and network interfaces on which the processes of a run connect.
 
-Loopback where everybody who meets there is on one node, else the address that Ray knows the node by. Owns that choice
-and the two variables that tell NCCL and gloo of it; a variable that the user has set is left alone. What the addresses
-are used for is the business of `inference.server`, `trainer.worker` and `weights.control_channel`.
+Loopback if all processes concerned are on one node, otherwise the address by which Ray knows the node. Owns that choice
+and the two variables that pass it to NCCL and gloo; variables that the user has set are left alone.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from telescope.config.machine import LOOPBACK
 from telescope.inference.server import advertised_host
 
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-"""By themselves NCCL takes the first interface that is not loopback, and gloo the one that the host's name stands for,
-which many systems resolve to 127.0.1.1."""
+"""By default NCCL uses the first interface that is not loopback, and gloo the one to which the host's name resolves,
+which is 127.0.1.1 on many systems."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """Who of a run meets on loopback."""
+    """Which processes of a run connect over loopback."""
 
     servers_on_loopback: bool
     """The driver and all servers are on one node."""
@@ -36,7 +35,7 @@ class Network:
 
 
 def network_of(config: TelescopeConfig, placement: Placement, driver_node: str) -> Network:
-    """What the places of the workers allow. `driver_node`: the driver's node, by its id in Ray."""
+    """The network that the placement allows. `driver_node`: the driver's node, by its id in Ray."""
     nodes = {*placement.server_nodes, *placement.rank_nodes}
     return Network(
         servers_on_loopback={driver_node, *placement.server_nodes} == {driver_node},
@@ -45,9 +44,9 @@ def network_of(config: TelescopeConfig, placement: Placement, driver_node: str) 
 
 
 def own_host(*, loopback: bool) -> str:
-    """Where others of the run reach this process: on `loopback`, or at this node's address.
+    """The host at which other processes of the run reach this one: `loopback`, or this node's address.
 
-    A cluster that was started for one run knows its node by loopback alone; its address is then the outward one.
+    A cluster started for one run knows its node only by loopback; then it is the address of the default route.
     """
     if loopback:
         return LOOPBACK
@@ -56,9 +55,9 @@ def own_host(*, loopback: bool) -> str:
 
 
 def use_interface_of(address: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make NCCL and gloo of this process, and of what it starts, talk through the interface that has `address`.
+    """Make NCCL and gloo of this process and its children use the interface that has `address`.
 
-    To be called before either is used. Leaves alone what the user, or the node, has set.
+    Call it before either is used. Keeps variables that the user or the node has set.
     """
     interface = interface_of(address, interface_networks())
     if interface is not None:
@@ -67,7 +66,7 @@ def use_interface_of(address: str, environment: MutableMapping[str, str] = os.en
 
 
 def interface_of(address: str, networks: Iterable[tuple[str, str]]) -> str | None:
-    """The interface with this address, else the first whose network contains it; None when there is none."""
+    """The interface with this address, otherwise the first whose network contains it, or None."""
     wanted = ipaddress.ip_address(address)
     containing = None
     for name, network in networks:
@@ -90,7 +89,7 @@ def interface_networks() -> list[tuple[str, str]]:
 
 
 def _prefix(netmask: str) -> str:
-    """A mask as `ipaddress` reads it; an IPv6 one is written out by the kernel ("ffff:ffff::")."""
+    """A mask in the form that `ipaddress` reads; the kernel writes IPv6 masks out ("ffff:ffff::")."""
     if ":" not in netmask:
         return netmask
     return str(int(ipaddress.IPv6Address(netmask)).bit_count())

@@ -1,27 +1,32 @@
-"""All trainer ranks behind one door: what the driver asks of the trainer goes through here, one command at a time.
+"""Driver-side proxy for the trainer ranks. Runs one collective command at a time.
 
-Rank commands are collectives: every rank must run the same ones in the same order. So whoever runs one holds `queue`
-(`train_step` takes it by itself, a weight sync holds it from its first command to its last), and a single server can be
-given weights between two training steps. `version` counts the steps that the ranks' weights contain; it changes only
-while `queue` is held. Each command has a deadline and a name.
+Rank commands are collectives: every rank must run the same ones in the same order. The caller of a command locks
+`queue`: `train_step` by itself, a weight sync from its first command to its last. A single server can receive weights
+between two training steps. `version` counts the steps that the ranks' weights contain and changes only under the lock.
+Each command has a deadline and a name. When a rank's process exits, the error names the rank, the signal and the last
+lines of its log.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from telescope.cluster.actors import TrainerActor, answer, make_actor
+from telescope.cluster.actors import TERMINATED, ActorExited, TrainerActor, answer, make_actor
 from telescope.cluster.placement import Placement
 from telescope.cluster.ray_cluster import Cluster
 from telescope.config import TelescopeConfig
-from telescope.errors import DeadlineExceeded
+from telescope.errors import DeadlineExceeded, RunError
+from telescope.record.files import RunFiles
 from telescope.record.gauges import ReadingBatch
 from telescope.trainer.batch import Span, StepInput, StepResult
+from telescope.utils.log_file import log_size, log_tail
 from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo, sender_rank
 
 if TYPE_CHECKING:
@@ -37,9 +42,16 @@ SETUP_TIMEOUT_SECONDS = 1800.0
 
 STOP_TIMEOUT_SECONDS = 20.0
 
+RANK_EXIT_SECONDS = 2.0
+"""When a command fails on one rank because another has exited, Ray reports the exit within this time."""
+
+LOG_TAIL_BYTES = 3000
+CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""Signals that Python's fault handler writes to the log."""
+
 
 class TrainerGroup:
-    """The trainer's ranks, numbered from 0; which of them serves an engine is `weights.plan.sender_rank`'s."""
+    """The trainer's ranks, numbered from 0. `weights.plan.sender_rank` assigns a rank to each engine."""
 
     def __init__(self, config: TelescopeConfig, placement: Placement, run_dir: Path, cluster: Cluster) -> None:
         self.world_size = config.trainer_num_workers
@@ -50,6 +62,8 @@ class TrainerGroup:
         self.version = 0
         self._num_restarts = 0
         self._is_warming_up = False
+        self._logs = [RunFiles(run_dir).log(f"trainer-{rank}") for rank in range(self.world_size)]
+        self._log_starts = [log_size(path) for path in self._logs]
         self._nodes = [cluster.node_names[node] for node in placement.rank_nodes]
         self._ranks = [
             make_actor(TrainerActor, placement.rank_options(rank, config.ray_trainer_cpus_per_worker)).remote(
@@ -59,15 +73,17 @@ class TrainerGroup:
         ]
 
     async def setup(self, *, loopback: bool) -> list[Any]:
-        """Make the ranks meet and load the model. Returns each rank's `TrainerInfo`."""
-        host, port = await answer(self._ranks[0].address.remote(loopback), "address of trainer rank 0")
+        """Connect the ranks and load the model. Returns each rank's `TrainerInfo`."""
+        host, port = await self._one(0, self._ranks[0].address.remote(loopback), "opening the port of the ranks")
         return await self._all(
             "model setup", lambda rank: self._ranks[rank].setup.remote(host, port, loopback), SETUP_TIMEOUT_SECONDS
         )
 
     async def warm_up(self) -> list[Span]:
-        """Compile what the first training step would. Returns when each rank did. After `setup`, and before any other
-        command, since none but the end of the run is for a rank that is at it."""
+        """Compile what the first training step would. Returns the span of each rank.
+
+        Call it after `setup` and before any other command: a rank that compiles answers none.
+        """
         self._is_warming_up = True
         spans = await self._all(
             "compiling the model's blocks", lambda rank: self._ranks[rank].warm_up.remote(), SETUP_TIMEOUT_SECONDS
@@ -76,7 +92,7 @@ class TrainerGroup:
         return spans
 
     async def train_step(self, inputs: list[StepInput]) -> StepResult:
-        """One training step on all ranks. Metrics are those that the ranks agreed on; spans are of every rank."""
+        """Run one training step on all ranks. Metrics are reduced over the ranks; spans are of every rank."""
         async with self.queue:
             results: list[StepResult] = await self._all(
                 f"training step {inputs[0].step}",
@@ -88,7 +104,7 @@ class TrainerGroup:
         return StepResult(metrics=results[0].metrics, spans=spans)
 
     async def restart(self) -> None:
-        """Start over from the weights that the config names, as version 0; the engines need a sync after it."""
+        """Reload the initial weights as version 0; the engines need a sync afterwards."""
         async with self.queue:
             await self._all(
                 "restart of the trainer", lambda rank: self._ranks[rank].restart.remote(), SETUP_TIMEOUT_SECONDS
@@ -98,27 +114,24 @@ class TrainerGroup:
 
     @property
     def weights_identity(self) -> tuple[int, int]:
-        """Restarts and version: equal only if the weights are, for after a restart versions are counted anew."""
+        """Restarts and version. Equal only if the weights are: a restart counts versions from 0 again."""
         return self._num_restarts, self.version
 
-    def _sender_of(self, engine: int) -> Any:
-        """The actor of the rank that sends to this engine."""
-        return self._ranks[sender_rank(engine, self.world_size)]
-
     async def listen_for_engine(self, engine: int, num_workers: int, *, loopback: bool) -> InitInfo:
-        """Open the sender's door for an engine. Returns what the engine's workers must be told."""
-        rank = self._sender_of(engine)
-        return await answer(
-            rank.listen_for_engine.remote(engine, num_workers, loopback), f"listening for engine {engine}"
-        )
+        """Open the sender's listener for an engine. Returns what the engine's workers need to connect."""
+        rank = sender_rank(engine, self.world_size)
+        call = self._ranks[rank].listen_for_engine.remote(engine, num_workers, loopback)
+        return await self._one(rank, call, f"listening for engine {engine}")
 
     async def connect_engine(self, engine: int) -> None:
-        """The sender's half of opening a communicator; the engine's half runs at the same time."""
-        await answer(self._sender_of(engine).connect_engine.remote(engine), f"connecting engine {engine}")
+        """Open the sender's end of a communicator; the engine opens its end at the same time."""
+        rank = sender_rank(engine, self.world_size)
+        await self._one(rank, self._ranks[rank].connect_engine.remote(engine), f"connecting engine {engine}")
 
     async def abort_engine(self, engine: int, reason: str) -> None:
-        """Make a send or a connecting that is blocked on this engine give it up; sends to other engines go on."""
-        await answer(self._sender_of(engine).abort_engine.remote(engine, reason), f"abort of engine {engine}")
+        """Abort a transfer or connection that is blocked on this engine; sends to other engines go on."""
+        rank = sender_rank(engine, self.world_size)
+        await self._one(rank, self._ranks[rank].abort_engine.remote(engine, reason), f"abort of engine {engine}")
 
     async def send_weights(
         self, update: UpdateInfo, engines: list[int], *, fingerprints: bool, corrupt: str | None = None
@@ -127,16 +140,16 @@ class TrainerGroup:
         return await self._all(
             f"sending weights of version {update.version}",
             lambda rank: self._ranks[rank].send_weights.remote(update, engines, fingerprints, corrupt),
-            # The transfer has a deadline of its own; this one catches a rank that does not keep it.
+            # The transfer has its own deadline; this one catches a rank that misses it.
             self._sync_timeout + 60,
         )
 
     async def weight_metadata(self) -> list[TensorMeta]:
-        """Names, shapes and types of what `send_weights` sends, in its order."""
+        """Names, shapes and types of the tensors that `send_weights` sends, in order."""
         return (await self._all("weight metadata", lambda rank: self._ranks[rank].weight_metadata.remote(), 300))[0]
 
     async def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """Logprobs of tokens 1..L-1 of one text, computed by itself, under the trainer's current weights."""
+        """Logprobs of tokens 1..L-1 of one unpacked text under the trainer's current weights."""
         results = await self._all(
             "logprobs of a text",
             lambda rank: self._ranks[rank].sequence_logprobs.remote(token_ids, temperature),
@@ -146,15 +159,15 @@ class TrainerGroup:
 
     async def packed_logprobs(self, inputs: list[StepInput]) -> dict[str, np.ndarray]:
         """Logprobs of the trained tokens of every sample in `inputs`, as packed there, by sample id."""
-        shares = await self._all(
+        per_rank = await self._all(
             "logprobs of packed samples",
             lambda rank: self._ranks[rank].packed_logprobs.remote(inputs[rank]),
             self._step_timeout,
         )
-        return {name: values_N for share in shares for name, values_N in share.items()}
+        return {name: values_N for logprobs in per_rank for name, values_N in logprobs.items()}
 
     async def compare_gradients(self, first: list[StepInput], second: list[StepInput]) -> GradientComparison:
-        """The gradients of two packings of the same samples, on the ranks that would train them. Nothing is updated."""
+        """Compares the gradients of two packings of the same samples. Updates nothing."""
         results = await self._all(
             "gradients of two packings",
             lambda rank: self._ranks[rank].compare_gradients.remote(first[rank], second[rank]),
@@ -167,12 +180,12 @@ class TrainerGroup:
         await self._all("saving", lambda rank: self._ranks[rank].save_hf.remote(str(directory)), SETUP_TIMEOUT_SECONDS)
 
     async def take_readings(self, rank: int) -> ReadingBatch:
-        """What this rank's memory was since the last call. No collective: other commands may be under way."""
+        """Readings of this rank's memory since the last call. Not a collective: other commands may be running."""
         batch: ReadingBatch = await answer(self._ranks[rank].take_readings.remote(), f"gauges of trainer rank {rank}")
         return replace(batch, node=self._nodes[rank])
 
     async def dump_stacks(self) -> dict[str, str]:
-        """Stacks of every rank's process, or why they could not be had."""
+        """Stacks of every rank's process, or the reason why there are none."""
         stacks: dict[str, str] = {}
         for rank, actor in enumerate(self._ranks):
             try:
@@ -185,7 +198,7 @@ class TrainerGroup:
     async def stop(self) -> None:
         """Let the ranks close their communicators; Ray ends their processes with the placement group."""
         if self._is_warming_up:
-            return  # they cannot answer before they have compiled, and have no communicator to a server yet
+            return  # they do not answer before they have compiled, and have no communicator to a server yet
         results = await asyncio.gather(
             *(asyncio.wait_for(_as_future(rank.stop.remote()), STOP_TIMEOUT_SECONDS) for rank in self._ranks),
             return_exceptions=True,
@@ -194,16 +207,51 @@ class TrainerGroup:
             if isinstance(result, Exception):
                 logger.warning("trainer rank %d did not stop by itself: %r", rank, result)
 
+    async def _one(self, rank: int, reference: Any, what: str) -> Any:
+        """Await the answer of one rank."""
+        try:
+            return await answer(reference, f"{what}, trainer rank {rank}")
+        except ActorExited:
+            raise RunError(self._exit_report(rank, what)) from None
+
     async def _all(self, what: str, call: Callable[[int], Any], timeout: float) -> list[Any]:
-        """Run one command on all ranks within `timeout` seconds. The caller holds `queue`, or is the only one."""
+        """Run one command on all ranks within `timeout` seconds. The caller has locked `queue`, or is the only one."""
+        tasks = [asyncio.ensure_future(self._one(rank, call(rank), what)) for rank in range(self.world_size)]
         try:
             async with asyncio.timeout(timeout):
-                calls = (answer(call(rank), f"{what}, trainer rank {rank}") for rank in range(self.world_size))
-                return list(await asyncio.gather(*calls))
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{what}: the trainer's ranks did not finish within {timeout:g} s; their stacks are in the run's logs"
             ) from None
+        else:
+            if any(task.exception() for task in done):
+                # When a rank's process exits, the collectives of the others fail first.
+                await asyncio.wait(tasks, timeout=RANK_EXIT_SECONDS)
+                errors = [error for task in tasks if task.done() and (error := task.exception())]
+                raise next((error for error in errors if isinstance(error, RunError)), errors[0])
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _exit_report(self, rank: int, what: str) -> str:
+        """How the process of a rank ended, and the end of its log."""
+        log = log_tail(self._logs[rank], LOG_TAIL_BYTES, start=self._log_starts[rank])
+        where = f"trainer rank {rank} on {self._nodes[rank]}"
+        ended = f"{where} {describe_rank_exit(log)} during: {what}. Its log ({self._logs[rank]})"
+        return f"{ended} ends:\n{log}" if log else f"{ended} is empty"
+
+
+def describe_rank_exit(log: str) -> str:
+    """The end of a rank's process in words. Ray does not report its exit code; every signal but SIGKILL is logged."""
+    if TERMINATED in log:
+        return "was killed by SIGTERM"
+    if crashes := re.findall(r"Fatal Python error: (.+)", log):
+        for number in CRASH_SIGNALS:
+            if crashes[-1].replace("-", " ") == signal.strsignal(number):
+                return f"was killed by {number.name}"
+    return "was killed by SIGKILL (often sent by the kernel when memory runs out)"
 
 
 async def _as_future(reference: Any) -> Any:

@@ -101,7 +101,7 @@ async def test_any_other_error_of_an_actor_keeps_its_type_and_the_traceback_of_i
 
 ENDED_IN_A_DESTRUCTOR = """
 import os, signal, sys
-from telescope.cluster.actors import end_at_once_on_sigterm
+from telescope.cluster.actors import exit_on_sigterm
 
 def as_ray_does(number, frame):
     raise SystemExit(1)
@@ -113,7 +113,7 @@ class Dying:
 
 signal.signal(signal.SIGTERM, as_ray_does)
 if sys.argv[1] == "ours":
-    end_at_once_on_sigterm()
+    exit_on_sigterm()
 Dying()
 """
 

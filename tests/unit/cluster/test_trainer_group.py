@@ -1,20 +1,23 @@
-"""Commands to the trainer's ranks: the count of their steps, and what a rank that is compiling is not asked."""
+"""Commands to the trainer's ranks: the count of steps, while they compile, and when one exits."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from ray.exceptions import RayActorError
 
-from telescope.cluster import trainer_group
+from telescope.cluster import actors, trainer_group
 from telescope.cluster.placement import Placement
 from telescope.cluster.ray_cluster import Cluster
-from telescope.cluster.trainer_group import TrainerGroup
+from telescope.cluster.trainer_group import TrainerGroup, describe_rank_exit
 from telescope.config import TelescopeConfig
-from telescope.errors import DeadlineExceeded
+from telescope.errors import DeadlineExceeded, RunError
 from telescope.trainer.batch import StepInput, StepResult
 
 CONFIG = TelescopeConfig.model_validate(
@@ -98,3 +101,63 @@ async def test_the_version_counts_steps_that_all_ranks_have_finished_and_starts_
     await group.restart()
     assert group.version == 0
     assert len({*identities, group.weights_identity}) == 4
+
+
+class ExitedRank(Rank):
+    """A rank whose process exits during a command. The collectives of other ranks fail before Ray reports that."""
+
+    async def _answer(self, name: str) -> str:
+        await asyncio.sleep(0.05)
+        raise RayActorError()
+
+
+class FailingRank(Rank):
+    async def _answer(self, name: str) -> str:
+        raise ValueError("connection closed by peer")
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch, compiled: asyncio.Event, tmp_path: Path) -> TrainerGroup:
+    ranks = iter([FailingRank(compiled), ExitedRank(compiled)])
+    monkeypatch.setattr(trainer_group, "make_actor", lambda *_: SimpleNamespace(remote=lambda *_: next(ranks)))
+    monkeypatch.setattr(actors, "DAEMON_EXIT_SECONDS", 0.0)
+    placement = SimpleNamespace(rank_nodes=[0, 0], rank_options=lambda *_: {})
+    cluster = SimpleNamespace(node_names={0: "here"})
+    log = tmp_path / "logs" / "trainer-1.log"
+    log.parent.mkdir()
+    log.write_text("from an earlier attempt\n")
+    group = TrainerGroup(
+        CONFIG.replace(trainer_num_workers=2), cast(Placement, placement), tmp_path, cast(Cluster, cluster)
+    )
+    with log.open("a") as file:
+        file.write("loading the model\n")
+    return group
+
+
+async def test_a_rank_that_is_killed_is_named_with_the_signal_and_the_end_of_its_log(two_ranks, tmp_path):
+    with pytest.raises(RunError) as raised:
+        await two_ranks.weight_metadata()
+    assert str(raised.value) == (
+        "trainer rank 1 on here was killed by SIGKILL (often sent by the kernel when memory runs out) during: weight "
+        f"metadata. Its log ({tmp_path / 'logs' / 'trainer-1.log'}) ends:\nloading the model"
+    )
+
+
+CRASHES = """
+import os, signal, sys
+from pathlib import Path
+from telescope.cluster.actors import TrainerActor
+from telescope.config import TelescopeConfig
+
+config = TelescopeConfig.model_validate({"model": "m", "environments": [{"name": "countdown"}]})
+actor = TrainerActor(config.to_json(), 0, 1, sys.argv[1])
+os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTERM", "SIGKILL"])
+def test_the_log_of_a_rank_names_the_signal_that_ended_it(tmp_path: Path, name: str) -> None:
+    done = subprocess.run([sys.executable, "-c", CRASHES, str(tmp_path), name], capture_output=True, timeout=120)
+    assert done.returncode != 0
+    log = (tmp_path / "logs" / "trainer-0.log").read_text()
+    assert describe_rank_exit(log).startswith(f"was killed by {name}")
