@@ -1,6 +1,6 @@
-"""`telescope config`: explain fields, print the resolved configuration, print the defaults.
+"""`telescope config`: explains fields, prints the resolved configuration and the defaults.
 
-Help about the fields of the configuration: the list of them by section, and one of them in full.
+Also prints the help of `telescope train`, which lists fields by section.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from telescope.cli.config import WIDEST, explain, print_sections
-
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDEST)  # a pipe has no width of its own
@@ -82,25 +80,27 @@ def _defaults(_: argparse.Namespace) -> int:
 
 
 ENTRIES: dict[str, type[Section]] = {"environments": EnvironmentEntry, "evals": EvalEntry}
-WIDEST = 118  # columns beyond which lines of prose become hard to follow
+WIDEST = 118  # columns; longer lines of prose are hard to read
 
 
 MOST_USED = (
     "model", "environments", "evals", "run_dir", "inference_num_workers", "trainer_num_workers", "number_of_steps",
     "prompts_batch_size_for_trainer", "group_size", "max_tokens", "learning_rate", "max_async_rollout",
 )  # fmt: skip
-"""What one changes first, for the short help."""
+"""The fields that users change first, for the short help."""
 
 
 def print_train_help(console: Console, *, all_fields: bool = False) -> None:
-    """What `telescope train` takes: its own options, how fields are set, and the most used fields or every one."""
+    """Print the options of `telescope train`, how fields are set, and the most used fields or all."""
     usage = "[bold]telescope train[/] --config FILE [--dry-run [--gpu-memory-gib N]] [--FIELD VALUE ...]\n"
     console.print(usage, highlight=False)
-    console.print("Trains a model with reinforcement learning, as the YAML file and the flags say.\n")
+    console.print("Trains a model with reinforcement learning, configured by the YAML file and the flags.\n")
     options = _grid()
     options.add_row("--config FILE", "YAML file with the fields of this run; -c for short")
     options.add_row("--dry-run", "print the resolved configuration, placement and memory estimate; start nothing")
-    options.add_row("--gpu-memory-gib N", "with --dry-run: judge the plan for GPUs of N GiB each, whatever is here")
+    options.add_row(
+        "--gpu-memory-gib N", "with --dry-run: check the plan for GPUs of N GiB each, not for this machine"
+    )
     options.add_row("--help", "this text" if not all_fields else "the most used fields")
     options.add_row("--help-all", "every field" if not all_fields else "this text")
     console.print(options)
@@ -117,7 +117,7 @@ def print_train_help(console: Console, *, all_fields: bool = False) -> None:
         print_sections(console, SECTIONS)
         console.print(
             "Fields marked with · are accepted and have no effect in this version. "
-            "`telescope config explain FIELD` says more about one.",
+            "`telescope config explain FIELD` describes one in full.",
             style="dim",
             width=WIDEST,
         )
@@ -134,7 +134,7 @@ def print_train_help(console: Console, *, all_fields: bool = False) -> None:
 
 
 def print_sections(console: Console, sections: Sequence[type[Section]]) -> None:
-    """The fields of each section with default and first sentence."""
+    """Print the fields of each section with default and first sentence."""
     for section in sections:
         console.print(Text(section.TITLE, style="bold cyan"))
         grid = _grid()
@@ -153,8 +153,10 @@ def _add_field(grid: Table, field: FieldDescription) -> None:
 
 
 def explain(console: Console, name: str) -> None:
-    """Everything about one field, about one key of a list's entries (`evals.num_samples`, `evals[0].num_samples`), or
-    about every field of one section. Raises `UserError` for a name that is none of these."""
+    """Print a field, a key of a list's entries (`evals.num_samples`, `evals[0].num_samples`), or a section.
+
+    Raises `UserError` for any other name.
+    """
     wanted = re.sub(r"\[\d*\]", "", name.strip().lstrip("-")).replace("-", "_")
     for field in describe_all():
         if field.name == wanted:
@@ -165,9 +167,7 @@ def explain(console: Console, name: str) -> None:
         _explain_key(console, entries, key)
         return
     if dot and entries in {field.name for field in describe_all()}:
-        raise UserError(
-            f"{entries} has no keys that the schema knows; `telescope config explain {entries}` explains it"
-        )
+        raise UserError(f"{entries} has no keys in the schema; `telescope config explain {entries}` explains it")
     for section in SECTIONS:
         if section.TITLE.lower() == name.strip().lower():
             print_sections(console, [section])

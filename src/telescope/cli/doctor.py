@@ -1,14 +1,12 @@
-"""What `telescope doctor` looks at: one function per thing, each answering with what it found and what to do about it.
+"""`telescope doctor`: checks packages and machine, and prints a fix for what is missing.
 
-Looks only: starts no engine, joins no cluster, writes nothing that stays. torch is imported in a process of its own,
-with a deadline, because a broken one can hang or crash; Ray, vLLM and transformers are asked for their versions alone.
+One function per check. Starts no engine, joins no cluster, leaves no files. torch is imported in a separate process
+with a deadline, because a broken installation can hang or crash; of Ray, vLLM and transformers only the versions are
+read.
+Exit code 0: a run can start here; 1: something prevents it.
 
-Invariant: every check answers whatever the machine is like; `bad` is for what keeps training from running here, `note`
-for everything else that a person should know, and both come with a fix.
-
-`telescope doctor`: what is installed, what this machine has, and the fix for whatever is missing.
-
-Arguments and printing only; `cli.doctor_checks` looks. Exit code 0: a run can start here; 1: something prevents it.
+Invariant: every check returns a result on any machine. `bad` is for what prevents training here, `note` for other facts
+that a user should know; both come with a fix.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ Status = Literal["ok", "note", "bad"]
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the answer. `fix` is None exactly if `status` is ok."""
+    """One line of the output. `fix` is None exactly if `status` is ok."""
 
     name: str
     status: Status
@@ -69,8 +67,8 @@ class Check:
 
 
 def run_checks(*, hub: bool = True) -> list[Check]:
-    """Every check, in the order in which a person would ask. `hub=False` asks nothing of the network."""
-    with ThreadPoolExecutor(2) as pool:  # the two that wait, beside the rest
+    """Run all checks, basic ones first. `hub=False` sends nothing over the network."""
+    with ThreadPoolExecutor(2) as pool:  # the two slow checks run beside the others
         torch_answer = pool.submit(ask_torch)
         hub_answer = pool.submit(check_hub) if hub else None
         gpus = list_gpus()
@@ -100,7 +98,7 @@ def run_checks(*, hub: bool = True) -> list[Check]:
 
 
 def can_train(checks: list[Check]) -> bool:
-    """Whether nothing that was found keeps a run from starting on this machine."""
+    """Whether no check prevents a run on this machine."""
     return all(check.status != "bad" for check in checks)
 
 
@@ -201,7 +199,7 @@ print(json.dumps({
 
 
 def ask_torch() -> dict[str, object]:
-    """What torch says of itself, asked in a process of its own; `{"error": ...}` where it cannot be imported."""
+    """Facts about torch, read in a separate process; `{"error": ...}` if it cannot be imported."""
     if importlib.util.find_spec("torch") is None:
         return {"error": "not installed"}
     command = [sys.executable, "-c", _TORCH_QUESTION]
@@ -255,7 +253,7 @@ def check_vllm(gpus: list[str]) -> Check:
 
 
 def check_plugin() -> Check:
-    """vLLM finds Telescope's weight transfer through an entry point, which only an installed Telescope has."""
+    """Checks the entry point through which vLLM finds Telescope's weight transfer; only an installation has it."""
     found = importlib.metadata.entry_points(group="vllm.general_plugins", name="telescope")
     if found:
         return Check("vllm plugin", "ok", next(iter(found)).value)
@@ -264,7 +262,7 @@ def check_plugin() -> Check:
 
 
 def check_torchvision() -> Check:
-    """A torchvision built for CUDA beside a CPU torch makes `import transformers` fail."""
+    """Checks that torchvision matches torch: a CUDA build beside a CPU torch breaks `import transformers`."""
     torchvision, torch = installed("torchvision"), installed("torch")
     if torchvision and torch and "+cpu" in torch and "+cpu" not in torchvision:
         found = f"{torchvision} does not fit torch {torch}"
@@ -311,10 +309,10 @@ def describe_node() -> str:
 
 
 def check_port() -> Check:
-    """The first port of inference servers, which a run holds from its start on."""
+    """Checks the first port of inference servers, which a run reserves at its start."""
     port = int(str(default_of("inference_base_port")))
     if (problem := listen_problem(LOOPBACK, port)) is not None:
-        fix = f"end what uses {port}, perhaps another run, or choose another port: --inference_base_port N"
+        fix = f"stop the process using port {port}, perhaps another run, or set --inference_base_port N"
         return Check("inference port", "note", f"{port}: {problem}", fix)
     return Check("inference port", "ok", f"{port} is free")
 
@@ -331,7 +329,7 @@ def check_wandb() -> Check:
 
 
 def check_hub(ask: Callable[[str, float], None] | None = None) -> Check:
-    """Whether models and datasets can be fetched by name. `ask(url, timeout)` raises `OSError` if not."""
+    """Checks that models and datasets can be downloaded. `ask(url, timeout)` raises `OSError` if not."""
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     fix = "give paths of models and datasets that are on disk; the demo needs no hub"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
@@ -347,7 +345,7 @@ def _ask_url(url: str, timeout: float) -> None:
     try:
         urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=timeout).close()
     except urllib.error.HTTPError as error:
-        if error.code >= 500:  # a proxy that refuses answers like this too
+        if error.code >= 500:  # also the answer of a proxy that refuses
             raise OSError(f"HTTP {error.code}") from error
 
 
@@ -362,17 +360,17 @@ def add_parser(subparsers: Any) -> None:
     """Register the subcommand on `telescope`'s parser."""
     parser = subparsers.add_parser(
         "doctor",
-        help="say what works on this machine, and the fix for what does not",
-        description="Look at the packages, devices, memory, ports and services that a run needs. Starts and changes "
-        "nothing. Exit code 0: a run can start here; 1: something marked `missing` keeps it from it.",
+        help="check this machine and its packages, with fixes",
+        description="Check the packages, devices, memory, ports and services that a run needs. Starts and changes "
+        "nothing. Exit code 0: a run can start here; 1: something marked `missing` prevents it.",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of a table")
-    parser.add_argument("--no-hub", action="store_true", help="ask nothing of the network")
+    parser.add_argument("--no-hub", action="store_true", help="send nothing over the network")
     parser.set_defaults(func=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was found. Returns the exit status."""
+    """Print the results of all checks. Returns the exit status."""
     checks = run_checks(hub=not arguments.no_hub)
     able = can_train(checks)
     if arguments.json:
@@ -383,7 +381,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def print_checks(checks: list[Check], console: Console) -> None:
-    """A table of all checks, then the verdict."""
+    """Print a table of all checks, then the verdict."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     table.add_column("what", no_wrap=True)

@@ -1,9 +1,9 @@
-"""`telescope train --dry-run`: what a run would be, printed and not started.
+"""`telescope train --dry-run`: prints the plan of a run without starting it.
 
-The resolved configuration with what the user set, its hash, the placement on nodes and GPUs, and a memory estimate for
-trainer and engine. Reads the model's small files (from the hub if need be); contacts no cluster. What a run would
-refuse on this machine is an error; where the run is meant for another machine, it is a remark. With GPUs of a size that
-is assumed, the run is meant for a machine that has them, and what it would refuse for their sake is an error too.
+Prints the resolved configuration and the fields that the user set, its hash, the placement on nodes and GPUs, and a
+memory estimate for trainer and engine. Reads the model's small files (from the hub if needed); contacts no cluster. A
+problem that a run would have on this machine is an error; if the run is meant for another machine, it is a remark. With
+an assumed GPU size the run is meant for a machine with such GPUs, and problems with them are errors too.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def print_dry_run(
     *,
     gpu_memory_gib: float | None = None,
 ) -> None:
-    """Print everything. `try_environments` is called where the run is meant for this machine and would get that far;
-    what it returns are remarks too. `gpu_memory_gib`: the run is judged for a machine with GPUs of that size.
+    """Print the plan. `gpu_memory_gib`: plan for a machine with GPUs of that size.
 
-    Raises `ConfigError` for what a run would refuse: before anything is printed, what is wrong on any machine
-    (environments, model files); after it, what is wrong with this one (too small, a port in use), unless the run is
-    meant for another. Then that is a remark; what does not fit the GPUs that are assumed stays an error.
+    `try_environments` is called if the run is meant for this machine and has no earlier problem; it returns remarks.
+    Raises `ConfigError` for what a run would refuse: before printing, for problems on any machine (environments, model
+    files); after printing, for problems of this machine (too small, a port in use) unless the run is meant for another,
+    and for problems with assumed GPUs.
     """
     config = loaded.config
     assumed = None if gpu_memory_gib is None else _machine_with(config, gpu_memory_gib)
@@ -69,12 +69,12 @@ def print_dry_run(
             f"{assumed.gpus} of them, and the placement shown is on assumed nodes."
         )
     here = _problems_of_this_machine(config, elsewhere=elsewhere is not None)
-    # The report was made before, so that the hub is not asked once more.
+    # `report` is reused, so that the hub is not contacted again.
     files = preflight.find_problems(config, [lambda config: preflight.check_report(config, report)])
     machine = assumed or local_resources()
     fit = preflight.find_problems(config, [lambda config: preflight.check_fit(config, report, machine)])
     if assumed is not None:
-        # What was asked is answered, even where the hub is out of reach and the sizes come from elsewhere.
+        # Print the plan even if the hub cannot be reached and the sizes come from elsewhere.
         refused, remarked = (fit, [*here, *files]) if report.shape is not None else (files, here)
     else:
         found = [*here, *files, *fit]
@@ -134,12 +134,12 @@ def _print_config(loaded: LoadedConfig, console: Console) -> None:
 
 
 def _source(loaded: LoadedConfig, name: str) -> str:
-    """Where a value comes from, without the path that is the same for every line of the file."""
+    """The source of a value, without the path of the file, which is the same for every line."""
     return loaded.sources.get(name, "").rpartition(", ")[2]
 
 
 def _machine_with(config: TelescopeConfig, gpu_memory_gib: float) -> ClusterResources:
-    """As many GPUs of that size as the run takes."""
+    """A cluster with as many GPUs of that size as the run uses."""
     if config.device == "cpu":
         raise ConfigError(
             f'--gpu-memory-gib is {gpu_memory_gib:g}, but device is "cpu", so that the run takes no GPU. Leave '
@@ -151,13 +151,13 @@ def _machine_with(config: TelescopeConfig, gpu_memory_gib: float) -> ClusterReso
 def _plan(
     config: TelescopeConfig, assumed: ClusterResources | None, *, elsewhere: bool
 ) -> tuple[Placement, ClusterResources]:
-    """A placement on this machine, or on an assumed cluster when the run does not fit here or is meant for another."""
+    """A placement on this machine, or on an assumed cluster if the run does not fit here or is meant for another."""
     here = local_resources()
     if not elsewhere:
         try:
             return plan_placement(config, here), here
         except PlacementError:
-            pass  # told as a problem of this machine; the plan shows what the run wants
+            pass  # reported as a problem of this machine; the plan shows what the run needs
     assumed = assumed or assumed_cluster(config)
     return plan_placement(config, assumed), assumed
 
@@ -223,7 +223,7 @@ def _print_memory(
         )
     remarks = list(_remarks(config, estimate))
     in_place = plan_staging(config, report.shape, memory).in_place_because
-    # What a dense model on one GPU comes to depends on the GPU; on the CPU there is nothing to choose.
+    # For a dense model on one GPU it depends on the GPU; on the CPU there is no choice.
     is_open = config.inference_tensor_parallel_size == 1 and not report.shape.num_experts
     is_decided = not is_open or (placement.device == "cuda" and memory is not None)
     if config.weight_transfer == "auto" and in_place and is_decided:
@@ -280,7 +280,7 @@ def _remarks(config: TelescopeConfig, estimate: MemoryEstimate) -> list[str]:
 
 
 def _device_memory(placement: Placement, resources: ClusterResources) -> int | None:
-    """Memory of one GPU, or of the node on the CPU; None where it is not known."""
+    """Memory of one GPU, or of the node without GPUs; None if unknown."""
     if placement.device == "cuda":
         return min((node.gpu_memory_bytes or 0 for node in placement.nodes), default=0) or None
     return min((node.memory_bytes or 0 for node in resources.nodes), default=0) or None

@@ -1,7 +1,6 @@
-"""`telescope envs`: find environments, look at one, try one out, start a new one.
+"""`telescope envs`: lists environments, describes one, tries one, or creates a new one.
 
-Arguments and printing only. Finding is `environments.registry`'s matter, playing is `environments.play`'s, and what a
-new environment looks like is `environments.scaffold`'s.
+Arguments and printing only; see `environments.registry`, `environments.local_rollout` and `environments.scaffold`.
 """
 
 from __future__ import annotations
@@ -54,28 +53,28 @@ def add_parser(subparsers: Any) -> None:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     listing = commands.add_parser("list", help="all environments that can be found")
-    describing = commands.add_parser("describe", help="its description, where it lies, what it takes")
+    describing = commands.add_parser("describe", help="print its description, file and arguments")
     trying = commands.add_parser(
         "try",
-        help="play items against a model server, a script, or you",
-        description="Play items of an environment and print what is said and the reward. Answers come from --url (a "
+        help="roll out items with a model server, a script, or your own answers",
+        description="Roll out items of an environment and print messages and reward. Answers come from --url (a "
         "server with the chat API of OpenAI, such as vLLM), from --answer (given in order, one a turn), or from the "
         f"terminal. The key of a server is read from {API_KEY_VARIABLE}.",
     )
-    making = commands.add_parser("new", help="write a new environment and a test of it")
+    making = commands.add_parser("new", help="write a new environment and its test")
     for command in (listing, describing, trying):
-        command.add_argument("--path", action="append", default=[], help="folder to look in too (environments_path)")
+        command.add_argument("--path", action="append", default=[], help="another folder to search (environments_path)")
     for command in (describing, trying, making):
         command.add_argument("name", help="name of the environment")
     for command in (listing, trying):
         command.add_argument("--json", action="store_true", help="print JSON")
     trying.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="keyword argument (YAML value)")
-    trying.add_argument("--item", type=int, default=0, help="first item to play (default: 0)")
-    trying.add_argument("--items", type=int, default=1, help="how many to play (default: 1)")
-    trying.add_argument("--answer", action="append", help="what the model says next; may be given several times")
+    trying.add_argument("--item", type=int, default=0, help="first item (default: 0)")
+    trying.add_argument("--items", type=int, default=1, help="number of items (default: 1)")
+    trying.add_argument("--answer", action="append", help="next answer of the model; repeatable")
     trying.add_argument("--url", help="model server, such as http://localhost:8000")
     trying.add_argument("--model", help="model to ask for (default: the first that the server lists)")
-    trying.add_argument("--max-tokens", type=int, default=1024, help="of one answer (default: 1024)")
+    trying.add_argument("--max-tokens", type=int, default=1024, help="tokens of one answer (default: 1024)")
     trying.add_argument("--temperature", type=float, default=1.0, help="default: 1.0")
     making.add_argument("--kind", choices=KINDS, default="single", help="single turn, several turns, or tools")
     making.add_argument("--folder", type=Path, default=Path("environments"), help="default: environments")
@@ -100,7 +99,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 
 def run_describe(arguments: argparse.Namespace) -> int:
-    """Print what an environment asks, takes and needs. Returns the exit status."""
+    """Print an environment's description, arguments and packages. Returns the exit status."""
     cls = environment_class(arguments.name, arguments.path)
     source = check_environment(arguments.name, arguments.path)
     print(f"{arguments.name}: {_kind(cls)}, class {cls.__qualname__}")
@@ -116,7 +115,7 @@ def run_describe(arguments: argparse.Namespace) -> int:
 
 
 def run_try(arguments: argparse.Namespace) -> int:
-    """Play items and print what is said. Returns the exit status."""
+    """Roll out items and print their messages. Returns the exit status."""
     environment = get_environment(arguments.name, environments_path=arguments.path, **_keywords(arguments.set))
     answerer = _answerer(arguments)
     console = Console(stderr=arguments.json, highlight=False)
@@ -129,7 +128,7 @@ def run_try(arguments: argparse.Namespace) -> int:
         except NoAnswerError:
             if not records:
                 raise
-            console.print(Text(f"no answer: {len(records)} of {arguments.items} items were played", style="yellow"))
+            console.print(Text(f"no answer: {len(records)} of {arguments.items} items were rolled out", style="yellow"))
             break
         rewards.append(played.score["total_reward"])
         records.append(
@@ -138,7 +137,7 @@ def run_try(arguments: argparse.Namespace) -> int:
         _print_score(console, played)
     if isinstance(answerer, _Script) and answerer.answers:
         unused = len(answerer.answers)
-        console.print(Text(f"answers that were not needed: {unused}", style="yellow"))
+        console.print(Text(f"answers not used: {unused}", style="yellow"))
     if arguments.json:
         print(json.dumps(records, indent=1))
     elif len(rewards) > 1:
@@ -147,7 +146,7 @@ def run_try(arguments: argparse.Namespace) -> int:
 
 
 def run_new(arguments: argparse.Namespace) -> int:
-    """Write a scaffold and say what to do next. Returns the exit status."""
+    """Write a scaffold and print the next steps. Returns the exit status."""
     is_taken = arguments.name in list_environments([])
     files = write_scaffold(arguments.name, arguments.folder, arguments.kind)
     for file in files:
@@ -172,7 +171,7 @@ def _listed(name: str, path: list[str]) -> dict[str, str]:
 
 
 def _description(cls: type[Environment]) -> str:
-    """The docstring of the class itself or of its module; what it inherits describes another class."""
+    """The docstring of the class itself or of its module; an inherited one describes another class."""
     module = sys.modules.get(cls.__module__)
     return inspect.cleandoc(vars(cls).get("__doc__") or (module.__doc__ if module else None) or "")
 
@@ -184,7 +183,7 @@ def _kind(cls: type[Environment]) -> str:
 
 
 def _arguments(cls: type[Environment]) -> dict[str, str]:
-    """Names that the environment takes, with ` = default` where there is one that says something."""
+    """Names of the environment's arguments, with ` = default` for plain values."""
     known = constructor_arguments(cls, Environment) | dataset_arguments(cls, Environment)
     defaults = dict.fromkeys(known, "")
     for owner in reversed(cls.__mro__):
@@ -213,9 +212,9 @@ def _keywords(settings: list[str]) -> dict[str, Any]:
 
 
 def _answerer(arguments: argparse.Namespace) -> Answerer:
-    """Who answers: a server, a script, or the person at the terminal."""
+    """The source of answers: a server, a script, or the user at the terminal."""
     if arguments.url and arguments.answer:
-        raise UserError("--url and --answer both say who answers; give one of them.")
+        raise UserError("--url and --answer cannot be combined; give one of them.")
     if arguments.url:
         return ChatServer(
             arguments.url, model=arguments.model, max_tokens=arguments.max_tokens, temperature=arguments.temperature
@@ -223,12 +222,12 @@ def _answerer(arguments: argparse.Namespace) -> Answerer:
     if arguments.answer:
         return _Script(arguments.answer)
     if not sys.stdin.isatty():
-        raise UserError("Nobody answers: give --url of a model server, or --answer for each turn.")
+        raise UserError("There is no source of answers: give --url of a model server, or --answer for each turn.")
     return _by_hand
 
 
 class _Script:
-    """Answers that were given in advance. `answers` are those that are left."""
+    """Answers given in advance. `answers`: those not used yet."""
 
     def __init__(self, answers: list[str]) -> None:
         self.answers = list(answers)

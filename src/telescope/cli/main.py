@@ -1,16 +1,13 @@
-"""The `telescope` command: finds the subcommand, runs it, and turns errors into messages and exit codes.
+"""The `telescope` command: runs a subcommand and turns errors into messages and exit codes.
 
-Exit codes: 0 done; 1 a failure, with its traceback; 2 bad input, with a message that names the fix and nothing
-started; 130 ended by Ctrl-C. Each subcommand is a module of this package with `add_parser(subparsers)`, which sets
-`func`. Owns no arguments of its own but `--version`.
+Exit codes: 0 done; 1 failure, with a message or a traceback; 2 bad input, with a message that names the fix, nothing
+started; 130 stopped by Ctrl-C. Each subcommand is a module of this package with `add_parser(subparsers)`, which sets
+`func`. The only argument of the command itself is `--version`.
 
-The end of a command's process: Python's own clean-up, and then the exit code, whatever native threads still do.
-
-Ray leaves native threads behind `ray.shutdown()`. One of them (`opencensus::stats::DeltaProducer::RunHarvesterLoop`)
-wakes every few seconds, and when that falls into the moment in which the C++ runtime destroys its globals, the process
-dies of a segmentation fault: seen after a run that had ended well, on a machine that was busy. So a process that has
-loaded Ray ends without that last phase. Everything of Python's comes first: non-daemon threads are joined, handlers of
-`atexit` run, and standard output and error are flushed.
+Ray leaves native threads behind after `ray.shutdown()`. One of them (`opencensus::stats::DeltaProducer::
+RunHarvesterLoop`) wakes every few seconds and crashes the process if the C++ runtime is destroying its globals then. So
+`exit_with` ends a process that has loaded Ray without that phase, after everything of Python's: non-daemon threads are
+joined, `atexit` handlers run, standard output and error are flushed.
 """
 
 from __future__ import annotations
@@ -27,10 +24,10 @@ from typing import NoReturn
 from telescope import __version__
 from telescope.errors import ConfigError, RunError, UserError
 
-# In the order in which the help lists them: what one does first comes first.
+# In the order of the help: what a user needs first comes first.
 COMMANDS = ("train", "verify", "config", "doctor", "tiny_model", "envs", "runs", "query")
 OWN_ARGUMENTS = ("train", "verify")
-"""Commands that take a flag for every field of the schema, and so read their own arguments."""
+"""Commands with a flag for every field of the schema; they parse their own arguments."""
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -54,20 +51,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("Interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output (`head`, a pager) has gone, which is its right.
+        # The reader of the output (`head`, a pager) has exited.
         sys.stderr.close()
         return 0
-    except SystemExit as exit_request:  # argparse ends this way, with its message already printed
+    except SystemExit as exit_request:  # raised by argparse after it has printed its message
         return exit_request.code if isinstance(exit_request.code, int) else EXIT_BAD_INPUT
 
 
 def command() -> NoReturn:
-    """The process of the `telescope` command."""
+    """Entry point of the `telescope` command."""
     exit_with(main)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with every subcommand that is installed."""
+    """The parser with all subcommands."""
     parser = argparse.ArgumentParser(
         prog="telescope",
         description="Train language models with reinforcement learning, and look at what happened.",
@@ -116,13 +113,13 @@ def exit_with(command: Callable[[], int]) -> NoReturn:
     def leave() -> None:
         if "ray" in sys.modules:
             for stream in (sys.stdout, sys.stderr):
-                # The reader of our output (`head`, a pager) may have gone, which is its right.
+                # The reader of the output (`head`, a pager) may have exited.
                 with suppress(BrokenPipeError):
                     if not stream.closed:
                         stream.flush()
             os._exit(code)
 
-    # Handlers run in reverse order of their registration: this one, registered before anything else, is the last.
+    # Handlers run in reverse order of registration: this one is registered first and runs last.
     atexit.register(leave)
     code = command()
     sys.exit(code)

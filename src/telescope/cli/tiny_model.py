@@ -1,4 +1,4 @@
-"""`telescope tiny-model`: makes the tiny model, or finds it in the cache, and prints where it lies.
+"""`telescope tiny-model`: builds the tiny model, or finds it in the cache, and prints its folder.
 
 Arguments and printing only; the model is made in `telescope.tiny_model`.
 """
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 _SECONDS_BETWEEN_LINES = 5.0
 
 _HELP = {
-    "task": "what it is taught a little of: countdown or calculator_agent",
-    "seed": "every random choice of the build follows from it",
+    "task": "task of the warm start: countdown or calculator_agent",
+    "seed": "seed of all random choices of the build",
     "hidden_size": "width of the model",
     "num_layers": "transformer layers",
     "num_heads": "attention heads",
     "num_kv_heads": "heads of keys and values",
     "intermediate_size": "width inside the feed-forward layers",
-    "vocab_size": "most tokens that the tokenizer may have",
+    "vocab_size": "largest number of tokens of the tokenizer",
     "max_position_embeddings": "longest context, in tokens",
     "num_numbers": "numbers in a puzzle",
     "max_number": "largest number in a puzzle",
@@ -78,7 +78,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make or find the model. Returns the exit status."""
+    """Build or find the model. Returns the exit status."""
     values = {field.name: getattr(arguments, field.name) for field in fields(TinyModelSettings)}
     try:
         with _progress() as report:
@@ -88,8 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
                 folder = ensure_tiny_model(arguments.cache_dir, report=report, **values)
     except KeyboardInterrupt:
         print(
-            "The model was not finished, and nothing of it is kept: it is written when its warm start ends. A model "
-            "that was there before is untouched. The same command starts anew.",
+            "The model was not finished and is not kept: it is written when its warm start ends. An existing model is "
+            "unchanged. Run the same command to start again.",
             file=sys.stderr,
         )
         raise
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[WarmStartProgress], None]]:
-    """A bar on a terminal, and a line every few seconds elsewhere; both on stderr, so that stdout is the path alone."""
+    """A bar on a terminal, otherwise a line every few seconds; both on stderr, so that stdout has only the path."""
     if sys.stderr.isatty():
         with _bar() as report:
             yield report

@@ -1,6 +1,6 @@
-"""`telescope train`: resolves the configuration, checks what can be checked, and runs the training.
+"""`telescope train`: resolves the configuration, runs the preflight checks, and trains.
 
-Arguments and printing only. Every field of the schema is a flag, so the arguments are read here and not by argparse.
+Arguments and printing only. Every field of the schema is a flag, so the arguments are parsed here and not by argparse.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     from telescope.orchestrator.summary import RunSummary
 
 PIPE_WIDTH = 120
-LARGEST_GPU_GIB = 100_000  # far above any GPU: there to catch a slip, such as bytes
-EXIT_STOPPED = 130  # as a shell reports a command that Ctrl-C ended
+LARGEST_GPU_GIB = 100_000  # far above any GPU, to catch a value in bytes
+EXIT_STOPPED = 130  # the code of a command stopped by Ctrl-C
 
 
 @dataclass(frozen=True)
 class TrainArguments:
-    """The arguments of `telescope train`. `overrides` are the flags of fields, unread."""
+    """The arguments of `telescope train`. `overrides`: the flags of fields, not parsed."""
 
     config: Path | None
     dry_run: bool
     help: Literal["short", "all"] | None
     overrides: list[str]
     gpu_memory_gib: float | None = None
-    """Memory of a GPU that a dry run is to judge the plan for; None: that of this machine's."""
+    """GPU memory for which a dry run checks the plan; None: that of this machine."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Register the subcommand for the list of commands. `main` hands its arguments to `run` directly."""
-    parser = subparsers.add_parser("train", help="train a model as a configuration file says", add_help=False)
+    parser = subparsers.add_parser("train", help="train a model", add_help=False)
     parser.set_defaults(func=lambda _: run([]))
 
 
@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     if arguments.config is None and not arguments.overrides:
         raise UserError(
             "train needs a configuration: telescope train --config configs/examples/demo_countdown.yaml. "
-            "`telescope train --help` shows what it takes"
+            "`telescope train --help` lists its arguments"
         )
     loaded = load_config(arguments.config, arguments.overrides)
     if arguments.dry_run:
@@ -73,7 +73,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def parse_arguments(argv: Sequence[str]) -> TrainArguments:
-    """Split what is meant for the command itself from the flags of fields."""
+    """Separate the command's own arguments from the flags of fields."""
     config: Path | None = None
     dry_run = False
     gpu_memory_gib: float | None = None
@@ -107,14 +107,14 @@ def parse_arguments(argv: Sequence[str]) -> TrainArguments:
             overrides.append(argument)
     if gpu_memory_gib is not None and not dry_run and not wants_help:
         raise ConfigError(
-            f"--gpu-memory-gib {gpu_memory_gib:g} asks a dry run about GPUs that need not be here; a run takes those "
-            "that it finds. Add --dry-run, or leave --gpu-memory-gib out"
+            f"--gpu-memory-gib {gpu_memory_gib:g} is for a dry run with assumed GPUs; a run uses those of this "
+            "machine. Add --dry-run, or omit --gpu-memory-gib"
         )
     return TrainArguments(config, dry_run, wants_help, overrides, gpu_memory_gib)
 
 
 def _read_gib(value: str) -> float:
-    """The number of GiB that --gpu-memory-gib was given."""
+    """The value of --gpu-memory-gib. Raises ConfigError unless it is a number of GiB."""
     try:
         number = float(value)
     except ValueError:
@@ -140,7 +140,7 @@ def _train(loaded: LoadedConfig) -> int:
 
 
 def check_before_start(loaded: LoadedConfig) -> list[str]:
-    """Everything that can be found wrong before anything is started is an error. Returns what else is to be said."""
+    """Run all checks that need nothing started. Returns remarks; raises ConfigError for problems."""
     from telescope.config import preflight
 
     preflight.check(loaded.config)
@@ -171,7 +171,7 @@ def try_what_the_user_brings(config: TelescopeConfig) -> list[str]:
 
 
 def print_summary(summary: RunSummary, console: Console) -> None:
-    """The closing lines of a run: what came out, where it lies, and what to type next."""
+    """Print the closing lines of a run: results, folders, and next commands."""
     from telescope.record.files import RunFiles
 
     run_dir = _short(summary.run_dir)
@@ -196,7 +196,7 @@ def print_summary(summary: RunSummary, console: Console) -> None:
             f"  [bold red]the record is incomplete[/]: {escape(summary.record_error)}", highlight=False, soft_wrap=True
         )
     is_there = RunFiles(summary.run_dir).run_json.exists()
-    where = run_dir if is_there else f"{run_dir} was removed during the run; what was recorded is lost"
+    where = run_dir if is_there else f"{run_dir} was removed during the run; its record is lost"
     console.print(f"  run directory      {where}", highlight=False, soft_wrap=True)
     if summary.model_dir is not None:
         console.print(f"  trained model      {_short(summary.model_dir)}", highlight=False, soft_wrap=True)
@@ -216,20 +216,20 @@ def print_summary(summary: RunSummary, console: Console) -> None:
 
 
 def _own_command() -> str:
-    """How to call `telescope` from here: by its name, or by its place when it is not on the PATH."""
+    """The command to call `telescope`: its name, or its path if it is not on the PATH."""
     if shutil.which("telescope") is not None:
         return "telescope"
     return _short(str(Path(sys.executable).with_name("telescope")))
 
 
 def _console() -> Console:
-    """Standard output; wide enough for tables where it is a file or a pipe, which has no width of its own."""
+    """Standard output; wide enough for tables in a file or a pipe, which have no width."""
     console = Console()
     return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
 def _short(path: str) -> str:
-    """The path from here, when it lies below."""
+    """The path relative to the working directory, if it is below it."""
     try:
         return str(Path(path).relative_to(Path.cwd()))
     except ValueError:

@@ -1,7 +1,7 @@
-"""`telescope verify`: proves on this machine, with this configuration, what training relies on.
+"""`telescope verify`: checks engine, trainer and weight transfer on this machine with this configuration.
 
-Arguments and printing only; the proofs are `telescope.verify`. Exit code 0 when every claim holds, 1 when one does not,
-2 for bad input, 130 after Ctrl-C.
+Arguments and printing only; the checks are in `telescope.verify`. Exit code 0 if all pass, 1 if one fails, 2 for bad
+input, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ TINY_CONFIG = Path(__file__).parents[1] / "verify" / "tiny.yaml"
 HELP = """\
 usage: telescope verify [--config FILE] [--json FILE] [--FIELD VALUE ...]
 
-Starts engine and trainer as a run would, and proves on this machine:
-  - engine and trainer mean the same by a logprob, at the run's temperature, and what top_p does to that;
-  - packed samples do not see each other, and the gradient does not depend on how samples are packed;
+Starts engine and trainer as a run would, and checks on this machine:
+  - engine and trainer compute the same logprobs at the run's temperature, and the effect of top_p;
+  - packed samples do not attend to each other, and the gradient does not depend on packing;
   - the first training step is on-policy;
-  - weights arrive in the engine bit for bit, and one wrong bit would be noticed.
+  - weights arrive in the engine bit for bit, and one wrong bit is detected.
 
 options:
-  --config FILE   the configuration of a run (default: the tiny model on the CPU, made if there is none)
-  --json FILE     write the results here as well
-  --FIELD VALUE   any field of the configuration, as for `telescope train`; a smaller max_tokens makes it quicker
+  --config FILE   the configuration of a run (default: the tiny model on the CPU, built if missing)
+  --json FILE     also write the results to this file
+  --FIELD VALUE   any field of the configuration, as for `telescope train`; a smaller max_tokens is faster
 
-Nothing is kept of what is trained. Exit code: 0 every claim holds, 1 one does not, 2 bad input."""
+Training results are discarded. Exit code: 0 all checks pass, 1 one fails, 2 bad input."""
 
 
 def add_parser(subparsers: Any) -> None:
     """Register the subcommand for the list of commands. `main` hands its arguments to `run` directly."""
-    parser = subparsers.add_parser("verify", help="prove engine, trainer and weights on this machine", add_help=False)
+    parser = subparsers.add_parser("verify", help="check engine, trainer and weights on this machine", add_help=False)
     parser.set_defaults(func=lambda _: run([]))
 
 
@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     json_file, overrides = _take(argv, "--json", "the path of a file to write")
     target = None if json_file is None else Path(json_file).expanduser()
     if target is not None and not target.parent.is_dir():
-        raise UserError(f"--json: {target.parent} is not a folder; make it first or name another file")
+        raise UserError(f"--json: {target.parent} is not a folder; create it or name another file")
     loaded = _load(config_file, overrides)
 
     from telescope.cli.train import check_before_start
@@ -71,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _take(argv: Sequence[str], flag: str, what: str) -> tuple[str | None, list[str]]:
-    """The value of `--flag VALUE` or `--flag=VALUE`, and the arguments without it."""
+    """The value of `--flag VALUE` or `--flag=VALUE`, and the remaining arguments."""
     rest, value = [], None
     arguments = list(argv)
     while arguments:
@@ -124,7 +124,7 @@ def _verify(config: TelescopeConfig, notes: Sequence[str], target: Path | None) 
 
 
 def print_report(report: Report, console: Console, logs: Path | None) -> None:
-    """The table of checks, and one line that sums them up."""
+    """Print the table of checks and a summary line."""
     table = Table("check", "measured", "bound", "verdict", "s", highlight=False)
     for check in report.checks:
         verdict = Text("holds", style="green") if check.ok else Text("FAILS", style="bold red")
@@ -149,7 +149,7 @@ def _console() -> Console:
 
 
 class PhaseView:
-    """What the verification is doing: a line that is redrawn on a terminal, a line per phase elsewhere."""
+    """Progress of the verification: one redrawn line on a terminal, otherwise a line per phase."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -157,16 +157,16 @@ class PhaseView:
         self._thread: threading.Thread | None = None
 
     def say(self, text: str) -> None:
-        """Print one line above whatever is being drawn."""
+        """Print one line above the redrawn one."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def start(self, status: RunStatus) -> None:
-        """Begin to show `status`."""
+        """Start to show `status`."""
         self._thread = threading.Thread(target=self._show, args=(status,), name="phase view", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Give the terminal back. Calling it again changes nothing."""
+        """Release the terminal. Further calls have no effect."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
@@ -189,7 +189,7 @@ class PhaseView:
 
 
 class _ModelProgress:
-    """Says now and then how far the warm start of a new tiny model is."""
+    """Prints the progress of a new tiny model's warm start from time to time."""
 
     def __init__(self) -> None:
         self._said_at = 0.0
@@ -197,4 +197,4 @@ class _ModelProgress:
     def __call__(self, progress: Any) -> None:
         if time.monotonic() - self._said_at > 5:
             self._said_at = time.monotonic()
-            print(f"making the tiny model: step {progress.step}/{progress.num_steps}", file=sys.stderr)
+            print(f"building the tiny model: step {progress.step}/{progress.num_steps}", file=sys.stderr)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from telescope.config.model_files import architecture_of
 from telescope.config.model_tensors import CAUSAL_LM_CLASSES
 from telescope.errors import ConfigError
+from telescope.utils.process import describe_exit
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
@@ -82,4 +83,4 @@ def _try(body: str, name: str, config: TelescopeConfig, what: str) -> None:
     if done.returncode == 2:
         raise ConfigError(done.stderr.strip().splitlines()[-1])
     if done.returncode:
-        raise ConfigError(f"{what} ended its process:\n{done.stderr.strip()[-2000:]}")
+        raise ConfigError(f"{what}: its process {describe_exit(done.returncode)}:\n{done.stderr.strip()[-2000:]}")

@@ -99,7 +99,7 @@ def test_a_port_in_use_is_named_with_the_option_that_changes_it(monkeypatch: pyt
         port = taken.getsockname()[1]
     assert check.status == "note"
     assert check.found == f"{port}: in use"
-    assert f"end what uses {port}" in str(check.fix)
+    assert f"stop the process using port {port}" in str(check.fix)
     assert "--inference_base_port" in str(check.fix)
 
 
@@ -112,7 +112,7 @@ def test_a_port_that_a_run_holds_before_its_server_listens_is_in_use(monkeypatch
     check = doctor.check_port()
     held.release()
     assert (check.status, check.found) == ("note", f"{port}: in use")
-    assert f"end what uses {port}, perhaps another run, or choose another port: --inference_base_port" in str(check.fix)
+    assert f"stop the process using port {port}, perhaps another run, or set --inference_base_port" in str(check.fix)
     assert doctor.check_port() == Check("inference port", "ok", f"{port} is free")
 
 

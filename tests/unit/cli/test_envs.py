@@ -95,9 +95,9 @@ def test_a_script_that_ends_before_the_game_scores_what_was_played(capsys):
     arguments = ["try", "calculator_agent", "--set", "prompt_style=short", "--items", "3", "--json"]
     code, out, err = run(capsys, *arguments, "--answer", "<answer>24</answer>")
     assert code == 0 and len(json.loads(out)) == 1, "the item that was played is printed"
-    assert "1 of 3 items were played" in err
+    assert "1 of 3 items were rolled out" in err
     code, out, _ = run(capsys, *arguments[:-3], "--answer", "<answer>24</answer>", "--answer", "more")
-    assert code == 0 and "answers that were not needed: 1" in out
+    assert code == 0 and "answers not used: 1" in out
 
 
 def test_the_end_of_the_input_ends_the_game_of_a_person(capsys, monkeypatch):
@@ -167,7 +167,7 @@ def test_what_goes_wrong_is_said_and_nothing_hangs(capsys, chat_server, monkeypa
         (["--set", "sed=1", "--answer", "x"], "did you mean 'seed'"),
         (["--item", "100000", "--answer", "x"], "There is no item 100000: the dataset has 625"),
         (["--url", "localhost:1"], "write it with http://"),
-        ([], "Nobody answers"),
+        ([], "no source of answers"),
     ):
         code, _, err = run(capsys, "try", "wordle", *arguments)
         assert code == 2 and words in err, arguments
