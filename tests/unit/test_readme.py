@@ -1,4 +1,4 @@
-"""The README's examples are what they say: they run, and the commands and files that they name exist."""
+"""The README's examples run, and the commands and files that they name exist."""
 
 import re
 import shlex
@@ -24,7 +24,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def example_environment(tmp_path: Path) -> Path:
-    """The folder of environments that the README describes, written as it says."""
+    """The folder of environments that the README describes."""
     (code,) = blocks("python")
     first_line, _, _ = code.partition("\n")
     path = tmp_path / first_line.removeprefix("# ")

@@ -77,7 +77,7 @@ async def test_tokens_have_their_version_across_an_update(connect, version: str,
     await until(lambda: server.engine.num_running == 1, "admitted")
     await asyncio.sleep(0.1)
     await client.pause()
-    held = asyncio.create_task(client.generate(request("held", max_tokens=5)))
+    waiting = asyncio.create_task(client.generate(request("waiting", max_tokens=5)))
     await client.start_update()
     await client.update_weights({})
     await client.finish_update(7)
@@ -87,9 +87,9 @@ async def test_tokens_have_their_version_across_an_update(connect, version: str,
     assert first[1] == 0
     assert first[2] == second[1] > 0
     assert second[2] == 400
-    assert (await held).version_spans == [(7, 0, 5)]
+    assert (await waiting).version_spans == [(7, 0, 5)]
     salts = server.engine.salts
-    assert salts["running"] != salts["held"]
+    assert salts["running"] != salts["waiting"]
 
 
 async def test_abort_ends_requests_in_the_engine_at_once(connect) -> None:
@@ -136,11 +136,11 @@ async def test_failing_exiting_hanging_and_absent_servers_are_infrastructure_fai
     with pytest.raises(InfrastructureError, match=r"request hangs .* no answer within 1 s"):
         await client.generate(request("hangs"))
     server.app.hang_next = 1
-    dying = asyncio.create_task(client.generate(request("dies")))
+    failing = asyncio.create_task(client.generate(request("fails")))
     await until(lambda: server.app.num_requests == 3, "arrived")
     server.die()
-    with pytest.raises(InfrastructureError, match="request dies"):
-        await dying
+    with pytest.raises(InfrastructureError, match="request fails"):
+        await failing
     with pytest.raises(InfrastructureError, match="Connect"):
         await client.generate(request("absent"))
     assert not await client.health(within=1)
@@ -168,15 +168,15 @@ async def test_refused_requests_are_bugs_with_the_servers_own_words(connect) -> 
         await client.generate(GenerateRequest("long", list(range(9)), 4, 1.0))
     with pytest.raises(EngineRequestError, match="Priority scheduling is not enabled"):
         await client.generate(request(priority=1))
-    stranger = EngineClient(server.url, "wrong")
+    unauthenticated = EngineClient(server.url, "wrong")
     with pytest.raises(EngineRequestError, match=r"HTTP 401: .*secret"):
-        await stranger.generate(request())
-    await stranger.close()
+        await unauthenticated.generate(request())
+    await unauthenticated.close()
 
 
 async def test_nan_weights_are_a_valid_probe_answer() -> None:
     async def answer(_: web.Request) -> web.Response:
-        message = "Out of range float values are not JSON compliant"  # as vLLM 0.32 says it
+        message = "Out of range float values are not JSON compliant"  # the message of vLLM 0.32
         return web.json_response({"error": {"message": message, "type": "BadRequestError", "code": 400}}, status=400)
 
     app = web.Application()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import pytest
 
 from telescope.inference.http import SCRATCH_BYTES, HttpClient, join_chunks, parse_head
 
-Say = Callable[[int, bytes], Awaitable[list[bytes] | None]]
-"""From the number of the connection and the request to the pieces of the answer; None closes without one."""
-
 
 class Server:
-    """Answers what `say` says. `requests` are (connection, bytes), `num_open` counts connections."""
+    """Answers with the `pieces` of a test. `requests` are (connection, bytes), `num_open` counts connections."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[int, bytes]] = []

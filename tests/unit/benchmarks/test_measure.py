@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import uvloop
 
-HELD_SECONDS = 0.2
+BLOCKED_SECONDS = 0.2
 
 
 @pytest.fixture
@@ -29,17 +29,17 @@ def test_a_blocked_loop_is_measured_as_lag_for_its_whole_duration(measure: Any, 
         meter = measure.LagMeter()
         await asyncio.sleep(2 * measure.LAG_GRID_SECONDS)
         meter.take()
-        time.sleep(HELD_SECONDS)  # noqa: ASYNC251  (the fault that the meter is there to see)
+        time.sleep(BLOCKED_SECONDS)  # noqa: ASYNC251  (the fault that the meter is there to see)
         await asyncio.sleep(2 * measure.LAG_GRID_SECONDS)
         meter.stop()
-        taken: list[float] = meter.take()
-        return taken
+        lags: list[float] = meter.take()
+        return lags
 
     with asyncio.Runner(loop_factory=loop) as runner:
         seen = runner.run(lags())
-    assert max(seen) >= HELD_SECONDS - measure.LAG_GRID_SECONDS
+    assert max(seen) >= BLOCKED_SECONDS - measure.LAG_GRID_SECONDS
     late = [lag for lag in seen if lag >= measure.LAG_GRID_SECONDS]
-    assert len(late) >= HELD_SECONDS / measure.LAG_GRID_SECONDS - 2, "every point of the time it was held for counts"
+    assert len(late) >= BLOCKED_SECONDS / measure.LAG_GRID_SECONDS - 2, "every point of the blocked time counts"
 
 
 def test_iterations_are_measured_in_cpu_time_without_waits(measure: Any) -> None:
@@ -57,7 +57,7 @@ def test_iterations_are_measured_in_cpu_time_without_waits(measure: Any) -> None
     turns, seconds = selector.take()
     assert max(turns) >= 0.05
     assert sum(turns) <= seconds - 0.1, "the wait is not in it"
-    assert selector.take()[0] == [], "taken turns are gone"
+    assert selector.take()[0] == [], "returned iterations are removed"
 
 
 @pytest.mark.parametrize(("turns", "p99"), [([], 0.0), ([0.5], 0.4), ([0.5, 0.5], 0.45), ([0.1] * 10, 0.09)])

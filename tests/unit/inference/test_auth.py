@@ -8,7 +8,7 @@ import pytest
 
 from telescope.inference.auth import SECRET_VARIABLE, RunSecretMiddleware, new_secret
 
-SECRET = "tell-nobody"
+SECRET = "a-run-secret"
 
 
 class Recorder:
@@ -29,7 +29,7 @@ async def call(scope: dict[str, Any]) -> tuple[Recorder, list[Any]]:
         sent.append(message)
 
     async def receive() -> Any:
-        raise AssertionError("the body of a stranger is not read")
+        raise AssertionError("the body of an unauthenticated request is not read")
 
     await RunSecretMiddleware(app, SECRET)(scope, receive, send)
     return app, sent
@@ -38,12 +38,12 @@ async def call(scope: dict[str, Any]) -> tuple[Recorder, list[Any]]:
 REFUSED = [
     [],
     [(b"authorization", b"Bearer wrong")],
-    [(b"authorization", b"tell-nobody")],
-    [(b"authorization", b"bearer tell-nobody")],
-    [(b"authorization", b"Bearer tell-nobody ")],
-    [(b"x-api-key", b"tell-nobody")],
-    [(b"authorization", b"Bearer tell-nobody"), (b"authorization", b"Bearer wrong")],
-    [(b"authorization", "Bearer tëll-nobody".encode())],
+    [(b"authorization", b"a-run-secret")],
+    [(b"authorization", b"bearer a-run-secret")],
+    [(b"authorization", b"Bearer a-run-secret ")],
+    [(b"x-api-key", b"a-run-secret")],
+    [(b"authorization", b"Bearer a-run-secret"), (b"authorization", b"Bearer wrong")],
+    [(b"authorization", "Bearer ä-run-secret".encode())],
 ]
 
 
@@ -64,7 +64,7 @@ async def test_websockets_are_closed_without_the_secret(headers: list[Any]) -> N
 
 @pytest.mark.parametrize("kind", ["http", "websocket"])
 async def test_the_secret_opens_every_kind_of_connection(kind: str) -> None:
-    headers = [(b"host", b"x"), (b"authorization", b"Bearer tell-nobody")]
+    headers = [(b"host", b"x"), (b"authorization", b"Bearer a-run-secret")]
     app, sent = await call({"type": kind, "method": "GET", "path": "/x", "headers": headers})
     assert app.reached == [kind]
     assert sent == []

@@ -189,7 +189,7 @@ async def test_a_streamed_answer_is_left_to_vllm(kind: int) -> None:
 
 async def test_an_answer_with_missing_logprobs_is_not_packed() -> None:
     body = await from_engine(Engine(engine_output([4, 5], [-1.0])))
-    assert json.loads(body)["choices"][0]["token_ids"] == [4, 5], "the driver says what is wrong with it"
+    assert json.loads(body)["choices"][0]["token_ids"] == [4, 5], "the driver reports the error"
 
 
 async def test_a_nan_logprob_is_an_error_of_the_server() -> None:

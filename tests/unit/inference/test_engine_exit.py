@@ -13,7 +13,7 @@ from telescope.inference.vllm.engine_health import EngineExitMiddleware
 
 
 class Server:
-    """An application whose requests wait until told, behind the middleware."""
+    """An application whose requests wait for a signal, behind the middleware."""
 
     def __init__(self, *, begins: bool = False) -> None:
         self.engine = SimpleNamespace(errored=False)

@@ -144,7 +144,7 @@ async def test_only_one_query_is_pending(server: Server) -> None:
 async def test_a_failed_query_is_repeated_and_vllm_answers(server: Server) -> None:
     async def fail() -> bool:
         server.num_asked += 1
-        raise RuntimeError("the engine is dead")
+        raise RuntimeError("the engine has exited")
 
     server.is_paused = fail  # type: ignore[method-assign]
     assert await server.is_healthy_for(2 * STEP)

@@ -52,7 +52,7 @@ def test_a_restart_fits_beside_a_trainer_at_its_limit(memory: int, share: float,
 
 @given(memories, shares)
 def test_a_restart_without_its_cache_size_would_fail(memory: int, share: float):
-    """A trainer that held the whole rest, as it could before, and a restart with the flags of the first start."""
+    """A trainer with the whole rest of the memory, and a restart with the flags of the first start."""
     first = arguments_of(config_of(gpu_memory_utilization=share), memory, 0, None)
     assert starts(memory, memory - CUDA_CONTEXT_BYTES, first["--gpu-memory-utilization"])
     rest = memory - int(memory * share)

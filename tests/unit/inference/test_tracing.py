@@ -107,8 +107,8 @@ def test_unreadable_traces_cost_one_warning(
 
 
 def test_a_port_in_use_is_replaced_by_a_free_one() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as occupied:
+        port = occupied.getsockname()[1]
         receiver = TraceReceiver("127.0.0.1", port, "s", lambda row: None)
         receiver.start()
         assert urlsplit(receiver.target.url).port != port

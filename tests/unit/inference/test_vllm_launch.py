@@ -33,7 +33,7 @@ def launch(directory: Path, version: str = "0.32.0", *, on_cpu: bool = True, res
         config(**fields),
         host="127.0.0.1",
         port=8100,
-        secret="tell-nobody",
+        secret="a-run-secret",
         model="/models/m",
         directory=directory,
         vllm_version=version,
@@ -47,7 +47,7 @@ def launch_on_gpu(directory: Path, model: str, memory_bytes: int | None, **field
         config(**fields),
         host="127.0.0.1",
         port=8100,
-        secret="tell-nobody",
+        secret="a-run-secret",
         model=model,
         directory=directory,
         vllm_version="0.26.0",
@@ -74,8 +74,8 @@ def test_a_step_and_a_call_may_take_what_the_config_says(
 
 def test_the_secret_travels_in_the_environment_only(tmp_path: Path) -> None:
     command = launch(tmp_path)
-    assert command.environment[SECRET_VARIABLE] == "tell-nobody"
-    assert not any("tell-nobody" in argument for argument in command.arguments)
+    assert command.environment[SECRET_VARIABLE] == "a-run-secret"
+    assert not any("a-run-secret" in argument for argument in command.arguments)
 
 
 def test_logprobs_are_those_of_the_sampled_distribution(tmp_path: Path) -> None:

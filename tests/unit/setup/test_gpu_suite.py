@@ -195,11 +195,11 @@ def started(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def test_parts_are_ended_together(suite: ModuleType, tmp_path: Path, started: None) -> None:
-    told = tmp_path / "told"
+    notified = tmp_path / "notified"
     ready = [tmp_path / "first-ready", tmp_path / "second-ready"]
     wait = "while :; do sleep 0.05; done"
-    first = f"trap 'until [ -e {told} ]; do sleep 0.05; done; exit 7' INT; touch {ready[0]}; {wait}"
-    second = f"trap 'touch {told}; exit 8' INT; touch {ready[1]}; {wait}"
+    first = f"trap 'until [ -e {notified} ]; do sleep 0.05; done; exit 7' INT; touch {ready[0]}; {wait}"
+    second = f"trap 'touch {notified}; exit 8' INT; touch {ready[1]}; {wait}"
     running = []
     for name, command in (("first", first), ("second", second)):
         (tmp_path / name).mkdir()
@@ -209,7 +209,7 @@ def test_parts_are_ended_together(suite: ModuleType, tmp_path: Path, started: No
         assert time.monotonic() < deadline, "the parts did not start"
         time.sleep(0.02)
     suite.end_parts(running)
-    assert [part.result()["exit_code"] for part in running] == [7, 8], "the first ends when the second was told"
+    assert [part.result()["exit_code"] for part in running] == [7, 8], "the first exits after the second was notified"
 
 
 def test_named_parts_run_once_in_the_given_order(
