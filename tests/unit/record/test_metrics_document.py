@@ -46,8 +46,8 @@ def test_every_metric_of_untrained_samples_is_documented() -> None:
     for reason, kind in (("zero_advantage", "all_negative"), ("too_slow", None), ("all_masked", None)):
         counts.discarded(reason, kind, [sample()])
     counts.masked(sample(reward=None))
-    counts.cancelled(sample(), returned=True)
-    counts.returned([sample()])
+    counts.cancelled(sample(), requeued=True)
+    counts.requeued([sample()])
     assert undocumented(counts.take(1)) == []
 
 
