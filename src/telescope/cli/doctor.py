@@ -37,6 +37,7 @@ from rich.text import Text
 
 import telescope
 from telescope.config.machine import LOOPBACK, listen_problem, local_resources, ray_cluster_is_configured
+from telescope.config.preflight import SHARED_MEMORY, VLLM_QUEUE_BYTES, plugin_problem
 from telescope.config.schema import TelescopeConfig
 from telescope.errors import UserError
 from telescope.inference.vllm import support
@@ -78,7 +79,7 @@ def run_checks(*, hub: bool = True) -> list[Check]:
             check_system(),
             check_processors(),
             check_memory(),
-            check_shared_memory(),
+            check_shared_memory(has_gpus=bool(gpus)),
             check_open_files(),
             check_compiler(),
             check_gpus(gpus),
@@ -141,11 +142,14 @@ def check_memory() -> Check:
     return Check("memory", "ok", found)
 
 
-def check_shared_memory(path: Path = Path("/dev/shm")) -> Check:
+def check_shared_memory(path: Path = SHARED_MEMORY, *, has_gpus: bool = False) -> Check:
     if not path.is_dir():
         return Check("shared memory", "bad", f"{path} is missing", f"mount a tmpfs on {path}: Ray and vLLM need it")
     usage = shutil.disk_usage(path)
-    found = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {path}"
+    found = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free in {path}"
+    if usage.free < VLLM_QUEUE_BYTES:
+        fix = f"docker run --shm-size=16g: vLLM needs {VLLM_QUEUE_BYTES >> 20} MiB for each server without a GPU"
+        return Check("shared memory", "note" if has_gpus else "bad", found, fix)
     if usage.free < ENOUGH_SHARED_MEMORY_BYTES:
         return Check("shared memory", "note", found, "docker run --shm-size=16g: Ray uses slower files on disk instead")
     return Check("shared memory", "ok", found)
@@ -254,11 +258,11 @@ def check_vllm(gpus: list[str]) -> Check:
 
 def check_plugin() -> Check:
     """Checks the entry point through which vLLM finds Telescope's weight transfer; only an installation has it."""
-    found = importlib.metadata.entry_points(group="vllm.general_plugins", name="telescope")
-    if found:
-        return Check("vllm plugin", "ok", next(iter(found)).value)
-    fix = "install Telescope (pip install -e .): a folder on the path is not enough"
-    return Check("vllm plugin", "bad", "not registered", fix)
+    problem = plugin_problem()
+    if problem is None:
+        return Check("vllm plugin", "ok", "registered")
+    found, _, fix = problem.partition(". ")
+    return Check("vllm plugin", "bad", found, fix)
 
 
 def check_torchvision() -> Check:

@@ -42,13 +42,13 @@ MOST_WORKERS_SHOWN = 64  # rows of the placement
 def print_dry_run(
     loaded: LoadedConfig,
     console: Console,
-    try_environments: Callable[[], list[str]],
+    try_user_code: Callable[[bool], list[str]],
     *,
     gpu_memory_gib: float | None = None,
 ) -> None:
     """Print the plan. `gpu_memory_gib`: plan for a machine with GPUs of that size.
 
-    `try_environments` is called if the run is meant for this machine and has no earlier problem; it returns remarks.
+    `try_user_code(here)` is called if nothing is refused; `here`: the run is for this machine. It returns remarks.
     Raises `ConfigError` for what a run would refuse: before printing, for problems on any machine (environments, model
     files); after printing, for problems of this machine (too small, a port in use) unless the run is meant for another,
     and for problems with assumed GPUs.
@@ -70,7 +70,13 @@ def print_dry_run(
         )
     here = _problems_of_this_machine(config, elsewhere=elsewhere is not None)
     # `report` is reused, so that the hub is not contacted again.
-    files = preflight.find_problems(config, [lambda config: preflight.check_report(config, report)])
+    files = preflight.find_problems(
+        config,
+        [
+            lambda config: preflight.check_report(config, report),
+            lambda config: preflight.check_disk(config, report),
+        ],
+    )
     machine = assumed or local_resources()
     fit = preflight.find_problems(config, [lambda config: preflight.check_fit(config, report, machine)])
     if assumed is not None:
@@ -88,8 +94,8 @@ def print_dry_run(
     remarks += _print_memory(config, report, placement, resources, console, assumed=assumed is not None)
     remarks += [f"On this machine, a run would be refused: {problem}." for problem in remarked]
     _print_remarks("Remarks", remarks, console)
-    if not refused and not elsewhere:
-        _print_remarks("Remarks of the environments", try_environments(), console)
+    if not refused:
+        _print_remarks("Remarks of the environments", try_user_code(elsewhere is None), console)
     console.print("\nDry run: nothing was started.", style="dim")
     if refused:
         raise ConfigError("\n".join(refused))

@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
         print_dry_run(
             loaded,
             _console(),
-            lambda: try_what_the_user_brings(loaded.config),
+            lambda here: try_what_the_user_brings(loaded.config, here=here),
             gpu_memory_gib=arguments.gpu_memory_gib,
         )
         return 0
@@ -148,20 +148,22 @@ def check_before_start(loaded: LoadedConfig) -> list[str]:
     return [*loaded.notes, *preflight.find_remarks(loaded.config), *notices]
 
 
-def try_what_the_user_brings(config: TelescopeConfig) -> list[str]:
-    """Load the environments and the backend, before anything is made or started that would have to be taken back.
+def try_what_the_user_brings(config: TelescopeConfig, *, here: bool = True) -> list[str]:
+    """Loads the environments in a separate process, before anything is started. Returns their notices.
 
-    And ask vLLM for the parsers that are named: its plugins are brought by the user too. Returns what the environments
-    had to tell.
+    Where the run is meant for this machine (`here`), tries the backend, the model's architecture, and vLLM's parsers
+    too: those need packages that another machine may have.
     """
     from telescope.config.environments import environment_keys
     from telescope.environments.worker_pool.trial import try_environments
-    from telescope.inference.vllm.support import check_chat_parsers
-    from telescope.trainer.trial import try_backend, try_model
 
-    try_backend(config)
-    try_model(config)
-    check_chat_parsers(config)
+    if here:
+        from telescope.inference.vllm.support import check_chat_parsers
+        from telescope.trainer.trial import try_backend, try_model
+
+        try_backend(config)
+        try_model(config)
+        check_chat_parsers(config)
     return try_environments(
         environment_keys(config).specs,
         environments_path=list(config.environments_path),

@@ -72,7 +72,7 @@ def largest_token_id(tokenizer: Mapping[str, Any], tokenizer_config: Mapping[str
         ids += [number for number in vocabulary.values() if isinstance(number, int)]
     elif isinstance(vocabulary, list):  # a unigram model: the id is the position
         ids.append(len(vocabulary) - 1)
-    special = {_token_text(tokenizer_config.get(name)) for name in SPECIAL_TOKENS}
+    special = {token_text(tokenizer_config.get(name)) for name in SPECIAL_TOKENS}
     for entry in tokenizer.get("added_tokens") or []:
         if isinstance(entry, Mapping) and isinstance(entry.get("id"), int) and isinstance(entry.get("content"), str):
             text = entry["content"]
@@ -81,7 +81,7 @@ def largest_token_id(tokenizer: Mapping[str, Any], tokenizer_config: Mapping[str
     return max(ids, default=None)
 
 
-def _token_text(token: Any) -> str | None:
+def token_text(token: Any) -> str | None:
     """The text of a special token, which a tokenizer_config.json gives as text or as an object."""
     if isinstance(token, Mapping):
         token = token.get("content")

@@ -15,11 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
-import jinja2.ext
-import jinja2.sandbox
 
+from telescope.config.chat_template import compile_template, render_problem
 from telescope.config.messages import show
-from telescope.config.model_contents import largest_token_id, safetensors_shapes, tokenizer_problem
+from telescope.config.model_contents import (
+    SPECIAL_TOKENS,
+    largest_token_id,
+    safetensors_shapes,
+    token_text,
+    tokenizer_problem,
+)
 from telescope.config.model_shape import (
     EXPERT_MODEL_TYPES,
     ModelShape,
@@ -97,12 +102,33 @@ def inspect_model(config: TelescopeConfig, *, ask_hub: bool = True) -> ModelRepo
 
 def architecture_of(config: TelescopeConfig) -> str | None:
     """The model's `model_type`, from files on this machine; None if they are not here."""
+    files = _files_here(config)
+    model_type = None if files is None else (_read_json(files, "config.json") or {}).get("model_type")
+    return model_type if isinstance(model_type, str) else None
+
+
+def _files_here(config: TelescopeConfig) -> _Files | None:
+    """The model's files on this machine; None for a hub identifier that is not in the cache."""
     try:
-        files = _local_files(config) if is_local_path(config.model) else _hub_files(config.model, ask_hub=False)
+        return _local_files(config) if is_local_path(config.model) else _hub_files(config.model, ask_hub=False)
     except HubUnreachableError:
         return None
-    model_type = (_read_json(files, "config.json") or {}).get("model_type")
-    return model_type if isinstance(model_type, str) else None
+
+
+def check_rendering(config: TelescopeConfig) -> None:
+    """Raises `ConfigError` when the chat template, of the configuration or else of the model, makes no prompt."""
+    files = _files_here(config)
+    template = config.chat_template
+    if template is None and files is not None:
+        template = _chat_template_of(files)
+    if template is None or not _compiles(template):
+        return  # reported with the model's files
+    tokenizer_config = None if files is None else _read_json(files, "tokenizer_config.json")
+    variables: dict[str, Any] = {name: token_text((tokenizer_config or {}).get(name)) or "" for name in SPECIAL_TOKENS}
+    problem = render_problem(template, variables | {"enable_thinking": config.enable_thinking})
+    if problem is not None:
+        what = "chat_template" if config.chat_template is not None else f"The chat template of {config.model!r}"
+        raise ConfigError(f"{what} {problem}. Set chat_template to a Jinja2 template that writes the conversation")
 
 
 def vocabulary_size(config: TelescopeConfig) -> int:
@@ -415,19 +441,16 @@ def _parse_json(files: _Files, name: str) -> Any:
         ) from None
 
 
-class _GenerationBlock(jinja2.ext.Extension):
-    """The `{% generation %}` block of chat templates, which marks what the model says: here, only its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+def _compiles(template: str) -> bool:
+    try:
+        compile_template(template)
+    except jinja2.TemplateSyntaxError:
+        return False
+    return True
 
 
 def _compile_template(template: str, what: str, fix: str) -> None:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"])
     try:
-        environment.from_string(template)
+        compile_template(template)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"{what} is not a Jinja2 template: {error.message} (line {error.lineno}). {fix}") from None

@@ -7,27 +7,35 @@ nothing, starts nothing, imports no environment. Does not own the rules between 
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import resource
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from telescope.config.loader import choose_run_dir
 from telescope.config.machine import LOOPBACK, local_resources, ray_cluster_is_configured, require_port
-from telescope.config.memory import estimate_memory, trainer_share
-from telescope.config.model_files import ModelReport, inspect_model, vocabulary_size
+from telescope.config.memory import GIB, estimate_memory, trainer_share
+from telescope.config.model_files import ModelReport, check_rendering, inspect_model, vocabulary_size
+from telescope.config.model_shape import DTYPE_BYTES
 from telescope.config.plan import ClusterResources, PlacementError, gpus_needed, plan_placement, resolve_device
 from telescope.config.remarks import remarks_on_place
 from telescope.config.sections.cluster import client_address_problem
 from telescope.errors import ConfigError, UserError
+from telescope.utils.text import pluralize
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
 
 OTHER_OPEN_FILES = 512
 """Files and sockets of the driver besides its requests: Ray, environment workers, the record, control calls."""
+SHARED_MEMORY = Path("/dev/shm")
+VLLM_QUEUE_BYTES = 160 << 20
+"""Shared memory that vLLM allocates for the queue to the workers of one server: ten messages of 16 MiB."""
 TRAINING_PACKAGES = ("torch", "transformers", "ray", "msgspec", "vllm")
 
 Check = Callable[["TelescopeConfig"], None]
@@ -62,12 +70,21 @@ def find_problems(config: TelescopeConfig, checks: Sequence[Check]) -> list[str]
 
 def checks_of_environments() -> tuple[Check, ...]:
     """Checks whose outcome is the same on any machine that has this checkout."""
-    return (check_environments, check_evals)
+    return (check_environments, check_evals, check_rendering)
 
 
 def checks_of_machine() -> tuple[Check, ...]:
     """Checks of the machine that the run is started on."""
-    return (check_packages, check_ray_address, check_placement, check_open_files, check_run_dir, check_ports)
+    return (
+        check_packages,
+        check_plugin,
+        check_ray_address,
+        check_placement,
+        check_open_files,
+        check_shared_memory,
+        check_run_dir,
+        check_ports,
+    )
 
 
 def why_elsewhere(config: TelescopeConfig) -> str | None:
@@ -104,6 +121,38 @@ def check_packages(_: TelescopeConfig) -> None:
             f"Training needs packages that are not installed: {', '.join(missing)}. Install them with `make setup` in "
             "a checkout, or with `pip install '.[cuda]'` there on a machine with an NVIDIA GPU; `telescope doctor` "
             "says what else is missing"
+        )
+
+
+def plugin_problem() -> str | None:
+    """Why vLLM does not find Telescope's weight transfer, and the fix; None if it does."""
+    entry_points = importlib.metadata.entry_points(group="vllm.general_plugins", name="telescope")
+    fix = "Install Telescope, with `make setup` in a checkout or `pip install -e .`: sources on the path are not enough"
+    for entry_point in entry_points:
+        if importlib.util.find_spec(entry_point.module) is not None:
+            return None
+        return f"the installed entry point names {entry_point.module}, which does not exist. {fix}"
+    return f"its entry point is not installed. {fix}"
+
+
+def check_plugin(_: TelescopeConfig) -> None:
+    """vLLM finds Telescope's weight transfer, which it looks up among installed entry points."""
+    if problem := plugin_problem():
+        raise ConfigError(f"vLLM cannot load Telescope's plugin: {problem}")
+
+
+def check_shared_memory(config: TelescopeConfig) -> None:
+    """There is shared memory for the queues between each server and its workers."""
+    resources = local_resources()
+    has_queue = config.inference_tensor_parallel_size > 1 or resolve_device(config, resources) == "cpu"
+    if ray_cluster_is_configured(config.ray_address) or not has_queue or not SHARED_MEMORY.is_dir():
+        return
+    needed, free = config.num_inference_servers * VLLM_QUEUE_BYTES, shutil.disk_usage(SHARED_MEMORY).free
+    if free < needed:
+        raise ConfigError(
+            f"{SHARED_MEMORY} has {free >> 20} MiB free, and {pluralize(config.num_inference_servers, 'server')} of "
+            f"vLLM need {needed >> 20} MiB. Start the container with more, such as `docker run --shm-size=16g`, or "
+            "lower inference_num_workers"
         )
 
 
@@ -159,9 +208,7 @@ def check_run_dir(config: TelescopeConfig) -> None:
             f"run_dir is {str(run_dir)!r}, which already holds a run. Choose another directory (or leave run_dir null "
             "for a new one each time), or remove that run"
         )
-    place = run_dir
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    place = _existing_parent(run_dir)
     fix = "Set run_dir (or TELESCOPE_RUN_DIR) to a directory that you may write"
     if not place.is_dir():
         raise ConfigError(f"run_dir is {str(run_dir)!r}, but {place} is a file. {fix}")
@@ -173,6 +220,13 @@ def check_run_dir(config: TelescopeConfig) -> None:
         raise ConfigError(
             f"run_dir is {str(run_dir)!r}, but {place} is not writable ({error.strerror}). {fix}"
         ) from None
+
+
+def _existing_parent(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
 
 
 def check_ports(config: TelescopeConfig) -> None:
@@ -189,6 +243,7 @@ def check_model(config: TelescopeConfig) -> None:
     """The model has a config, weights, a tokenizer and a chat template, and fits this machine as far as is certain."""
     report = inspect_model(config)
     check_report(config, report)
+    check_disk(config, report)
     check_fit(config, report, local_resources())
 
 
@@ -201,6 +256,21 @@ def check_report(config: TelescopeConfig, report: ModelReport) -> None:
         )
     if config.filter_gibberish:
         vocabulary_size(config)
+
+
+def check_disk(config: TelescopeConfig, report: ModelReport) -> None:
+    """The disk of the run directory holds the trained model."""
+    if not config.save_final_model or report.shape is None:
+        return
+    run_dir = choose_run_dir(config)
+    needed = report.shape.num_parameters * DTYPE_BYTES[config.model_dtype]
+    disk = shutil.disk_usage(_existing_parent(run_dir))
+    if disk.total and disk.free < needed:  # what is no disk, such as /proc, has no size
+        raise ConfigError(
+            f"run_dir is {str(run_dir)!r}, whose disk has {disk.free / GIB:.1f} GiB free, and the trained model takes "
+            f"{needed / GIB:.1f} GiB. Free some space, set run_dir to a folder of another disk, or set "
+            "save_final_model to false"
+        )
 
 
 def check_fit(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
@@ -220,10 +290,14 @@ def check_shared_gpu(config: TelescopeConfig, report: ModelReport, machine: Clus
 
 
 def check_kv_cache(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
-    """On the CPU of `machine`, where its size is known beforehand, the KV cache holds `max_model_len` tokens."""
-    on_cpu = resolve_device(config, machine) == "cpu"
-    if ray_cluster_is_configured(config.ray_address) or not on_cpu or report.shape is None:
+    """The KV cache holds `max_model_len` tokens: on the CPU, and on GPUs even if nothing but weights were beside it."""
+    if ray_cluster_is_configured(config.ray_address) or report.shape is None:
         return
-    estimate = estimate_memory(config, report.shape, device="cpu", device_memory_bytes=machine.nodes[0].memory_bytes)
-    if estimate.kv_cache_problem:
+    device = resolve_device(config, machine)
+    node = machine.nodes[0]
+    memory = node.memory_bytes if device == "cpu" else node.gpu_memory_bytes
+    estimate = estimate_memory(config, report.shape, device=device, device_memory_bytes=memory)
+    engine = estimate.engine
+    left = int((memory or 0) * config.gpu_memory_utilization) - engine.weights
+    if estimate.kv_cache_problem and (device == "cpu" or left < engine.longest_sequence_kv):
         raise ConfigError(estimate.kv_cache_problem)

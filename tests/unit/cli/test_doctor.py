@@ -4,6 +4,7 @@ import argparse
 import json
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -119,6 +120,15 @@ def test_a_port_that_a_run_holds_before_its_server_listens_is_in_use(monkeypatch
 def test_a_folder_that_cannot_be_written_keeps_training_from_running(tmp_path: Path):
     assert doctor.check_writable("run directory", tmp_path / "nowhere").status == "bad"
     assert doctor.check_writable("run directory", tmp_path).status in ("ok", "note")
+
+
+@pytest.mark.parametrize(("has_gpus", "status"), [(False, "bad"), (True, "note")])
+def test_shared_memory_below_one_queue_of_vllm_keeps_servers_on_the_cpu_from_starting(monkeypatch, has_gpus, status):
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20, total=64 << 20))
+    check = doctor.check_shared_memory(Path("/dev"), has_gpus=has_gpus)
+    assert check.status == status
+    assert "0.06 of 0.06 GiB free" in check.found
+    assert "vLLM needs 160 MiB for each server" in str(check.fix)
 
 
 def test_shared_memory_that_is_missing_keeps_training_from_running(tmp_path: Path):

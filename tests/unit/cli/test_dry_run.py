@@ -18,7 +18,7 @@ from telescope.config.model_files import inspect_model
 from telescope.config.plan import ClusterResources, NodeResources
 from telescope.errors import ConfigError
 
-HERE = {"device": "cpu", "ray_address": "local", "ray_inference_cpus_per_worker": 0.1,
+HERE = {"device": "cpu", "ray_address": "local", "use_wandb": False, "ray_inference_cpus_per_worker": 0.1,
         "ray_trainer_cpus_per_worker": 0.1}  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def small_machine(monkeypatch, tmp_path):
 
 @pytest.fixture
 def tried() -> list[bool]:
-    """One entry for each time that the environments were tried."""
+    """Whether the run is meant for this machine, for each time that user code was tried."""
     return []
 
 
@@ -51,13 +51,13 @@ def dry_run(tmp_path: Path, tried: list[bool]):
         flags = [f"--{name}={value}" for name, value in {**settings, **values}.items()]
         out = io.StringIO()
 
-        def try_environments() -> list[str]:
-            tried.append(True)
+        def try_user_code(here: bool) -> list[str]:
+            tried.append(here)
             return []
 
         try:
             loaded = load_config(config, flags, {})
-            print_dry_run(loaded, Console(file=out, width=1000), try_environments, gpu_memory_gib=gpu)
+            print_dry_run(loaded, Console(file=out, width=1000), try_user_code, gpu_memory_gib=gpu)
         except ConfigError as error:
             return out.getvalue(), str(error)
         return out.getvalue(), None
@@ -66,9 +66,9 @@ def dry_run(tmp_path: Path, tried: list[bool]):
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"), [({}, [True]), ({"device": "cuda"}, []), ({"run_dir": "/proc/x"}, [])]
+    ("changes", "expected"), [({}, [True]), ({"device": "cuda"}, [False]), ({"run_dir": "/proc/x"}, [])]
 )
-def test_environments_are_tried_where_the_run_would_get_that_far(dry_run, tried, changes, expected):
+def test_environments_are_tried_unless_this_machine_refuses_the_run(dry_run, tried, changes, expected):
     dry_run(**HERE | changes)
     assert tried == expected
 
@@ -317,7 +317,7 @@ def test_what_is_wrong_here_is_a_remark_on_a_plan_for_gpus_that_are_assumed(dry_
     printed, error = dry_run(config=EXAMPLE, gpu=80, run_dir="/proc/telescope")
     assert error is None
     assert "On this machine, a run would be refused: run_dir is '/proc/telescope'" in printed
-    assert tried == []
+    assert tried == [False]
 
 
 def test_a_hub_out_of_reach_is_an_error_only_where_nothing_can_be_judged(dry_run, monkeypatch, tmp_path):

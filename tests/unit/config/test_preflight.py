@@ -6,11 +6,16 @@ import importlib.util
 import socket
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tests.model_folder import write_model_folder
 
 from telescope.config import TelescopeConfig, preflight
 from telescope.config.loader import choose_run_dir
+from telescope.config.model_files import ModelReport, inspect_model
+from telescope.config.model_shape import known_shape
+from telescope.config.plan import assumed_cluster
 from telescope.errors import ConfigError
 
 
@@ -165,8 +170,85 @@ def test_every_check_is_among_those_that_a_run_makes():
         "check_environment",
         "check_model",
         "check_report",
+        "check_disk",
         "check_fit",
         "check_kv_cache",
         "check_shared_gpu",
     }
     assert defined - run == of_the_model & defined
+
+
+def test_shared_memory_below_what_the_servers_need_is_refused(monkeypatch):
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
+    message = message_of(preflight.check_shared_memory, config(device="cpu", inference_num_workers=2))
+    assert message.startswith("/dev/shm has 64 MiB free, and 2 servers of vLLM need 320 MiB. Start the container with")
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30))
+    preflight.check_shared_memory(config(device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("entry_points", "words"),
+    [
+        ([], "its entry point is not installed. Install Telescope"),
+        ([SimpleNamespace(module="telescope.no_such_module")], "names telescope.no_such_module, which does not exist"),
+    ],
+)
+def test_sources_that_are_not_installed_are_refused(monkeypatch, entry_points, words):
+    monkeypatch.setattr(preflight.importlib.metadata, "entry_points", lambda **_: entry_points)
+    assert words in message_of(preflight.check_plugin, config())
+
+
+def test_a_disk_without_space_for_the_trained_model_is_refused(monkeypatch, tmp_path):
+    run = config(model=str(write_model_folder(tmp_path / "model")), run_dir=str(tmp_path / "run"))
+    report = inspect_model(run)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000, total=2000))
+    message = message_of(lambda config: preflight.check_disk(config, report), run)
+    assert "whose disk has 0.0 GiB free, and the trained model takes" in message
+    assert "save_final_model to false" in message
+    preflight.check_disk(run.replace(save_final_model=False), report)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("", "renders to nothing"),
+        ("{# nothing #}", "renders to nothing"),
+        ("{{ raise_exception('no users') }}", "raises an error: TemplateError: no users"),
+        ("{{ messages[7].content }}", "raises an error: UndefinedError"),
+        ("{% for m in mesages %}{{ m.content }}{% endfor %}assistant:", "leaves out what the user asks: it renders to"),
+    ],
+)
+def test_a_chat_template_that_makes_no_prompt_is_refused(tmp_path, template, words):
+    folder = write_model_folder(tmp_path)
+    (folder / "chat_template.jinja").write_text(template)
+    message = message_of(preflight.check_rendering, config(model=str(folder)))
+    assert message.startswith(f"The chat template of '{folder}' ")
+    assert words in message
+
+
+def test_a_chat_template_that_never_ends_is_refused(monkeypatch):
+    monkeypatch.setattr("telescope.config.chat_template.RENDER_TIMEOUT_SECONDS", 1.0)
+    loops = "".join(f"{{% for {name} in range(99999) %}}" for name in "abc") + "{% endfor %}" * 3
+    message = message_of(preflight.check_rendering, config(chat_template=f"{loops}x"))
+    assert message.startswith("chat_template did not render one question within 1 s")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ bos_token }}{% for m in messages %}{{ m['role'] + m.content }}{% endfor %}{{ strftime_now('%Y') }}",
+        "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}{{ messages | tojson }}",
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ tools }}",
+    ],
+)
+def test_a_chat_template_that_makes_a_prompt_is_accepted(template):
+    preflight.check_rendering(config(chat_template=template))
+
+
+def test_a_gpu_whose_kv_cache_cannot_hold_one_sequence_is_refused():
+    run = config(model="Qwen/Qwen2.5-7B", max_model_len=32768, weight_transfer="in_place")
+    report = ModelReport("a table", known_shape(run.model))
+    machine = assumed_cluster(run, gpu_memory_bytes=17 << 30)
+    message = message_of(lambda run: preflight.check_kv_cache(run, report, machine), run)
+    assert message.startswith("max_model_len is 32768, but the KV cache of a server holds 0 tokens")
+    preflight.check_kv_cache(run, report, assumed_cluster(run, gpu_memory_bytes=24 << 30))

@@ -1,0 +1,91 @@
+"""Compiles chat templates, and renders one in a process of its own.
+
+`render_problem` runs this file as a script, because a template may never end. Imports nothing of Telescope.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+RENDER_TIMEOUT_SECONDS = 20.0
+"""Two messages render in milliseconds; starting the process takes a second on a busy machine."""
+QUESTION = "What is two plus two?"
+CONVERSATIONS = (
+    [{"role": "user", "content": QUESTION}],
+    [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": QUESTION}],
+)
+"""What a template is tried with: one that accepts either is accepted."""
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """The `{% generation %}` block, which marks the model's text: only its body counts here."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def compile_template(template: str) -> jinja2.Template:
+    """Compiles a template with the extensions and functions of transformers. Raises `jinja2.TemplateSyntaxError`."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(template)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def render_problem(template: str, variables: Mapping[str, Any]) -> str | None:
+    """Why a template that compiles makes no prompt, as the predicate of a sentence; None if it makes one.
+
+    `variables` are those that the tokenizer and the configuration add, such as `eos_token`.
+    """
+    request = json.dumps({"template": template, "variables": variables})
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", __file__], input=request, capture_output=True, text=True,
+            timeout=RENDER_TIMEOUT_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"did not render one question within {RENDER_TIMEOUT_SECONDS:.0f} s"
+    if done.returncode:
+        return f"raises an error: {done.stderr.strip()[-500:]}"
+    text: str = json.loads(done.stdout)
+    if not text.strip():
+        return "renders to nothing"
+    return None if QUESTION in text else f"leaves out what the user asks: it renders to {text[:200]!r}"
+
+
+def _main() -> int:
+    request = json.load(sys.stdin)
+    template = compile_template(request["template"])
+    problems = []
+    for messages in CONVERSATIONS:
+        try:
+            print(json.dumps(template.render(messages=messages, add_generation_prompt=True, **request["variables"])))
+        except Exception as error:  # a template may raise whatever Python raises
+            problems.append(f"{type(error).__name__}: {error}")
+        else:
+            return 0
+    print(problems[0].splitlines()[0], file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
