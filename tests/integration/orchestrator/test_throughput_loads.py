@@ -105,7 +105,7 @@ async def test_loads_end_with_their_window_and_leave_the_engine_idle(
     asked = [after.asked for after in server.after]
     assert asked[0] >= REQUESTS, "the warm-up sends all of them"
     for before, now in itertools.pairwise(asked):
-        assert results["lanes"] < now - before < asked[0], "answers were replaced, and the load has no tail"
+        assert results["lanes"] < now - before < asked[0], "finished requests were replaced until the end of the window"
     assert all(run["tokens_per_second"] > 0 for run in results["runs"])
     assert [len(kept["runs"]) for kept in saved] == [2, 4], "what is measured is kept pair by pair"
     assert saved[-1] == results

@@ -174,7 +174,7 @@ def test_an_answer_that_the_template_trims_is_kept_and_counted(family: str) -> N
         extension = dialogue.extend(answer, tokens, messages, ended=True)
         assert not extension.restarts
         seen.append(extension.divergence)
-    assert seen == [None, Divergence.WHITESPACE, None], "told once, when it has become history"
+    assert seen == [None, Divergence.WHITESPACE, None], "counted once, when it has become history"
 
 
 def test_a_model_that_ends_with_another_token_than_the_template_is_counted() -> None:
@@ -184,7 +184,7 @@ def test_a_model_that_ends_with_another_token_than_the_template_is_counted() -> 
     other = made.tokenizer.bos_token_id
     extension = dialogue.extend("crane", [5, 6, other], [*messages, assistant("crane"), user("no")], ended=True)
     assert extension.divergence is Divergence.END_TOKEN
-    assert extension.token_ids[0] == made.tokenizer.eos_token_id, "nothing sampled is taken away, nothing left out"
+    assert extension.token_ids[0] == made.tokenizer.eos_token_id, "no sampled token is removed"
 
 
 def test_a_template_that_removes_reasoning_is_detected_at_the_start() -> None:

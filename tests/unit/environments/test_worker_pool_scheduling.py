@@ -200,26 +200,26 @@ def test_expected_costs_rise_fast_and_fall_slowly():
 @given(st.lists(st.sampled_from(["send", "park", "answer", "withdraw", "charge"]), max_size=60), st.randoms())
 def test_no_call_is_lost_or_sent_twice(steps, rng):
     loop = asyncio.new_event_loop()
-    state, held, last_id = WorkerState(), {}, 0
+    state, calls, last_id = WorkerState(), {}, 0
     for step in steps:
         if step == "send":
             last_id += 1
-            held[last_id] = Call({"env": 0, "op": "x"}, b"", loop.create_future(), "", expected_seconds=rng.random())
-            state.sent(last_id, held[last_id])
+            calls[last_id] = Call({"env": 0, "op": "x"}, b"", loop.create_future(), "", expected_seconds=rng.random())
+            state.sent(last_id, calls[last_id])
         elif step == "charge":
-            state.charge((rng.choice([0, *held]), rng.randint(0, 3)), 1.0)
+            state.charge((rng.choice([0, *calls]), rng.randint(0, 3)), 1.0)
         elif step == "withdraw":
             for call_id, call in state.withdraw_queued().items():
-                assert held.pop(call_id) is call
-        elif held:
-            call_id = rng.choice(list(held))
+                assert calls.pop(call_id) is call
+        elif calls:
+            call_id = rng.choice(list(calls))
             if step == "park":
                 state.park(call_id)
             else:
-                assert state.answered(call_id) is held.pop(call_id)
-        assert {**state.queued, **state.parked} == held
+                assert state.answered(call_id) is calls.pop(call_id)
+        assert {**state.queued, **state.parked} == calls
         assert state.expected_seconds == pytest.approx(sum(c.expected_seconds for c in state.queued.values()))
     culprit, others = state.worker_ended((0, 0), ExitCause.BY_ITSELF)
     assert culprit is None
-    assert others == [held[call_id] for call_id in sorted(held)]
+    assert others == [calls[call_id] for call_id in sorted(calls)]
     loop.close()

@@ -180,7 +180,7 @@ class SimulatedEnvironment:
         index = self.items[rollout]
         try:
             if self.rng.random() < self.pace.lost_conversations:
-                raise RolloutLost("the process that held the rollout ended")
+                raise RolloutLost("the process of the rollout ended")
             said = await self.advance("", index, token_ids, stop_reason)
         except (EnvironmentFailure, InfrastructureError):
             del self.items[rollout]
@@ -345,15 +345,15 @@ class Simulation:
         assert ledger.num_trained == config.number_of_steps * config.prompts_batch_size_for_trainer
         assert len(set(self.trainer.sample_ids)) == len(self.trainer.sample_ids), "a sample was trained twice"
         trained_groups = Counter(row["group_id"] for row in self.recorder.of("groups"))
-        assert set(trained_groups.values()) <= {1}, "the fate of a group is written once"
+        assert set(trained_groups.values()) <= {1}, "the outcome of a group is written once"
         assert len(trained_groups) == ledger.num_opened - len(ledger.open)
         if config.max_off_policy_steps >= 0:
             assert max(age for step in self.trainer.ages for age in step) <= config.max_off_policy_steps
         assert self.slots.num_used == 0, self.slots.describe()
         assert self.slots.num_waiting == 0
         for server in self.servers:
-            assert not server.engine.requests, "the engine works for nobody"
-        assert not self.environment.items, "the environment holds no state"
+            assert not server.engine.requests, "the engine has no requests left"
+        assert not self.environment.items, "the environment keeps no state"
         self.check_tokens()
         ids = [row["sample_id"] for row in self.recorder.of("samples")]
         assert len(set(ids)) == len(ids), "a sample is written once"
@@ -364,7 +364,7 @@ class Simulation:
         What a server sampled and died with never reached the driver, which can count those requests and nothing more.
         """
         counted = self.counted_tokens()
-        assert set(counted) <= FATES, "no other name holds tokens"
+        assert set(counted) <= FATES, "no other outcome has tokens"
         still_open = sum(sample.num_completion_tokens for sample in self.open_samples())
         assert sum(counted.values()) + still_open == self.status.num_tokens_generated
         ended = {id(sample) for group, _ in self.begun for sample in group.samples}
@@ -373,4 +373,4 @@ class Simulation:
         assert self.status.num_tokens_generated + sum(s.num_sampled_tokens for s in under_way) == answered
         written = self.recorder.of("samples")
         known = sum((row.get("completion_tokens") or 0) + (row.get("wasted_tokens") or 0) for row in written)
-        assert known <= answered, "no token is on record twice"
+        assert known <= answered, "no token is recorded twice"

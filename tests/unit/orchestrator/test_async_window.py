@@ -43,7 +43,7 @@ def test_generation_is_never_further_ahead_than_the_window(batch: int, ahead: in
             open_groups -= batch
             window.synced()
         assert opened - discarded <= (window.version + 1 + ahead) * batch
-        assert open_groups <= (1 + ahead) * batch, "no surplus to throw away"
+        assert open_groups <= (1 + ahead) * batch, "no surplus"
 
 
 def test_opening_outside_the_window_is_a_bug() -> None:

@@ -110,8 +110,8 @@ def test_each_cause_is_reported_once_with_an_example_item() -> None:
             budget.sample_failed("bad", item, f"environment 'bad', item {item}, rollout '{item}/0.1': {where}")
         for item in range(5):
             budget.sample_failed("bad", item, f"environment 'bad', item {item}: it died:\nmore\nSegmentation fault")
-    told = str(caught.value).partition("Most common: ")[2]
-    assert told.startswith(
+    reported = str(caught.value).partition("Most common: ")[2]
+    assert reported.startswith(
         f"6 x {broken}, last with item 5; 5 x compute_reward did not end within 2 seconds; its stack is in "
         "/run/environment-4.log, last with item 4; 5 x it died: ... Segmentation fault, last with item 4. Fix"
     )
@@ -121,9 +121,9 @@ def test_reported_messages_are_short_and_without_control_sequences() -> None:
     budget = ErrorBudget(0.0)
     with pytest.raises(RunError) as caught:
         budget.sample_failed("bad", 3, f"\x1b[31mValueError\x1b[0m: {'x' * 5000}\n\nmore\n\x1b[1mthe end\x1b[0m\n \n")
-    told = str(caught.value).partition("Most common: ")[2]
-    assert re.match(r"1 x ValueError: x+… \.\.\. the end, last with item 3\.", told)
-    assert len(told) < 2 * LONGEST
+    reported = str(caught.value).partition("Most common: ")[2]
+    assert re.match(r"1 x ValueError: x+… \.\.\. the end, last with item 3\.", reported)
+    assert len(reported) < 2 * LONGEST
 
 
 @pytest.mark.parametrize("group_size", [2, 8])
@@ -138,4 +138,4 @@ async def test_an_environment_that_always_fails_has_failed_all_its_samples(group
         await run.run()
     assert "'arithmetic' failed 16 of its last 16 samples" in str(caught.value)
     assert "Most common: 16 x compute_reward failed: ValueError: broken, last with item " in str(caught.value)
-    assert len(run.environments.prepared) > MIN_FAILURES // group_size, "prompts were made, and helped nobody"
+    assert len(run.environments.prepared) > MIN_FAILURES // group_size, "prompts were rendered in vain"

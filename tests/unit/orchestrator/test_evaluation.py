@@ -129,11 +129,11 @@ async def test_an_eval_averages_the_scores_and_records_each_sample() -> None:
     turns = written.of("turns")
     assert {(turn["sample_id"], turn["turn"]) for turn in turns} == {(row["sample_id"], 0) for row in rows}
     assert all(turn["num_tokens"] == len(turn["token_ids"]) > 0 for turn in turns)
-    assert not written.of("groups"), "an eval draws nothing"
+    assert not written.of("groups"), "an eval uses no prompt numbers"
     assert result.accuracy == pytest.approx(sum(row["metrics"]["correct"] for row in rows) / 10)
     assert (result.version, result.num_items, result.num_scored, result.temperature) == (0, 10, 10, 0.0)
     assert result.held_out
-    assert all(row["group_id"] < 0 for row in rows), "an id that no draw has"
+    assert all(row["group_id"] < 0 for row in rows), "an id that no prompt has"
     assert len({row["group_id"] for row in rows}) == 10
     assert all(for_eval for _, _, for_eval in evaluation.environments.advanced)  # type: ignore[attr-defined]
     assert {request.temperature for request in servers.engine.requests} == {0.0}
@@ -172,7 +172,7 @@ async def test_a_multi_turn_eval_runs_like_training() -> None:
     assert {row["num_turns"] for row in written.of("samples", status="eval")} == {2}
     second = [request.prompt_token_ids for request in servers.engine.requests if len(request.prompt_token_ids) > 1]
     assert len(second) == 5
-    assert all(prompt[-1] == 9 for prompt in second), "what the environment said follows the answer"
+    assert all(prompt[-1] == 9 for prompt in second), "the environment's reply follows the answer"
 
 
 async def test_an_eval_uses_the_same_seeds_at_every_version() -> None:

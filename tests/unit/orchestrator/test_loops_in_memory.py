@@ -71,7 +71,7 @@ async def test_nothing_is_generated_beyond_the_last_step() -> None:
     assert ledger.num_trained == 4 * 2
     assert ledger.open == set()
     assert ledger.num_opened == ledger.num_trained + ledger.dropped.total()
-    assert len(run.recorder.of("groups")) == ledger.num_opened, "and so every group is on record"
+    assert len(run.recorder.of("groups")) == ledger.num_opened, "every group is recorded"
 
 
 async def test_a_run_resumed_at_a_position_uses_every_other_prompt_once() -> None:
@@ -81,8 +81,8 @@ async def test_a_run_resumed_at_a_position_uses_every_other_prompt_once() -> Non
         await tick(1)
     position = first.orchestrator.position()
     settled = {row["group_id"] for row in first.recorder.of("groups")}
-    assert set(position.unfinished) | settled == set(range(position.next_draw)), "no draw is skipped"
-    assert not set(position.unfinished) & settled, "none is asked twice"
+    assert set(position.unfinished) | settled == set(range(position.next_draw)), "no prompt is skipped"
+    assert not set(position.unfinished) & settled, "none is used twice"
     await running
     second = InMemoryRun(config_of(number_of_steps=4), start=position)
     await second.run()
@@ -102,8 +102,8 @@ async def test_every_step_records_the_sampler_position() -> None:
             for group in run.recorder.of("groups")
             if group["step"] <= row["step"] and group["status"] == "kept"
         }
-        assert settled <= set(range(row["next_draw"])), "what was trained was drawn"
-        assert not settled & set(row["unfinished_draws"]), "and is never asked again"
+        assert settled <= set(range(row["next_draw"])), "trained prompts come from the sampler"
+        assert not settled & set(row["unfinished_draws"]), "and are never used again"
     position = run.orchestrator.position()
     assert (row["next_draw"], row["unfinished_draws"]) == (position.next_draw, list(position.unfinished))
 
@@ -220,7 +220,7 @@ async def test_rewards_are_scaled_for_training_only_if_configured(
     await run.run()
     assert seen == ({0.25, 0.5} if scaled else {0.0, 1.0})
     recorded = {row["reward"] for row in run.recorder.of("samples", status="kept")}
-    assert recorded == {0.0, 1.0}, "the record holds what the environment said"
+    assert recorded == {0.0, 1.0}, "the record has the environment's rewards"
 
 
 async def test_a_run_whose_items_are_all_held_out_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,9 +54,9 @@ class Filling:
         self.config = config_of(environment_error_budget=budget, **fields)
         status = RunStatus("test", 1)
         self.changes = ChangeNotifier(status)
-        self.draws = PromptSampler(self.config.seed, [NUM_ITEMS], [1.0], [0])
+        self.sampler = PromptSampler(self.config.seed, [NUM_ITEMS], [1.0], [0])
         self.buffer = PromptBuffer(
-            self.config, self.source, ["arithmetic"], self.draws, held_out, start,
+            self.config, self.source, ["arithmetic"], self.sampler, held_out, start,
             max_context=context, budget=ErrorBudget(budget), notifier=self.changes, status=status,
         )  # fmt: skip
         self.task = asyncio.create_task(self.buffer.fill())
@@ -69,7 +69,7 @@ class Filling:
             for _ in range(20):
                 await asyncio.sleep(0)
 
-    async def taken(self, count: int) -> list[int]:
+    async def take(self, count: int) -> list[int]:
         """Takes the next `count` prompts one by one; returns their numbers."""
         numbers = []
         for _ in range(count):
@@ -89,7 +89,7 @@ async def test_the_buffer_holds_its_configured_size_and_no_more() -> None:
     await filling.settled()
     assert len(filling.buffer) == 20
     assert filling.source.most_at_once == PREPARE_AT_ONCE
-    await filling.taken(3)
+    await filling.take(3)
     assert (len(filling.buffer), filling.source.num_asked) == (20, 23)
     await filling.end()
 
@@ -98,7 +98,7 @@ async def test_without_prefetch_one_prompt_at_a_time_is_prepared() -> None:
     filling = Filling(prompt_prefetch_buffer_size=20, enable_prompt_prefetch=False)
     await filling.settled()
     assert (len(filling.buffer), filling.source.num_asked, filling.source.most_at_once) == (1, 1, 1)
-    assert await filling.taken(4) == [0, 1, 2, 3]
+    assert await filling.take(4) == [0, 1, 2, 3]
     assert filling.source.most_at_once == 1
     await filling.end()
 
@@ -106,16 +106,16 @@ async def test_without_prefetch_one_prompt_at_a_time_is_prepared() -> None:
 @pytest.mark.parametrize("size", [1, 5, 24])
 async def test_prompts_leave_in_the_order_of_their_numbers(size: int) -> None:
     filling = Filling(prompt_prefetch_buffer_size=size)
-    assert await filling.taken(30) == list(range(30))
+    assert await filling.take(30) == list(range(30))
     await filling.end()
 
 
 async def test_a_requeued_prompt_comes_first() -> None:
     filling = Filling(prompt_prefetch_buffer_size=4)
     await filling.settled()
-    draw, prompt = filling.buffer.take()
-    filling.buffer.requeue(draw, prompt)
-    assert await filling.taken(3) == [0, 1, 2]
+    sampled, prompt = filling.buffer.take()
+    filling.buffer.requeue(sampled, prompt)
+    assert await filling.take(3) == [0, 1, 2]
     await filling.end()
 
 
@@ -123,16 +123,16 @@ async def test_unfinished_prompts_of_an_earlier_attempt_come_first() -> None:
     filling = Filling(start=SamplerPosition(10, (7, 3)), prompt_prefetch_buffer_size=3)
     await filling.settled()
     assert filling.buffer.position([]) == SamplerPosition(11, (3, 7, 10))
-    assert await filling.taken(4) == [3, 7, 10, 11]
+    assert await filling.take(4) == [3, 7, 10, 11]
     await filling.end()
 
 
 async def test_held_out_long_or_broken_prompts_never_enter() -> None:
     filling = Filling(held_out=frozenset({"uid 2", "uid 5"}), context=31, prompt_prefetch_buffer_size=4)
     filling.source.broken = {8}
-    items = [filling.draws.prompt(n).index for n in await filling.taken(20)]
+    items = [filling.sampler.prompt(n).index for n in await filling.take(20)]
     assert not {2, 5, 8} & set(items)
-    assert max(items) < 30, "item i has i + 1 tokens, and an answer needs room for one"
+    assert max(items) < 30, "item i has i + 1 tokens, and an answer needs one"
     await filling.end()
 
 
@@ -156,6 +156,6 @@ async def test_prompts_that_mostly_fail_or_are_too_long_end_the_run_before_any_s
 
 async def test_held_out_prompts_are_no_failures() -> None:
     filling = Filling(budget=0.0, held_out=frozenset(f"uid {i}" for i in range(20)), prompt_prefetch_buffer_size=4)
-    await filling.taken(10)
+    await filling.take(10)
     assert not filling.task.done()
     await filling.end()

@@ -18,24 +18,24 @@ def test_a_prompt_does_not_depend_on_the_order_of_calls(seed: int, order: list[i
 
 @given(size=st.integers(1, 300), held_out=st.integers(0, 40))
 def test_each_epoch_visits_every_item_once_and_no_held_out_item(size: int, held_out: int) -> None:
-    draws = PromptSampler(5, [size + held_out], [1.0], [held_out])
+    sampler = PromptSampler(5, [size + held_out], [1.0], [held_out])
     for epoch in range(3):
-        seen = [draws.prompt(epoch * size + i) for i in range(size)]
-        assert sorted(draw.index for draw in seen) == list(range(held_out, held_out + size))
-        assert {draw.epoch for draw in seen} == {epoch}
+        seen = [sampler.prompt(epoch * size + i) for i in range(size)]
+        assert sorted(prompt.index for prompt in seen) == list(range(held_out, held_out + size))
+        assert {prompt.epoch for prompt in seen} == {epoch}
 
 
 def test_epochs_are_shuffled_differently() -> None:
-    draws = PromptSampler(0, [100], [1.0], [0])
-    first = [draws.prompt(n).index for n in range(100)]
-    second = [draws.prompt(n).index for n in range(100, 200)]
+    sampler = PromptSampler(0, [100], [1.0], [0])
+    first = [sampler.prompt(n).index for n in range(100)]
+    second = [sampler.prompt(n).index for n in range(100, 200)]
     assert first != second
     assert first != sorted(first)
 
 
 def test_environments_are_sampled_by_weight() -> None:
-    draws = PromptSampler(1, [10, 10, 10], [0.2, 0.3, 0.5], [0, 0, 0])
-    counts = np.bincount([draws.prompt(n).environment for n in range(20_000)], minlength=3) / 20_000
+    sampler = PromptSampler(1, [10, 10, 10], [0.2, 0.3, 0.5], [0, 0, 0])
+    counts = np.bincount([sampler.prompt(n).environment for n in range(20_000)], minlength=3) / 20_000
     np.testing.assert_allclose(counts, [0.2, 0.3, 0.5], atol=0.02)
 
 

@@ -44,7 +44,7 @@ async def test_a_group_stays_on_one_server() -> None:
 
 async def test_a_later_turn_is_served_before_a_new_sample() -> None:
     slots = pool(1)
-    held = await slots.acquire(0, timeout=1)
+    lease = await slots.acquire(0, timeout=1)
     order: list[str] = []
 
     async def wait(name: str, group: int, turn: int) -> None:
@@ -54,7 +54,7 @@ async def test_a_later_turn_is_served_before_a_new_sample() -> None:
 
     waiting = [asyncio.create_task(wait("new sample", 1, 0)), asyncio.create_task(wait("second turn", 0, 1))]
     await asyncio.sleep(0)
-    slots.release(held)
+    slots.release(lease)
     await asyncio.gather(*waiting)
     assert order == ["second turn", "new sample"]
 
@@ -80,20 +80,20 @@ async def test_samples_wait_until_a_server_comes_up() -> None:
 
 async def test_a_wait_that_times_out_is_named_and_leaks_nothing() -> None:
     slots = pool(1)
-    held = await slots.acquire(0, timeout=1)
+    lease = await slots.acquire(0, timeout=1)
     with pytest.raises(DeadlineExceeded, match=r"group 5 .*server 0: up, 1/1"):
         await slots.acquire(5, timeout=0.01)
-    slots.release(held)
+    slots.release(lease)
     assert slots.num_used == 0
     assert slots.num_waiting == 0
 
 
 async def test_a_cancelled_waiter_releases_a_slot_it_was_just_assigned() -> None:
     slots = pool(1)
-    held = await slots.acquire(0, timeout=1)
+    lease = await slots.acquire(0, timeout=1)
     waiting = asyncio.create_task(slots.acquire(1, timeout=5))
     await asyncio.sleep(0)
-    slots.release(held)  # hands the slot to the waiter, whose task has not run yet
+    slots.release(lease)  # hands the slot to the waiter, whose task has not run yet
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -122,7 +122,7 @@ async def test_a_group_bound_to_a_full_server_does_not_block_others() -> None:
 async def test_a_recovered_server_gets_new_groups_while_moved_groups_wait() -> None:
     slots = pool(2, 2)
     slots.set_up(1, False)
-    held = [await slots.acquire(0, timeout=1) for _ in range(2)]
+    lease = [await slots.acquire(0, timeout=1) for _ in range(2)]
     moved = asyncio.create_task(slots.acquire(0, timeout=1))
     await asyncio.sleep(0)
     assert not slots.has_free_slot
@@ -130,7 +130,7 @@ async def test_a_recovered_server_gets_new_groups_while_moved_groups_wait() -> N
     assert slots.num_waiting == 1
     assert slots.has_free_slot, "the waiting sample shares its prompt with those on server 0 and stays there"
     assert (await slots.acquire(1, timeout=1)).server == 1
-    slots.release(held[0])
+    slots.release(lease[0])
     assert (await moved).server == 0
 
 

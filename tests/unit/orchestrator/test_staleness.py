@@ -44,7 +44,7 @@ def test_a_group_is_as_old_as_its_oldest_trained_token() -> None:
 def test_masked_samples_and_groups_without_tokens_have_no_age() -> None:
     made = group([1.0, None], version=4)
     made.samples[1].turns[0].generation.version_spans = [(0, 0, 3)]
-    assert made.oldest_version() == 4, "what is masked is not trained"
+    assert made.oldest_version() == 4, "masked samples are not trained"
     assert group([1.0], lengths=(0,)).oldest_version() is None
     assert not Staleness(0).is_stale(group([1.0], lengths=(0,)), 100)
 
@@ -89,11 +89,11 @@ def test_every_prompt_is_trained_or_dropped_with_a_reason_or_still_open() -> Non
     ledger = run.orchestrator.ledger
     assert ledger.num_requeued > 0
     fates = {row["group_id"]: (row["status"], row["reason"]) for row in run.recorder.of("groups")}
-    assert set(fates) | ledger.open == set(range(ledger.num_opened)), "no draw is missing, however often it was asked"
+    assert set(fates) | ledger.open == set(range(ledger.num_opened)), "no prompt is missing after requeues"
     assert not set(fates) & ledger.open
     assert set(fates.values()) <= {("kept", None), ("discarded", "zero_advantage"), ("discarded", "too_slow")}
     returned = [row for row in run.recorder.of("groups", status="kept") if row["num_returns"]]
-    assert returned, "a draw that came back is trained in the end"
+    assert returned, "a requeued prompt is trained in the end"
 
 
 def test_a_prompt_is_dropped_as_too_slow_after_two_requeues() -> None:
@@ -119,8 +119,8 @@ def test_every_sampled_token_is_counted_once_with_its_outcome() -> None:
     run = simulated(pace, max_off_policy_steps=1, max_async_rollout=4, num_servers=2, inference_num_workers=2)
     tokens = {fate: total(run, f"{fate}/tokens") for fate in FATES}
     felt = ("kept", "discarded/max_async", "masked/environment", "cancelled", "retried", "lost")
-    assert min(tokens[fate] for fate in felt) > 0, "and that they add up, `check` has seen"
-    assert total(run, "retried/unseen") > 0, "what a server died with is known to be missing"
+    assert min(tokens[fate] for fate in felt) > 0, "`check` has compared the sums"
+    assert total(run, "retried/unseen") > 0, "tokens lost with a server are counted as unseen"
     fates = FATES - {"retried", "lost"}
     written = [row for row in run.recorder.of("samples") if row["reason"] != "run_ended"]
     assert len(written) == total(run, *(f"{fate}/samples" for fate in fates))
@@ -152,7 +152,7 @@ def test_lengths_are_reported_for_kept_and_dropped_samples() -> None:
         for status in ("kept", "cancelled")
     }
     mean = {status: sum(values) / len(values) for status, values in lengths.items()}
-    assert mean["kept"] < 200, "dropping favours short answers (all: 200), and the record shows by how much"
+    assert mean["kept"] < 200, "dropping favors short answers (all: 200), and the metrics show by how much"
 
 
 def test_many_prompts_are_requeued_only_if_the_age_bound_is_below_the_async_window() -> None:
@@ -164,7 +164,7 @@ def test_many_prompts_are_requeued_only_if_the_age_bound_is_below_the_async_wind
         shares[bound] = returned / (returned + kept)
     assert shares[1] > 0.2
     assert shares[2] < 0.05
-    assert shares[3] == 0, "which is what the remark about max_off_policy_steps says"
+    assert shares[3] == 0, "as the remark about max_off_policy_steps states"
 
 
 # A full batch must not discard fresh finished groups.

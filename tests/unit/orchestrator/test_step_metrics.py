@@ -142,7 +142,7 @@ def test_what_was_asked_again_is_counted_beside_its_sample() -> None:
         counts.count_retries(ended)
     metrics = counts.take(1)
     assert (metrics["retried/samples"], metrics["retried/tokens"], metrics["retried/tokens_max"]) == (2, 10, 7)
-    assert metrics["retried/unseen"] == 1, "an engine that died says nothing of what it had sampled"
+    assert metrics["retried/unseen"] == 1, "an engine that exits does not report its tokens"
     assert (metrics["lost/samples"], metrics["lost/tokens_mean"]) == (1, 20)
 
 

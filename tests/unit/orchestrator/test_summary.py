@@ -90,7 +90,7 @@ def test_how_a_run_ended_is_said_in_a_word(changes: dict[str, Any], status: str,
     summary = summary_of(**changes)
     assert (summary.status, summary.error) == (status, error)
     assert status.split("ed")[0] in summary.sentence
-    assert "a bug" not in summary.sentence, "the error is raised, and who catches it tells it: once is enough"
+    assert "a bug" not in summary.sentence, "the caller reports the error"
 
 
 def test_the_file_holds_every_field_as_plain_json() -> None:

@@ -89,7 +89,7 @@ async def test_a_server_that_fails_at_any_stage_is_left_out_and_the_other_finish
     bench = Bench()
     bench.clients[0].fails_at = stage
     metrics = await bench.step()
-    assert bench.of(0) == STAGES[: STAGES.index(stage) + 1], "nothing more is asked of it"
+    assert bench.of(0) == STAGES[: STAGES.index(stage) + 1], "it receives no further calls"
     assert bench.of(1) == STAGES
     assert [server for server, _ in bench.failures] == [0]
     assert stage in bench.failures[0][1]
@@ -105,14 +105,14 @@ async def test_a_server_that_receives_in_the_background_is_paused_for_the_swap_a
     bench.clients[0].background = True
     metrics = await bench.step()
     assert bench.of(0) == BACKGROUND_STAGES
-    assert bench.of(1) == STAGES, "what one server can do says nothing about another"
+    assert bench.of(1) == STAGES, "servers are independent"
     assert [server.background for server in bench.reports[0].servers] == [True, False]
     assert metrics["weight_sync/background"] == 1
     assert metrics["weight_sync/transfer_seconds/server_0"] == 0.25, "as its sender saw it"
     assert bench.calls.index(("send", (0, 1))) < bench.calls.index(("pause", 0, "keep", False))
     await bench.step()
     assert bench.of(0) == BACKGROUND_STAGES + BACKGROUND_STAGES[1:]
-    assert len([call for call in bench.calls if call == ("mode", 0)]) == 1, "asked once a connection"
+    assert len([call for call in bench.calls if call == ("mode", 0)]) == 1, "called once per connection"
 
 
 @pytest.mark.parametrize("stage", BACKGROUND_STAGES)
@@ -125,7 +125,7 @@ async def test_a_server_that_fails_at_any_stage_of_a_background_sync_costs_the_o
     assert bench.of(0) == BACKGROUND_STAGES[: BACKGROUND_STAGES.index(stage) + 1]
     assert bench.of(1) == BACKGROUND_STAGES
     assert bench.reports[0].updated_servers == [1]
-    assert ("abort", 0) in bench.calls or stage != "begin", "its sender waits for nobody"
+    assert ("abort", 0) in bench.calls or stage != "begin", "its sender is not blocked"
 
 
 async def test_a_background_transfer_that_broke_off_pauses_and_changes_nothing() -> None:
@@ -142,7 +142,7 @@ async def test_with_weight_transfer_in_place_no_answer_changes_that() -> None:
     bench.clients[0].background = True
     await bench.step()
     assert bench.of(0) == STAGES
-    assert ("mode", 0) in bench.calls, "workers end what a failed update left open when they are asked"
+    assert ("mode", 0) in bench.calls, "the call ends an update that failed"
 
 
 async def test_a_sender_is_told_when_its_receiver_is_gone() -> None:
@@ -225,16 +225,16 @@ async def test_weights_are_proven_at_the_first_sync_and_every_so_many(every: int
         await bench.step()
         if any(call[0] == "fingerprints" for call in bench.calls[before:]):
             seen.append(step)
-        assert bench.trainer.sent[-1][2] == (step in seen), "fingerprints are taken for a probe and only then"
+        assert bench.trainer.sent[-1][2] == (step in seen), "fingerprints are computed for a probe only"
     assert seen == probed
 
 
 def hold_another_tensor(client: FakeClient) -> None:
-    client.held["tensors"]["lm_head"][0]["fingerprint"] = to_hex(0xCC)
+    client.loaded["tensors"]["lm_head"][0]["fingerprint"] = to_hex(0xCC)
 
 
 def hold_one_less(client: FakeClient) -> None:
-    del client.held["tensors"]["lm_head"]
+    del client.loaded["tensors"]["lm_head"]
 
 
 @pytest.mark.parametrize("fault", [hold_another_tensor, hold_one_less])
@@ -266,7 +266,7 @@ async def test_the_first_weights_are_compared_on_every_server_and_not_sent() -> 
 
 async def test_a_server_that_loaded_other_weights_than_the_trainer_ends_the_run_before_it_starts() -> None:
     bench = Bench()
-    bench.clients[1].held["tensors"]["lm_head"][0]["fingerprint"] = to_hex(7)
+    bench.clients[1].loaded["tensors"]["lm_head"][0]["fingerprint"] = to_hex(7)
     with pytest.raises(WeightMismatch, match=r"server 1 has not loaded .*version 0 .*starts from: .*lm_head"):
         await bench.weights.verify_initial()
 
@@ -290,26 +290,26 @@ async def test_a_restarted_server_gets_the_trainers_version_and_is_opened_inside
     await bench.step()
     await bench.step()
     del bench.calls[:]
-    held = []
-    await bench.weights.sync_one(0, lambda: held.append(bench.trainer.queue.locked()), fresh=True)
-    assert held == [True], "no other sync can begin before the server is open"
+    loaded = []
+    await bench.weights.sync_one(0, lambda: loaded.append(bench.trainer.queue.locked()), fresh=True)
+    assert loaded == [True], "no other sync can begin before the server is open"
     assert bench.of(0) == STAGES, "a new process needs a new connection"
     assert ("finish", 0, 2) in bench.calls
     assert bench.of(1) == []
-    assert ("fingerprints", 0) in bench.calls, "what it was given is proven"
+    assert ("fingerprints", 0) in bench.calls, "the received weights are verified"
 
 
 async def test_a_server_that_still_holds_the_newest_weights_is_sent_nothing() -> None:
     bench = Bench()
     await bench.step()
     del bench.calls[:]
-    held: list[bool] = []
-    await bench.weights.sync_one(1, lambda: held.append(True), fresh=False)
-    assert held == [True]
+    loaded: list[bool] = []
+    await bench.weights.sync_one(1, lambda: loaded.append(True), fresh=False)
+    assert loaded == [True]
     assert bench.calls == []
     bench.up = [0]
     await bench.step()
-    await bench.weights.sync_one(1, lambda: held.append(True), fresh=False)
+    await bench.weights.sync_one(1, lambda: loaded.append(True), fresh=False)
     assert bench.of(1) == STAGES[1:], "it missed a sync"
 
 
@@ -325,15 +325,15 @@ async def test_before_the_first_step_a_server_holds_what_the_trainer_starts_from
 async def test_a_server_that_fails_again_is_not_opened(stage: str) -> None:
     bench = Bench()
     bench.clients[0].fails_at = stage
-    held: list[bool] = []
+    loaded: list[bool] = []
     with pytest.raises(InfrastructureError, match=stage):
-        await bench.weights.sync_one(0, lambda: held.append(True), fresh=True)
-    assert not held
+        await bench.weights.sync_one(0, lambda: loaded.append(True), fresh=True)
+    assert not loaded
     bench.clients[0].fails_at = None
     del bench.calls[:]
-    await bench.weights.sync_one(0, lambda: held.append(True), fresh=False)
-    assert held
-    assert "receive" in bench.of(0), "what may not be held is sent again"
+    await bench.weights.sync_one(0, lambda: loaded.append(True), fresh=False)
+    assert loaded
+    assert "receive" in bench.of(0), "weights that may be missing are sent again"
 
 
 async def test_a_server_that_dies_during_its_probe_is_proven_before_it_serves_again() -> None:
@@ -351,7 +351,7 @@ async def test_a_proof_that_is_asked_for_returns_what_it_found_and_ends_nothing(
     bench = Bench(fields={"weight_probe_every": 0})
     await bench.step()
     assert all(probe.ok for probe in (await bench.weights.verify()).values())
-    bench.clients[1].held["tensors"]["lm_head"][0]["fingerprint"] = to_hex(1)
+    bench.clients[1].loaded["tensors"]["lm_head"][0]["fingerprint"] = to_hex(1)
     probes = await bench.weights.verify(corrupt="lm_head")
     assert bench.trainer.corrupted == [None, None, "lm_head"]
     assert probes[0].ok

@@ -85,7 +85,7 @@ class FakeTrainer:
 
 
 class FakeClient:
-    """One engine. It fails at the stage `fails_at`; `held` are the fingerprints that its worker reports."""
+    """One engine. It fails at the stage `fails_at`; `loaded` are the fingerprints that its worker reports."""
 
     def __init__(self, index: int, calls: list[Any]) -> None:
         self.index = index
@@ -94,7 +94,7 @@ class FakeClient:
         self.hangs_at: str | None = None
         self.logprobs = list(LOGPROBS)
         whole = {"exact": True, "rows": [0, 4], "columns": [0, 2]}
-        self.held: dict[str, Any] = {
+        self.loaded: dict[str, Any] = {
             "shapes": {name: [4, 2] for name in PRINTS},
             "tensors": {name: [{"place": name, "fingerprint": value, **whole}] for name, value in PRINTS.items()},
         }
@@ -140,7 +140,7 @@ class FakeClient:
             await self._at("begin")
             return [{"started": True}]
         await self._at("fingerprints", *(args or []))
-        return [self.held]
+        return [self.loaded]
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         await self._at("engine logprobs")

@@ -82,7 +82,7 @@ class FakeLanes:
         return
 
     @property
-    def num_held(self) -> int:
+    def num_leased(self) -> int:
         return sum(not lease.released for lease in self.leases)
 
 
@@ -135,7 +135,7 @@ class FakeEnvironments:
         for_eval: bool = False,
         max_context: int | None = None,
     ) -> Advance:
-        assert rollout in self.open, "nobody knows this conversation"
+        assert rollout in self.open, "unknown conversation"
         assert len(logprobs) == len(token_ids)
         self.max_context = max_context
         try:

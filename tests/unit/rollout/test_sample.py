@@ -41,7 +41,7 @@ async def test_a_sample_is_generated_and_scored() -> None:
     assert (request.request_id, request.prompt_token_ids, request.seed) == ("5-0.0.0@0", [1, 2, 3], 100)
     assert (request.temperature, request.top_p, request.priority) == (0.7, None, 0)
     assert bench.environments.calls == [("arithmetic#1", 3, [7, 8], "stop", False)]
-    assert bench.slots.num_held == 0
+    assert bench.slots.num_leased == 0
 
 
 async def test_an_eval_asks_the_environment_for_its_eval_metrics() -> None:
@@ -55,14 +55,14 @@ async def test_a_failed_engine_is_asked_again_on_a_fresh_lane() -> None:
     sample = await bench.run()
     assert sample.total_reward == 1.0
     assert sample.num_infrastructure_retries == 2
-    assert sample.failed_requests == [None, None], "nobody knows what an engine that is gone had sampled"
+    assert sample.failed_requests == [None, None], "the tokens of an engine that exited are unknown"
     assert bench.failures == [(0, "the server is gone"), (1, "the server is gone")]
     assert [lease.slot for lease in bench.slots.leases] == [0, 1, 2]
     assert (sample.server_index, sample.slot) == (0, 2), "the slot that served it, not one that failed"
     ids = [request.request_id for request in bench.engine.requests]
     assert len(set(ids)) == 3, "a request id is never used twice"
-    assert len({request.seed for request in bench.engine.requests}) == 1, "the same noise whoever serves it"
-    assert bench.slots.num_held == 0
+    assert len({request.seed for request in bench.engine.requests}) == 1, "the same seed on every server"
+    assert bench.slots.num_leased == 0
 
 
 async def test_a_sample_is_masked_when_its_retries_are_used_up() -> None:
@@ -72,7 +72,7 @@ async def test_a_sample_is_masked_when_its_retries_are_used_up() -> None:
     assert sample.reward is None
     assert (sample.failure_kind, sample.failure_message) == ("infrastructure", "the server is gone")
     assert not bench.environments.calls, "a failed engine is never scored"
-    assert bench.slots.num_held == 0
+    assert bench.slots.num_leased == 0
 
 
 async def test_an_engine_that_aborts_by_itself_has_failed() -> None:
@@ -100,9 +100,9 @@ async def test_an_environment_that_fails_masks_the_sample_and_is_not_asked_again
     assert (sample.failure_kind, sample.failure_message) == ("environment", "KeyError: 'numbers'")
     assert sample.stop_reason == "rollout_error"
     assert len(bench.engine.requests) == len(bench.environments.calls) == 1
-    assert sample.num_completion_tokens == 2, "what was generated stays on record"
+    assert sample.num_completion_tokens == 2, "generated turns stay recorded"
     assert not bench.failures
-    assert bench.slots.num_held == 0
+    assert bench.slots.num_leased == 0
 
 
 async def test_the_turns_of_a_rollout_are_one_growing_sequence() -> None:
@@ -124,7 +124,7 @@ async def test_the_turns_of_a_rollout_are_one_growing_sequence() -> None:
     assert [(known.sample_id, known.turn, known.attempt) for known in ids if known] == [
         ("5-0", turn, 0) for turn in range(3)
     ]
-    assert bench.slots.turns == [0, 1, 2], "each turn takes a slot of its own, later turns first"
+    assert bench.slots.turns == [0, 1, 2], "each turn acquires its own slot, later turns first"
     assert sample.completion_text == "first\nsecond\nthird"
     assert (sample.total_reward, sample.stop_reason) == (0.5, "won")
     (train,) = sample.to_train_samples()
@@ -132,7 +132,7 @@ async def test_the_turns_of_a_rollout_are_one_growing_sequence() -> None:
     assert train.trained_L.tolist() == [token in (7, 8, 9, 10) for token in train.token_ids_L]
     assert sample.num_environment_tokens == 3
     assert not bench.environments.open
-    assert not bench.environments.cancelled, "a conversation that is over is not given up"
+    assert not bench.environments.cancelled, "a conversation that is over is not cancelled"
 
 
 async def test_a_turn_whose_prompt_is_rendered_anew_begins_another_training_sample() -> None:
@@ -155,7 +155,7 @@ async def test_a_turn_whose_prompt_is_rendered_anew_begins_another_training_samp
     assert len({first.sample_id, second.sample_id}) == 2
     assert first.reward == second.reward == 1.0
     assert sample.divergences == {"history": 1}
-    assert sample.num_environment_tokens == 1, "what was rendered again is not new"
+    assert sample.num_environment_tokens == 1, "tokens rendered again are not new"
 
 
 async def test_without_interleaving_the_environment_is_asked_to_render_anew() -> None:
@@ -188,7 +188,7 @@ async def test_a_conversation_whose_state_is_lost_begins_again() -> None:
     assert len(bench.environments.begun) == 2
     assert sample.total_reward == 1.0
     sampled = [turn.generation.token_ids_N.tolist() for turn in sample.turns]
-    assert sampled == [[9], [10]], "nothing of the lost one stays"
+    assert sampled == [[9], [10]], "nothing of the lost conversation stays"
     assert (sample.lost_conversations, sample.num_completion_tokens, sample.num_sampled_tokens) == ([2], 2, 4)
     ids = [request.request_id for request in bench.engine.requests]
     assert len(set(ids)) == len(ids), "a request id is never used twice"
@@ -263,15 +263,15 @@ async def test_a_cancelled_sample_ends_during_any_wait_and_keeps_its_tokens(
     )  # fmt: skip
     running = asyncio.create_task(rollout.run())
     await tick(20)
-    assert rollout.cancel() == ((0, "5-0.1.0@1") if wait == "engine" else None), "what is to be aborted in the engine"
+    assert rollout.cancel() == ((0, "5-0.1.0@1") if wait == "engine" else None), "the request to abort in the engine"
     if wait == "engine":
         over.set()
     sample = await running
     assert sample.cancelled
     assert (sample.reward, sample.failure_kind) == (None, None)
     assert [turn.generation.token_ids_N.tolist() for turn in sample.turns] == sampled
-    assert not bench.environments.open, "the environment's state is given up"
-    assert bench.slots.num_held == 0
+    assert not bench.environments.open, "the environment's state is dropped"
+    assert bench.slots.num_leased == 0
 
 
 async def test_an_answer_may_use_the_context_that_the_prompt_leaves() -> None:
@@ -283,7 +283,7 @@ async def test_an_answer_may_use_the_context_that_the_prompt_leaves() -> None:
 async def test_the_environment_receives_the_context_length() -> None:
     bench = Bench()
     await bench.run(turns=True, max_context=15)
-    assert bench.environments.max_context == 15, "so that it scores what there is when the next turn has no room"
+    assert bench.environments.max_context == 15, "so that it scores the trajectory when the next turn does not fit"
 
 
 async def test_a_prompt_that_fills_the_context_masks_the_sample() -> None:
@@ -293,7 +293,7 @@ async def test_a_prompt_that_fills_the_context_masks_the_sample() -> None:
     assert "turn 0 fills the context (max_model_len, seq_len)" in str(sample.failure_message)
     assert sample.stop_reason == "prompt_too_long"
     assert not bench.engine.requests
-    assert bench.slots.num_held == 0
+    assert bench.slots.num_leased == 0
 
 
 async def test_priorities_follow_turns_when_the_engine_sorts_by_them() -> None:
@@ -305,23 +305,23 @@ async def test_priorities_follow_turns_when_the_engine_sorts_by_them() -> None:
 @pytest.mark.parametrize("free", [True, False])
 async def test_a_slot_is_free_while_the_environment_runs_if_so_configured(free: bool) -> None:
     bench = Bench()
-    held: list[int] = []
+    leased: list[int] = []
 
     async def look() -> None:
-        held.append(bench.slots.num_held)
+        leased.append(bench.slots.num_leased)
 
     bench.environments.on_call = look
     await bench.run(free_lane_after_generation=free)
-    assert held == [0 if free else 1]
-    assert bench.slots.num_held == 0
+    assert leased == [0 if free else 1]
+    assert bench.slots.num_leased == 0
 
 
 async def test_a_failed_server_is_reported_before_its_slot_is_free_for_others() -> None:
     bench = Bench(FakeEngine([DEAD]))
-    held: list[int] = []
-    bench.on_engine_failure = lambda server, error: held.append(bench.slots.num_held)  # type: ignore[method-assign]
+    leased: list[int] = []
+    bench.on_engine_failure = lambda server, error: leased.append(bench.slots.num_leased)  # type: ignore[method-assign]
     await bench.run()
-    assert held == [1]
+    assert leased == [1]
 
 
 async def test_a_timeout_of_the_wait_for_a_slot_is_no_sample_failure() -> None:
@@ -339,7 +339,7 @@ async def test_a_bug_in_an_engine_is_raised_and_releases_the_slot() -> None:
     bench = Bench(FakeEngine([ArithmeticError("a bug")]))
     with pytest.raises(ArithmeticError):
         await bench.run()
-    assert bench.slots.num_held == 0
+    assert bench.slots.num_leased == 0
 
 
 steps = st.sampled_from(["ok", "dead", "abort", "environment fails", "turn", "bug"])
@@ -383,7 +383,7 @@ def test_a_slot_is_released_exactly_once_after_any_failure_or_cancellation(
 
     bench = asyncio.run(scenario())
     assert all(bench.slots.releases[lease.slot] == 1 for lease in bench.slots.leases)
-    assert not bench.environments.open, "and the environment holds no state"
+    assert not bench.environments.open, "the environment keeps no state"
 
 
 @settings(max_examples=50)
@@ -434,4 +434,4 @@ def test_settings_of_a_run_come_from_its_config() -> None:
     assert not built.free_lane_after_generation
     assert not built.for_eval
     assert built.max_infrastructure_retries == MAX_INFRASTRUCTURE_RETRIES
-    assert built.slot_timeout > config.request_timeout_seconds, "a slot may be held for a whole generation"
+    assert built.slot_timeout > config.request_timeout_seconds, "a slot may be in use for a whole generation"
