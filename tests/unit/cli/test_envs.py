@@ -176,6 +176,7 @@ def test_what_goes_wrong_is_said_and_nothing_hangs(capsys, chat_server, monkeypa
     assert code == 1 and "/v1/models answered 503" in err
 
 
+@pytest.mark.timeout(300)
 def test_new_writes_environments_whose_tests_pass_and_fail_when_the_reward_is_wrong(capsys, tmp_path):
     folder = tmp_path / "mine"
     for kind in ("single", "multi", "tools"):

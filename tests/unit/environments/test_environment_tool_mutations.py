@@ -103,6 +103,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.timeout(600)
 @settings(max_examples=500, deadline=None)
 @given(JSON)
 def test_any_json_in_a_call_is_answered(value):
