@@ -143,7 +143,7 @@ class TrainerActor:
         self._config = config
         self._rank = rank
         self._world_size = world_size
-        self._door: socket.socket | None = None
+        self._listener: socket.socket | None = None
         self._trainer: Any = None
         self._sender: Any = None
         self._memory: Sampler | None = None
@@ -152,8 +152,8 @@ class TrainerActor:
     def address(self, loopback: bool) -> tuple[str, int]:
         """Host and port at which this rank listens for the others from now on."""
         host = own_host(loopback=loopback)
-        self._door = listen(host)
-        return host, int(self._door.getsockname()[1])
+        self._listener = listen(host)
+        return host, int(self._listener.getsockname()[1])
 
     def setup(self, master_host: str, master_port: int, loopback: bool) -> Any:
         """Connect to the other ranks and load the model. Returns the rank's `TrainerInfo`."""
@@ -162,7 +162,9 @@ class TrainerActor:
         from telescope.trainer.worker import Trainer
         from telescope.weights.sender import WeightSender
 
-        self._trainer = Trainer(self._config, self._rank, self._world_size, master_host, master_port, door=self._door)
+        self._trainer = Trainer(
+            self._config, self._rank, self._world_size, master_host, master_port, listener=self._listener
+        )
         info = self._trainer.setup()
         self._sender = WeightSender(
             device=self._trainer.backend.device,

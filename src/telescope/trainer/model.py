@@ -1,13 +1,11 @@
-"""The policy: a transformers causal model whose output is logprobs and entropies, not logits.
+"""The policy: a transformers causal model that returns logprobs and entropies instead of logits.
 
-Owns loading and what is changed in the loaded model: packed attention, the output layer, no dropout. Does not own how
-it is sharded. Invariant: parameter names, with `PREFIX` taken off, are those of the Hugging Face checkpoint.
+Owns loading and the changes of the loaded model: packed attention, the output layer, no dropout. Does not own sharding.
+Invariant: parameter names without `PREFIX` are those of transformers.
 
-Experts under the names of a checkpoint: transformers keeps those of a layer in two tensors, files do not.
-
-transformers holds `mlp.experts.gate_up_proj` [experts, 2 x inner, hidden] (gate rows above up rows) and
-`mlp.experts.down_proj` [experts, hidden, inner]. The released files of Qwen3-MoE, and what vLLM loads in every version,
-are three matrices an expert. Owns that translation (pure views, no copy), and what else is different with experts.
+`checkpoint_tensors` converts experts to the names of checkpoints, as views without copies: transformers has
+`mlp.experts.gate_up_proj` [experts, 2 x inner, hidden] (gate rows above up rows) and `mlp.experts.down_proj` [experts,
+hidden, inner], while the released files of Qwen3-MoE, and vLLM in every version, have three matrices per expert.
 """
 
 from __future__ import annotations
@@ -37,14 +35,14 @@ DTYPES = {
 }
 
 LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
-"""Config fields by which some architectures change the logits after the output layer."""
+"""Config fields with which some architectures change the logits after the output layer."""
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""The `layer_types` of a model config in which tokens meet in attention alone."""
+"""The `layer_types` of a model config in which only attention mixes tokens."""
 
 
 class PolicyModel(nn.Module):
-    """One packed row in, logprob and entropy of chosen tokens out."""
+    """Maps a packed row to logprob and entropy of chosen tokens."""
 
     def __init__(self, causal_lm: PreTrainedModel, chunk_size: int) -> None:
         super().__init__()
@@ -73,7 +71,7 @@ class PolicyModel(nn.Module):
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
+        """The size of one attention head."""
         config = self.causal_lm.config
         return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
@@ -92,7 +90,7 @@ class PolicyModel(nn.Module):
         timeline: Timeline,
         micro_batch: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprob and entropy, each [N], of the tokens at row positions `predicted_N` (none the first of a segment)."""
+        """Computes logprob and entropy, each [N], of the tokens at `predicted_N` (never first in a segment)."""
         with timeline.span("forward", micro_batch):
             hidden_TD = self.decoder(
                 input_ids=token_ids_T.unsqueeze(0),
@@ -108,10 +106,10 @@ class PolicyModel(nn.Module):
 def load_causal_lm(
     model: str, dtype: torch.dtype, *, with_weights: bool, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The architecture of a local path or hub id, with its weights on CPU, or without any on the meta device.
+    """Loads a local path or hub id with its weights on the CPU, or without weights on the meta device.
 
-    Raises `UserError` when the path holds no such model, one that changes its logits after the output layer, or one
-    whose samples would see each other in a packed row.
+    Raises `UserError` if there is no such model, and for one that changes its logits after the output layer or would
+    mix packed samples.
     """
     register_attention()
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -125,7 +123,7 @@ def load_causal_lm(
                 f"model: {model!r} sets {name}, which the trainer's output layer does not implement: choose another"
             )
     if getattr(config, "output_router_logits", False):
-        config.output_router_logits = False  # kept for a loss that balances experts, which no algorithm here has
+        config.output_router_logits = False  # only needed for a loss that balances experts
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if isinstance(architecture, type):
         refuse_other_classes(model, architecture, config)
@@ -137,7 +135,7 @@ def load_causal_lm(
             setattr(config, name, 0.0)
     options |= {"attn_implementation": ATTENTION_NAME, "dtype": dtype}
     if dtype == torch.float64:
-        options["experts_implementation"] = "eager"  # torch's grouped product of experts knows no float64
+        options["experts_implementation"] = "eager"  # torch's grouped product of experts does not support float64
     if with_weights:
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         found: Any = AutoModelForCausalLM.from_pretrained(model, config=config, **options)
@@ -177,27 +175,27 @@ def refuse_incomplete(model: str, loaded: Mapping[str, Any]) -> None:
 
 
 def _key_text(key: Any) -> str:
-    """A name as transformers reports it, or the name, the stored and the built shape of a mismatch."""
+    """Formats a name as reported by transformers, for a mismatch with the stored and the built shape."""
     return key if isinstance(key, str) else f"{key[0]} with {list(key[1])} instead of {list(key[2])}"
 
 
 def refuse_unpackable(model: str, architecture: type, config: Any) -> None:
-    """Raise `UserError` for an architecture that mixes tokens elsewhere than in an attention that we can replace.
+    """Raises `UserError` for an architecture that mixes tokens outside of a replaceable attention.
 
-    Samples lie end to end in one row and only attention knows where each ends: a recurrence or a convolution over the
-    row would carry one sample into the next, without any error.
+    Samples are concatenated in one row and only attention knows their boundaries: a recurrence or a convolution over
+    the row would mix samples without any error.
     """
     others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS)
     if getattr(architecture, "_is_stateful", False) or others:
         raise UserError(
             f"model: {model!r} ({architecture.__name__}) has layers other than attention that mix tokens"
-            f"{': ' + ', '.join(others) if others else ''}. Packed samples would see each other in them. Choose a "
-            "model whose layers are all attention"
+            f"{': ' + ', '.join(others) if others else ''}. They would mix packed samples. Choose a model "
+            "whose layers are all attention"
         )
     if not getattr(architecture, "_supports_attention_backend", False):
         raise UserError(
-            f"model: {model!r} ({architecture.__name__}) does not let its attention be replaced, so that packed "
-            "samples would see each other. Choose a model that supports transformers' AttentionInterface"
+            f"model: {model!r} ({architecture.__name__}) has an attention that cannot be replaced and would mix "
+            "packed samples. Choose a model that supports transformers' AttentionInterface"
         )
 
 
@@ -206,18 +204,18 @@ DOWN = ".mlp.experts.down_proj"
 
 
 def can_be_compiled(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether blocks of this model can be compiled when they compute in `dtype`.
+    """Returns whether blocks of this model can be compiled for `dtype`.
 
-    The product of all experts can in bfloat16 alone; in other dtypes transformers takes one whose backward pass is
-    Python, and compiling fails block by block before it falls back.
+    The grouped product of experts can be compiled in bfloat16 only; in other dtypes its backward pass is Python, and
+    compiling fails for each block.
     """
     return dtype == torch.bfloat16 or not any(name.endswith(GATE_UP) for name, _ in model.named_parameters())
 
 
 def checkpoint_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what a checkpoint holds in place of the parameter `name`; most are the same there.
+    """Yields (name, tensor) of the parameter `name` in a checkpoint, which differs for experts only.
 
-    Works on meta tensors, which say the shapes.
+    Works on meta tensors, for their shapes.
     """
     if tensor.ndim == 3 and name.endswith((GATE_UP, DOWN)):
         prefix, _, kind = name.rpartition(".")

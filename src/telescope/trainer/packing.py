@@ -181,6 +181,31 @@ def lay_out(samples: Sequence[TrainSample], pad_to_multiple_of: int = 1) -> Micr
     )
 
 
+def warm_up_row(seq_len: int, pad_to_multiple_of: int, vocab_size: int) -> MicroBatch:
+    """Makes a row for compiling before there is data: as long as the longest, with all predictable tokens trained.
+
+    Its four segments and its tokens are arbitrary.
+    """
+    total = max(seq_len // pad_to_multiple_of * pad_to_multiple_of, 12)
+    short = total // 6
+    samples = []
+    for length in (total - 3 * short, short, short, short):
+        samples.append(
+            TrainSample(
+                sample_id="warm-up",
+                group_id=0,
+                environment="warm-up",
+                # Many different tokens, so that a mixture of experts uses many experts.
+                token_ids_L=np.arange(length) % vocab_size,
+                trained_L=np.arange(length) > 0,
+                engine_logprob_L=np.zeros(length),
+                version_L=np.zeros(length, dtype=np.int32),
+                reward=0.0,
+            )
+        )
+    return lay_out(samples)
+
+
 @dataclass(slots=True, frozen=True)
 class PackingStats:
     """How much of a step's compute is not the samples' own. Shares are of all tokens of all ranks, in [0, 1]."""

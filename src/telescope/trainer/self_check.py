@@ -1,7 +1,7 @@
-"""What can be asked of a rank to prove that it computes what it should: logprobs as packed, and one gradient twice.
+"""Measurements on a rank for `telescope verify`: logprobs of packed samples, and one gradient in two packings.
 
-Owns measurements on a set-up FSDP rank that leave weights and optimizer as they were. Does not own the verdicts
-(`telescope.verify`) nor the packing. Every function here is collective: all ranks call it with their own step inputs.
+They change neither weights nor optimizer state. Does not own the verdicts (`telescope.verify`) nor the packing. Every
+function is collective: all ranks call it with their own step inputs.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from telescope.trainer.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class GradientComparison:
-    """Two gradients of what should be the same loss. Norms are of the whole gradient, over all ranks."""
+    """Two gradients of one loss. Norms are of the whole gradient over all ranks."""
 
     relative_error: float
-    """L2 norm of their difference over the norm of the second; NaN when the second is zero."""
+    """L2 norm of their difference over the norm of the second; NaN if the second is zero."""
     norms: tuple[float, float]
     losses: tuple[float, float]
     num_micro_batches: tuple[int, int]
-    """This rank's."""
+    """Of this rank."""
 
 
 @torch.no_grad()
 def packed_logprobs(backend: TrainingBackend, step_input: StepInput) -> dict[str, np.ndarray]:
-    """Logprobs of the trained tokens of this rank's samples, in the rows as packed, by sample id. Collective."""
+    """Computes logprobs of this rank's trained tokens in the packed rows, by sample id. Collective."""
     backend = _fsdp(backend)
     found: dict[str, np.ndarray] = {}
     for batch in step_input.minibatches:
@@ -50,7 +50,7 @@ def packed_logprobs(backend: TrainingBackend, step_input: StepInput) -> dict[str
 
 
 def compare_gradients(backend: TrainingBackend, first: StepInput, second: StepInput) -> GradientComparison:
-    """Gradient and loss of the same samples, packed in two ways. Weights and optimizer stay as they are. Collective."""
+    """Compares gradient and loss of the same samples in two packings. Collective."""
     backend = _fsdp(backend)
     losses, shards = [], []
     for step_input in (first, second):
@@ -78,7 +78,6 @@ def compare_gradients(backend: TrainingBackend, first: StepInput, second: StepIn
 def _fsdp(backend: TrainingBackend) -> FSDPBackend:
     if not isinstance(backend, FSDPBackend):
         raise UserError(
-            f"train_backend: {backend.config.train_backend!r} cannot be measured this way; only 'fsdp' and classes "
-            "derived from it can"
+            f"train_backend: {backend.config.train_backend!r} cannot be verified: use 'fsdp' or a class derived from it"
         )
     return backend

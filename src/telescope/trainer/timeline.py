@@ -1,21 +1,16 @@
-"""Where a step's time goes: named spans, and the `timing_*` metrics made of them.
+"""Spans of a training step, the `timing_*` metrics computed from them, and gauges of torch's allocator.
 
-Owns measuring, and laying the device's clock over the wall's. Times are wall-clock seconds (`time.time()`), so that
-spans of several processes can be laid over each other.
+Owns measuring, and the conversion from the device's clock to the wall clock. Times are wall-clock seconds
+(`time.time()`), so that spans of several processes are comparable.
 
-Invariants: measuring never waits for the device. On a GPU a span is two events on the stream that the work was given
-to; they are read in `finish`, once the step has been waited for to have its metrics. On the CPU the same interface
-reads the host's clock. A timeline that is off costs a test of a flag.
+Invariants: measuring never waits for the device. On a GPU a span is two events on the stream of the measured work;
+`finish` reads them after the wait for the step's metrics. On the CPU the host's clock is read. A timeline that is off
+costs one test of a flag. A reading of the allocator copies counters that it keeps anyway and does not touch the stream.
 
-The clocks. An event knows only how long after another event it happened. Nothing happens on the device before the host
-has asked for it, so for every event i: offset + device_i >= host_i. The smallest offset that satisfies all of them is
-right to within the time of one launch whenever the stream was empty at any moment of the step, as it is at its start.
-It is found anew for each step, so that clocks do not drift apart.
-
-What torch's allocator holds on this rank's GPU.
-
-Owns the names of these gauges. A reading takes a snapshot of counters that the allocator keeps anyway; it does not
-touch the stream. The CPU has no allocator of its own to ask, so a rank there reports the memory of its process alone.
+The clocks: an event knows only its time after another event. Nothing happens on the device before the host requests it,
+so for every event i: offset + device_i >= host_i. The smallest offset that satisfies all of these is exact to the time
+of one launch if the stream was empty at any moment of the step, as it is at its start. Each step computes its offset
+anew, so that the clocks do not drift apart.
 """
 
 from __future__ import annotations
@@ -42,7 +37,7 @@ OPERATIONS = (
     "gradient_reduction",
 )
 """Operations that are measured per micro-batch. `compute_entropy` is the fused pass for logprob and entropy;
-`gradient_reduction` runs beside `backward`, on a stream of its own on a GPU."""
+`gradient_reduction` overlaps `backward`, on a separate stream on a GPU."""
 
 STEP_OPERATIONS = ("gradient_norm", "optimizer")
 """Operations that are measured per optimizer step."""
@@ -50,8 +45,7 @@ STEP_OPERATIONS = ("gradient_norm", "optimizer")
 
 @dataclass(slots=True)
 class _Moment:
-    """A point of a stream, and when the host asked for it (`time.perf_counter()`). Without an event it is the host's
-    own time."""
+    """A point of a stream and the host's time of its request (`time.perf_counter()`). No event: host time only."""
 
     host: float
     event: torch.cuda.Event | None = None
@@ -78,7 +72,7 @@ class Timeline:
             self._first = self._now()
 
     def _now(self) -> _Moment:
-        # The host's clock is read first: the offset must not take the launch for waiting.
+        # The host's clock is read first, so that the offset does not include the launch.
         moment = _Moment(time.perf_counter())
         if self._on_gpu:
             moment.event = torch.cuda.Event(enable_timing=True)
@@ -87,7 +81,7 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str, micro_batch: int | None = None) -> Iterator[None]:
-        """Measure the work that is enqueued inside, on the stream that is current here."""
+        """Measures the work that is enqueued inside, on the current stream."""
         if not self._enabled:
             yield
             return
@@ -96,7 +90,7 @@ class Timeline:
         self._marks.append(_Mark(name, micro_batch, start, self._now()))
 
     def finish(self) -> list[Span]:
-        """All spans, by start. On a GPU this waits for what was measured, which by then has ended."""
+        """Returns all spans, by start. On a GPU this waits for the measured work, which has usually ended."""
         if not self._marks:
             return []
         if self._on_gpu:
@@ -110,14 +104,14 @@ class Timeline:
         return sorted(spans, key=lambda span: span.start)
 
     def _seconds(self, moment: _Moment) -> float:
-        """When it happened on its own clock: the host's, or seconds after the timeline's first event."""
+        """Returns the time on the moment's clock: the host's, or seconds after the timeline's first event."""
         if moment.event is None:
             return moment.host
         assert self._first.event is not None
         return self._first.event.elapsed_time(moment.event) / 1000
 
     def _offset(self, times: list[tuple[float, float]]) -> float:
-        """What to add to a device's time to have `time.perf_counter()`; 0 on the CPU."""
+        """Returns the offset from the device's time to `time.perf_counter()`; 0 on the CPU."""
         if not self._on_gpu:
             return 0.0
         found = [self._first.host]
@@ -127,7 +121,7 @@ class Timeline:
 
 
 def timing_metrics(spans: list[Span], num_micro_batches: int) -> dict[str, float]:
-    """`timing_<operation>_total` and `timing_<operation>_microbatch_mean` in seconds, of one rank's spans."""
+    """Computes `timing_<operation>_total` and `timing_<operation>_microbatch_mean` of one rank, in seconds."""
     totals = dict.fromkeys((*OPERATIONS, *STEP_OPERATIONS), 0.0)
     for span in spans:
         if span.name in totals:
@@ -140,7 +134,7 @@ def timing_metrics(spans: list[Span], num_micro_batches: int) -> dict[str, float
 
 
 def memory_reader(device: torch.device) -> Callable[[], list[Reading]]:
-    """A function that reads the memory of this process, on a GPU what torch's allocator knows of it."""
+    """Returns a function that reads torch's allocator on a GPU, and the process's memory on the CPU."""
     return (lambda: _of_allocator(device)) if device.type == "cuda" else _of_process()
 
 

@@ -1,14 +1,10 @@
-"""One rank of the trainer, as the cluster drives it: a plain class that an actor wraps.
+"""One rank of the trainer: the class that a Ray actor wraps.
 
-Owns the process: threads, device, the process group, what Python's cycle collector visits, and the time between steps.
-The work itself is the backend's.
-Invariants: every method but `setup` needs `setup` first, and is called on all ranks in the same order; a wait for other
-ranks ends after `COLLECTIVE_TIMEOUT` with an error in every rank that is still alive.
+Owns the process: threads, device, process group, what Python's cycle collector visits, and the time between steps. The
+backend does the work.
 
-The row that the trainer compiles with before there is any data.
-
-Owns its shape: as long as the longest rows of a run, so that the kernels and the memory of a step are met, and of
-several segments. What it holds has no meaning.
+Invariants: every method except `setup` requires `setup`, and is called on all ranks in the same order. A wait for other
+ranks ends after `COLLECTIVE_TIMEOUT` with an error in every rank that still runs.
 """
 
 from __future__ import annotations
@@ -22,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
@@ -30,24 +25,23 @@ from transformers.utils import logging as transformers_logging
 from telescope.config.memory import trainer_share
 from telescope.errors import ConfigError
 from telescope.trainer.backends import TrainingBackend, find_backend
-from telescope.trainer.batch import MicroBatch, Span, StepInput, StepResult, TrainSample
+from telescope.trainer.batch import Span, StepInput, StepResult
 from telescope.trainer.metrics import reduce_max
-from telescope.trainer.packing import lay_out
 from telescope.utils.process import leave_out_nothing, leave_out_what_exists
 from telescope.weights.plan import TensorMeta
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
-"""How long a rank waits for the others inside one collective: longer than any load from a slow disk."""
+"""Limit for one collective: longer than loading a model from a slow disk."""
 
 
 @dataclass(slots=True, frozen=True)
 class TrainerInfo:
-    """What a rank says of itself once it is ready."""
+    """Properties of a rank that is ready."""
 
     num_parameters: int
     device: str
     dtype: str
-    """The dtype that weights are kept in."""
+    """The dtype of the stored weights."""
     config_hash: str
     pid: int
     host: str
@@ -58,8 +52,8 @@ class TrainerInfo:
 class Trainer:
     """One rank. `config` is a `TelescopeConfig`, the same object on every rank.
 
-    The ranks meet at `master_addr:master_port`, where rank 0 listens, there and on no other interface: on `door`, a
-    socket that listens already, or on one of its own.
+    Rank 0 listens at `master_addr:master_port` and on no other interface, on the open socket `listener` if given; the
+    other ranks connect to it.
     """
 
     def __init__(
@@ -70,13 +64,13 @@ class Trainer:
         master_addr: str,
         master_port: int,
         *,
-        door: socket.socket | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
         self.config = config
         self.rank = rank
         self.world_size = world_size
         self._meeting_place = master_addr, master_port
-        self._door = door
+        self._listener = listener
         self._is_loopback = master_addr.startswith("127.") or master_addr in ("localhost", "::1")
         self._backend: TrainingBackend | None = None
         self._idle_since = 0.0
@@ -91,13 +85,13 @@ class Trainer:
         return self._backend
 
     def setup(self) -> TrainerInfo:
-        """Join the other ranks, load the model. Raises `UserError` for what a person can mend. Collective."""
+        """Connects to the other ranks and loads the model. Raises `UserError` for invalid settings. Collective."""
         config = self.config
         device = choose_device(config.device, self.rank)
         if config.trainer_threads is not None:
             torch.set_num_threads(config.trainer_threads)
         if self._is_loopback:
-            # All ranks are on this host; gloo would otherwise listen on whatever the host's name resolves to.
+            # All ranks are on this host. By default gloo listens on the address of the host's name.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.manual_seed(config.seed)
         transformers_logging.disable_progress_bar()
@@ -129,16 +123,16 @@ class Trainer:
         )
 
     def _open_store(self) -> dist.TCPStore:
-        """The store through which the ranks find each other; waits for rank 0."""
+        """Opens the store through which the ranks find each other; waits for rank 0."""
         host, port = self._meeting_place
         descriptor = None
         if self.rank == 0:
-            # By itself the store would listen on every interface; it takes over a socket that it is given.
-            door = self._door or socket.create_server(
+            # By default the store listens on every interface; it takes over a given socket.
+            listener = self._listener or socket.create_server(
                 (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
             )
-            port = door.getsockname()[1]
-            descriptor = door.detach()
+            port = listener.getsockname()[1]
+            descriptor = listener.detach()
         return dist.TCPStore(
             host,
             port,
@@ -150,7 +144,7 @@ class Trainer:
         )
 
     def warm_up(self) -> Span:
-        """Compile before the first step what it would compile. Returns when that was. Collective."""
+        """Compiles what the first step would compile. Returns the span of it. Collective."""
         started = time.time()
         self.backend.warm_up()
         ended = time.time()
@@ -159,14 +153,14 @@ class Trainer:
         return Span("compile", started, ended, self.rank)
 
     def restart(self) -> None:
-        """Start over from the weights that the config names, with a fresh optimizer. Collective."""
-        leave_out_nothing()  # what this replaces may lie in cycles
+        """Reloads the weights of the config, with a new optimizer. Collective."""
+        leave_out_nothing()  # the replaced objects may be in cycles
         self.backend.init()
         leave_out_what_exists()
         self._idle_since = time.time()
 
     def train_step(self, step_input: StepInput) -> StepResult:
-        """One training step of this rank. Collective.
+        """Runs one training step of this rank. Collective.
 
         Adds to the backend's metrics `timing_step_active`, `timing_waiting_for_data` (idle since the last step or
         sync), `timing_weight_sync_trainer_total` (the last sync's gathering) and their sum, `timing_step_total`.
@@ -194,10 +188,9 @@ class Trainer:
         return StepResult(metrics=metrics, spans=spans)
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor) one at a time, on every rank. Collective; take all of them on all ranks.
-        In `dtype`, by default the one that the trainer keeps them in.
+        """Yields (Hugging Face name, full tensor) on every rank, in `dtype` or as stored. Collective: drain it.
 
-        From the first tensor asked for to the last one handled counts as weight sync.
+        The time from the first request to the end counts as weight sync.
         """
         started = time.time()
         yield from self.backend.named_weights(dtype)
@@ -207,27 +200,27 @@ class Trainer:
         self._idle_since = ended
 
     def weight_metadata(self) -> list[TensorMeta]:
-        """Names, shapes and dtypes of what `named_weights` yields, in its order. No communication."""
+        """Returns names, shapes and dtypes of `named_weights`, in its order. No communication."""
         return self.backend.weight_metadata()
 
     def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """Logprob of each token but the first: len(token_ids) - 1 numbers. Collective."""
+        """Computes the logprob of each token except the first. Collective."""
         return self.backend.sequence_logprobs(token_ids, temperature)
 
     def save_hf(self, directory: str | Path) -> None:
-        """Write a Hugging Face checkpoint. Collective; rank 0 writes."""
+        """Writes a Hugging Face checkpoint. Collective; rank 0 writes."""
         self.backend.save_hf(Path(directory))
 
     def save_checkpoint(self, step: int, directory: str | Path) -> None:
-        """Write weights and optimizer state. Collective."""
+        """Writes weights and optimizer state. Collective."""
         self.backend.save_checkpoint(step, Path(directory))
 
     def load_checkpoint(self, step: int, directory: str | Path) -> None:
-        """Continue from a checkpoint. Collective."""
+        """Loads a checkpoint. Collective."""
         self.backend.load_checkpoint(step, Path(directory))
 
     def shutdown(self) -> None:
-        """Leave the process group. Calling it again changes nothing."""
+        """Leaves the process group. Idempotent."""
         self._backend = None
         leave_out_nothing()
         if dist.is_initialized():
@@ -235,39 +228,10 @@ class Trainer:
 
 
 def choose_device(wanted: str, rank: int) -> torch.device:
-    """`auto`: a GPU if there is one. Raises `ConfigError` when `cuda` is wanted and there is none."""
+    """Returns the device of a rank; `auto` prefers a GPU. Raises `ConfigError` for `cuda` without a GPU."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("device: 'cuda' is set, but torch sees no GPU here: set device to 'auto' or 'cpu'")
-    # A Ray actor sees its own GPU only; without Ray, ranks of a host share the list.
+        raise ConfigError("device: 'cuda' is set, but torch finds no GPU: set device to 'auto' or 'cpu'")
+    # A Ray actor has only its own GPU in the list; without Ray, all ranks of a host have the same list.
     return torch.device("cuda", rank % torch.cuda.device_count())
-
-
-NUM_SHORT = 3
-"""Segments of a sixth of the row; one more has the rest."""
-MIN_TOKENS = 12
-"""Two tokens for each short segment and more for the long one, for the shortest `seq_len`."""
-
-
-def warm_up_row(seq_len: int, pad_to_multiple_of: int, vocab_size: int) -> MicroBatch:
-    """A row as long as those that are packed can be, of which all tokens are predicted that can be."""
-    total = max(seq_len // pad_to_multiple_of * pad_to_multiple_of, MIN_TOKENS)
-    short = total // 6
-    return lay_out([_sample(size, vocab_size) for size in (total - NUM_SHORT * short, *[short] * NUM_SHORT)])
-
-
-def _sample(length: int, vocab_size: int) -> TrainSample:
-    trained_L = np.ones(length, dtype=bool)
-    trained_L[0] = False
-    return TrainSample(
-        sample_id="warm-up",
-        group_id=0,
-        environment="warm-up",
-        # Many tokens, so that a mixture of experts uses many of them.
-        token_ids_L=np.arange(length) % vocab_size,
-        trained_L=trained_L,
-        engine_logprob_L=np.zeros(length),
-        version_L=np.zeros(length, dtype=np.int32),
-        reward=0.0,
-    )

@@ -1,4 +1,4 @@
-"""A model in which packed samples would see each other is refused when it is loaded, and not trained wrongly."""
+"""A model that would mix packed samples is refused when it is loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_convolutions_between_attention_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["bloom", "falcon", "mpt"])
 def test_an_attention_that_cannot_be_replaced(tmp_path: Path, architecture: str) -> None:
-    with pytest.raises(UserError, match="does not let its attention be replaced"):
+    with pytest.raises(UserError, match="has an attention that cannot be replaced"):
         load(tmp_path, architecture)
 
 

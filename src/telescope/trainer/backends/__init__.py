@@ -1,4 +1,4 @@
-"""Training backends: the interface, and finding the one that a config names."""
+"""Training backends: the interface, and the lookup of the class in a config."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["TensorMeta", "TrainingBackend", "find_backend"]
 
 
 def find_backend(name: str) -> type[TrainingBackend]:
-    """The class behind `train_backend`: a built-in name or `package.module:Class`.
+    """Returns the class of `train_backend`: a built-in name or `package.module:Class`.
 
-    A subclass of `TrainingBackend` that leaves methods abstract gets those, and what `super()` means in the others,
-    from the FSDP backend. Raises `ConfigError` when there is no such class, or when what is there is not a backend.
+    A subclass of `TrainingBackend` with abstract methods inherits them, and its `super()`, from the FSDP backend.
+    Raises `ConfigError` if there is no such class, or if it is not a backend.
     """
     if name == "fsdp":
         from telescope.trainer.backends.fsdp.backend import FSDPBackend
@@ -24,7 +24,7 @@ def find_backend(name: str) -> type[TrainingBackend]:
         return FSDPBackend
     module_name, colon, class_name = name.partition(":")
     if not colon:
-        raise ConfigError(f"train_backend: {name!r} is not available: use 'fsdp' or 'package.module:Class'")
+        raise ConfigError(f"train_backend: {name!r} is unknown: use 'fsdp' or 'package.module:Class'")
     found = _imported(name, module_name, class_name)
     if not (isinstance(found, type) and issubclass(found, TrainingBackend)):
         raise ConfigError(f"train_backend: {name!r} is not a subclass of telescope.trainer.backends.TrainingBackend")
@@ -35,7 +35,7 @@ def _imported(name: str, module_name: str, class_name: str) -> object:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        # Whatever the user's module raises while it is imported is theirs to mend.
+        # The user's module may raise anything while it is imported.
         raise ConfigError(f"train_backend: {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not hasattr(module, class_name):
         raise ConfigError(f"train_backend: {name!r} cannot be imported: {module.__file__} has no {class_name}")

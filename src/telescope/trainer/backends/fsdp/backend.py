@@ -1,11 +1,13 @@
 """The FSDP2 backend: one optimizer, one loss, any number of ranks.
 
-Owns the order of a step: forward and backward over this rank's micro-batches, the global gradient norm, the clipped
-update, the metrics. Invariants: backward runs on the *sum* of token losses, and the gradient is multiplied by one over
-the global count and by the clip factor in one pass afterwards, so that neither packing nor ranks change it and half
-precision does not underflow; the host waits for the device twice an optimizer step at most, never between forward and
-backward; every backward pass reduces its gradients into shards, so that none is whole between micro-batches; a gradient
-that is not finite stops the run before it reaches the weights.
+Owns the order of a step: forward and backward passes over this rank's micro-batches, the global gradient norm, the
+clipped update, the metrics.
+
+Invariants: backward passes run on the *sum* of token losses. The gradient is multiplied by the clip factor over the
+global count in one pass afterwards, so that neither packing nor the number of ranks changes it and half precision does
+not underflow. The host waits for the device at most twice per optimizer step, never between forward and backward. Every
+backward pass reduces its gradients into shards, so that no full gradient exists between micro-batches. A gradient that
+is not finite ends the run before it reaches the weights.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, Span
 from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device
 from telescope.trainer.metrics import StepMetrics, environment_names, reduce_max
 from telescope.trainer.model import DTYPES, PREFIX, checkpoint_tensors
+from telescope.trainer.packing import warm_up_row
 from telescope.trainer.schedule import learning_rate
 from telescope.trainer.timeline import Timeline, timing_metrics
-from telescope.trainer.worker import warm_up_row
 from telescope.weights.plan import TensorMeta
 
 CLIP_EPSILON = 1e-6
-"""Added to the norm before dividing by it, as torch's own clipping does."""
+"""Added to the norm before dividing by it, as in torch's clipping."""
 
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_*.json")
 
@@ -62,7 +64,7 @@ class FSDPBackend(TrainingBackend):
         self.policy = build_sharded_policy(config, self.mesh, self.device)
         self.compiles = compiles_blocks(config, self.policy, self.device)
         self.parameters = list(self.policy.parameters())
-        # Decay pulls matrices towards 0; norms and biases have no reason to be near it.
+        # Weight decay is for matrices; norms and biases should not be pulled to 0.
         groups = [
             {"params": [p for p in self.parameters if p.ndim > 1], "weight_decay": config.weight_decay},
             {"params": [p for p in self.parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -80,7 +82,7 @@ class FSDPBackend(TrainingBackend):
         stay_gathered(self.policy, False)
         row = warm_up_row(self.config.seq_len, self.config.pad_to_multiple_of, self.policy.head.weight.shape[0])
         rows = to_device(prepare(row, 0), self.device, self.kernel, self.loss_dtype)
-        # No loss: an algorithm may be a class of the user's that remembers its calls.
+        # Without a loss: a user's algorithm may count its calls.
         with torch.random.fork_rng([self.device] if on_gpu else []):
             logp_N, entropy_N = self.policy(
                 rows.token_ids_T, rows.position_ids_T, rows.layout, rows.predicted_N,
@@ -121,7 +123,7 @@ class FSDPBackend(TrainingBackend):
         return metrics
 
     def learning_rate(self, step: int) -> float:
-        """The rate that training step `step` uses."""
+        """Returns the learning rate of training step `step`."""
         config = self.config
         return learning_rate(
             step,
@@ -142,15 +144,15 @@ class FSDPBackend(TrainingBackend):
         weights_moved: bool = False,
         references: list[torch.Tensor] | None = None,
     ) -> None:
-        """Add to `grad` the gradient of the *sum* of this rank's token losses. Collective.
+        """Adds the gradient of the *sum* of this rank's token losses to `grad`. Collective.
 
-        `references` holds the logprobs of each micro-batch from before the first update of the batch, where the loss
-        takes a ratio to them and the weights have moved since.
+        `references` are the logprobs of each micro-batch from before the first update of the batch, if the loss has a
+        ratio to them and the weights have changed since.
         """
         divisor = denominator(self.algorithm, batch, self.config)
         penalty_share = divisor / max(batch.num_trained_tokens, 1)
         for index, micro_batch in enumerate(batch.micro_batches):
-            # Until the update weights stay what they are.
+            # Weights do not change until the update.
             stay_gathered(self.policy, self._keeps_gathered and index + 1 < len(batch.micro_batches))
             with timeline.span("prepare_tensors", index):
                 host = prepare(micro_batch, version, self.environments)
@@ -177,10 +179,10 @@ class FSDPBackend(TrainingBackend):
     def reference_logprobs(
         self, minibatches: list[OptimizerStepBatch], version: int, timeline: Timeline
     ) -> list[list[torch.Tensor] | None]:
-        """This rank's logprobs under the weights that the batch starts from, by optimizer step and micro-batch.
+        """Computes this rank's logprobs under the first weights of the batch, by optimizer step and micro-batch.
 
-        None where the loss takes no ratio to them, and for the first optimizer step, whose own forward pass computes
-        the same numbers. Collective.
+        None if the loss has no ratio to them, and for the first optimizer step, whose own forward pass computes the
+        same numbers. Collective.
         """
         if len(minibatches) < 2 or not needs_batch_reference(self.config):
             return [None] * len(minibatches)
@@ -192,7 +194,7 @@ class FSDPBackend(TrainingBackend):
         return references
 
     def forward_logprobs(self, micro_batch: MicroBatch, version: int, temperature: float | None = None) -> torch.Tensor:
-        """Logprobs of the trained tokens of a row at `temperature`, by default the run's. Collective."""
+        """Computes logprobs of a row's trained tokens at `temperature`, by default the run's. Collective."""
         rows = to_device(prepare(micro_batch, version), self.device, self.kernel, self.loss_dtype)
         logp_N, _ = self.policy(
             rows.token_ids_T, rows.position_ids_T, rows.layout, rows.predicted_N,
@@ -204,7 +206,7 @@ class FSDPBackend(TrainingBackend):
 
     @torch.no_grad()
     def update(self, rate: float, divisor: float, step: int, timeline: Timeline) -> float:
-        """Divide and clip the gradient, take one AdamW step, forget the gradient. Returns its norm. Collective."""
+        """Divides and clips the gradient, takes one AdamW step and frees the gradient. Returns its norm. Collective."""
         with timeline.span("gradient_norm"):
             gradients = self.local_gradients()
             norm = self.gradient_norm(gradients) / divisor
@@ -224,12 +226,12 @@ class FSDPBackend(TrainingBackend):
         return norm
 
     def local_gradients(self) -> list[torch.Tensor]:
-        """This rank's shards of all gradients, empty ones left out."""
+        """Returns this rank's non-empty gradient shards."""
         shards = [local_tensor(p.grad) for p in self.parameters if p.grad is not None]
         return [shard for shard in shards if shard.numel() > 0]
 
     def gradient_norm(self, local_gradients: list[torch.Tensor]) -> float:
-        """L2 norm over all parameters of all ranks. Collective; waits for the device."""
+        """Computes the L2 norm over all parameters of all ranks. Collective; waits for the device."""
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         if local_gradients:
             squares += torch.stack(torch._foreach_norm(local_gradients)).double().square().sum()
@@ -244,7 +246,7 @@ class FSDPBackend(TrainingBackend):
 
     @torch.no_grad()
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        # Shards are cast and not what is gathered: half the bytes travel, and half the memory is taken.
+        # Shards are cast before gathering: half the bytes and half the memory.
         for name, tensor in gather_full_tensors(self._named_tensors(), dtype):
             yield from checkpoint_tensors(name, tensor.detach())
 
@@ -299,7 +301,7 @@ class FSDPBackend(TrainingBackend):
 
 
 def _single_row(token_ids: list[int]) -> MicroBatch:
-    """One sequence as a row in which every token but the first is predicted."""
+    """Makes a row of one sequence in which every token except the first is predicted."""
     import numpy as np
 
     size = len(token_ids)

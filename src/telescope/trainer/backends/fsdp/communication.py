@@ -1,18 +1,15 @@
-"""When sharded weights are gathered, how far ahead, and how long they stay.
+"""Communication of FSDP2: when weights are gathered and freed, and the spans of gradient reductions.
 
-Owns the order of the units (what is gathered together) and what FSDP2 is told about it. Invariants: nothing here
-changes a number, only when weights move; after the last backward pass of an optimizer step everything is sharded again,
-so that the next forward pass gathers the updated weights.
+Owns the order of the units (modules that are gathered together) and FSDP2's settings for them, and a wrapper of FSDP2's
+reduce-scatter, which it calls unchanged. FSDP2 calls it on its communication stream, so that on a GPU the span shows
+the time of the reduction there, in parallel with the backward pass. One rank has no reductions and no spans.
 
-The units are the embedding and the head, each by itself where they are untied, every layer, and the root: the last
-norm, and the shared table where they are tied. The root and the head are what a forward pass ends and its backward pass
-begins with, so they are not dropped in between. The embedding's backward pass does not read its weights.
+The units are the untied embedding and head, every layer, and the root: the last norm, and the shared table if tied. A
+forward pass ends with the root and the head and its backward pass begins with them, so they are not freed in between.
+The embedding's backward pass does not read its weights.
 
-When gradients are reduced over the ranks: a span for each reduce-scatter that FSDP2 runs during a backward pass.
-
-Owns the wrapper around FSDP2's own reduce-scatter, which it calls unchanged. FSDP2 calls it with its communication
-stream current, so that on a GPU the span shows when the reduction ran there, beside the backward pass and not inside
-it. With one rank there is nothing to reduce, and no span.
+Invariants: only the times of communication change, no result. After the last backward pass of an optimizer step
+everything is sharded again, so that the next forward pass gathers the updated weights.
 """
 
 from __future__ import annotations
@@ -30,14 +27,14 @@ from telescope.trainer.timeline import Timeline
 
 
 def units(policy: PolicyModel) -> Iterator[FSDPModule]:
-    """What is gathered together, the root included."""
+    """Yields the modules that are gathered together, the root included."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             yield module
 
 
 def set_prefetch(policy: PolicyModel, num_layers: int) -> None:
-    """Gather `num_layers` units ahead of the one that computes. 0: as torch does by itself, one in backward passes."""
+    """Gathers `num_layers` units ahead of the computing one. 0: torch's default, one in backward passes."""
     embedding = policy.causal_lm.get_input_embeddings()
     forward = [unit for unit in (embedding, *policy.layers, policy.head) if isinstance(unit, FSDPModule)]
     backward = [unit for unit in reversed(forward) if unit is not embedding]
@@ -54,19 +51,19 @@ def set_prefetch(policy: PolicyModel, num_layers: int) -> None:
 
 
 def stay_gathered(policy: PolicyModel, stays: bool) -> None:
-    """Whether weights stay gathered after the backward passes that follow."""
+    """Sets whether weights stay gathered after the following backward passes."""
     for unit in units(policy):
         unit.set_reshard_after_backward(not stays, recurse=False)
 
 
 def reshard_all(policy: PolicyModel) -> None:
-    """Drop gathered weights, which stay after a forward pass that no backward pass follows."""
+    """Frees gathered weights, which stay after a forward pass without a backward pass."""
     for unit in units(policy):
         unit.reshard()
 
 
 class TimedReduceScatter(DefaultReduceScatter):
-    """FSDP2's reduce-scatter, measured while a timeline is given."""
+    """FSDP2's reduce-scatter, measured while a timeline is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,14 +71,14 @@ class TimedReduceScatter(DefaultReduceScatter):
         self._micro_batch: int | None = None
 
     def measure(self, policy: nn.Module) -> None:
-        """Run every reduction of this model's gradients through here."""
+        """Sets this as the reduce-scatter of the model's units."""
         for module in policy.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(self)
 
     @contextmanager
     def during(self, timeline: Timeline, micro_batch: int) -> Iterator[None]:
-        """Put the reductions of a backward pass on `timeline`."""
+        """Records the reductions of a backward pass on `timeline`."""
         self._timeline, self._micro_batch = timeline, micro_batch
         try:
             yield

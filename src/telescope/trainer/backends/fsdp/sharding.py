@@ -1,20 +1,17 @@
-"""Loading a model into shards, and full tensors out of them again.
+"""Loads a model into shards, and gathers full tensors from shards.
 
-Owns which modules are gathered together and how the weights reach the ranks; not when they are gathered (`gathering`).
-Invariants: only rank 0 ever holds the
-whole model, on its CPU, while loading; every other rank holds its shards and one full tensor at a time. The gradient
-of a parameter is the plain sum of the ranks' gradients: FSDP's average over ranks is switched off, since the loss is
-divided by a count of all ranks already.
+Owns which modules are gathered together and how the weights reach the ranks; `communication` owns when they are
+gathered.
 
-Whole tensors out of shards, many in one collective.
+Invariants of loading: only rank 0 has the whole model, on its CPU; every other rank has its shards and one full tensor
+at a time. The gradient of a parameter is the sum of the ranks' gradients: FSDP's average is off, since the loss is
+divided by a count over all ranks.
 
-`DTensor.full_tensor` gathers one tensor at a time, through layers of Python that take up to a millisecond each: with
-the 434 tensors of a 3B model more than the bytes take. Here shards are cast and laid end to end, gathered at once, and
-cut apart.
-
-Invariants: every rank yields the same tensors in the same order, bit for bit those of `full_tensor` of the cast shards;
-all ranks must drain the iterator, since it is collective; beside what it has yielded no more than one group is alive,
-twice (what was received, and what was cut out of it).
+Invariants of gathering: every rank yields the same tensors in the same order, bit for bit those of `full_tensor` of the
+cast shards. All ranks must drain the iterator, since it is collective. Besides the yielded tensors at most one group is
+in memory, twice (as received and as separate tensors). `DTensor.full_tensor` gathers one tensor at a time, through up
+to a millisecond of Python each, which takes longer than the transfer for the 434 tensors of a 3B model. Here shards are
+cast, concatenated, gathered at once, and separated.
 """
 
 from __future__ import annotations
@@ -40,12 +37,12 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def compute_dtype(config: Any) -> torch.dtype:
-    """The dtype of activations and of gathered weights."""
+    """Returns the dtype of activations and of gathered weights."""
     return DTYPES[config.mixed_precision_dtype or config.model_dtype]
 
 
 def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) -> PolicyModel:
-    """The policy on all ranks, sharded, with its weights. Collective. Raises `UserError` if the model cannot be had."""
+    """Builds the sharded policy with its weights. Collective. Raises `UserError` for an unusable model."""
     dtype = DTYPES[config.model_dtype]
     options = {"trust_remote_code": config.trust_remote_code}
     source = load_causal_lm(config.model, dtype, with_weights=True, **options) if dist.get_rank() == 0 else None
@@ -68,7 +65,7 @@ def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) ->
     set_prefetch(policy, config.fsdp_prefetch_layers)
     policy.to_empty(device=device)
     if is_tied:
-        # Moving off the meta device made two parameters of the one that embedding and head share.
+        # Moving off the meta device duplicated the parameter that embedding and head share.
         embedding = policy.causal_lm.get_input_embeddings().weight
         assert isinstance(embedding, nn.Parameter)
         policy.head.weight = embedding
@@ -77,17 +74,17 @@ def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) ->
 
 
 def compiles_blocks(config: Any, policy: PolicyModel, device: torch.device) -> bool:
-    """Whether the blocks are compiled: the same on all ranks."""
+    """Returns whether the blocks are compiled, equally on all ranks."""
     dtype = compute_dtype(config)
-    # The calls of the padded kernel are as many as a row has lengths: each row would be compiled anew.
+    # The padded kernel makes one call per length in a row, so that each row would be compiled anew.
     by_offsets = choose_kernel(device, dtype, policy.head_dim) != "padded"
     return config.compile_blocks and by_offsets and can_be_compiled(policy, dtype)
 
 
 def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype, *, reshard: bool) -> None:
-    """Wrap each layer, then the embedding and the head by themselves if they are untied, then the rest.
+    """Wraps each layer, the untied embedding and head separately, and the rest.
 
-    `reshard`: drop a layer's gathered weights between its forward and its backward pass.
+    `reshard`: free a layer's gathered weights between its forward and its backward pass.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=dtype if dtype in LOW_PRECISION else None,
@@ -101,15 +98,15 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, dtype: torch.dtype, *, reshard:
         fully_shard(policy.head, reshard_after_forward=False, **options)
     fully_shard(policy, reshard_after_forward=False, **options)
     for unit in units(policy):
-        # A sum, and by ReduceOp.SUM: the premultiplied reductions that other factors use do not exist in gloo.
-        if mesh.size() > 1:  # one rank would divide by 1, through a copy
+        # A sum by ReduceOp.SUM: gloo does not have the premultiplied reductions of other factors.
+        if mesh.size() > 1:  # one rank would divide by 1, with a copy
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
 
 
 @torch.no_grad()
 def fill(policy: PolicyModel, source: nn.Module | None, mesh: DeviceMesh, device: torch.device) -> None:
-    """Give every rank its shards of rank 0's `source` model (None on the other ranks). Collective."""
+    """Sends every rank its shards of rank 0's `source` model (None on other ranks). Collective."""
     given = {} if source is None else dict(source.named_parameters()) | dict(source.named_buffers())
     targets = [*policy.named_parameters(), *policy.named_buffers()]
     for name, target in targets:
@@ -125,23 +122,23 @@ def fill(policy: PolicyModel, source: nn.Module | None, mesh: DeviceMesh, device
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded tensor on every rank. Collective."""
+    """Gathers a sharded tensor on every rank. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor."""
+    """Returns this rank's part of a sharded tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 GROUP_BYTES = 256 * 2**20
-"""Of whole tensors in one collective. A larger tensor has one of its own, and is not copied out of it."""
+"""Bytes of full tensors per collective. A larger tensor has a separate collective and is not copied."""
 
 
 def gather_full_tensors(
     named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None, *, group_bytes: int = GROUP_BYTES
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of each of `named`, in its order, cast to `dtype` if it is given. Collective."""
+    """Yields (name, full tensor) of `named` in order, cast to `dtype` if given. Collective."""
     group: list[tuple[str, DTensor]] = []
     size = 0
     for name, tensor in named:
@@ -162,14 +159,14 @@ def gather_full_tensors(
 
 
 def cut_by_rows(tensor: torch.Tensor) -> DTensor | None:
-    """The tensor, if each rank has some of its rows, as FSDP2 cuts parameters."""
+    """Returns the tensor if it is divided by rows, as FSDP2 does; None otherwise."""
     if not isinstance(tensor, DTensor) or tuple(tensor.placements) != (Shard(0),):
         return None
     return tensor if tensor.device_mesh.size() > 1 else None
 
 
 def _gather(group: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The whole tensors of a group. Rank r of W has rows r * ceil(rows / W) and on, and maybe fewer or none."""
+    """Yields the full tensors of a group. Rank r of W has ceil(rows / W) rows from r * ceil(rows / W), or fewer."""
     first = group[0][1]
     mesh = first.device_mesh
     num_ranks = mesh.size()
@@ -180,9 +177,9 @@ def _gather(group: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iter
         local = local_tensor(tensor.detach())
         place[: local.numel()].copy_(local.reshape(-1))
     received = torch.empty(num_ranks * len(sent), dtype=sent.dtype, device=sent.device)
-    # Bytes: a collective moves them whatever they mean.
+    # As bytes, which every backend can gather.
     all_gather(received.view(torch.uint8), sent.view(torch.uint8), mesh.get_group())
-    if len(group) == 1:  # the parts lie end to end, and only the end is padding
+    if len(group) == 1:  # the parts are contiguous, with padding at the end only
         name, tensor = group[0]
         yield name, received[: tensor.numel()].view(tensor.shape)
         return
@@ -192,6 +189,6 @@ def _gather(group: list[tuple[str, DTensor]], dtype: torch.dtype | None) -> Iter
 
 
 def all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """One collective, by the name that it has: torch 2.13 warns of the only one that 2.11 knows."""
+    """Gathers with the function of this torch version: 2.13 warns about the only one of 2.11."""
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     gather(received, sent, group=group)
