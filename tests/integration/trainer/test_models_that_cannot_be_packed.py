@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from telescope.errors import UserError
 from telescope.trainer.model import load_causal_lm
 
 
 def load(folder: Path, architecture: str, **fields: object) -> None:
-    AutoConfig.for_model(architecture, **fields).save_pretrained(folder)
+    config = AutoConfig.for_model(architecture, **fields)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    config.save_pretrained(folder)
     load_causal_lm(str(folder), torch.float32, with_weights=False)
 
 
