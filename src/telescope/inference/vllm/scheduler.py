@@ -69,7 +69,7 @@ class BatchingScheduler(Scheduler):
         return request is None or bool(request.is_finished())
 
     def _may_wait(self, output: Any) -> bool:
-        """Returns whether an output may wait. A request's first tokens may not: vLLM measures its prefill time by them."""
+        """Returns whether an output may wait. First tokens may not: vLLM measures the prefill time by them."""
         request = self.requests.get(output.request_id)
         if request is None or request.sampling_params is None:
             return False
