@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar, Literal
 
@@ -276,11 +276,20 @@ class ToolEnvironment(MultiTurnEnvironment):
         if self.tool_role == "tool":
             named = [{"name": result.tool_name} if result.tool_name else {} for result in results]
             texts = [self.format_tool_result(result) for result in results]
-            return [{"role": "tool", "content": text, **name} for text, name in zip(texts, named, strict=True)]
+            messages = [{"role": "tool", "content": text, **name} for text, name in zip(texts, named, strict=True)]
+            return _Response(messages)
         if not results:
-            return []
+            return _Response()
         text = self.format_tool_result(results[0]) if len(results) == 1 else self.format_multiple_tool_results(results)
-        return [{"role": "user", "content": text}]
+        return _Response([{"role": "user", "content": text}])
+
+
+class _Response(list[ChatMessage]):
+    """Messages that an override may `await`: `await super().env_response(messages, state)` works with plain tools."""
+
+    def __await__(self) -> Generator[Any, None, list[ChatMessage]]:
+        return self
+        yield  # makes this a generator
 
 
 def _counts(state: RolloutState) -> dict[str, Any]:

@@ -91,15 +91,16 @@ def test_environments_load_their_datasets_from_the_hub(hub: Hub, tmp_path: Path)
         ("hendrycks_math", {"dataset": "hub", "dataset_name": "someone/nothing"}),
     )  # fmt: skip
     assert [prompt for prompt, _, _ in everything] == [f"train {s} {n}?" for s in SUBJECTS for n in range(10)]
-    assert everything[13][1:] == ["3", {"level": 4, "subject": "Counting And Probability"}]
+    problem = {"level": 4, "subject": "Counting And Probability", "_env_name": "hendrycks_math"}
+    assert everything[13][1:] == ["3", problem]
     assert [answer for _, answer, _ in algebra] == ["4", "9"]
     assert len(test) == 3 * len(SUBJECTS)
     assert test[0][0] == "test algebra 0?"
     assert len(puzzles) == 150
-    assert puzzles[7] == ["7 8 2 -> 17", "17", {"numbers": [7, 8, 2], "target": 17}]
+    assert puzzles[7] == ["7 8 2 -> 17", "17", {"numbers": [7, 8, 2], "target": 17, "_env_name": "countdown"}]
     assert 10 < len(held_out) < 90, "a portion of the 200 of the hub"
     assert [answer for _, answer, _ in exams] == ["1", "2", "3", "4", "5"]
-    assert exams[0][2] == {"level": 0, "subject": "sums"}
+    assert exams[0][2] == {"level": 0, "subject": "sums", "_env_name": "hendrycks_math"}
     assert "someone/nothing" in nowhere
     fetched = {path for path in hub.asked if path.endswith(".parquet")}
     assert f"{MATH}/algebra/train-00000-of-00001.parquet" in fetched

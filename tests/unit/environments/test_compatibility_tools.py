@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.unit.environments.turns import play
 
 from telescope.environments import RewardResult, Sample, ToolEnvironment
+from telescope.environments.local_rollout import Answer, roll_out_item
 from telescope.environments.tool_calls import MAX_CALLS
 from telescope.environments.tool_env import parse_function_call_syntax, parse_xml_tool_calls
 
@@ -90,6 +91,20 @@ def test_overridden_methods_of_the_conversation_are_called():
     assert respond(Worded(), CALL + CALL)[0]["content"] == "<3> and <3>"
     messages = Worded(system_prompt="S").get_initial_prompt(SAMPLE)
     assert messages[0] == {"role": "system", "content": "S\n\nCall add."}
+
+
+def test_an_override_of_env_response_may_await_the_original_or_not():
+    class Waiting(Sums):
+        async def env_response(self, messages, state):
+            return [*await super().env_response(messages, state), {"role": "user", "content": "Go on."}]
+
+    class Plain(Sums):
+        def env_response(self, messages, state):
+            return [*super().env_response(messages, state), {"role": "user", "content": "Go on."}]
+
+    for cls in (Waiting, Plain):
+        played = roll_out_item(cls(max_turns=2), 0, lambda messages: Answer(CALL))
+        assert [m["content"] for m in played.messages[3:5]] == ["[add] 3", "Go on."]
 
 
 def test_tools_are_a_list_with_a_map_and_schemas():

@@ -10,6 +10,7 @@ from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironm
 from telescope.environments.rendering import Renderer
 from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
+from telescope.evals import Eval
 
 BOS, EOS = 1000, 1001
 
@@ -81,6 +82,14 @@ def test_thinking_prefix_is_added_once():
     assert Question().format_prompt("q", FakeTokenizer(), add_thinking_prefix=True).endswith("[assistant]<think>")
     with_template = renderer(FakeTokenizer(), enable_thinking=True).prompt_text(environment, "q")
     assert with_template.endswith("[assistant]<think>\n")
+
+
+def test_the_question_of_an_eval_goes_through_the_template_with_its_system_prompt():
+    class Benchmark(Eval):
+        system_prompt = "S"
+
+    text = renderer(FakeTokenizer(), enable_thinking=True).prompt_text(Benchmark(), "q")
+    assert text == "<s>[system]S[user]q[assistant]<think>\n"
 
 
 def test_messages_keep_their_own_system_prompt():

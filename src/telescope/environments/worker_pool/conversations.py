@@ -69,7 +69,9 @@ def take_turn(environment: MultiTurnEnvironment, state: RolloutState) -> Generat
         done, reason = check_verdict((yield from settled(environment.is_done(state))))
         if done:
             return Reply(True, reason)
-    response = yield from settled(environment.env_response(conversation(state), state))
+    response = environment.env_response(conversation(state), state)
+    if not isinstance(response, list):
+        response = yield from settled(response)
     added = serialize_messages(response, "env_response")
     done, reason = check_verdict((yield from settled(environment.is_done(state))))
     if done:
