@@ -315,7 +315,7 @@ def test_a_dry_run_says_that_another_dataset_takes_the_place_of_the_hubs(train, 
     assert result.code == 0, result.err
     said = " ".join(result.out.split())  # lines are wrapped
     assert "Remarks of the environments · countdown: dataset is 'auto', and Jiayi-Pan/Countdown-Tasks-3to4" in said
-    assert "12 generated puzzles take its place" in said
+    assert "12 generated puzzles replace it" in said
 
 
 def test_the_example_of_the_documentation_resolves_anywhere(train):

@@ -141,7 +141,7 @@ def _named_parameters(function: Callable[..., Any]) -> set[str]:
 
 
 def _given_beside(function: Callable[..., Any], mapping: str) -> set[str]:
-    """Keywords that the source gives itself where it passes the mapping on: `super().__init__(tools=[f], **m)`."""
+    """Keywords that the source adds where it passes the mapping on: `super().__init__(tools=[f], **m)`."""
     return {
         keyword.arg
         for node in ast.walk(_source_of(function))
@@ -181,7 +181,7 @@ def _source_of(function: Callable[..., Any]) -> ast.AST:
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
-        return ast.Module([], [])  # no source at hand (built at run time): the signature alone has to do
+        return ast.Module([], [])  # built at run time, without source: only the signature is known
 
 
 def _is_name(node: ast.expr, name: str) -> bool:

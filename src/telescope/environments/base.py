@@ -1,14 +1,12 @@
-"""What an environment is: a dataset of prompts and a way to score the answers.
+"""Base classes of environments: a dataset of prompts and a way to score the answers.
 
-This module owns the classes that users subclass and the records that they exchange with Telescope. It does not find
-environments (`registry`), does not run them (`pool`, `worker`), and imports nothing heavy: writing and testing an
-environment needs neither torch nor Ray nor vLLM.
+This module has the classes that users subclass and the records that they exchange with Telescope. It imports nothing
+heavy: writing and testing an environment needs neither torch nor Ray nor vLLM. `registry` finds environments,
+`worker_pool` runs them.
 
 Invariants:
-- An environment object is shared by all rollouts of its process, so nothing about one rollout is kept on it: what a
-  rollout of several turns remembers is in its `RolloutState`.
-- `get_sample(index)` is the same sample in every process and at every call; a dataset that is drawn at random is drawn
-  from a seed.
+- All rollouts of a process share an environment object. The state of a multi-turn rollout is in its `RolloutState`.
+- `get_sample(index)` returns the same sample in every process and at every call; random datasets are seeded.
 - Scoring methods may be plain or `async`; Telescope calls both outside the driver process.
 """
 
@@ -64,7 +62,7 @@ class RewardResult:
 
 @dataclass(slots=True)
 class EvalMetricsResult:
-    """The metrics of one rollout of an evaluation, which need not be a reward."""
+    """The metrics of one rollout of an evaluation, with or without a reward."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     golden_answers: dict[str, str | None] = field(default_factory=dict)
@@ -204,9 +202,9 @@ class Environment(Dataset, ABC):
     _notices: tuple[str, ...] = ()
 
     def __init__(self, eos_token: str | None = None, add_thinking_prefix: bool | None = False, **kwargs: Any) -> None:
-        """Takes what the subclass left over. A keyword that `load_dataset` does not name becomes an attribute.
+        """Receives the remaining keywords; those that `load_dataset` does not name become attributes.
 
-        Raises `UserError` for a keyword that looks like a misspelled one.
+        Raises `UserError` for a misspelled keyword.
         """
         if eos_token is not None:
             self.eos_token = eos_token
@@ -236,15 +234,15 @@ class Environment(Dataset, ABC):
         self._notices = (*self._notices, text)
 
     async def prepare_resources(self) -> None:
-        """Awaited before the first completion is handed over: start a pool of sandboxes, open connections.
+        """Awaited before the first completion is scored: start a pool of sandboxes, open connections.
 
-        An environment that overrides this is played in one process of a host, so that the host has its resources once;
-        with `resources_per = "process"` every process plays it and prepares resources of its own.
+        An environment that overrides this runs in one process per host, so a host has its resources once; with
+        `resources_per = "process"` every process runs it and prepares its own resources.
         """
         return None
 
     async def close_resources(self) -> None:
-        """Awaited when the process ends in good order; it has some seconds. After a crash it is not called."""
+        """Awaited for some seconds when the process ends normally; not called after a crash."""
         return None
 
 
@@ -268,12 +266,12 @@ class SingleTurnEnvironment(Environment):
     def compute_reward(
         self, completion: str, sample: Sample, eos_token: str = ""
     ) -> RewardResult | Awaitable[RewardResult]:
-        """Score `completion`, the text after the prompt. May be `async`."""
+        """Scores `completion`, the text after the prompt. May be `async`."""
 
     def compute_eval_metrics(
         self, completion: str, sample: Sample, eos_token: str = ""
     ) -> EvalMetricsResult | Awaitable[EvalMetricsResult]:
-        """Metrics of an evaluation; unless overridden, the reward's `sample_metrics` and the reward itself."""
+        """Metrics of an evaluation; by default the reward and its `sample_metrics`."""
         result = self.compute_reward(completion, sample, eos_token)
         if isinstance(result, RewardResult):
             return eval_metrics_of(result)
@@ -347,7 +345,7 @@ class MultiTurnEnvironment(Environment):
         return RolloutState(sample=sample, env_name=self.name)
 
     def get_initial_prompt(self, sample: Sample, tokenizer: Any = None) -> list[ChatMessage]:
-        """The first conversation; the same at every call, because all rollouts of a group share it."""
+        """The first conversation; the same at every call, since all rollouts of a group share it."""
         return _with_system_prompt(sample.prompt, self.system_prompt)
 
     @abstractmethod
@@ -373,19 +371,19 @@ class MultiTurnEnvironment(Environment):
 
     @abstractmethod
     def compute_reward(self, state: RolloutState, eos_token: str = "") -> RewardResult | Awaitable[RewardResult]:
-        """Score the finished rollout."""
+        """Scores the finished rollout."""
 
     def compute_eval_metrics(
         self, state: RolloutState, eos_token: str = ""
     ) -> EvalMetricsResult | Awaitable[EvalMetricsResult]:
-        """Metrics of an evaluation; unless overridden, the reward's `sample_metrics` and the reward itself."""
+        """Metrics of an evaluation; by default the reward and its `sample_metrics`."""
         result = self.compute_reward(state, eos_token)
         if isinstance(result, RewardResult):
             return eval_metrics_of(result)
         return _eval_metrics_later(result)
 
     def end_rollout(self, state: RolloutState) -> Awaitable[None] | None:
-        """Called once when a rollout is over (scored, failed or cancelled): give back what `state` holds."""
+        """Called once when a rollout has ended (scored, failed or cancelled), to release what `state` refers to."""
         return None
 
 
@@ -430,7 +428,7 @@ def _with_system_prompt(prompt: str | Sequence[ChatMessage], system_prompt: str 
 
 
 def eval_metrics_of(result: RewardResult) -> EvalMetricsResult:
-    """A reward seen as the metrics of an evaluation: its sample metrics, and `reward`."""
+    """The metrics of an evaluation from a reward: its sample metrics, and `reward`."""
     return EvalMetricsResult(
         metrics={"reward": result.total_reward, **result.sample_metrics},
         golden_answers=result.golden_answers,

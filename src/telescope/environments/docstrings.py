@@ -1,7 +1,6 @@
-"""What a docstring says of a function and of its parameters, in Google, NumPy or Sphinx style.
+"""Parses docstrings in Google, NumPy or Sphinx style, for the descriptions in tool schemas.
 
-A plain reader of the three forms, for the descriptions in tool schemas. A docstring in another form is not an error:
-its first paragraphs are the description and the parameters have none.
+A docstring in another form is not an error: its first paragraphs are the description, and parameters have none.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _NUMPY_ITEM = re.compile(r"^(\*{0,2}\w+(?:\s*,\s*\*{0,2}\w+)*)\s*(?::.*)?$")
 
 @dataclass(slots=True)
 class Docstring:
-    """`description` is what stands before the first section, `parameters` maps names to their descriptions."""
+    """`description` is the text before the first section, `parameters` maps names to descriptions."""
 
     description: str = ""
     parameters: dict[str, str] = field(default_factory=dict)
 
 
 def parse_docstring(text: str | None) -> Docstring:
-    """Read a docstring as `function.__doc__` holds it."""
+    """Parses the text of `function.__doc__`."""
     lines = inspect.cleandoc(text or "").splitlines()
     if any(_sphinx_parameter(line) for line in lines):
         return _sphinx(lines)
@@ -42,7 +41,7 @@ def parse_docstring(text: str | None) -> Docstring:
 
 
 def _joined(lines: list[str]) -> str:
-    """Lines as paragraphs: those of one paragraph are joined by blanks."""
+    """The paragraphs of the lines, each on one line."""
     paragraphs = "\n".join(line.strip() for line in lines).strip().split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs if paragraph.strip())
 

@@ -1,11 +1,10 @@
-r"""Comparing mathematical answers in a process that can be killed.
+r"""Compares mathematical answers in a child process that can be killed.
 
-Answers of a model reach SymPy here, which may take for ever over a few characters (`9^{9^{9^9}}`) and cannot be
-interrupted while it does. So they are parsed and compared in a child process, one per process, started at the first
-comparison; a comparison that takes too long ends it, and the next one starts another. What the child does is at the end
-of this file (`main`); everything above runs in the caller.
+Answers go to SymPy, which may never finish with a few characters (`9^{9^{9^9}}`) and cannot be interrupted. So a child
+process parses and compares them. It is started at the first comparison; one that takes too long kills it, and the next
+one starts another. `main`, at the end of this file, runs in the child, everything above in the caller.
 
-The child reads lines of JSON, `[expected, answer]`, and answers each with `true` or `false`.
+The child reads lines of JSON, `[expected, answer]`, and writes `true` or `false` for each.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from typing import IO, Any
 from telescope.errors import InfrastructureError, UserError
 
 MAX_CHARACTERS = 1_000
-"""Longest answer that is looked at."""
+"""Longest answer that is compared."""
 START_SECONDS = 120.0
-"""Given to the child to import SymPy, on a busy machine."""
+"""Time for the child to import SymPy, on a busy machine."""
 MEMORY_BYTES = 2 * 2**30
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from telescope.environments.math_verifier import main; "
@@ -38,13 +37,13 @@ _BOOT = (
 
 
 def check_equal(answer: str, expected: str, timeout_seconds: float) -> bool:
-    """Whether math-verify takes `answer` and `expected` for equal; False when it does not say in time."""
+    """Whether math-verify considers the texts equal; False when it takes longer than `timeout_seconds`."""
     answer, expected = _tidied(answer), _tidied(expected)
     if not _is_one_expression(answer) or not _is_one_expression(expected):
         return False
     bases = [_IN_BASE.fullmatch(text) for text in (answer, expected)]
     if bases[0] and bases[1] and int(bases[0][1]) != int(bases[1][1]):
-        return False  # which math-verify does not look at
+        return False  # math-verify ignores bases
     return _checker.ask(expected, answer, timeout_seconds)
 
 
@@ -53,7 +52,7 @@ _IN_BASE = re.compile(r"-?[0-9A-Z]+_\{?([0-9]{1,2})\}?")
 
 
 def _tidied(text: str) -> str:
-    """Without the signs that put a formula into a text, and without the spaces between thousands."""
+    """The text without the delimiters of a formula and without spaces between thousands."""
     text = _BETWEEN_THOUSANDS.sub("", text.strip()).replace("\u00b0", "^\\circ")
     for opening, closing in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):
@@ -62,7 +61,7 @@ def _tidied(text: str) -> str:
 
 
 def _is_one_expression(text: str) -> bool:
-    """Whether the text can stand for a single answer: short, braces paired, no second formula inside."""
+    """Whether the text can be a single answer: short, with paired braces, without a second formula."""
     if not text or len(text) > MAX_CHARACTERS or "\\boxed" in text or "$" in text.replace("\\$", ""):
         return False
     depth = 0
@@ -82,7 +81,7 @@ def _is_one_expression(text: str) -> bool:
 
 
 class _Checker:
-    """The child process of this process."""
+    """Owner of the child process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -98,13 +97,13 @@ class _Checker:
                 process.stdin.write(json.dumps([expected, answer]).encode() + b"\n")
                 process.stdin.flush()
                 line = _read_line(process.stdout, timeout_seconds)
-            except BaseException as error:  # a deadline of the caller's leaves an answer that nobody will read
+            except BaseException as error:  # a deadline of the caller leaves an unread answer in the pipe
                 self._end()
                 if isinstance(error, OSError):
                     return False
                 raise
             if line is None or not line.endswith(b"\n"):
-                self._end()  # too slow, or the answer was more than it could bear
+                self._end()  # too slow, or the child exited
                 return False
             return bool(json.loads(line))
 
@@ -144,7 +143,7 @@ _checker = _Checker()
 
 
 def _read_line(pipe: IO[Any], seconds: float) -> bytes | None:
-    """One line, what there was before the end of the stream, or None when the time is up."""
+    """One line, the rest before the end of the stream, or None after `seconds`."""
     deadline = time.monotonic() + seconds
     line = b""
     while not line.endswith(b"\n"):
@@ -162,15 +161,16 @@ def _read_line(pipe: IO[Any], seconds: float) -> bytes | None:
 
 
 def main() -> None:
-    """Compare until the stream ends."""
+    """Compares answers until the stream ends."""
     from telescope.utils.child_guard import end_with_parent
 
     end_with_parent(os.getppid())
     answers, sys.stdout = os.fdopen(os.dup(1), "wb"), sys.stderr
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries must not reach the pipe
     from math_verify import LatexExtractionConfig, parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that its own time limits are off: ours is outside
+    # math-verify warns that its own time limits are off; the caller has one.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     answers.write(b"ready\n")
     answers.flush()
@@ -183,7 +183,7 @@ def main() -> None:
         expected, answer = json.loads(line)
         try:
             equal = bool(verify(parsed(expected), parsed(answer), timeout_seconds=None, raise_on_error=True))
-        except Exception:  # whatever SymPy makes of a model's text, it is not the right answer
+        except Exception:  # SymPy may raise anything on a wrong answer
             equal = False
         answers.write(json.dumps(equal).encode() + b"\n")
         answers.flush()

@@ -1,16 +1,11 @@
-"""Finding a class by name: in folders, in installed packages, or by its dotted path.
+"""Finds environments by name, and makes them.
 
-`Discovery` is the one search that environments and evals share. Looking a name up, and checking that the packages it
-needs are installed, reads files and package metadata and imports no user code; only `load_class` imports.
+An environment named `<name>` is, in this order: `<name>/environment.py` in a folder of `environments_path`, an
+installed entry point of the group `telescope.environments`, or `src/telescope/environments/<name>/environment.py`. A
+name with a colon is `package.module:Class` and skips the search. Nothing needs to be registered.
 
-Order, first found wins: the folders that the user named, installed entry points, the folder that ships here. A name
-with a colon is `package.module:Class` and skips the search.
-
-Environments by name.
-
-`src/telescope/environments/<name>/environment.py` is an environment called `<name>`, and so is `<name>/environment.py`
-in any folder of `environments_path`, an entry point of the group `telescope.environments`, and `package.module:Class`.
-There is nothing to register. How names are looked up is `discovery`'s matter; this module owns how one is made.
+`Discovery` is the search, which evals share. It finds names and checks required packages from files and package
+metadata; only `load_class` imports user code.
 """
 
 from __future__ import annotations
@@ -43,14 +38,14 @@ NOT_YET_SHIPPED = ("dapo_math", "deepscaler", "i3_code", "math500", "aime_2024",
 
 @dataclass(slots=True, frozen=True)
 class Source:
-    """Where a name leads: a module, the class in it (None: the only one it defines), and its file if it can be read."""
+    """Location of a named class: module, class (None: the only one of the module), and file if it can be read."""
 
     name: str
     module: str
     class_name: str | None
     file: Path | None
     folder: Path | None = None
-    """Set for a folder that the user named; its module is imported from there and not from `sys.path`."""
+    """Set for a folder of `environments_path`; its module is imported from there and not from `sys.path`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,7 +58,10 @@ class Packages:
 
 @dataclass(slots=True, frozen=True)
 class Discovery:
-    """A kind of thing to find. `kind` is what messages call it, `file_name` what marks a folder, `root` its class."""
+    """The search for one kind of class.
+
+    `kind` is its name in messages, `file_name` the file that marks a folder, `root` the base class.
+    """
 
     kind: str
     package: str
@@ -77,11 +75,11 @@ class Discovery:
         return sorted(self._sources(folders))
 
     def has(self, name: str, folders: Sequence[str | Path] = ()) -> bool:
-        """Whether the search finds `name`; one with a colon is not searched for."""
+        """Whether the search finds `name`; False for a name with a colon."""
         return ":" not in name and name in self._sources(folders)
 
     def find(self, name: str, folders: Sequence[str | Path] = ()) -> Source:
-        """Where `name` leads. Raises `UserError` with the nearest name when nowhere."""
+        """The location of `name`. Raises `UserError` with the nearest name when there is none."""
         if ":" in name:
             module, _, class_name = name.partition(":")
             return Source(name, module, class_name, _file_of(module, f"{self.kind} {name!r}"))
@@ -92,7 +90,7 @@ class Discovery:
         raise UserError(self.no_such(name, sorted(sources)))
 
     def no_such(self, name: str, known: Sequence[str]) -> str:
-        """The message for a name that leads nowhere."""
+        """The message for a name that is not found."""
         problem = f"There is no {self.kind} {name!r}.{did_you_mean(name, known)}"
         if name in NOT_YET_SHIPPED:
             problem = f"The {self.kind} {name!r} does not ship with this version yet."
@@ -102,7 +100,7 @@ class Discovery:
         )
 
     def packages(self, source: Source) -> Packages:
-        """What of the source's REQUIRED_PACKAGES and OPTIONAL_PACKAGES is not installed. Imports nothing."""
+        """The missing packages of REQUIRED_PACKAGES and OPTIONAL_PACKAGES. Imports nothing."""
         declared = _declared_packages(source.file) if source.file else {}
         required = [p for p in declared.get("REQUIRED_PACKAGES", []) if not _is_installed(p)]
         optional = [p for p in declared.get("OPTIONAL_PACKAGES", []) if not _is_installed(p)]
@@ -120,9 +118,9 @@ class Discovery:
         return source
 
     def load_class(self, name: str, folders: Sequence[str | Path] = (), *, also: type | None = None) -> type:
-        """The class itself. Raises `UserError` when its module cannot be imported or holds no such class.
+        """The class. Raises `UserError` when its module cannot be imported or has no such class.
 
-        A class that was named by `package.module:Class` may be a subclass of `also` instead.
+        A class named by `package.module:Class` may be a subclass of `also` instead.
         """
         source = self.check(name, folders)
         module = self._import(source)
@@ -139,7 +137,7 @@ class Discovery:
         return found
 
     def _sources(self, folders: Sequence[str | Path]) -> dict[str, Source]:
-        """Every name with the source that wins it."""
+        """All names with their locations."""
         sources: dict[str, Source] = {}
         shipped = importlib.import_module(self.package)
         for place in shipped.__path__:
@@ -178,7 +176,7 @@ class Discovery:
             ) from error
 
     def _only_class(self, module: ModuleType, source: Source) -> type:
-        """The concrete subclass that the module defines; of several that inherit from each other, the last heir."""
+        """The concrete subclass that the module defines; of classes that inherit from each other, the most derived."""
         defined = [
             c
             for c in vars(module).values()
@@ -187,10 +185,10 @@ class Discovery:
             and c.__module__ == module.__name__
             and not inspect.isabstract(c)
         ]
-        heirs = [c for c in defined if not any(c is not other and issubclass(other, c) for other in defined)]
-        if len(heirs) == 1:
-            return heirs[0]
-        if not heirs:
+        leaves = [c for c in defined if not any(c is not other and issubclass(other, c) for other in defined)]
+        if len(leaves) == 1:
+            return leaves[0]
+        if not leaves:
             problem = f"defines no concrete subclass of {self.root.__name__}"
             abstract = [
                 f"{c.__name__} lacks {', '.join(sorted(getattr(c, '__abstractmethods__', ())))}"
@@ -199,7 +197,9 @@ class Discovery:
             ]
             problem += f" ({'; '.join(abstract)})" if abstract else ""
         else:
-            problem = f"defines several: {', '.join(c.__name__ for c in heirs)}. Keep one, or name package.module:Class"
+            problem = (
+                f"defines several: {', '.join(c.__name__ for c in leaves)}. Keep one, or name package.module:Class"
+            )
         raise UserError(f"The {self.kind} {source.name!r} is not usable: {source.file} {problem}.")
 
 
@@ -246,7 +246,7 @@ def _strings(value: ast.expr, name: str, file: Path) -> list[str]:
 
 
 def _is_installed(requirement: str) -> bool:
-    """Whether a distribution or a module of that name is there; its version is not judged."""
+    """Whether a distribution or a module of that name is installed, in any version."""
     match = re.match(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)", requirement)
     if match is None:
         raise UserError(f"{requirement!r} is not the name of a package.")
@@ -260,13 +260,13 @@ def _is_installed(requirement: str) -> bool:
 
 
 def _synthetic_package(folder: Path) -> str:
-    """Name of the package that a folder outside of `sys.path` becomes, distinct for folders of equal name."""
+    """Package name for a folder outside `sys.path`, distinct for folders of the same name."""
     digest = hashlib.sha256(str(folder).encode()).hexdigest()[:8]
     return f"telescope_folder_{re.sub(r'[^0-9A-Za-z_]', '_', folder.name)}_{digest}"
 
 
 def _install_package(folder: Path) -> None:
-    """Make the folder importable under its synthetic name, so that its files may import each other relatively."""
+    """Makes the folder importable under its synthetic name, so that its files can use relative imports."""
     name = _synthetic_package(folder)
     if name in sys.modules:
         return
@@ -305,8 +305,11 @@ def list_environments(environments_path: Sequence[str | Path] = ()) -> list[str]
 
 
 def check_environment(name: str, environments_path: Sequence[str | Path] = ()) -> Source:
-    """Where `name` leads. Raises `UserError` when nowhere (with the nearest name), or when a required package is
-    missing (with the install command). Imports no environment."""
+    """The location of `name`. Imports no environment.
+
+    Raises `UserError` when there is none (with the nearest name), or when a required package is missing (with the
+    install command).
+    """
     return ENVIRONMENTS.check(name, environments_path)
 
 
@@ -318,15 +321,15 @@ def missing_packages(name: str, environments_path: Sequence[str | Path] = ()) ->
 def environment_class(name: str, environments_path: Sequence[str | Path] = ()) -> type[Environment]:
     """The class, imported. Raises `UserError` as `check_environment` does, and when the import fails.
 
-    One that stands on `Environment` (or `BaseEnvironment`) itself and has a `compute_reward` is a single-turn
-    environment, and comes as a subclass of `SingleTurnEnvironment`.
+    A direct subclass of `Environment` (or `BaseEnvironment`) with a `compute_reward` is a single-turn environment, and
+    is returned as a subclass of `SingleTurnEnvironment`.
     """
     cls: type[Environment] = ENVIRONMENTS.load_class(name, environments_path)
     if issubclass(cls, SingleTurnEnvironment | MultiTurnEnvironment):
         return cls
     if not callable(getattr(cls, "compute_reward", None)):
         raise UserError(
-            f"The environment {name!r} has no compute_reward: {cls.__name__} stands on {Environment.__name__} itself. "
+            f"The environment {name!r} has no compute_reward: {cls.__name__} is a direct subclass of Environment. "
             "Subclass SingleTurnEnvironment or MultiTurnEnvironment (telescope.environments.base)."
         )
     same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
@@ -334,7 +337,7 @@ def environment_class(name: str, environments_path: Sequence[str | Path] = ()) -
 
 
 def get_environment(name: str, /, *, environments_path: Sequence[str | Path] = (), **kwargs: Any) -> Environment:
-    """Make an environment. Its dataset is loaded when it is first asked for.
+    """Makes an environment. Its dataset is loaded when it is first needed.
 
     `kwargs` go to the constructor, to `load_dataset`, or to both, as each declares them. Others become attributes of
     the instance; one that looks like a misspelled known one raises `UserError`.

@@ -1,4 +1,4 @@
-"""A new environment to start from: a folder with an environment that runs and a test of its reward that passes."""
+"""Writes a new environment to start from: a folder with a working environment and a passing test of its reward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from telescope.errors import UserError
 
 KINDS = ("single", "multi", "tools")
 
-_HEAD = '''"""@NAME@: say here what the model is asked and what earns a reward."""
+_HEAD = '''"""@NAME@: describe the task and what earns a reward."""
 
 '''
 _LOAD = """    def load_dataset(self, num_samples=-1, largest=20, seed=0):
@@ -121,7 +121,7 @@ class @CLASS@(ToolEnvironment):
 """,
 }
 
-_TEST_HEAD = '''"""What earns a reward in @NAME@, and what only looks as if it should."""
+_TEST_HEAD = '''"""Which answers @NAME@ rewards, and which it does not."""
 
 from pathlib import Path
 
@@ -130,12 +130,12 @@ from telescope.environments.registry import get_environment
 
 
 def score(*answers, item=0):
-    """Reward and metrics of a rollout in which the model says `answers`."""
+    """Reward and metrics of a rollout with these answers."""
     environment = get_environment("@NAME@", environments_path=[Path(__file__).parent.parent])
     right = environment.get_sample(item).answer
-    said = iter(answers)
-    played = roll_out_item(environment, item, lambda messages: Answer(next(said).replace("RIGHT", right)))
-    return played.score["total_reward"], played.score["sample_metrics"]
+    left = iter(answers)
+    rollout = roll_out_item(environment, item, lambda messages: Answer(next(left).replace("RIGHT", right)))
+    return rollout.score["total_reward"], rollout.score["sample_metrics"]
 
 
 def test_the_right_answer_is_rewarded():
@@ -161,7 +161,7 @@ def test_a_later_answer_is_worth_less():
     ).replace("@WRONG@", "answer")
     + """
 
-def test_a_broken_call_is_told_to_the_model_and_counted():
+def test_a_broken_call_is_reported_to_the_model_and_counted():
     reward, metrics = score('<tool_call>{"name": "add"</tool_call>', "<answer>RIGHT</answer>")
     assert (reward, metrics["tool_error_count"]) == (1.0, 1.0)
 """,
@@ -169,9 +169,9 @@ def test_a_broken_call_is_told_to_the_model_and_counted():
 
 
 def write_scaffold(name: str, folder: Path, kind: str) -> list[Path]:
-    """Write `folder/name/environment.py` and its test. Returns the files.
+    """Writes `folder/name/environment.py` and its test. Returns the files.
 
-    Raises `UserError` for a name that no folder of an environment can have, or when the folder is there already.
+    Raises `UserError` for a name that is not a valid identifier, or when the folder exists.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise UserError(f"{name!r} cannot be the name of an environment: use small letters, digits and underscores.")

@@ -97,7 +97,7 @@ _FUNCTION_MARKUP = '<function=NAME>{"parameter": value}</function>'
 
 
 def parse_calls(completion: str, form: ToolCallFormat, tool_names: Collection[str] | None = None) -> list[ToolCall]:
-    """All calls in their order, unreadable ones with their `error`; empty when there is none.
+    """All calls in order, unreadable ones with their `error`; empty when there is none.
 
     Only names in `tool_names` (None: all) are read as Python calls.
     """

@@ -185,7 +185,7 @@ class ToolEnvironment(MultiTurnEnvironment):
         return f"[{result.tool_name}] {text}" if self.tool_role == "user" and result.tool_name else text
 
     def format_multiple_tool_results(self, results: Sequence[ToolResult]) -> str:
-        """The text of a response to several calls, one after the other as `Tool 1: ...`."""
+        """The text of several results, in lines `Tool 1: ...`."""
         return "\n".join(f"Tool {i}: {self.format_tool_result(result)}" for i, result in enumerate(results, 1))
 
     def get_tool_metrics(self, state: RolloutState) -> dict[str, float]:

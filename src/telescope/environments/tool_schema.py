@@ -1,8 +1,8 @@
-"""Python functions as tools: the schema that a model reads, and the arguments that it sends, checked and converted.
+"""Python functions as tools: their schemas, and the checks and conversions of a call's arguments.
 
-Both come from one description of the function's parameters (a pydantic model that is built from the annotations), so
-that what the schema promises is what the call accepts. A mistake in the function itself (an annotation that no JSON
-can express) is a `UserError` when the tool is made; a mistake of the model is an `ArgumentError`, which it is told.
+Schema and checks come from one pydantic model that is built from the annotations, so a call accepts what the schema
+promises. A fault of the function (an annotation that JSON cannot express) is a `UserError` when the tool is made; a
+fault of the model is an `ArgumentError`, whose text goes back to the model.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from telescope.environments.docstrings import parse_docstring
 from telescope.errors import UserError
 
 MAX_ERRORS_SHOWN = 5
-"""Mistakes in one call that the model is told of."""
+"""Reported mistakes of one call."""
 
 _KINDS = inspect.Parameter
 
 
 class ArgumentError(ValueError):
-    """The model's arguments do not fit the tool. The message is written for the model."""
+    """The model's arguments do not fit the tool. The message is for the model."""
 
 
 class Tool:
     """A function with its schema.
 
-    A parameter that is annotated with `RolloutState` is not shown to the model: it receives the rollout's state.
+    A parameter annotated with `RolloutState` is not in the schema; it receives the rollout's state.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -73,7 +73,7 @@ class Tool:
         return self._bound(named, rest)
 
     def _bound(self, named: dict[str, Any], rest: list[Any]) -> inspect.BoundArguments:
-        """`named` and the arguments of `*rest` as Python passes them; where one is left out, its default."""
+        """`named` and the arguments of `*rest` as Python passes them; a missing one gets its default."""
         positional: list[Any] = []
         for parameter in inspect.signature(self.function).parameters.values():
             if parameter.kind is _KINDS.VAR_POSITIONAL:
@@ -97,9 +97,9 @@ class Tool:
         return dict(zip(names, arguments, strict=False)), rest
 
     def _loosened(self, by_name: dict[str, Any]) -> dict[str, Any]:
-        """What a model may have meant: a list or an object as a string of JSON, null for "as usual"."""
-        usual = {p.name for p in self.parameters if p.default is not p.empty}
-        return {name: _from_text(value) for name, value in by_name.items() if value is not None or name not in usual}
+        """The arguments with JSON strings decoded, and without null where the parameter has a default."""
+        optional = {p.name for p in self.parameters if p.default is not p.empty}
+        return {name: _from_text(value) for name, value in by_name.items() if value is not None or name not in optional}
 
     def _checked(self, by_name: dict[str, Any]) -> BaseModel | None:
         try:
@@ -108,24 +108,24 @@ class Tool:
             return None
 
     def _explain(self, by_name: dict[str, Any]) -> str:
-        """What is wrong, for the model."""
+        """What is wrong with the arguments, for the model."""
         try:
             self._model.model_validate(by_name)
         except RecursionError:
             return f"the arguments of {self.name} are nested too deeply."
         except ValidationError as error:
-            said = []
+            problems = []
             for problem in error.errors(include_url=False, include_context=False, include_input=False):
                 where = ".".join(str(part) for part in problem["loc"])
                 what = {"missing": "is missing", "extra_forbidden": "is not a parameter"}.get(problem["type"])
-                said.append(f"{where} {what}" if what else f"{where}: {problem['msg']}")
-            more = f"; and {len(said) - MAX_ERRORS_SHOWN} more" if len(said) > MAX_ERRORS_SHOWN else ""
+                problems.append(f"{where} {what}" if what else f"{where}: {problem['msg']}")
+            more = f"; and {len(problems) - MAX_ERRORS_SHOWN} more" if len(problems) > MAX_ERRORS_SHOWN else ""
             takes = ", ".join(p.name for p in self.parameters) or "no arguments"
-            return f"{self.name}: {'; '.join(said[:MAX_ERRORS_SHOWN])}{more}. It takes: {takes}."
+            return f"{self.name}: {'; '.join(problems[:MAX_ERRORS_SHOWN])}{more}. It takes: {takes}."
         raise AssertionError("explained arguments that fit")
 
     def _build_model(self) -> type[BaseModel]:
-        """Fields are called p0, p1, ... with the parameters' names as aliases, since `schema` or `_x` cannot be."""
+        """Names fields p0, p1, ... with the parameters' names as aliases: `_x` cannot be a field name."""
         described = parse_docstring(inspect.getdoc(self.function)).parameters
         fields: dict[str, Any] = {}
         takes_more = False
@@ -166,14 +166,14 @@ class Tool:
         parameters.pop("description", None)
         parameters.setdefault("properties", {})
         if parameters.get("additionalProperties") is False:
-            del parameters["additionalProperties"]  # says nothing to a model, and costs tokens in every prompt
+            del parameters["additionalProperties"]  # of no use to a model, and costs tokens in every prompt
         function = {"name": self.name, "description": description, "parameters": parameters}
         return {"type": "function", "function": function}
 
     def _unusable(self, error: Exception) -> UserError:
         reason = str(error).splitlines()[0]
         return UserError(
-            f"The tool {self.name!r} has a parameter that no JSON can express ({reason}). Annotate it with a plain "
+            f"The tool {self.name!r} has a parameter that JSON cannot express ({reason}). Annotate it with a plain "
             "type: str, int, float, bool, list, dict, Literal, Optional, an Enum, a dataclass or a pydantic model."
         )
 
@@ -188,7 +188,7 @@ def func_to_tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _shown_parameters(function: Callable[..., Any], name: str) -> tuple[list[inspect.Parameter], str | None]:
-    """Parameters that the model is told of, with their annotations resolved, and the one that takes the state."""
+    """The parameters of the schema, with resolved annotations, and the one that receives the state."""
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
@@ -196,7 +196,7 @@ def _shown_parameters(function: Callable[..., Any], name: str) -> tuple[list[ins
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError as error:
-        raise UserError(f"The tool {name!r} does not say what it takes ({error}); wrap it into a function.") from error
+        raise UserError(f"The tool {name!r} has no signature ({error}); wrap it into a function.") from error
     shown: list[inspect.Parameter] = []
     state_parameter = None
     for parameter in parameters:
@@ -211,8 +211,11 @@ def _shown_parameters(function: Callable[..., Any], name: str) -> tuple[list[ins
 
 
 def _portable(hint: Any) -> Any:
-    """The annotation as pydantic takes it: texts in `Annotated` are descriptions, and a `TypedDict` of the standard
-    library, which pydantic refuses before Python 3.12, is the same one of typing_extensions."""
+    """The annotation in a form that pydantic accepts.
+
+    Texts in `Annotated` become descriptions. A `TypedDict` of the standard library, which pydantic refuses before
+    Python 3.12, becomes one of typing_extensions.
+    """
     if typing.is_typeddict(hint):
         fields = {
             name: (Required if name in hint.__required_keys__ else NotRequired)[_portable(inner)]
@@ -232,7 +235,7 @@ def _portable(hint: Any) -> Any:
 
 
 def _inlined(node: Any, definitions: dict[str, Any], open_names: tuple[str, ...]) -> Any:
-    """The schema without references and generated titles. A type that contains itself becomes a bare object there."""
+    """The schema without references and generated titles. A recursive type becomes an unspecified object."""
     if isinstance(node, list):
         return [_inlined(item, definitions, open_names) for item in node]
     if not isinstance(node, dict):
@@ -257,7 +260,7 @@ def _inlined(node: Any, definitions: dict[str, Any], open_names: tuple[str, ...]
 
 
 def _decoded(arguments: Any) -> Any:
-    """Arguments that came as a text of JSON, which is how OpenAI's API sends them."""
+    """The arguments, decoded if they are JSON text, which is how OpenAI's API sends them."""
     if not isinstance(arguments, str):
         return arguments
     if not arguments.strip():
@@ -269,7 +272,7 @@ def _decoded(arguments: Any) -> Any:
 
 
 def _from_text(value: Any) -> Any:
-    """A list or object that was written as a string of JSON, decoded; anything else as it is."""
+    """The value, decoded if it is a list or object written as JSON text."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)

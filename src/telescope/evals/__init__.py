@@ -1,7 +1,7 @@
-"""Evals: what is measured and not trained on.
+"""Evals: benchmarks that are measured and not trained on.
 
-`base` holds the class to subclass, `registry` finds evals by name. Who runs them, and when, is the orchestrator's
-matter: an eval is played through the same path as training.
+`base` has the class to subclass, `registry` finds evals by name, `runner` runs them through the same path as training.
+The orchestrator decides when.
 """
 
 from telescope.evals.base import Eval

@@ -34,7 +34,7 @@ def list_evals(environments_path: Sequence[str | Path] = ()) -> list[str]:
 
 
 def check_eval(name: str, environments_path: Sequence[str | Path] = ()) -> Source:
-    """Where `name` leads: to an eval or an environment. Raises `UserError` as `check_environment` does."""
+    """The location of `name`, an eval or an environment. Raises `UserError` as `check_environment` does."""
     if EVALS.has(name, environments_path):
         return EVALS.check(name, environments_path)
     if ":" not in name and not ENVIRONMENTS.has(name, environments_path):
@@ -43,7 +43,7 @@ def check_eval(name: str, environments_path: Sequence[str | Path] = ()) -> Sourc
 
 
 def get_eval(name: str, /, *, environments_path: Sequence[str | Path] = (), **kwargs: Any) -> Eval:
-    """Make an eval. Its dataset is loaded when it is first asked for.
+    """Makes an eval. Its dataset is loaded when it is first needed.
 
     `kwargs` go to the eval's constructor, to its `load_dataset`, or else to its environment, which keeps those that it
     does not know as attributes. Misspelled ones raise `UserError`, as do unknown ones of an eval without environment.
@@ -58,7 +58,7 @@ def get_eval(name: str, /, *, environments_path: Sequence[str | Path] = (), **kw
 
 
 def eval_spec(name: str, kwargs: dict[str, Any], *, key: str = "") -> EnvironmentSpec:
-    """The eval as `EnvironmentPool` takes it. Ask the pool with `for_eval=True`."""
+    """The eval as a specification for `EnvironmentPool`, to be called with `for_eval=True`."""
     return EnvironmentSpec(name, kwargs, key=key, factory="telescope.evals.registry:get_eval")
 
 

@@ -1,9 +1,9 @@
-"""Running an eval: fixed items, sampled by the engines as they are now, scored by the environment.
+"""Runs an eval: fixed items, sampled with the engines' current weights, scored by the environment.
 
-It goes the same way as training samples (`rollout.sample`): the same slots, engines and environment workers. Owns the
-choice of items and the averages; does not own when evals run or which weights the engines hold.
+Samples take the same path as in training (`rollout.sample`): the same request slots, engines and environment workers.
+This module owns the choice of items and the averages, not when evals run or which weights the engines have.
 
-Samples of an eval never reach the trainer: their group ids are negative, a range that draws never use.
+Samples of an eval never reach the trainer: their group ids are negative, which training never uses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from telescope.rollout.types import Engine, RequestSlots
 
 @dataclass(frozen=True)
 class EvalItem:
-    """One item of an eval, rendered and tokenised."""
+    """One item of an eval, rendered and tokenized."""
 
     index: int
     prompt: PreparedPrompt
@@ -37,7 +37,7 @@ class EvalItem:
 
 @dataclass(frozen=True)
 class PlannedEval:
-    """An eval of a run: which environment worker key serves it, which items it asks, and how it samples."""
+    """An eval of a run: its key in the environment pool, its items, and its sampling settings."""
 
     name: str
     environment_key: str
@@ -46,7 +46,7 @@ class PlannedEval:
     held_out: bool
     """Whether training never sees these items (`separate_eval_samples`)."""
     number: int = 0
-    """Place among the evals of the run: two may have one name and differ in how they sample."""
+    """Index among the evals of the run, some of which may have the same name."""
     is_multi_turn: bool = False
 
 
@@ -65,7 +65,7 @@ class EvalResult:
 
     @property
     def accuracy(self) -> float:
-        """The headline: the environment's `correct` where it has one, else the mean reward."""
+        """The main result: the environment's `correct` if it has one, else the mean reward."""
         return self.metrics.get("correct", self.metrics.get("reward", float("nan")))
 
 
@@ -76,7 +76,7 @@ async def plan_eval(
     sampling: SamplingSettings,
     number: int = 0,
 ) -> PlannedEval:
-    """Render the first `num_samples` items (all, when -1). Overrides of the entry win over the run's sampling.
+    """Renders the first `num_samples` items (all, when -1). The entry's settings override the run's sampling.
 
     Raises EnvironmentFailure when an item cannot be rendered: an eval that silently shrinks measures something else.
     """
@@ -108,7 +108,7 @@ async def run_eval(
     on_engine_failure: Callable[[int, InfrastructureError], None],
     on_sample: Callable[[EvalItem, Trajectory], None],
 ) -> EvalResult:
-    """Sample every item once and average what the environment says.
+    """Samples every item once and averages the metrics.
 
     `seed_of(item, turn)` seeds the requests; `on_sample` is called as each sample ends. Raises EnvironmentFailure when
     nothing at all could be scored.

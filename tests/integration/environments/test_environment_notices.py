@@ -18,8 +18,8 @@ from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
 from telescope.record.reader import Run
 
-COUNTDOWN = "countdown: dataset is 'auto', and Jiayi-Pan/Countdown-Tasks-3to4 cannot be had ("
-MATH = "hendrycks_math: dataset is 'auto', and EleutherAI/hendrycks_math cannot be had ("
+COUNTDOWN = "countdown: dataset is 'auto', and Jiayi-Pan/Countdown-Tasks-3to4 is not available ("
+MATH = "hendrycks_math: dataset is 'auto', and EleutherAI/hendrycks_math is not available ("
 
 
 @pytest.fixture(autouse=True)
@@ -38,17 +38,17 @@ def test_a_replacement_of_the_hub_dataset_is_reported_with_its_size_and_its_argu
         ]
     )
     assert puzzles.startswith(COUNTDOWN)
-    assert "). 12 generated puzzles take its place. " in puzzles
+    assert "). 12 generated puzzles replace it. " in puzzles
     assert "set dataset: generated in its kwargs" in puzzles
     assert problems.startswith(MATH)
-    assert "). 42 problems of our own take its place. " in problems
+    assert "). 42 shipped problems replace it. " in problems
     assert "set dataset: own in its kwargs" in problems
 
 
 def test_an_eval_has_the_notices_of_its_environment() -> None:
     (said,) = try_environments([eval_spec("hendrycks_math", {"num_samples": 5})])
     assert said.startswith(MATH)
-    assert "5 problems of our own" in said
+    assert "5 shipped problems" in said
 
 
 def test_a_requested_dataset_gives_no_notice() -> None:

@@ -211,7 +211,7 @@ def test_generated_puzzles_stand_for_the_usual_dataset_and_for_no_other(monkeypa
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     assert len(CountdownEnvironment(num_samples=3)) == 3
-    assert "cannot be had (ConnectionError: no network)" in caplog.text
+    assert "is not available (ConnectionError: no network)" in caplog.text
     for kwargs in ({"dataset": "hub"}, {"dataset_name": "someone/puzzles"}, {"dataset_split": "test"}):
         with pytest.raises(ConnectionError):
             len(CountdownEnvironment(**kwargs))

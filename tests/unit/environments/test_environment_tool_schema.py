@@ -273,7 +273,7 @@ def test_a_tool_that_no_model_could_call_is_refused_by_name():
 
     def tell(secret: Secret): ...
 
-    with pytest.raises(UserError, match="The tool 'tell' has a parameter that no JSON can express"):
+    with pytest.raises(UserError, match="The tool 'tell' has a parameter that JSON cannot express"):
         func_to_tool_schema(tell)
     with pytest.raises(UserError, match="it has no name"):
         func_to_tool_schema(lambda x: x)

@@ -25,9 +25,9 @@ DEFAULT_NUM_SAMPLES = 2_000
 RESULTS_KEY = "calculator_results"
 """Key of `state.custom` that holds the values that the calculator has returned."""
 
-SYSTEM_PROMPT = "You work out arithmetic with a calculator. You do not reckon in your head."
+SYSTEM_PROMPT = "You do arithmetic with a calculator. You do not compute in your head."
 INSTRUCTION = (
-    "Work it out from left to right, one operation after the other, whatever the operators are. The calculator does "
+    "Compute it from left to right, one operation after the other, whatever the operators are. The calculator does "
     "one operation at a time. When you have the result, write it alone between <answer> and </answer>."
 )
 CALL_OPEN, CALL_CLOSE = "<call>", "</call>"
@@ -108,7 +108,7 @@ class CalculatorAgentEnvironment(ToolEnvironment):
     def sample_of(self, question: Question) -> Sample:
         """A question as a dataset item."""
         prompt = question.text if self.short else f"What is {question.text}?\n\n{INSTRUCTION}"
-        steps = [asked for asked, _ in question.steps]
+        steps = [expression for expression, _ in question.steps]
         metadata = {"question": question.text, "operations": len(steps), "steps": steps}
         return Sample(prompt, answer=str(question.answer), metadata=metadata)
 
@@ -156,12 +156,12 @@ class CalculatorAgentEnvironment(ToolEnvironment):
         """
         steps = state.sample.metadata["steps"]
         turns = []
-        for turn, asked in enumerate(steps):
+        for turn, expected in enumerate(steps):
             text = state.trajectory[turn].text if turn < len(state.trajectory) else ""
             calls = [call.arguments for call in self.parse_tool_calls(text)]
             expressions = [call.get("expression") if isinstance(call, dict) else None for call in calls]
-            as_expected = len(expressions) == 1 and str(expressions[0]).replace(" ", "") == asked
-            turns.append({"turn": turn, "ask": asked, "correct": float(as_expected)})
+            as_expected = len(expressions) == 1 and str(expressions[0]).replace(" ", "") == expected
+            turns.append({"turn": turn, "ask": expected, "correct": float(as_expected)})
         answered = right and len(state.trajectory) == len(steps) + 1
         return [*turns, {"turn": len(steps), "answer": state.sample.answer, "correct": float(answered)}]
 

@@ -1,7 +1,7 @@
-"""Arithmetic questions made on the spot, the steps that answer them, and the split that keeps some out of training.
+"""Generated arithmetic questions, the steps that answer them, and the split into training and held-out questions.
 
-A question is a chain, worked out from left to right: `12+7*3` means (12 + 7) * 3. Intermediate results are whole and
-not negative. The sequence is a pure function of the settings and the seed; which questions are held out depends on the
+A question is computed from left to right: `12+7*3` means (12 + 7) * 3. Intermediate results are whole numbers and not
+negative. The sequence is a pure function of the settings and the seed; whether a question is held out depends on the
 question alone.
 """
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 HELD_OUT_PERCENT = 20
 LARGEST_RESULT = 999_999_999
-"""What the calculator can be given again."""
+"""Largest number that the calculator accepts."""
 _GIVE_UP_AFTER = 20_000
-"""Draws in a row without a new question after which the space counts as exhausted."""
+"""Consecutive attempts without a new question after which no more are expected."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -28,19 +28,19 @@ class Question:
 
     @property
     def text(self) -> str:
-        """Without blanks, read from left to right."""
+        """The question without spaces."""
         pairs = zip(self.operators, self.numbers[1:], strict=True)
         return str(self.numbers[0]) + "".join(f"{operator}{number}" for operator, number in pairs)
 
     @property
     def steps(self) -> list[tuple[str, int]]:
-        """What to ask the calculator, one operation at a time, with the results."""
+        """The calls of the calculator, one operation each, with their results."""
         steps: list[tuple[str, int]] = []
         value = self.numbers[0]
         for operator, number in zip(self.operators, self.numbers[1:], strict=True):
-            asked = f"{value}{operator}{number}"
+            expression = f"{value}{operator}{number}"
             value = apply(value, operator, number)
-            steps.append((asked, value))
+            steps.append((expression, value))
         return steps
 
     @property
@@ -50,7 +50,7 @@ class Question:
 
 @dataclass(slots=True, frozen=True)
 class QuestionSettings:
-    """How hard the questions are. All bounds are inclusive."""
+    """Difficulty of the questions. All bounds are inclusive."""
 
     min_operations: int = 1
     max_operations: int = 2
@@ -59,14 +59,14 @@ class QuestionSettings:
 
 
 def apply(left: int, operator: str, right: int) -> int:
-    """One step."""
+    """The result of one operation."""
     if operator == "+":
         return left + right
     return left - right if operator == "-" else left * right
 
 
 def draw_question(settings: QuestionSettings, rng: random.Random) -> Question:
-    """One question; no intermediate result is negative."""
+    """A random question without negative intermediate results."""
     count = rng.randint(settings.min_operations, settings.max_operations)
     numbers = [rng.randint(1, settings.max_number)]
     operators: list[str] = []
@@ -89,7 +89,7 @@ def is_held_out(question: Question) -> bool:
 
 
 def generate_questions(settings: QuestionSettings, seed: int, portion: str = "all") -> Iterator[Question]:
-    """Distinct questions of `portion` (all, train, heldout), until the space seems exhausted."""
+    """Yields distinct questions of `portion` (all, train, heldout), until no new ones are found."""
     rng = random.Random(f"calculator_agent {seed}")
     seen: set[Question] = set()
     misses = 0

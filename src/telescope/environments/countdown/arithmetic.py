@@ -1,8 +1,8 @@
-"""Exact evaluation of the arithmetic that a model wrote, safe against anything that it may have written.
+"""Parses and evaluates arithmetic expressions exactly and safely, for any text.
 
-Nothing is handed to Python's own parser or evaluator. The grammar is integers, `+ - * /`, parentheses and blanks;
-there is no power, no sign, no name, no float. Work is bounded before it starts: the text is short, numbers have few
-digits, nesting is shallow, and the result of n operations on numbers of d digits has at most (n + 1) * d digits.
+Python's own parser and evaluator are not used. The grammar is integers, `+ - * /`, parentheses and spaces, without
+powers, signs, names and floats. Work is bounded: the text is short, numbers have few digits, nesting is shallow, and
+the result of n operations on numbers of d digits has at most (n + 1) * d digits.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_CHARACTERS = 512
-"""Longest expression that is read. Six numbers of two digits, spaced and in parentheses, take about 50."""
+"""Longest expression. Six numbers of two digits, with spaces and parentheses, take about 50."""
 MAX_DIGITS = 9
 MAX_NUMBERS = 32
 MAX_DEPTH = 32
-"""Deepest nesting of parentheses; also the bound on recursion."""
+"""Deepest nesting of parentheses, which bounds the recursion."""
 
 _TOKEN = re.compile(r"[0-9]+|[-+*/()]")
 _ALLOWED = re.compile(r"[-+*/() \t\n0-9]*")
@@ -24,12 +24,12 @@ _TYPOGRAPHY = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-"})  # th
 
 
 class ExpressionError(ValueError):
-    """The text is not an expression of this grammar, or is too large."""
+    """The text is not an expression of this grammar, or too large."""
 
 
 @dataclass(slots=True, frozen=True)
 class Expression:
-    """A parsed expression: the numbers in it from left to right, the operators, and its postfix form."""
+    """A parsed expression: its numbers from left to right, its operators, and its postfix form."""
 
     numbers: tuple[int, ...]
     operators: frozenset[str]
@@ -55,12 +55,12 @@ class Expression:
 
 
 def parse(text: str) -> Expression:
-    """Read an expression. Raises `ExpressionError` with the reason."""
+    """Parses an expression. Raises `ExpressionError` with the reason."""
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"longer than {MAX_CHARACTERS} characters")
     text = text.translate(_TYPOGRAPHY)
     if not _ALLOWED.fullmatch(text):
-        raise ExpressionError("holds something other than digits, + - * / and parentheses")
+        raise ExpressionError("contains something other than digits, + - * / and parentheses")
     return _Parser(_TOKEN.findall(text)).parse()
 
 
@@ -100,7 +100,7 @@ class _Parser:
 
     def _atom(self) -> None:
         if self.position == len(self.tokens):
-            raise ExpressionError("ends where a number is due")
+            raise ExpressionError("ends where a number is expected")
         token = self._take()
         if token == "(":
             self.depth += 1
@@ -119,7 +119,7 @@ class _Parser:
             self.numbers.append(int(token))
             self.postfix.append(int(token))
         else:
-            raise ExpressionError(f"{token!r} where a number is due")
+            raise ExpressionError(f"{token!r} where a number is expected")
 
     def _take(self) -> str:
         token = self.tokens[self.position]

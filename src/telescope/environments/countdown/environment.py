@@ -1,8 +1,8 @@
-"""The Countdown environment: prompts, where its puzzles come from, and the reward.
+"""The Countdown environment: prompts, puzzles and the reward.
 
-An answer is right when the last `<answer>...</answer>` holds an expression that uses every given number exactly once,
-with allowed operators only, and equals the target exactly. Its form is right when there is exactly one such pair of
-tags, nothing follows it, and what is inside parses. The evaluator is `arithmetic`; nothing here evaluates text.
+An answer is right when the last `<answer>...</answer>` contains an expression that uses every given number exactly
+once, with allowed operators only, and equals the target exactly. Its form is right when there is exactly one such pair
+of tags, nothing follows it, and its content parses. `arithmetic` parses and evaluates expressions.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ OPTIONAL_PACKAGES = ["datasets"]
 HUB_DATASET = "Jiayi-Pan/Countdown-Tasks-3to4"
 
 DEFAULT_NUM_GENERATED = 10_000
-"""Puzzles that are generated when nothing says how many."""
+"""Number of generated puzzles when `num_samples` is -1."""
 
 SYSTEM_PROMPT = "You are a careful assistant. You think about a problem first and then give the answer."
 INSTRUCTION_PROMPT = (
-    "Use every number exactly once, with the operations {operations} and parentheses. You may think first. "
-    "Then write the expression alone between <answer> and </answer>, for example <answer>(1 + 2) / 3</answer>."
+    "Make a target from given numbers. Use every number exactly once, with the operations {operations} and "
+    "parentheses. You may think first. Then write the expression alone between <answer> and </answer>, for example "
+    "<answer>(1 + 2) / 3</answer>."
 )
 
 _UNSET: Any = object()
-"""Tells `system_prompt: null` (no system prompt) from one that is not given (the default of the prompt style)."""
+"""Distinguishes `system_prompt: null` (none) from a missing one (the default of the prompt style)."""
 
 
 class CountdownEnvironment(SingleTurnEnvironment):
     """Reach a target from given numbers.
 
-    `dataset` is `hub`, `generated`, or `auto` (the hub's if it can be had; else generated, unless `dataset_name` or
-    `dataset_split` ask for something else). `portion` is `all`,
-    `train` or `heldout`: a fixed fifth of all puzzles is held out, whatever the seed. `min_numbers` to
-    `operations` shape generated puzzles; `operations` also limits what an answer may use.
+    `dataset` is `hub`, `generated`, or `auto` (the hub's if it is available; else generated, unless `dataset_name` or
+    `dataset_split` select another dataset). `portion` is `all`, `train` or `heldout`: a fixed fifth of all puzzles is
+    held out, for any seed. `min_numbers` to `operations` shape generated puzzles; an answer may use `operations` only.
 
     `prompt_style` is `full` (instructions in words) or `short` ("3 7 12 -> 22", for very small models). The reward is
     `correct_reward` for a right answer plus `format_reward` for the right form; the metrics `correct` and `format`
@@ -98,7 +98,7 @@ class CountdownEnvironment(SingleTurnEnvironment):
         max_target: int = 100,
         **_: Any,
     ) -> list[Sample]:
-        """The puzzles as samples. Raises `UserError` when the settings admit fewer than `num_samples`."""
+        """The puzzles as samples. Raises `UserError` when the settings allow fewer than `num_samples`."""
         _one_of("dataset", dataset, ("auto", "hub", "generated"))
         _one_of("portion", portion, ("all", "train", "heldout"))
         settings = PuzzleSettings(
@@ -108,18 +108,17 @@ class CountdownEnvironment(SingleTurnEnvironment):
             try:
                 return self._load_hub(num_samples, portion, dataset_name, dataset_subset, dataset_split)
             except Exception as error:
-                # Generated puzzles stand for the usual dataset and for none that somebody chose.
+                # Generated puzzles replace the default dataset, and no dataset that the user selected.
                 if dataset == "hub" or dataset_name != HUB_DATASET or dataset_split != "train":
                     raise
-                missing = f"dataset is 'auto', and {dataset_name} cannot be had ({type(error).__name__}: {error})"
+                missing = f"dataset is 'auto', and {dataset_name} is not available ({type(error).__name__}: {error})"
                 try:
                     puzzles = self._generate(num_samples, portion, settings, seed)
                 except UserError as problem:
                     raise UserError(f"{problem} Puzzles are generated because {missing}.") from error
                 self.notice(
-                    f"countdown: {missing}. {len(puzzles)} generated puzzles take its place. If they are what you "
-                    "want, set dataset: generated in its kwargs; with dataset: hub a run without that dataset is "
-                    "refused."
+                    f"countdown: {missing}. {len(puzzles)} generated puzzles replace it. Set dataset: generated in "
+                    "the kwargs to use them, or dataset: hub to refuse a run without that dataset."
                 )
                 return puzzles
         return self._generate(num_samples, portion, settings, seed)

@@ -1,8 +1,7 @@
-"""Countdown puzzles made on the spot, and the split that keeps some of them out of training.
+"""Generated Countdown puzzles, and the split into training and held-out puzzles.
 
-The sequence is a pure function of the settings and the seed. Which puzzles are held out depends on nothing but the
-puzzle (its numbers in any order, and its target), so that no pair of seeds or sizes lets a held-out puzzle into a
-training set.
+The sequence is a pure function of the settings and the seed. Whether a puzzle is held out depends only on its numbers
+(in any order) and its target, so no choice of seed or size puts a held-out puzzle into a training set.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 HELD_OUT_PERCENT = 20
-"""Share of all puzzles that is held out. Small spaces (three digits, + and -) still give over 500 held-out prompts."""
+"""Share of all puzzles that is held out. Three digits with + and - still give over 500 held-out prompts."""
 
 _GIVE_UP_AFTER = 20_000
-"""Draws in a row without a new puzzle after which the space counts as exhausted."""
+"""Consecutive attempts without a new puzzle after which no more are expected."""
 
 
 @dataclass(slots=True, frozen=True)
 class Puzzle:
-    """Numbers in the order in which they are shown, the target, and one expression that reaches it."""
+    """Numbers in the order of the prompt, the target, and one expression that reaches it."""
 
     numbers: tuple[int, ...]
     target: int
@@ -31,7 +30,7 @@ class Puzzle:
 
 @dataclass(slots=True, frozen=True)
 class PuzzleSettings:
-    """How hard the puzzles are. All bounds are inclusive."""
+    """Difficulty of the puzzles. All bounds are inclusive."""
 
     min_numbers: int = 3
     max_numbers: int = 4
@@ -49,13 +48,13 @@ def is_held_out(numbers: tuple[int, ...] | list[int], target: int) -> bool:
 
 
 def generate_puzzles(settings: PuzzleSettings, seed: int, portion: str = "all") -> Iterator[Puzzle]:
-    """Distinct solvable puzzles of `portion` (all, train, heldout), until the space seems exhausted."""
+    """Yields distinct solvable puzzles of `portion` (all, train, heldout), until no new ones are found."""
     rng = random.Random(f"countdown {seed}")
     seen: set[tuple[tuple[int, ...], int]] = set()
     misses = 0
     while misses < _GIVE_UP_AFTER:
         misses += 1
-        puzzle = _draw(settings, rng)
+        puzzle = _random_puzzle(settings, rng)
         if puzzle is None:
             continue
         key = (puzzle.numbers, puzzle.target)
@@ -76,11 +75,11 @@ class _Term:
     value: Fraction
     text: str
     weakest: str
-    """The operator that was applied last; decides where parentheses are needed."""
+    """The operator that was applied last, which determines where parentheses are needed."""
 
 
-def _draw(settings: PuzzleSettings, rng: random.Random) -> Puzzle | None:
-    """Combine random numbers two by two in random order; None when the result is not an admissible target."""
+def _random_puzzle(settings: PuzzleSettings, rng: random.Random) -> Puzzle | None:
+    """Combines random numbers in pairs and random order; None when the result is not a valid target."""
     count = rng.randint(settings.min_numbers, settings.max_numbers)
     numbers = tuple(rng.randint(settings.min_number, settings.max_number) for _ in range(count))
     terms = [_Term(Fraction(number), str(number), "") for number in numbers]
@@ -89,7 +88,7 @@ def _draw(settings: PuzzleSettings, rng: random.Random) -> Puzzle | None:
         right = terms.pop(rng.randrange(len(terms)))
         operator = rng.choice(settings.operations)
         if operator == "/" and (right.value == 0 or (left.value / right.value).denominator != 1):
-            return None  # like the well-known puzzles: every step stays a whole number
+            return None  # every intermediate result is a whole number, as in the usual puzzles
         terms.append(_combine(left, operator, right))
     result = terms[0]
     if not settings.min_target <= result.value <= settings.max_target:

@@ -1,9 +1,8 @@
-r"""The MATH environment: competition problems, an answer in `\boxed{...}`, a reward of 1 for the right one.
+r"""The MATH environment: competition problems with an answer in `\boxed{...}`.
 
 Problems come from the hub (`EleutherAI/hendrycks_math`, the dataset of https://arxiv.org/abs/2103.03874), or from a few
-dozen of our own in the same form (`problems.json`), for tests, demos and machines without a network. Answers are
-compared by math-verify in a process that can be killed (`parsers.verify_math_answer`), and must be worked out as far as
-the expected ones are (`worked_out`).
+dozen that ship with Telescope (`problems.json`), for tests, demos and machines without a network. The reward is 1 for
+an answer that equals the expected one (`parsers.verify_math_answer`) and is as simplified (`worked_out`).
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ INSTRUCTION_PROMPT = "Think step by step, and put your final answer within \\box
 _OWN_PROBLEMS = Path(__file__).parent / "problems.json"
 
 _UNSET: Any = object()
-"""Tells `instruction_prompt: null` (none) from one that is not given (the default)."""
+"""Distinguishes `instruction_prompt: null` (none) from a missing one (the default)."""
 
 
 class HendrycksMathEnvironment(SingleTurnEnvironment):
     """Competition problems with one answer each.
 
-    `dataset` is `hub`, `own` (a few dozen problems that ship here) or `auto` (the hub's if it can be had; else our own,
-    unless `dataset_name` or `dataset_split` ask for something else). `dataset_subset` is a subject or null for all.
-    `levels` keeps problems of some difficulties, 1 to 5. With `seed` the order is shuffled; without, it is the
-    dataset's. `verify_timeout_seconds` bounds one comparison.
+    `dataset` is `hub`, `own` (a few dozen shipped problems) or `auto` (the hub's if it is available; else the shipped
+    ones, unless `dataset_name` or `dataset_split` select another dataset). `dataset_subset` is a subject or null for
+    all. `levels` selects difficulties, 1 to 5. With `seed` the order is shuffled; without, it is the dataset's.
+    `verify_timeout_seconds` bounds one comparison.
     """
 
     reward_min, reward_max = 0.0, 1.0
@@ -79,7 +78,7 @@ class HendrycksMathEnvironment(SingleTurnEnvironment):
         seed: int | None = None,
         **_: Any,
     ) -> list[Sample]:
-        """The problems as samples. Raises `UserError` when none is left."""
+        """The problems as samples. Raises `UserError` when there is none."""
         if dataset not in ("auto", "hub", "own"):
             raise UserError(f"hendrycks_math: dataset is {dataset!r}; use auto, hub or own.")
         if levels is not None and not set(levels) <= {1, 2, 3, 4, 5}:
@@ -90,10 +89,10 @@ class HendrycksMathEnvironment(SingleTurnEnvironment):
             try:
                 rows = _hub_rows(dataset_name, dataset_subset, dataset_split)
             except Exception as error:
-                # Our own stand for the hub's training problems and for nothing else that somebody asked for.
+                # The shipped problems replace the default dataset, and no dataset that the user selected.
                 if dataset == "hub" or dataset_name != HUB_DATASET or dataset_split != "train":
                     raise
-                missing = f"dataset is 'auto', and {dataset_name} cannot be had ({type(error).__name__}: {error})"
+                missing = f"dataset is 'auto', and {dataset_name} is not available ({type(error).__name__}: {error})"
         if rows is None:
             rows = _own_rows(dataset_subset)
         samples = [sample for row in rows if (sample := _sample(row)) is not None]
@@ -101,17 +100,16 @@ class HendrycksMathEnvironment(SingleTurnEnvironment):
             samples = [sample for sample in samples if sample.metadata["level"] in levels]
         if not samples:
             raise UserError(
-                f"hendrycks_math: no problem is left with dataset_subset {dataset_subset!r} and levels {levels!r}."
-                + (f" These are our own problems, because {missing}." if missing else "")
+                f"hendrycks_math: there is no problem with dataset_subset {dataset_subset!r} and levels {levels!r}."
+                + (f" These are the shipped problems, because {missing}." if missing else "")
             )
         if seed is not None:
             random.Random(f"hendrycks_math {seed}").shuffle(samples)
         samples = samples if num_samples < 0 else samples[:num_samples]
         if missing:
             self.notice(
-                f"hendrycks_math: {missing}. {len(samples)} problems of our own take its place. If "
-                "they are what you want, set dataset: own in its kwargs; with dataset: hub a run without that dataset "
-                "is refused."
+                f"hendrycks_math: {missing}. {len(samples)} shipped problems replace it. Set dataset: own in the "
+                "kwargs to use them, or dataset: hub to refuse a run without that dataset."
             )
         return samples
 
@@ -151,7 +149,7 @@ def _own_rows(subset: str | None) -> list[dict[str, Any]]:
 
 
 def _sample(row: dict[str, Any]) -> Sample | None:
-    """A row of the dataset, or of one like it (`question`, `answer`); None when it names no answer."""
+    """A row of the dataset, or of one with `question` and `answer`, as a sample; None when it has no answer."""
     answer = row.get("answer") or extract_boxed_answer(str(row.get("solution", "")))
     problem = row.get("problem") or row.get("question")
     if not answer or not problem:

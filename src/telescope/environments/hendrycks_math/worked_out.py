@@ -1,13 +1,13 @@
-r"""Whether an answer is the result of the work, or the question again.
+r"""Rejects answers that repeat the question instead of solving it.
 
-math-verify says that `\binom{8}{4}` equals 70, and so it does; but who is asked for $\binom{8}{4}$ and writes that has
-done nothing, and a model finds this out within a few hundred steps. So, besides being equal, an answer must be
-worked out as far as the expected one is. Pure functions of three texts; they look at notation and compute nothing.
+`\binom{8}{4}` equals 70, so math-verify accepts it as the answer to $\binom{8}{4}$; a model learns to exploit that
+within a few hundred steps. So an answer must also be as simplified as the expected one. Pure functions of three texts,
+which look at notation and compute nothing:
 
-- Where a number is expected (an integer, a decimal, a fraction, a percentage), the answer is a number too.
-- An operation that has a name (a sum, a logarithm, a sine, a factorial) stands in the answer only if one of its kind
-  stands in the expected one.
-- A formula of the problem, or a side of one, is not its answer, unless the expected one is written just like it.
+- Where a number is expected (an integer, a decimal, a fraction, a percentage), the answer must be a number.
+- A named operation (a sum, a logarithm, a sine, a factorial) may be in the answer only if one of its kind is in the
+  expected answer.
+- A formula of the problem, or a side of one, is no answer, unless the expected one is written in the same way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KINDS = (
     ("int", "iint", "oint"),
     ("lim",),
 )
-"""Commands of LaTeX that say what is to be done, those of a kind together."""
+"""LaTeX commands of operations, grouped by kind."""
 _KIND_OF = {name: kind[0] for kind in _KINDS for name in kind}
 _NAMED = re.compile(r"\\(?:operatorname\*?\s*\{\s*)?([a-z]+)")
 
@@ -37,7 +37,7 @@ _SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![A-Za-z])|\\[
 _STYLED = re.compile(r"\\[dtc](frac|binom)(?![A-Za-z])")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s*\{[^{}]*\}(?:\^\{?[0-9]\}?)?")
 _SIGNS = re.compile(r"\^\{?\\circ\}?|\\?%|\\\$|\\degree|[A-Za-z ]+$")
-"""What may stand around a number: degrees, percent, dollars, a unit."""
+"""Signs around a number: degrees, percent, dollars, a unit."""
 _DIGITS = r"(?:[0-9]+(?:\{?,\}?[0-9]{3})*(?:\.[0-9]*)?|\.[0-9]+)"
 _PART = rf"(?:\{{[-+]?{_DIGITS}\}}|[0-9])"
 _NUMBER = re.compile(
@@ -52,11 +52,11 @@ _WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}(?![A-Za-z])")
 _RELATIONS = re.compile(r"=|<|>|\\(?:leq?|geq?|neq?|equiv|approx)(?![A-Za-z])")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _HAS_WORK = re.compile(r"[-+*/^!.,_=<>]|\\(?!(?:text|pi|circ|infty)(?![A-Za-z]))[A-Za-z]")
-"""Signs that something is to be done, or could be written otherwise; what has none of them is as plain as it gets."""
+"""Signs of an operation or of another notation; a text without them cannot be simplified."""
 
 
 def is_worked_out(answer: str, expected: str, problem: str) -> bool:
-    """Whether `answer`, which equals `expected`, is a result and no restatement of `problem`."""
+    """Whether `answer`, which equals `expected`, is a result and not a restatement of `problem`."""
     answer_text, expected_text = _plain(answer), _plain(expected)
     if answer_text == expected_text:
         return True
@@ -69,7 +69,7 @@ def is_worked_out(answer: str, expected: str, problem: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """The text without spaces and without what only changes its looks."""
+    """The text without spaces and without commands that only change its appearance."""
     return _STYLED.sub(r"\\\1", _SPACING.sub("", text.replace("\\$", "").replace("\\cdot", "\\times")))
 
 
@@ -89,7 +89,7 @@ def _is_number(text: str) -> bool:
 
 
 def _unwrapped(text: str) -> str:
-    """The text without brackets around all of it."""
+    """The text without brackets that enclose all of it."""
     while len(text) > 2 and text[0] in _CLOSING and text[-1] == _CLOSING[text[0]]:
         inside = text[1:-1]
         opens, closes = inside.find(text[0]), inside.find(text[-1])
@@ -100,7 +100,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _expressions(problem: str) -> set[str]:
-    """The formulas of a problem and what stands between two words of it, whole and by the sides of each relation."""
+    """The formulas of a problem and the texts between its words, whole and split at relations."""
     found: set[str] = set()
     for piece in _BETWEEN_FORMULAS.split(problem):
         for part in (piece, *_WORDS.split(piece)):

@@ -24,11 +24,11 @@ OPTIONAL_PACKAGES = ["textarena"]
 
 WORD_LENGTH = 5
 GAME_KEY = "wordle"
-"""Where `state.custom` keeps the game."""
+"""Key of `state.custom` that holds the game."""
 
 PROMPT = (
     "You are playing Wordle. A secret word of five letters has been chosen. You have {turns} attempts to guess it.\n"
-    "In each attempt write one word in square brackets, for example [apple]. You are told for each letter:\n"
+    "In each attempt write one word in square brackets, for example [apple]. The response shows for each letter:\n"
     "G: it is in the word, in this place\nY: it is in the word, in another place\nX: it is not in the word\n"
     "Make your first guess."
 )
@@ -164,7 +164,7 @@ _OWN_WORDS = Path(__file__).parent / "words.json"
 def secret_words(source: str) -> tuple[str, ...]:
     """The words to guess, sorted. `source` is `own` or `textarena`.
 
-    Raises `UserError` when TextArena, or the word list that it downloads at its first use, cannot be had.
+    Raises `UserError` when TextArena, or the word list that it downloads at its first use, is not available.
     """
     if source == "own":
         return tuple(json.loads(_OWN_WORDS.read_text(encoding="utf-8")))
@@ -174,7 +174,7 @@ def secret_words(source: str) -> tuple[str, ...]:
         words = WordleEnv(word_length=5).word_list
     except Exception as error:
         raise UserError(
-            f"wordle: the words of textarena cannot be had ({type(error).__name__}: {error}). Install it with: "
+            f"wordle: the words of textarena are not available ({type(error).__name__}: {error}). Install it with: "
             "pip install textarena, and let it download its lists once; or use word_source: own."
         ) from error
     return tuple(sorted({word.lower() for word in words if len(word) == 5 and word.isascii() and word.isalpha()}))
