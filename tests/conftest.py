@@ -3,6 +3,7 @@ of several processes of tests, and the first and last tests of a server.
 """
 
 import os
+from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
@@ -25,3 +26,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     files = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
     items.sort(key=lambda item: (files[item.path], sum(PLACES.get(mark.name, 0) for mark in item.iter_markers())))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport]:
+    """Escapes what a process of tests could not send to the one that reports: captured text with lone surrogates."""
+    report = yield
+    report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
+    return report
