@@ -38,6 +38,8 @@ from telescope.record.system_metrics import MachineSampler
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not have the tests on their path
 
+pytestmark = pytest.mark.slow
+
 MODEL = Path(__file__).parents[1] / "trainer" / "golden" / "model"
 ROLES = ("inference", "trainer")
 

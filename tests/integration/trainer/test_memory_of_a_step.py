@@ -45,7 +45,13 @@ CASES: dict[str, tuple[dict[str, Any], int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = {
+    "14B on four, 16k", "14B on four, nothing recomputed", "8B on two, 4k", "8B on two, three layers ahead",
+    "0.6B on two, short",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
 def test_the_estimate_is_near_the_count_and_not_below_it_by_much(case, tmp_path):
     shape, ranks, tokens, settings = CASES[case]
     counted, estimated = bytes_of_a_step(tmp_path, shape, trainer_num_workers=ranks, seq_len=tokens, **settings)

@@ -161,7 +161,8 @@ def run_ranks(jobs: list[Job], *, num_ranks: int, folder: Path) -> list[list[Any
 
     A rank that raises fails the test with its traceback; ranks that hang are ended after a deadline.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # torch and transformers, imported once for all ranks of all files
     ports = [free_port() for _ in jobs]
     folder.mkdir(parents=True, exist_ok=True)
     processes = [
