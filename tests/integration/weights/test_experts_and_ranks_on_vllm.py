@@ -69,7 +69,7 @@ def test_every_worker_takes_its_weights_in_place_and_says_why(server: Server) ->
     assert not server.background
     reasons = {mode["reason"] for mode in server.modes}
     if server.tensor_parallel > 1:
-        assert reasons == {"collectives of a tensor-parallel engine must not run beside a transfer"}
+        assert reasons == {"collectives of a tensor-parallel engine must not run during a transfer"}
     else:
         assert all(reasons)
 
@@ -89,19 +89,19 @@ def test_after_a_sync_the_engine_computes_with_the_new_weights(server: Server, m
 @pytest.mark.parametrize(
     ("fault", "name", "rank"),
     [
-        ("nothing", "", 0),
+        pytest.param("nothing", "", 0, marks=pytest.mark.slow),
         ("skipped", f"{EXPERTS}.1.up_proj.weight", 1),
-        ("skipped", f"{EXPERTS}.3.down_proj.weight", 0),
-        ("skipped", "model.layers.0.mlp.gate.weight", 1),
-        ("skipped", "model.layers.1.mlp.down_proj.weight", 0),
-        ("skipped", "model.layers.1.self_attn.k_norm.weight", 1),
-        ("skipped", "model.embed_tokens.weight", 1),
-        ("previous", f"{EXPERTS}.2.gate_proj.weight", 0),
-        ("previous", "model.layers.1.self_attn.v_proj.weight", 1),
+        pytest.param("skipped", f"{EXPERTS}.3.down_proj.weight", 0, marks=pytest.mark.slow),
+        pytest.param("skipped", "model.layers.0.mlp.gate.weight", 1, marks=pytest.mark.slow),
+        pytest.param("skipped", "model.layers.1.mlp.down_proj.weight", 0, marks=pytest.mark.slow),
+        pytest.param("skipped", "model.layers.1.self_attn.k_norm.weight", 1, marks=pytest.mark.slow),
+        pytest.param("skipped", "model.embed_tokens.weight", 1, marks=pytest.mark.slow),
+        pytest.param("previous", f"{EXPERTS}.2.gate_proj.weight", 0, marks=pytest.mark.slow),
+        pytest.param("previous", "model.layers.1.self_attn.v_proj.weight", 1, marks=pytest.mark.slow),
         ("swapped", f"{EXPERTS}.2.gate_proj.weight", 1),
-        ("swapped", f"{EXPERTS}.0.down_proj.weight", 0),
-        ("swapped", "model.layers.0.self_attn.q_proj.weight", 0),
-        ("swapped", "model.layers.1.mlp.gate_proj.weight", 0),
+        pytest.param("swapped", f"{EXPERTS}.0.down_proj.weight", 0, marks=pytest.mark.slow),
+        pytest.param("swapped", "model.layers.0.self_attn.q_proj.weight", 0, marks=pytest.mark.slow),
+        pytest.param("swapped", "model.layers.1.mlp.gate_proj.weight", 0, marks=pytest.mark.slow),
         ("bit", f"{EXPERTS}.3.down_proj.weight", -1),  # the bit is in the last column, which the last worker holds
     ],
 )

@@ -5,17 +5,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from tests.integration.weights.vllm_server import (
-    Server,
-    disturb,
-    make_model,
-    model_logprobs,
-    serving,
-)
+from tests.integration.weights.vllm_server import Server, disturb, model_logprobs
 from transformers import Qwen2ForCausalLM
 
 from telescope.inference.vllm.output_batching import BATCH_TOKENS
@@ -24,19 +18,17 @@ from telescope.rollout.types import GenerateRequest, Generation
 pytestmark = pytest.mark.e2e
 
 PROMPT = [(11 * i + 5) % 290 for i in range(40)]
-NUM_REQUESTS = 8
+NUM_REQUESTS = 32
 MAX_TOKENS = 200
-TOKENS_BEFORE = 20 * NUM_REQUESTS
-"""Sampled by all requests together before the weights change."""
+TOKENS_BEFORE = 160
+"""Sampled by all requests together before the weights change. The server runs eight at once."""
 SAME = 1e-4
 """Nats by which engine and transformers may differ in float32."""
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("inflight")
-    with serving(Server(make_model(folder, tied=False), folder)) as made:
-        yield made
+def server(untied_server: Server) -> Server:
+    return untied_server
 
 
 def through_an_update(server: Server, *, drop_caches: bool) -> tuple[Qwen2ForCausalLM, list[Generation]]:

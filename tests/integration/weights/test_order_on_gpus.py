@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 FIRST = "test_before_any_sync"
 LAST = ("test_a_worker_killed", "test_killing")
@@ -35,6 +37,7 @@ def test_who_kills_a_server_is_the_last_that_uses_it_and_who_needs_a_fresh_one_t
     assert num_servers == 13
 
 
+@pytest.mark.slow
 def test_the_parts_of_the_suite_leave_no_test_out() -> None:
     made = subprocess.run(
         [sys.executable, "-m", "tests.integration.weights.collect_on_gpus"],

@@ -95,13 +95,13 @@ def test_the_engine_samples_from_the_old_weights_until_the_swap(server: Server) 
 @pytest.mark.parametrize(
     ("fault", "name"),
     [
-        ("nothing", ""),
+        pytest.param("nothing", "", marks=pytest.mark.slow),
         ("no swap", ""),
-        ("skipped", "model.layers.0.self_attn.k_proj.weight"),
+        pytest.param("skipped", "model.layers.0.self_attn.k_proj.weight", marks=pytest.mark.slow),
         ("skipped", "model.norm.weight"),
-        ("previous", "model.embed_tokens.weight"),
+        pytest.param("previous", "model.embed_tokens.weight", marks=pytest.mark.slow),
         ("swapped", "model.layers.0.mlp.gate_proj.weight"),
-        ("bit", "model.layers.1.mlp.up_proj.weight"),
+        pytest.param("bit", "model.layers.1.mlp.up_proj.weight", marks=pytest.mark.slow),
     ],
 )
 def test_the_probe_names_what_a_spoiled_background_sync_left_wrong_and_the_next_sync_mends_it(

@@ -1,0 +1,16 @@
+"""A vLLM server that several files of this folder share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.integration.weights.vllm_server import Server, make_model, serving
+
+
+@pytest.fixture(scope="session")
+def untied_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Takes weights in place. The last file that uses it kills it."""
+    folder = tmp_path_factory.mktemp("untied")
+    with serving(Server(make_model(folder, tied=False), folder)) as made:
+        yield made
