@@ -182,7 +182,7 @@ def test_a_parser_that_vllm_does_not_have(train):
 
 
 def test_a_backend_of_a_later_version(train):
-    refused(train("--train_backend", "megatron"), "train_backend is 'megatron'", "not available in this version")
+    refused(train("--train_backend", "megatron"), 'train_backend is "megatron"', "not available in this version")
 
 
 def test_an_environment_that_does_not_exist(train):
