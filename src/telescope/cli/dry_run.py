@@ -270,7 +270,7 @@ def _engine_rows(config: TelescopeConfig, engine: EngineMemory) -> list[tuple[st
     if engine.tokens is not None:
         full = engine.tokens / config.max_model_len
         rows.append((f"KV cache holds {engine.tokens:,} tokens", f"{full:,.1f} full"))
-    rows.append((f"all {config.lanes_per_server} lanes, full length", _gib(engine.lanes_kv)))
+    rows.append((f"all {config.lanes_per_server} request slots, full length", _gib(engine.lanes_kv)))
     return rows
 
 
@@ -279,8 +279,8 @@ def _remarks(config: TelescopeConfig, estimate: MemoryEstimate) -> list[str]:
     engine = estimate.engine
     if engine.kv_cache is not None and engine.longest_sequence_kv <= engine.kv_cache < engine.lanes_kv:
         remarks.append(
-            f"The KV cache holds {engine.kv_cache / engine.lanes_kv:.0%} of what all lanes need at full length; longer "
-            "answers wait for each other. That is fine when most answers are short."
+            f"The KV cache holds {engine.kv_cache / engine.lanes_kv:.0%} of what all request slots need at full "
+            "length; longer answers wait for each other. That is fine when most answers are short."
         )
     return remarks
 

@@ -167,7 +167,7 @@ def _components(status: RunStatus) -> RenderableType:
     grid.add_row(
         "rollouts",
         Text(
-            f"{status.num_generating}/{status.num_slots} lanes · {status.num_open_groups} groups open · "
+            f"{status.num_generating}/{status.num_slots} slots · {status.num_open_groups} groups open · "
             f"{status.num_finished_groups} ready · {status.num_discarded_groups} discarded · "
             f"{status.num_masked_samples} masked · {status.tokens_per_second():,.0f} tokens/s"
         ),
