@@ -39,10 +39,10 @@ def test_a_replacement_of_the_hub_dataset_is_reported_with_its_size_and_its_argu
     )
     assert puzzles.startswith(COUNTDOWN)
     assert "). 12 generated puzzles replace it. " in puzzles
-    assert "set dataset: generated in its kwargs" in puzzles
+    assert "Set dataset: generated in the kwargs" in puzzles
     assert problems.startswith(MATH)
     assert "). 42 shipped problems replace it. " in problems
-    assert "set dataset: own in its kwargs" in problems
+    assert "Set dataset: own in the kwargs" in problems
 
 
 def test_an_eval_has_the_notices_of_its_environment() -> None:

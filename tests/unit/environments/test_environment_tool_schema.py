@@ -277,5 +277,5 @@ def test_a_tool_that_no_model_could_call_is_refused_by_name():
         func_to_tool_schema(tell)
     with pytest.raises(UserError, match="it has no name"):
         func_to_tool_schema(lambda x: x)
-    with pytest.raises(UserError, match="The tool 'max' does not say what it takes"):
+    with pytest.raises(UserError, match="The tool 'max' has no signature"):
         func_to_tool_schema(max)
