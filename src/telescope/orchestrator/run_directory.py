@@ -172,10 +172,6 @@ async def save_where_possible(
                 status.messages.append(news)
             return candidate
         what = f"The trained model cannot be saved. {'. '.join(problems)}"
-        if time.monotonic() + retry_seconds > deadline:
-            raise RunError(
-                f"{what}. Free space in one of these folders before a run ends, or set run_dir to another disk"
-            )
         if not announced:
             announced = True
             news = (
@@ -184,5 +180,9 @@ async def save_where_possible(
             )
             logger.error("%s", news)
             status.messages.append(news)
+        if time.monotonic() + retry_seconds > deadline:
+            raise RunError(
+                f"{what}. Free space in one of these folders before a run ends, or set run_dir to another disk"
+            )
         status.progressed()
         await asyncio.sleep(retry_seconds)
