@@ -96,10 +96,9 @@ def test_a_failed_run_reports_its_incomplete_record(
     config = config_of(run_dir=str(tmp_path / "run"), use_wandb=False, metrics_logger_interval_seconds=0.1)
 
     async def lose_the_directory(*arguments: object, **options: object) -> None:
-        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
         raise RunError("trainer rank 0 exited")
 
-    monkeypatch.setattr(run_directory, "FLUSH_SECONDS", 0.5)
     monkeypatch.setattr(run_module, "start_components", lose_the_directory)
     monkeypatch.setattr(cli, "_dispatch", lambda arguments: run_module.run_training(config, []))
     assert cli.main([]) == 1
