@@ -75,7 +75,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder that passes for a model until somebody loads it."""
+    """A folder that looks like a model until it is loaded."""
     return write_model_folder(tmp_path / "model")
 
 
@@ -227,8 +227,8 @@ def test_a_vocabulary_smaller_than_the_tokenizer(train, model):
     refused(train(), "vocab_size 100", "ids up to 127", "resize_token_embeddings")
 
 
-def test_a_hub_model_that_cannot_be_had(train):
-    refused(train("--model", "nobody/no-such-model"), "could not be checked", "Set model to a local folder")
+def test_a_hub_model_that_cannot_be_downloaded(train):
+    refused(train("--model", "no-owner/no-such-model"), "could not be checked", "Set model to a local folder")
 
 
 def test_more_workers_than_the_machine_has(train):
@@ -333,7 +333,7 @@ def test_an_eval_that_cannot_be_made(train, environment_of, tmp_path):
     refused(result, "The environment 'odd' cannot be imported: ValueError: no luck")
 
 
-def test_several_problems_are_told_at_once(train, model):
+def test_several_problems_are_reported_together(train, model):
     (model / "tokenizer.json").unlink()
     result = train("--run_dir", "/proc/telescope", "--environments", "[{name: countdwn}]")
     refused(result, "3 problems", "run_dir", "countdwn", "holds no tokenizer")
@@ -349,7 +349,7 @@ def test_a_dry_run_shows_the_run_and_starts_nothing(train, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_says_that_another_dataset_takes_the_place_of_the_hubs(train, tmp_path):
+def test_a_dry_run_reports_that_another_dataset_replaces_the_hubs(train, tmp_path):
     result = train("--dry-run", "--environments", "[{name: countdown, kwargs: {num_samples: 12}}]")
     assert result.code == 0, result.err
     said = " ".join(result.out.split())  # lines are wrapped
@@ -376,7 +376,7 @@ def test_the_script_in_the_root_is_the_same_command(tmp_path):
     assert "Did you mean 'learning_rate'?" in done.stderr
 
 
-def test_help_teaches_every_field_by_section(train):
+def test_help_lists_every_field_by_section(train):
     result = train("--help-all", config=None)
     assert result.code == 0
     assert "imported: []" in result.out

@@ -236,13 +236,13 @@ class TrainerActor:
         return list(self._trainer.sequence_logprobs(token_ids, temperature))
 
     def packed_logprobs(self, step_input: Any) -> Any:
-        """See `trainer.proofs`."""
+        """See `trainer.self_check`."""
         from telescope.trainer.self_check import packed_logprobs
 
         return packed_logprobs(self._trainer.backend, step_input)
 
     def compare_gradients(self, first: Any, second: Any) -> Any:
-        """See `trainer.proofs`."""
+        """See `trainer.self_check`."""
         from telescope.trainer.self_check import compare_gradients
 
         return compare_gradients(self._trainer.backend, first, second)

@@ -1,6 +1,8 @@
-"""One Ray of two nodes for all tests of this room: two raylets on this machine, each at a loopback address of its own,
-which say that they have GPUs. Ray keeps its books by what it is told, so that placement, isolation and addresses are
-those of two machines; nothing computes on a GPU."""
+"""A Ray cluster of two nodes for all tests of this package.
+
+Two raylets on this machine, each at its own loopback address, report GPUs. Ray relies on these reports, so placement,
+isolation and addresses are those of two machines; nothing computes on a GPU.
+"""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def look_around(config: TelescopeConfig, placement: Placement) -> tuple[list[dic
     ("strategy", "workers", "on_each_node"),
     [("PACK", 4, [4]), ("STRICT_PACK", 4, [4]), ("SPREAD", 2, [1, 1]), ("STRICT_SPREAD", 2, [1, 1])],
 )
-async def test_each_strategy_puts_the_workers_where_it_says(
+async def test_each_strategy_places_the_workers_accordingly(
     two_nodes: TwoNodes, role: str, strategy: str, workers: int, on_each_node: list[int]
 ) -> None:
     (opposite,) = {*ROLES} - {role}
@@ -183,7 +183,7 @@ async def test_with_share_gpus_rank_and_server_of_one_number_see_one_gpu_that_no
         ),
     ],
 )
-async def test_what_the_cluster_can_never_hold_is_refused_before_ray_is_asked(
+async def test_a_placement_that_can_never_fit_is_refused_before_ray_is_called(
     two_nodes: TwoNodes, fields: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(PlacementError) as refused:
@@ -192,7 +192,7 @@ async def test_what_the_cluster_can_never_hold_is_refused_before_ray_is_asked(
     assert [word for word in words if word not in str(refused.value)] == []
 
 
-async def test_gpus_that_another_run_holds_are_waited_for_until_the_deadline_and_nothing_stays_reserved(
+async def test_gpus_of_another_run_are_waited_for_until_the_deadline_and_nothing_stays_reserved(
     two_nodes: TwoNodes,
 ) -> None:
     second = config_of(inference_num_workers=2, trainer_num_workers=2, ray_placement_timeout_s=1)
@@ -246,8 +246,8 @@ def wait_for_words(capfd: pytest.CaptureFixture[str], words: str) -> None:
         printed += captured.out + captured.err
 
 
-async def test_ranks_of_two_nodes_meet_at_their_nodes_addresses_and_say_where_they_are(two_nodes: TwoNodes) -> None:
-    """Real ranks, on CPUs: the store, gloo, and the door at which an engine of each rank would be met."""
+async def test_ranks_of_two_nodes_connect_at_their_nodes_addresses_and_report_their_nodes(two_nodes: TwoNodes) -> None:
+    """Real ranks, on CPUs: the store, gloo, and the listener for an engine of each rank."""
     config = config_of(
         device="cpu", model=str(MODEL), trainer_num_workers=2, inference_num_workers=2, trainer_threads=1,
         ray_trainer_placement_strategy="STRICT_SPREAD", ray_inference_placement_strategy="STRICT_SPREAD",
@@ -260,9 +260,9 @@ async def test_ranks_of_two_nodes_meet_at_their_nodes_addresses_and_say_where_th
         infos = await group.setup(loopback=network.broadcast_on_loopback)
         assert [info.config_hash for info in infos] == [config.hash, config.hash]
         address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        doors = [await group.listen_for_engine(engine, 1, loopback=False) for engine in range(2)]
-        assert [door.host for door in doors] == [address_of[node] for node in placement.rank_nodes]
-        assert {door.timeout_seconds for door in doors} == {77}
+        listeners = [await group.listen_for_engine(engine, 1, loopback=False) for engine in range(2)]
+        assert [listener.host for listener in listeners] == [address_of[node] for node in placement.rank_nodes]
+        assert {listener.timeout_seconds for listener in listeners} == {77}
         names = [(await group.take_readings(rank)).node for rank in range(2)]
         assert names == [two_nodes.cluster.node_names[node] for node in placement.rank_nodes]
         assert len(set(names)) == 2
@@ -300,7 +300,7 @@ async def test_gauges_of_every_node_are_recorded_and_a_node_that_goes_away_is_a_
     assert memory[here] == memory[there] > 0, "they are one machine, after all"
 
 
-def test_a_run_that_is_told_to_stops_the_cluster_that_it_joined_and_nothing_else(
+def test_ray_shutdown_on_exit_stops_the_joined_cluster_and_nothing_else(
     two_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Last in this file: nothing is left afterwards, not even of what is deaf to SIGTERM. Nothing is killed that would

@@ -17,7 +17,7 @@ CUDA_TORCH: dict[str, object] = {"version": "2.11.0", "cuda": "13.0", "gpus": 1,
 GPUS = ["NVIDIA H100 (80 GiB, driver 580)"]
 
 
-def test_every_check_answers_here_and_gives_a_fix_unless_fine(monkeypatch: pytest.MonkeyPatch):
+def test_every_check_returns_a_result_and_a_fix_unless_ok(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "ask_torch", lambda: CPU_TORCH)
     checks = doctor.run_checks(hub=False)
     assert len({check.name for check in checks}) == len(checks) > 15
@@ -92,26 +92,26 @@ def test_a_torchvision_for_cuda_beside_a_cpu_torch_is_found(monkeypatch: pytest.
 
 
 def test_a_port_in_use_is_named_with_the_option_that_changes_it(monkeypatch: pytest.MonkeyPatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        monkeypatch.setattr(doctor, "default_of", lambda field: taken.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        monkeypatch.setattr(doctor, "default_of", lambda field: listener.getsockname()[1])
         check = doctor.check_port()
-        port = taken.getsockname()[1]
+        port = listener.getsockname()[1]
     assert check.status == "note"
     assert check.found == f"{port}: in use"
     assert f"stop the process using port {port}" in str(check.fix)
     assert "--inference_base_port" in str(check.fix)
 
 
-def test_a_port_that_a_run_holds_before_its_server_listens_is_in_use(monkeypatch: pytest.MonkeyPatch):
+def test_a_port_reserved_by_a_run_is_in_use_before_its_server_listens(monkeypatch: pytest.MonkeyPatch):
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port = probe.getsockname()[1]
     monkeypatch.setattr(doctor, "default_of", lambda field: port)
-    held = PortHold(port)
+    reserved = PortHold(port)
     check = doctor.check_port()
-    held.release()
+    reserved.release()
     assert (check.status, check.found) == ("note", f"{port}: in use")
     assert f"stop the process using port {port}, perhaps another run, or set --inference_base_port" in str(check.fix)
     assert doctor.check_port() == Check("inference port", "ok", f"{port} is free")

@@ -73,7 +73,7 @@ def test_environments_are_tried_unless_this_machine_refuses_the_run(dry_run, tri
     assert tried == expected
 
 
-def test_a_run_that_fits_here_has_nothing_to_remark(dry_run):
+def test_a_run_that_fits_has_no_remarks(dry_run):
     printed, error = dry_run(**HERE)
     assert error is None
     assert "Remarks" not in printed
@@ -81,12 +81,12 @@ def test_a_run_that_fits_here_has_nothing_to_remark(dry_run):
 
 
 @pytest.mark.parametrize(("number", "said"), [(1, "1 step"), (20, "20 steps")])
-def test_the_number_of_steps_is_said(dry_run, number, said):
+def test_the_number_of_steps_is_shown(dry_run, number, said):
     printed, _ = dry_run(**HERE, number_of_steps=number)
     assert re.search(rf"in flight; {said}$", printed, re.MULTILINE)
 
 
-def test_memory_that_nothing_takes_has_no_row(dry_run):
+def test_unused_kinds_of_memory_have_no_row(dry_run):
     printed, _ = dry_run(**HERE)
     assert "gradients" in printed
     assert "libraries" not in printed
@@ -106,7 +106,7 @@ WITHOUT_EFFECT = [
 
 
 @pytest.mark.parametrize(("settings", "words"), WITHOUT_EFFECT)
-def test_what_has_no_effect_here_or_on_this_model_is_a_remark_and_of_run_and_verification_too(
+def test_a_field_without_effect_is_a_remark_of_dry_run_run_and_verification(
     dry_run, tmp_path, monkeypatch, capsys, settings, words
 ):
     printed, error = dry_run(**HERE | settings)
@@ -134,7 +134,7 @@ def test_what_has_no_effect_here_or_on_this_model_is_a_remark_and_of_run_and_ver
     assert words in capsys.readouterr().err
 
 
-def test_what_has_an_effect_is_no_remark(dry_run):
+def test_a_field_with_an_effect_is_no_remark(dry_run):
     printed, _ = dry_run(**HERE | {"gradient_checkpointing_layers": 2})
     assert "Remarks" not in printed
     printed, _ = dry_run(**SHARED)  # for a machine with GPUs: this one is too small without
@@ -142,7 +142,7 @@ def test_what_has_an_effect_is_no_remark(dry_run):
     assert "has no effect" not in printed
 
 
-def test_a_run_that_this_machine_is_too_small_for_is_an_error_after_the_plan(dry_run):
+def test_a_machine_that_is_too_small_is_an_error_after_the_plan(dry_run):
     printed, error = dry_run(**HERE | {"ray_trainer_cpus_per_worker": 4})
     assert "needs 8.2 CPU cores" in error
     assert "assumed node 1" in printed
@@ -179,7 +179,7 @@ def test_a_kv_cache_that_holds_no_sequence_is_an_error(dry_run, tmp_path):
     assert "max_model_len is 8192, but the KV cache" in error
 
 
-def test_all_problems_of_this_machine_are_told_at_once(dry_run):
+def test_all_problems_of_this_machine_are_reported_together(dry_run):
     _, error = dry_run(**HERE | {"ray_trainer_cpus_per_worker": 4, "run_dir": "/proc/telescope"})
     assert len(error.splitlines()) == 2
 
@@ -195,14 +195,14 @@ def test_a_run_for_gpus_is_planned_for_another_machine(dry_run, device):
     assert "assumed node 1" in printed
 
 
-def test_what_is_wrong_here_is_a_remark_on_a_run_for_another_machine(dry_run):
+def test_a_problem_of_this_machine_is_a_remark_on_a_run_for_another(dry_run):
     for values in ({"device": "cuda", "ray_address": "local"}, {"ray_address": "10.0.0.1:6379"}):
         printed, error = dry_run(**values, run_dir="/proc/telescope")
         assert error is None
         assert "On this machine, a run would be refused: run_dir is '/proc/telescope'" in printed
 
 
-def test_what_is_wrong_everywhere_is_an_error_even_for_another_machine(dry_run, tmp_path):
+def test_a_problem_on_any_machine_is_an_error_for_another_machine_too(dry_run, tmp_path):
     printed, error = dry_run(device="cuda", environments="[{name: countdwn}]", model=tmp_path / "nowhere")
     assert "Did you mean 'countdown'?" in error
     assert "does not exist" in error
@@ -213,7 +213,7 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size":
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_weights_that_come_in_place_whatever_the_machine_are_a_remark(dry_run, tmp_path, device):
+def test_weights_that_are_always_updated_in_place_are_a_remark(dry_run, tmp_path, device):
     values = HERE | {"device": device}
     assert "in place" not in dry_run(**values)[0]
     two, error = dry_run(**values, inference_tensor_parallel_size=2, inference_num_workers=2)
@@ -245,7 +245,7 @@ def memory_of(printed: str) -> list[str]:
     return [row for row in rows if row and row != "Remarks" and "assumed" not in row]
 
 
-def test_a_plan_that_fits_the_gpus_that_are_assumed_is_printed_in_full(dry_run):
+def test_a_plan_that_fits_the_assumed_gpus_is_printed_in_full(dry_run):
     printed, error = dry_run(config=EXAMPLE, gpu=80)
     assert error is None
     assert "GPUs of 80 GiB are assumed (--gpu-memory-gib): the plan is for a machine with 4 of them" in printed
@@ -257,7 +257,7 @@ def test_a_plan_that_fits_the_gpus_that_are_assumed_is_printed_in_full(dry_run):
         assert words not in printed
 
 
-def test_without_an_assumption_it_is_said_how_to_ask_and_what_is_known_is_listed(dry_run, tmp_path):
+def test_without_an_assumption_the_option_is_named_and_known_sizes_are_listed(dry_run, tmp_path):
     printed, error = dry_run(config=EXAMPLE, model=write_model_folder(tmp_path / "4b", **FOUR_B))
     assert error is None
     assert UNKNOWN in printed
@@ -278,7 +278,9 @@ def test_without_an_assumption_it_is_said_how_to_ask_and_what_is_known_is_listed
         (80, ONE_GPU, "share_gpus leaves it 47.0 of a GPU's 80.0 GiB", True),
     ],
 )
-def test_the_verdict_is_that_of_a_machine_with_such_gpus(dry_run, monkeypatch, tmp_path, gpu, settings, said, refused):
+def test_the_verdict_applies_to_a_machine_with_the_assumed_gpus(
+    dry_run, monkeypatch, tmp_path, gpu, settings, said, refused
+):
     values = {"ray_address": "local", "model": write_model_folder(tmp_path / "4b", **FOUR_B)} | settings
     printed, error = dry_run(config=EXAMPLE, gpu=gpu, **values)
     assert said in printed
@@ -293,7 +295,7 @@ def test_the_verdict_is_that_of_a_machine_with_such_gpus(dry_run, monkeypatch, t
     assert error == error_there
 
 
-def test_gpus_that_are_assumed_take_the_place_of_those_that_are_here(dry_run, monkeypatch, tmp_path):
+def test_assumed_gpus_replace_those_of_this_machine(dry_run, monkeypatch, tmp_path):
     node = NodeResources("gpus", cpus=64.0, gpus=1, memory_bytes=1 << 40, gpu_memory_bytes=24 << 30)
     for module in ("telescope.cli.dry_run", "telescope.config.preflight"):
         monkeypatch.setattr(f"{module}.local_resources", lambda: ClusterResources((node,)))
@@ -303,7 +305,7 @@ def test_gpus_that_are_assumed_take_the_place_of_those_that_are_here(dry_run, mo
     assert "a machine with 4 of them" in dry_run(config=EXAMPLE, ray_address="local", gpu=141)[0]
 
 
-def test_experts_on_two_ranks_are_said_not_to_fit(dry_run, tmp_path):
+def test_experts_on_two_ranks_do_not_fit(dry_run, tmp_path):
     experts = {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
                "num_experts": 128, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
                "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False}  # fmt: skip
@@ -313,14 +315,14 @@ def test_experts_on_two_ranks_are_said_not_to_fit(dry_run, tmp_path):
     assert re.search(r"A trainer worker needs about \d+\.\d GiB, and a GPU has 80\.0 GiB: raise trainer_num_w", printed)
 
 
-def test_what_is_wrong_here_is_a_remark_on_a_plan_for_gpus_that_are_assumed(dry_run, tried):
+def test_a_problem_of_this_machine_is_a_remark_on_a_plan_for_assumed_gpus(dry_run, tried):
     printed, error = dry_run(config=EXAMPLE, gpu=80, run_dir="/proc/telescope")
     assert error is None
     assert "On this machine, a run would be refused: run_dir is '/proc/telescope'" in printed
     assert tried == [False]
 
 
-def test_a_hub_out_of_reach_is_an_error_only_where_nothing_can_be_judged(dry_run, monkeypatch, tmp_path):
+def test_an_unreachable_hub_is_an_error_only_if_nothing_can_be_checked(dry_run, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("telescope.cli.dry_run.inspect_model", lambda config: inspect_model(config, ask_hub=False))
     printed, error = dry_run(config=EXAMPLE, gpu=80, model="Qwen/Qwen2.5-3B")

@@ -57,7 +57,7 @@ def chat_server():
     server.server_close()
 
 
-def test_list_names_all_with_their_kind_and_says_what_cannot_be_imported(capsys, tmp_path):
+def test_list_names_all_with_their_kind_and_import_problems(capsys, tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "environment.py").write_text("import no_such_package_anywhere\n")
     code, out, _ = run(capsys, "list", "--json", "--path", str(tmp_path))
@@ -70,7 +70,7 @@ def test_list_names_all_with_their_kind_and_says_what_cannot_be_imported(capsys,
     assert "wordle" in run(capsys, "list")[1]
 
 
-def test_describe_says_what_it_takes(capsys):
+def test_describe_lists_arguments(capsys):
     code, out, _ = run(capsys, "describe", "wordle")
     assert code == 0
     assert "wordle: several turns" in out and "word_source = 'own'" in out and "max_turns = 6" in out
@@ -78,7 +78,7 @@ def test_describe_says_what_it_takes(capsys):
     assert code == 2 and "Did you mean 'wordle'?" in err
 
 
-def test_try_plays_a_script_and_prints_the_conversation_and_the_reward(capsys):
+def test_try_runs_a_script_and_prints_the_conversation_and_the_reward(capsys):
     arguments = ["try", "calculator_agent", "--set", "prompt_style=short", "--set", "seed=1"]
     script = ["--answer", "<call>1+9</call>", "--answer", "<call>10+14</call>", "--answer", "<answer>24</answer>"]
     code, out, _ = run(capsys, *arguments, *script)
@@ -89,7 +89,7 @@ def test_try_plays_a_script_and_prints_the_conversation_and_the_reward(capsys):
     assert lines[7] == "reward 1 (3 turns, final_answer)"
 
 
-def test_a_script_that_ends_before_the_game_scores_what_was_played(capsys):
+def test_a_script_that_ends_early_scores_the_turns_so_far(capsys):
     code, out, _ = run(capsys, "try", "wordle", "--answer", "[crane]", "--answer", "[slate]")
     assert code == 0 and "(2 turns, no_more_answers)" in out and "num_guesses 2" in out
     arguments = ["try", "calculator_agent", "--set", "prompt_style=short", "--items", "3", "--json"]
@@ -100,7 +100,7 @@ def test_a_script_that_ends_before_the_game_scores_what_was_played(capsys):
     assert code == 0 and "answers not used: 1" in out
 
 
-def test_the_end_of_the_input_ends_the_game_of_a_person(capsys, monkeypatch):
+def test_the_end_of_the_input_ends_an_interactive_rollout(capsys, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -129,7 +129,7 @@ class Own(ToolEnvironment):
 """
 
 
-def test_an_argument_that_the_class_gives_itself_is_not_offered_and_nor_is_the_text_of_its_base(capsys, tmp_path):
+def test_arguments_set_by_the_class_and_the_docstring_of_its_base_are_not_shown(capsys, tmp_path):
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "environment.py").write_text(OWN_TOOLS)
     code, out, _ = run(capsys, "describe", "own", "--path", str(tmp_path))
@@ -139,7 +139,7 @@ def test_an_argument_that_the_class_gives_itself_is_not_offered_and_nor_is_the_t
     assert code == 2 and "no keyword argument 'tools'" in err
 
 
-def test_try_plays_against_a_model_server(capsys, chat_server, monkeypatch):
+def test_try_uses_a_model_server(capsys, chat_server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
 
     def says(messages):
@@ -160,7 +160,7 @@ def test_try_plays_against_a_model_server(capsys, chat_server, monkeypatch):
     assert (path, body["model"], key) == ("/v1/chat/completions", "the-model", "Bearer secret")
 
 
-def test_what_goes_wrong_is_said_and_nothing_hangs(capsys, chat_server, monkeypatch):
+def test_bad_input_is_reported_without_hanging(capsys, chat_server, monkeypatch):
     for arguments, words in (
         (["--answer", "x", "--url", "http://x"], "give one of them"),
         (["--set", "seed"], "write it as KEY=VALUE"),
@@ -195,7 +195,7 @@ def test_new_writes_environments_whose_tests_pass_and_fail_when_the_reward_is_wr
     assert finished.returncode == 1 and finished.stdout.count("\nFAILED") >= 3, finished.stdout
 
 
-def test_new_refuses_a_name_that_is_taken_or_impossible(capsys, tmp_path):
+def test_new_refuses_a_used_or_invalid_name(capsys, tmp_path):
     assert run(capsys, "new", "mine", "--folder", str(tmp_path))[0] == 0
     code, _, err = run(capsys, "new", "mine", "--folder", str(tmp_path))
     assert code == 2 and "exists already" in err
@@ -232,7 +232,7 @@ class Later(MultiTurnEnvironment):
 """
 
 
-def test_async_environments_are_played_and_cleaned_up(tmp_path):
+def test_async_environments_are_rolled_out_and_cleaned_up(tmp_path):
     (tmp_path / "later").mkdir()
     (tmp_path / "later" / "environment.py").write_text(async_environment)
     environment = get_environment("later", environments_path=[tmp_path], max_turns=3)

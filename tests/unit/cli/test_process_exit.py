@@ -32,7 +32,7 @@ def test_the_exit_code_is_that_of_the_command_and_python_cleans_up_first():
     assert (ended.returncode, ended.stdout) == (3, "joined\ncleaned up\n")
 
 
-def test_an_exception_that_nobody_expected_ends_with_1_and_its_traceback():
+def test_an_unexpected_exception_ends_with_1_and_its_traceback():
     ended = run("raise RuntimeError('unexpected')")
     assert ended.returncode == 1
     assert "RuntimeError: unexpected" in ended.stderr
@@ -44,6 +44,6 @@ def test_a_command_without_ray_ends_as_any_python_program():
     assert run("return 3", before="", with_ray=False).returncode == 3
 
 
-def test_output_that_nobody_reads_any_more_does_not_change_the_code():
+def test_a_closed_output_pipe_does_not_change_the_code():
     ended = run("sys.stderr.close(); return 0")
     assert ended.returncode == 0

@@ -67,7 +67,7 @@ def test_a_rank_has_its_interface_before_torch_meets_the_others(
 
 
 @pytest.mark.parametrize(("loopback", "expected"), [(True, "lo"), (False, "net0")])
-def test_vllm_inherits_the_interface_of_its_actor_and_is_asked_at_the_nodes_address(
+def test_vllm_inherits_the_interface_of_its_actor_and_advertises_the_nodes_address(
     on_a_node: None, tmp_path: Path, loopback: bool, expected: str
 ) -> None:
     actor = InferenceActor(CONFIG.to_json(), 0, "0.0.0.0", 18890, "secret", "m", str(tmp_path), None, loopback)
@@ -83,7 +83,7 @@ async def raised_in_an_actor(cause: Exception) -> None:
 
 
 @pytest.mark.parametrize("cause", [ConfigError("a port is in use"), RunError("no"), EngineStartError("server 0\nLog")])
-async def test_an_explanation_from_an_actor_arrives_as_it_was_written(cause: Exception) -> None:
+async def test_a_user_error_in_an_actor_arrives_unchanged(cause: Exception) -> None:
     with pytest.raises(type(cause)) as failure:
         await answer(raised_in_an_actor(cause), "start of inference server 0")
     assert type(failure.value) is type(cause)
@@ -92,7 +92,7 @@ async def test_an_explanation_from_an_actor_arrives_as_it_was_written(cause: Exc
 
 
 @pytest.mark.parametrize("cause", [ValueError("a bug"), InfrastructureError("a lost engine")])
-async def test_any_other_error_of_an_actor_keeps_its_type_and_the_traceback_of_its_process(cause: Exception) -> None:
+async def test_another_error_in_an_actor_keeps_its_type_and_its_remote_traceback(cause: Exception) -> None:
     with pytest.raises(type(cause)) as failure:
         await answer(raised_in_an_actor(cause), "training step 3")
     assert str(failure.value) == str(cause)

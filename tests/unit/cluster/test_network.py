@@ -43,7 +43,7 @@ def placed(servers: list[str], ranks: list[str]) -> Placement:
         (["here", "there"], ["here"], False, False),
     ],
 )
-def test_processes_meet_on_loopback_where_all_that_meet_are_on_one_node(
+def test_processes_on_one_node_connect_over_loopback(
     servers: list[str], ranks: list[str], http: bool, broadcast: bool
 ) -> None:
     """Whatever else is in the cluster. The driver asks the servers; ranks and servers send each other weights."""
@@ -52,7 +52,7 @@ def test_processes_meet_on_loopback_where_all_that_meet_are_on_one_node(
     assert network_of(unwanted, placed(servers, ranks), "here") == Network(http, False)
 
 
-def test_off_loopback_a_process_is_reached_at_its_nodes_address_or_the_outward_one(
+def test_without_loopback_a_process_uses_its_nodes_address_or_the_default_route(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(network_module, "own_address", lambda: "10.0.0.4")
@@ -73,7 +73,7 @@ def test_servers_beside_the_driver_listen_on_loopback_unless_the_user_names_a_ho
     assert bind_host(config_of(**fields), Network(True, False)) == expected
 
 
-def test_servers_elsewhere_listen_where_the_field_says_and_are_asked_at_their_nodes_address() -> None:
+def test_servers_on_other_nodes_listen_on_inference_host_and_use_their_nodes_address() -> None:
     assert bind_host(config_of(), Network(False, True)) == config_of().inference_host == "0.0.0.0"
     assert bind_host(config_of(inference_host="10.0.0.7"), Network(False, True)) == "10.0.0.7"
     assert advertised_host("0.0.0.0", "10.0.0.4") == "10.0.0.4"
@@ -85,9 +85,7 @@ def test_servers_elsewhere_listen_where_the_field_says_and_are_asked_at_their_no
     [("127.0.0.1", "lo"), ("127.0.0.3", "lo"), ("10.1.0.4", "ib0"), ("10.0.0.4", "eth0"), ("fd00::9", "eth1"),
      ("203.0.113.9", None)],
 )  # fmt: skip
-def test_an_address_has_the_interface_that_holds_it_and_else_the_one_whose_network_it_is_in(
-    address: str, interface: str | None
-) -> None:
+def test_an_address_belongs_to_its_interface_or_to_that_of_its_network(address: str, interface: str | None) -> None:
     assert interface_of(address, INTERFACES) == interface
 
 
@@ -95,7 +93,7 @@ def test_loopback_is_among_the_interfaces_of_this_machine() -> None:
     assert interface_of("127.0.0.1", interface_networks()) == "lo"
 
 
-def test_nccl_and_gloo_are_told_the_interface_and_a_users_choice_is_kept() -> None:
+def test_nccl_and_gloo_get_the_interface_unless_the_user_chose_one() -> None:
     environment: dict[str, str] = {}
     use_interface_of("127.0.0.1", environment)
     assert environment == {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}

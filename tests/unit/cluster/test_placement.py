@@ -104,7 +104,7 @@ async def test_an_actor_goes_to_the_bundle_of_its_number(fake: FakePlacementGrou
 
 
 @pytest.mark.parametrize(("position", "name"), [(0, "inference"), (1, "trainer")])
-async def test_a_wait_that_runs_out_names_what_was_asked_and_what_to_lower_and_leaves_nothing(
+async def test_a_placement_timeout_names_the_request_and_the_fields_to_lower(
     position: int, name: str, fake: FakePlacementGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake.never = {position}

@@ -18,12 +18,12 @@ class FakeCluster:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.wanted: str | None = None
         self.answers = True
-        self.held: str | None = None
+        self.token: str | None = None
         self.num_refreshes = 0
         loader = SimpleNamespace(
             reset_cache=lambda: None,
-            has_token=lambda ignore_auth_mode: self.held is not None,
-            get_raw_token=lambda ignore_auth_mode: self.held,
+            has_token=lambda ignore_auth_mode: self.token is not None,
+            get_raw_token=lambda ignore_auth_mode: self.token,
         )
         monkeypatch.setattr(ray_cluster, "AuthenticationTokenLoader", SimpleNamespace(instance=lambda: loader))
         monkeypatch.setattr(ray_cluster, "Config", SimpleNamespace(initialize=self.refresh))
@@ -48,10 +48,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
 
 
 @pytest.mark.parametrize(("wanted", "mode"), [("secret", "token"), (None, "disabled")])
-def test_the_mode_is_what_the_cluster_wants_whether_a_token_is_here_or_not(
-    cluster: FakeCluster, wanted: str | None, mode: str
-) -> None:
-    cluster.wanted, cluster.held = wanted, "secret"
+def test_the_authentication_mode_follows_the_cluster(cluster: FakeCluster, wanted: str | None, mode: str) -> None:
+    cluster.wanted, cluster.token = wanted, "secret"
     settle_authentication("10.0.0.1:6379")
     assert os.environ[MODE_VARIABLE] == mode
     assert cluster.num_refreshes == 1
@@ -60,17 +58,15 @@ def test_the_mode_is_what_the_cluster_wants_whether_a_token_is_here_or_not(
     assert cluster.num_refreshes == 2
 
 
-@pytest.mark.parametrize(("held", "words"), [(None, "none was found here"), ("old", "rejects the one found here")])
-def test_a_token_that_is_missing_or_another_is_the_users_to_mend(
-    cluster: FakeCluster, held: str | None, words: str
-) -> None:
-    cluster.wanted, cluster.held = "secret", held
+@pytest.mark.parametrize(("token", "words"), [(None, "none was found here"), ("old", "rejects the one found here")])
+def test_a_missing_or_wrong_token_is_a_user_error(cluster: FakeCluster, token: str | None, words: str) -> None:
+    cluster.wanted, cluster.token = "secret", token
     with pytest.raises(UserError, match=f"ray_address: .*10.0.0.1:6379.* {words}.*auth_token.*RAY_AUTH_TOKEN"):
         settle_authentication("10.0.0.1:6379")
     assert MODE_VARIABLE not in os.environ
 
 
-def test_what_cannot_be_asked_and_what_the_user_has_set_is_left_alone(
+def test_an_unreachable_cluster_and_the_users_own_mode_change_nothing(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.wanted = "secret"
@@ -86,13 +82,13 @@ def test_what_cannot_be_asked_and_what_the_user_has_set_is_left_alone(
     assert cluster.num_refreshes == 0
 
 
-def test_nobody_at_an_address_is_no_answer() -> None:
+def test_an_address_without_a_cluster_gives_no_answer() -> None:
     assert admits("127.0.0.1:1") is None
 
 
 @pytest.mark.parametrize("mode", [None, "disabled"])
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "nosuchhost.invalid:6379"])
-def test_an_address_where_nobody_listens_is_refused_at_once(
+def test_an_address_without_a_listener_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch, address: str, mode: str | None
 ) -> None:
     """`ray.init` would try for minutes."""

@@ -137,7 +137,7 @@ def test_debug_asks_torch_for_more() -> None:
     assert runtime_environment(config_of(debug=True), RUN_DIR)["env_vars"]["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
 
 
-def test_a_cluster_that_runs_is_joined_and_its_dead_nodes_are_not_counted(fake_ray: FakeRay, tmp_path: Path) -> None:
+def test_a_running_cluster_is_joined_without_its_dead_nodes(fake_ray: FakeRay, tmp_path: Path) -> None:
     cluster = connect(config_of(ray_address="auto"), RUN_DIR, tmp_path, local_cpus=4, local_gpus=0)
     assert not cluster.started_here
     assert (cluster.node_names, cluster.driver_node) == ({"first": "box"}, "first")
@@ -149,7 +149,7 @@ def test_a_cluster_that_runs_is_joined_and_its_dead_nodes_are_not_counted(fake_r
     assert "num_cpus" not in call, "a cluster that runs has resources of its own"
 
 
-def test_a_cluster_that_is_started_here_is_told_that_there_is_only_loopback(
+def test_a_cluster_started_here_uses_loopback_only(
     fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
@@ -184,7 +184,7 @@ def test_without_a_cluster_one_is_started_here(fake_ray: FakeRay, tmp_path: Path
         ({"ray_address": "auto"}, RuntimeError("versions differ")),
     ],
 )
-def test_a_cluster_that_was_asked_for_and_is_not_there_is_the_users_to_mend(
+def test_a_missing_cluster_that_was_requested_is_a_user_error(
     fields: dict[str, Any], error: Exception, fake_ray: FakeRay, tmp_path: Path
 ) -> None:
     fake_ray.errors = [error]
@@ -194,7 +194,7 @@ def test_a_cluster_that_was_asked_for_and_is_not_there_is_the_users_to_mend(
 
 
 @pytest.mark.parametrize("off", [True, False])
-def test_ray_rewrites_no_runtime_environment_unless_so_configured(
+def test_ray_rewrites_runtime_environments_only_if_configured(
     fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, off: bool, tmp_path: Path
 ) -> None:
     """Under `uv run`, and where RAY_RUNTIME_ENV_HOOK names a hook. Ray has read the first switch when it was imported,
@@ -215,7 +215,7 @@ def hook_of_the_site(env: dict[str, Any]) -> dict[str, Any]:
     return {**env, "by_the_site": True}
 
 
-def test_what_workers_print_stays_away_from_the_driver_when_so_configured(fake_ray: FakeRay, tmp_path: Path) -> None:
+def test_worker_output_is_not_forwarded_if_so_configured(fake_ray: FakeRay, tmp_path: Path) -> None:
     connect(config_of(ray_log_to_driver=False), RUN_DIR, tmp_path, local_cpus=4, local_gpus=0)
     assert fake_ray.calls[0]["log_to_driver"] is False
 
@@ -231,14 +231,14 @@ def test_settings_of_nccl_and_gloo_reach_the_workers_of_any_cluster(monkeypatch:
     assert "ANOTHER_SECRET" not in variables
 
 
-def test_nodes_are_called_by_their_host_names_and_told_apart_where_those_are_equal() -> None:
+def test_nodes_with_equal_host_names_also_show_their_addresses() -> None:
     twin = {**NODE, "NodeID": "second", "NodeManagerAddress": "10.0.0.2"}
     assert names_of_nodes([NODE, {**twin, "NodeManagerHostname": "shelf"}]) == {"first": "box", "second": "shelf"}
     assert names_of_nodes([NODE, twin]) == {"first": "box (10.0.0.1)", "second": "box (10.0.0.2)"}
 
 
 @pytest.mark.parametrize(("started_here", "asked", "stops"), [(False, True, 1), (False, False, 0), (True, True, 0)])
-def test_a_cluster_of_others_is_ended_only_when_asked(
+def test_a_joined_cluster_is_stopped_only_if_configured(
     started_here: bool, asked: bool, stops: int, fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped: list[str] = []
@@ -261,7 +261,7 @@ def test_a_cluster_of_others_is_ended_only_when_asked(
         (AssertionError(), "machine: AssertionError. "),
     ],
 )
-def test_a_ray_that_does_not_start_is_told_in_its_own_words_with_its_logs(
+def test_a_failed_start_of_ray_reports_its_error_and_keeps_its_logs(
     fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, words: str
 ) -> None:
     logs = tmp_path / "ray" / "session_1" / "logs"
@@ -277,14 +277,14 @@ def test_a_ray_that_does_not_start_is_told_in_its_own_words_with_its_logs(
     assert (kept / "raylet.err").read_text() == "no space"
 
 
-def test_a_ray_that_is_too_slow_the_first_time_is_started_again(fake_ray: FakeRay, tmp_path: Path) -> None:
+def test_a_slow_start_of_ray_is_tried_again(fake_ray: FakeRay, tmp_path: Path) -> None:
     fake_ray.errors = [RuntimeError("The current node timed out during startup. This could happen because ...")]
     assert connect(config_of(ray_address="local"), RUN_DIR, tmp_path, local_cpus=2, local_gpus=0).started_here
     assert len(fake_ray.calls) == 2
     assert fake_ray.num_shutdowns == 1, "what came up of the first is ended"
 
 
-def test_a_start_that_was_stopped_is_not_tried_again(fake_ray: FakeRay, tmp_path: Path) -> None:
+def test_a_cancelled_start_of_ray_is_not_tried_again(fake_ray: FakeRay, tmp_path: Path) -> None:
     stopped = threading.Event()
     fake_ray.on_init = stopped.set
     fake_ray.errors = [RuntimeError("The current node timed out during startup.")] * 2
@@ -335,7 +335,7 @@ def daemons(fake_ray: FakeRay, tmp_path: Path) -> Iterator[dict[str, subprocess.
         process.wait()
 
 
-async def test_a_daemon_of_ray_that_is_killed_is_named_with_its_signal_and_its_log(
+async def test_a_killed_ray_daemon_is_named_with_its_signal_and_log(
     fake_ray: FakeRay, daemons: dict[str, subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     (tmp_path / "raylet.out").write_text("last words\n[state-dump] noise\n")

@@ -102,7 +102,7 @@ def test_what_is_left_at_the_end_of_the_run_is_killed_before_the_driver_goes_on(
     assert is_running(before) and driver.poll() is None
 
 
-def test_the_reaper_survives_the_kill_of_the_drivers_group_and_polite_signals(start_driver) -> None:
+def test_the_reaper_survives_a_kill_of_the_drivers_group_and_stop_signals(start_driver) -> None:
     driver, (_, *family) = start_driver("os.setpgid(0, 0); print('group', flush=True); time.sleep(600)")
     assert driver.stdout.readline() == "group\n"
     for pid in map(int, Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()):
