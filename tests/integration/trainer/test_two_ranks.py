@@ -223,6 +223,7 @@ def test_a_model_that_the_disk_cannot_take_is_one_error_and_the_ranks_go_on(both
         assert all(result["save_error"] is None for result in results[1:])
         assert (folder / "hf" / "model.safetensors").is_file(), "the second try succeeds"
         assert not list(folder.glob(".partial*"))
+        assert len({path.stat().st_mode for path in (folder / "hf").iterdir()}) == 1, "all files have the same mode"
 
 
 def test_timing_metrics_have_the_documented_names_and_spans_lie_on_one_clock(both):

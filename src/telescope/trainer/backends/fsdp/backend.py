@@ -331,6 +331,7 @@ def _write_hf(directory: Path, weights: dict[str, torch.Tensor], model_config: A
         partial.mkdir(parents=True, exist_ok=True)
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
         model_config.save_pretrained(partial)
+        shutil.copymode(partial / "config.json", partial / "model.safetensors")  # safetensors makes it private
         for pattern in (*TOKENIZER_FILES, "generation_config.json"):
             for path in source.glob(pattern) if source.is_dir() else ():
                 shutil.copyfile(path, partial / path.name)
