@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.unit.environments.turns import finish, play, step
@@ -14,7 +15,7 @@ import telescope.environments
 from telescope.environments import MultiTurnEnvironment, RewardResult, RolloutState, Sample, SingleTurnEnvironment
 from telescope.environments.local_rollout import Answer, roll_out_item
 from telescope.environments.registry import get_environment, make_environment
-from telescope.environments.worker_pool.conversations import take_turn
+from telescope.environments.worker_pool.conversations import Conversations, take_turn
 from telescope.errors import UserError
 from telescope.evals import get_eval
 
@@ -128,6 +129,27 @@ def test_a_class_attribute_saves_the_last_response():
     state, _ = play(Thrifty(max_turns=1), Sample("Go.", "right"), "right")
     assert state.custom["calls"] == [("is_done", "right")]
     assert state.stop_reason == "max_turns_reached"
+
+
+def test_a_rollout_whose_environment_raises_ends_with_an_error():
+    ended = []
+
+    class Broken(Recorded):
+        def env_response(self, messages, state):
+            raise ValueError("no luck")
+
+        def end_rollout(self, state):
+            ended.append((state.stop_reason, state.error))
+
+    renderer = SimpleNamespace(
+        chat_text=lambda messages: "text", encode=lambda text, from_template: [1], decode=lambda ids, cut_end_token: "x"
+    )
+    conversations = Conversations(renderer)
+    finish(conversations.begin(0, Broken(), Sample("Go."), [], interleaved=True))
+    answer = {"rollout": 0, "for_eval": False, "stop_reason": "stop", "num_ids": 0, "max_context": None}
+    with pytest.raises(ValueError, match="no luck"):
+        finish(conversations.respond(answer, b""))
+    assert ended == [("rollout_error", "ValueError: no luck")]
 
 
 def test_messages_may_have_a_turn_type():

@@ -174,7 +174,7 @@ def test_the_parsers_of_both_forms_can_be_called_by_themselves():
     assert [call.name for call in parse_function_call_syntax("f(1) g(2) h(a=1)", ["g"])] == ["g"]
 
 
-def test_a_loop_of_python_calls_is_not_run_without_end():
+def test_the_number_of_python_calls_is_bounded():
     calls = Sums(tool_call_format="function").parse_tool_calls("add(a=1) " * 1000)
     assert len(calls) == MAX_CALLS + 1
     assert "936 more calls were not read" in calls[-1].error

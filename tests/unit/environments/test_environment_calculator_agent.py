@@ -1,4 +1,4 @@
-"""The calculator agent: what earns its reward, and what only looks as if it should."""
+"""The calculator agent: which rollouts earn its reward, and which do not."""
 
 from functools import cache
 
@@ -34,7 +34,7 @@ def result_of(*completions, style="short", question=QUESTION, **kwargs):
     return environment.compute_reward(state), replies
 
 
-def test_working_it_out_step_by_step_is_right():
+def test_computing_step_by_step_is_rewarded():
     reward, metrics, replies = play("<call>12+7</call>", "<call>19*3</call>", "<answer>57</answer>")
     assert replies == [["19"], ["57"]]
     assert (reward, metrics["correct"], metrics["num_turns"], metrics["calculate_calls"]) == (1.0, 1.0, 3.0, 2.0)
@@ -57,7 +57,7 @@ def test_the_full_form_works_the_same():
         (("<call>12+7</call>",), [1.0, 0.0, 0.0]),
     ],
 )
-def test_every_turn_that_a_question_takes_is_judged_for_the_record(completions, right):
+def test_each_expected_turn_is_recorded_as_correct_or_not(completions, right):
     result, _ = result_of(*completions)
     assert [turn["correct"] for turn in result.info_turns] == right
 
@@ -65,7 +65,7 @@ def test_every_turn_that_a_question_takes_is_judged_for_the_record(completions, 
 @pytest.mark.parametrize(
     "completions",
     [
-        ("<answer>57</answer>",),  # reckoned, not asked
+        ("<answer>57</answer>",),  # without the calculator
         ("12+7*3",),  # the prompt, echoed
         ("<answer>12+7*3</answer>",),
         ("<call>12+7*3</call>", "<answer>57</answer>"),  # more than the calculator takes
@@ -90,7 +90,7 @@ def test_every_turn_that_a_question_takes_is_judged_for_the_record(completions, 
         ("call>19*3</call>", "<answer>57</answer>"),
     ],
 )
-def test_what_did_not_come_from_the_calculator_alone_or_is_not_one_number_earns_nothing(completions):
+def test_an_answer_without_the_calculator_or_of_another_form_earns_nothing(completions):
     reward, metrics, _ = play(*completions)
     assert (reward, metrics["correct"]) == (0.0, 0.0)
 
@@ -103,7 +103,7 @@ def test_an_answer_that_was_cut_off_is_not_final():
     assert environment.compute_reward(state).total_reward == 0.0
 
 
-def test_a_right_answer_without_the_calculator_may_be_given_something():
+def test_a_right_answer_without_the_calculator_may_earn_a_configured_reward():
     assert play("<answer>57</answer>", answer_reward=0.25)[0] == 0.25
     assert play("<answer>58</answer>", answer_reward=0.25)[0] == 0.0
 
@@ -117,7 +117,7 @@ def test_a_failed_call_gets_one_word_and_is_not_an_answer(call):
     assert (metrics["tool_error_count"], metrics["tool_success_count"]) == (1.0, 1.0)
 
 
-def test_results_of_one_rollout_are_not_those_of_another():
+def test_results_of_rollouts_are_separate():
     environment = get_environment("calculator_agent", prompt_style="short")
     states = [environment.create_initial_state(environment.sample_of(QUESTION)) for _ in range(2)]
     states[0].trajectory.append(step("<call>19*3</call>"))
@@ -147,7 +147,7 @@ def test_held_out_questions_are_never_trained_on():
     assert not is_held_out(Question((1, 2), ("+",))) or "1+2" not in texts["train"]
 
 
-def test_settings_that_make_no_question_are_refused():
+def test_settings_without_questions_are_refused():
     for kwargs, words in (
         ({"portion": "test"}, "portion is 'test'"),
         ({"operations": "/"}, "operations is '/'"),

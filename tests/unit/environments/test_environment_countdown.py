@@ -61,7 +61,7 @@ def test_a_longer_dataset_begins_with_the_shorter_one():
     assert [long.get_sample(i) for i in range(10)] == [short.get_sample(i) for i in range(10)]
 
 
-def test_held_out_puzzles_are_in_no_training_set_whatever_the_seeds():
+def test_held_out_puzzles_are_in_no_training_set_for_any_seed():
     held_out = countdown(**SMALL, portion="heldout", num_samples=500, seed=7)
     train = countdown(**SMALL, portion="train", num_samples=1500, seed=8)
     shared = {sample_uid(held_out.get_sample(i)) for i in range(500)}
@@ -76,7 +76,7 @@ def test_held_out_puzzles_are_in_no_training_set_whatever_the_seeds():
 
 
 @given(st.permutations([3, 7, 12, 5]), st.integers(1, 100))
-def test_the_order_of_the_numbers_does_not_move_a_puzzle_across_the_split(numbers, target):
+def test_the_split_does_not_depend_on_the_order_of_the_numbers(numbers, target):
     assert is_held_out(numbers, target) == is_held_out([3, 5, 7, 12], target)
 
 
@@ -111,12 +111,12 @@ def test_answers_are_judged_by_value_numbers_and_form(completion, correct, well_
     assert metrics(completion) == {"correct": correct, "format": well_formed}
 
 
-def test_a_number_counts_as_often_as_it_was_given():
+def test_a_number_must_be_used_as_often_as_given():
     assert metrics("<answer>5+5+1</answer>", (5, 5, 1), 11)["correct"] == 1
     assert metrics("<answer>5+5+1</answer>", (5, 1, 1), 11)["correct"] == 0
 
 
-def test_operations_that_are_not_allowed_make_an_answer_wrong():
+def test_forbidden_operations_make_an_answer_wrong():
     assert metrics("<answer>3*4</answer>", (3, 4), 12)["correct"] == 1
     assert metrics("<answer>3*4</answer>", (3, 4), 12, operations="+-") == {"correct": 0.0, "format": 1.0}
 
@@ -129,7 +129,7 @@ def test_weights_change_the_reward_and_not_the_metrics():
     assert (environment.reward_min, environment.reward_max) == (0.0, pytest.approx(1.1))
 
 
-def test_end_token_after_the_answer_does_not_spoil_the_form():
+def test_an_end_token_after_the_answer_keeps_the_form_valid():
     result = countdown().compute_reward("<answer>3+7+12</answer><eos>", puzzle((3, 7, 12), 22), eos_token="<eos>")
     assert result.total_reward == 2.0
 
@@ -164,12 +164,12 @@ def test_prompts_may_be_replaced_or_null():
         ({"seeds": 3}, r"'seeds' \(did you mean 'seed'\?\)"),
     ],
 )
-def test_arguments_that_make_no_sense_name_the_field_the_value_and_the_fix(kwargs, words):
+def test_invalid_arguments_name_the_field_the_value_and_the_fix(kwargs, words):
     with pytest.raises(UserError, match=words):
         len(CountdownEnvironment(**{"dataset": "generated", **kwargs}))
 
 
-def test_auto_falls_back_to_generated_puzzles_and_says_why(monkeypatch, caplog):
+def test_auto_falls_back_to_generated_puzzles_and_reports_why(monkeypatch, caplog):
     def unreachable(*_):
         raise ConnectionError("no route to the hub")
 
@@ -205,7 +205,7 @@ def test_hub_rows_become_samples_of_the_portion(monkeypatch):
     assert len(CountdownEnvironment(dataset="hub", num_samples=7)) == 7
 
 
-def test_generated_puzzles_stand_for_the_usual_dataset_and_for_no_other(monkeypatch, caplog):
+def test_generated_puzzles_replace_only_the_default_dataset(monkeypatch, caplog):
     def load_dataset(*_, **__):
         raise ConnectionError("no network")
 

@@ -1,4 +1,4 @@
-"""What docs/environments.md shows works as shown."""
+"""The examples of docs/environments.md work."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-r"""MATH: our own problems have the answers that they claim, and only the right answer in the box is rewarded."""
+r"""MATH: the shipped problems have right answers, and only the right answer in the box is rewarded."""
 
 import re
 import sys
@@ -58,7 +58,7 @@ def test_the_right_answer_counts_however_it_is_written(environment, answer):
         "What is " + r"\boxed{?}",
     ],
 )
-def test_what_is_not_the_answer_earns_nothing(environment, completion):
+def test_wrong_answers_earn_nothing(environment, completion):
     environment.verify_timeout_seconds = 2.0
     assert score(environment, completion).total_reward == 0.0
     environment.verify_timeout_seconds = 60.0
@@ -90,7 +90,7 @@ def test_no_problem_is_solved_by_copying_a_formula_of_it(environment):
         ("(x+2)(x-5)", "x^2-3x-10", r"Expand \[(x+2)(x-5).\]"),
     ],
 )
-def test_a_restatement_is_not_worked_out(answer, expected, problem):
+def test_a_restatement_is_refused(answer, expected, problem):
     assert not is_worked_out(answer, expected, problem)
 
 
@@ -112,7 +112,7 @@ def test_a_restatement_is_not_worked_out(answer, expected, problem):
         ("3", "3.0", "Round $3$."),
     ],
 )
-def test_another_notation_is_worked_out(answer, expected, problem):
+def test_another_notation_is_accepted(answer, expected, problem):
     assert is_worked_out(answer, expected, problem)
 
 
@@ -129,28 +129,28 @@ def test_problems_are_chosen_by_subject_level_and_seed():
         get_environment("hendrycks_math", dataset="own", dataset_subset="astrology").get_sample(0)
 
 
-def test_the_instruction_may_be_another_or_none(environment):
+def test_the_instruction_may_be_replaced_or_null(environment):
     assert "\\boxed{}" in environment.build_messages("Q")[0]["content"]
     assert get_environment("hendrycks_math", instruction_prompt=None).build_messages("Q")[0]["content"] == "Q"
 
 
 def test_the_hubs_rows_become_samples(monkeypatch):
-    asked = []
+    requested = []
 
     def load_dataset(name, subset, split):
-        asked.append((name, subset, split))
+        requested.append((name, subset, split))
         return [{"problem": f"P {subset}", "level": "Level 4", "type": "Algebra", "solution": r"so \boxed{4}"},
                 {"problem": "no answer", "level": "Level ?", "type": "Algebra", "solution": "none"}]  # fmt: skip
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     samples = get_environment("hendrycks_math", dataset="hub")._loaded()
-    assert [subset for _, subset, _ in asked] == list(SUBJECTS)
+    assert [subset for _, subset, _ in requested] == list(SUBJECTS)
     assert [(s.prompt, s.answer, s.metadata["level"]) for s in samples[:1]] == [("P algebra", "4", 4)]
     assert len(samples) == len(SUBJECTS)
     assert extract_boxed_answer(r"so \boxed{4}") == "4"
 
 
-def test_without_the_hub_our_own_problems_take_its_place(monkeypatch, caplog):
+def test_without_the_hub_the_shipped_problems_replace_it(monkeypatch, caplog):
     def load_dataset(*_, **__):
         raise ConnectionError("no network")
 

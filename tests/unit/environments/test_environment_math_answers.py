@@ -1,4 +1,4 @@
-"""Mathematical answers compared: what is equal, and what a model may write to fool or to stop the comparison."""
+"""Mathematical answers are compared: equal ones, wrong ones, and attacks on the comparison."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def test_equal_answers_are_equal_however_they_are_written(answer, expected):
         "__import__('os').system('true')",
     ],
 )
-def test_what_is_not_the_answer_does_not_count_as_it(answer):
+def test_other_texts_are_not_equal_to_the_answer(answer):
     assert not verify_math_answer(answer, "3", timeout_seconds=60.0)
 
 
@@ -67,7 +67,7 @@ def test_numbers_in_different_bases_differ():
 
 
 @pytest.mark.parametrize("answer", ["9^{9^{9^9}}", "95^{97^{99}}", r"\prod_{i=1}^{10^9} i"])
-def test_an_answer_that_takes_for_ever_is_wrong_and_the_next_one_is_compared(answer):
+def test_an_endless_comparison_is_wrong_and_the_next_one_works(answer):
     assert verify_math_answer("0.5", r"\frac12", timeout_seconds=60.0)
     before = math_verifier._checker._process.pid
     assert not verify_math_answer(answer, "3", timeout_seconds=0.5)

@@ -1,4 +1,4 @@
-"""Names and arguments that environments written elsewhere rely on: they may grow, and none may go or change places."""
+"""Names and arguments that environments written elsewhere rely on. They may be extended, not removed or reordered."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ PARAMETERS: list[tuple[Callable[..., Any], str]] = [
 
 
 @pytest.mark.parametrize(("function", "documented"), PARAMETERS, ids=lambda value: getattr(value, "__qualname__", None))
-def test_documented_parameters_are_there_in_their_order(function: Callable[..., Any], documented: str) -> None:
+def test_documented_parameters_exist_in_their_order(function: Callable[..., Any], documented: str) -> None:
     names = [part.partition("=") for part in documented.split(", ") if part]
     parameters = list(inspect.signature(function).parameters.values())
     assert [parameter.name for parameter in parameters[: len(names)]] == [name for name, _, _ in names]
@@ -95,7 +95,7 @@ def test_documented_parameters_are_there_in_their_order(function: Callable[..., 
         )
 
 
-def test_what_a_subclass_may_set_is_there() -> None:
+def test_attributes_for_subclasses_exist() -> None:
     for name in ("reward_min", "reward_max", "metrics_ranges", "tags_options", "eos_token", "name", "is_multi_turn"):
         assert hasattr(base.Environment, name)
     for name in ("environment_name", "environment_kwargs", "system_prompt", "is_multi_turn", "metrics_ranges"):

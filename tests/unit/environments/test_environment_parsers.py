@@ -1,4 +1,4 @@
-"""Extracting answers from what a model wrote."""
+"""Parsers extract answers from completions."""
 
 import pytest
 from hypothesis import given
@@ -67,7 +67,7 @@ def test_boxes_are_balanced_and_the_last_complete_one_counts(text, answer):
     assert extract_boxed_answer(text) == answer
 
 
-def test_boxes_nested_a_hundred_thousand_deep_are_no_trouble():
+def test_deeply_nested_boxes_are_handled():
     assert extract_boxed_answer(r"\boxed{" * 100_000) == ""
 
 

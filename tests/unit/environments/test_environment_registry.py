@@ -1,4 +1,4 @@
-"""Finding environments and evals by name, and handing them their arguments."""
+"""Environments and evals are found by name and receive their arguments."""
 
 import subprocess
 import sys
@@ -54,7 +54,7 @@ def test_a_folder_with_environment_py_is_an_environment_without_any_registration
     assert (environment.name, len(environment)) == ("my_puzzle", 1)
 
 
-def test_a_class_that_stands_on_the_base_itself_is_a_single_turn_environment(write):
+def test_a_direct_subclass_of_the_base_is_a_single_turn_environment(write):
     source = PLAIN.format(name="Puzzle").replace("SingleTurnEnvironment", "BaseEnvironment")
     path = write("plain_puzzle", source)
     environment = get_environment("plain_puzzle", environments_path=[path], system_prompt="Be brief.")
@@ -64,7 +64,7 @@ def test_a_class_that_stands_on_the_base_itself_is_a_single_turn_environment(wri
     assert get_eval("plain_puzzle", environments_path=[path]).env is not None
 
 
-def test_a_class_that_stands_on_the_base_itself_needs_a_reward(write):
+def test_a_direct_subclass_of_the_base_needs_a_reward(write):
     source = PLAIN.format(name="Puzzle").replace("SingleTurnEnvironment", "BaseEnvironment")
     path = write("no_reward", source.replace("compute_reward", "reward_of"))
     with pytest.raises(UserError, match=r"'no_reward' has no compute_reward.*Subclass SingleTurnEnvironment or Multi"):
@@ -78,7 +78,7 @@ def test_files_of_a_folder_import_each_other_relatively(write):
     assert module.ANSWER == "from the helper"
 
 
-def test_folders_of_equal_name_in_different_places_are_different_environments(write, tmp_path):
+def test_folders_of_the_same_name_in_different_places_are_separate(write, tmp_path):
     first = write("twin", PLAIN.format(name="First"))
     second = tmp_path / "other"
     (second / "twin").mkdir(parents=True)
@@ -115,13 +115,13 @@ def test_imported_and_abstract_classes_are_not_the_environment(write):
         ("def broken(:", r"environment\.py:1"),
     ],
 )
-def test_a_module_without_one_concrete_class_says_what_is_wrong(write, source, words):
+def test_a_module_without_exactly_one_concrete_class_is_an_error(write, source, words):
     path = write("bad", source)
     with pytest.raises(UserError, match=words):
         get_environment("bad", environments_path=[path])
 
 
-def test_unknown_names_get_the_nearest():
+def test_unknown_names_get_a_suggestion():
     with pytest.raises(UserError, match="Did you mean 'countdown'"):
         check_environment("cuontdown")
     with pytest.raises(UserError, match="environments_path names 'nowhere'"):
@@ -237,7 +237,7 @@ def test_every_environment_is_an_eval():
         get_eval("countdwn")
 
 
-def test_an_eval_takes_from_its_environment_what_it_does_not_define(write):
+def test_an_eval_uses_its_environment_for_what_it_does_not_define(write):
     path = write(
         "bench",
         """
@@ -264,7 +264,7 @@ def test_an_eval_takes_from_its_environment_what_it_does_not_define(write):
     assert evaluation.compute_eval_metrics("<answer>1+2</answer>", sample).metrics["correct"] == 1.0
 
 
-def test_an_eval_without_environment_and_dataset_says_what_to_do(write):
+def test_an_eval_without_environment_and_dataset_is_an_error_with_the_fix(write):
     path = write("empty", "from telescope.evals import Eval\nclass Empty(Eval): ...", file="eval.py")
     with pytest.raises(UserError, match="set environment_name"):
         len(get_eval("empty", environments_path=[path]))

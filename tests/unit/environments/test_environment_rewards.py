@@ -28,7 +28,7 @@ async def score(rubric, completion="4", **more):
     return await rubric.score(completion=completion, sample=SAMPLE, **more)
 
 
-async def test_total_is_the_weighted_sum_and_metrics_are_what_the_functions_said():
+async def test_total_is_the_weighted_sum_and_metrics_are_the_returned_values():
     rubric = Rubric()
     rubric.add_reward(correct, weight=3.0)
     rubric.add_reward(later, weight=-0.5)

@@ -1,4 +1,4 @@
-"""Functions as tools: what the model is shown, and what it may send."""
+"""Functions as tools: their schemas and the arguments of calls."""
 
 import enum
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ def test_schema_has_the_openai_form_with_types_defaults_and_descriptions():
     assert "$ref" not in str(schema) and "$defs" not in str(schema)
 
 
-def test_a_type_that_contains_itself_ends_somewhere():
+def test_a_recursive_type_has_a_finite_schema():
     def plant(tree: Tree): ...
 
     children = parameters_of(plant)["properties"]["tree"]["properties"]["children"]
@@ -159,7 +159,7 @@ def test_descriptions_are_read_in_every_style(function):
     assert described == {"a": "the first", "b": "the second"}
 
 
-def test_parameters_may_be_called_anything():
+def test_parameters_may_have_any_name():
     def odd(schema: int, _private: int, model_dump: int, title: str = ""):
         return schema, _private, model_dump, title
 
@@ -240,7 +240,7 @@ def test_functions_that_take_any_number_of_arguments():
         call(total, [1, 2, "three"])
 
 
-def test_what_is_left_out_before_other_arguments_has_its_default():
+def test_a_missing_argument_before_others_has_its_default():
     def place(a: int, b: int = 2, c: int = 3, /, *rest: int):
         return a, b, c, rest
 
@@ -248,7 +248,7 @@ def test_what_is_left_out_before_other_arguments_has_its_default():
     assert call(place, {"a": 1, "rest": [9]}) == (1, 2, 3, (9,))
 
 
-def test_positional_only_parameters_are_given_by_name_too():
+def test_positional_only_parameters_accept_names():
     def power(base: int, exponent: int = 2, /):
         return base**exponent
 
@@ -257,7 +257,7 @@ def test_positional_only_parameters_are_given_by_name_too():
     assert call(power, [2, 5]) == 32
 
 
-def test_the_state_is_given_and_not_shown():
+def test_the_state_is_passed_and_not_in_the_schema():
     def remember(text: str, state: RolloutState):
         state.custom["text"] = text
 
@@ -268,7 +268,7 @@ def test_the_state_is_given_and_not_shown():
     assert state.custom == {"text": "a"}
 
 
-def test_a_tool_that_no_model_could_call_is_refused_by_name():
+def test_a_function_that_cannot_be_a_tool_is_refused_by_name():
     class Secret: ...
 
     def tell(secret: Secret): ...

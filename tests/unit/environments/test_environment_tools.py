@@ -101,9 +101,9 @@ def reply(environment, completion, state=None):
 
 
 def test_the_system_message_shows_the_tools_and_the_form_of_a_call():
-    messages = Tools([add], system_prompt="You reckon.").get_initial_prompt(Sample("Go."))
+    messages = Tools([add], system_prompt="You compute.").get_initial_prompt(Sample("Go."))
     assert [message["role"] for message in messages] == ["system", "user"]
-    assert messages[0]["content"].startswith("You reckon.\n\n")
+    assert messages[0]["content"].startswith("You compute.\n\n")
     assert '"name": "add"' in messages[0]["content"] and "<tool_call>" in messages[0]["content"]
     assert Tools([add], include_tool_schemas_in_prompt=False).get_initial_prompt(Sample("Go.")) == messages[1:]
 
@@ -173,14 +173,14 @@ def test_the_function_form(completion, expected):
         ('<tool_call>{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", "Exceeds the limit"),
     ],
 )
-def test_what_goes_wrong_is_told_to_the_model(completion, words):
+def test_failures_are_reported_to_the_model(completion, words):
     environment = Tools()
     (text,) = reply(environment, completion)
     assert text.startswith("Error: ") and words in text
     assert environment.is_done(after(environment, completion)) == (False, None)
 
 
-def test_an_answer_without_a_call_is_final_and_thoughts_are_no_calls():
+def test_an_answer_without_a_call_is_final_and_calls_in_thoughts_do_not_count():
     environment = Tools()
     for final in ("The answer is 3.", "", f"<think>{xml('add', [1, 2])}</think>It is 3.", "<answer>3</answer>"):
         assert environment.is_done(after(environment, final)) == (True, "final_answer")
@@ -193,19 +193,19 @@ def test_an_answer_without_a_call_is_final_and_thoughts_are_no_calls():
     assert environment.is_done(after(environment, called)) == (False, None)
 
 
-def test_a_lost_sandbox_is_not_the_models_doing():
+def test_a_lost_sandbox_is_an_infrastructure_failure():
     with pytest.raises(InfrastructureError):
         reply(Tools(), xml("lose_the_sandbox", {}))
 
 
-def test_errors_are_worded_by_the_formatter_and_a_broken_formatter_costs_nothing():
+def test_the_formatter_words_errors_and_may_fail():
     formatted = Tools(error_formatter=lambda error: f"Oops, {error}!")
     assert reply(formatted, xml("fail", ["x"])) == ["Error: Oops, x!"]
     broken = Tools(error_formatter=lambda error: 1 / 0)
     assert reply(broken, xml("fail", ["x"])) == ["Error: ValueError: x"]
 
 
-def test_what_tools_remember_belongs_to_the_rollout():
+def test_state_of_tools_belongs_to_the_rollout():
     environment = Tools()
     states = [environment.create_initial_state(environment.get_sample(0)) for _ in range(2)]
     for word in ("a", "b"):
@@ -255,18 +255,18 @@ class City(pydantic.BaseModel):
         ([np.float32(0.5), Place], '[0.5, "' + str(Place) + '"]'),
     ],
 )
-def test_results_take_the_forms_that_arguments_have(value, text):
+def test_results_are_written_in_the_forms_of_arguments(value, text):
     assert as_text(value) == text
 
 
-def test_results_are_written_out_whatever_they_are_and_long_ones_are_cut():
+def test_any_result_is_written_and_long_ones_are_cut():
     assert reply(Tools(), xml("big", {})) == ["a result of type int that cannot be written as text"]
     environment = Tools([remember])
     environment.max_result_characters = 10
     assert reply(environment, xml("remember", {"text": "x" * 50})) == ["xxxxxxxxxx... (50 characters in all)"]
 
 
-def test_a_loop_of_calls_is_not_run_without_end():
+def test_the_number_of_calls_is_bounded():
     got = reply(Tools(), xml("add", [1]) * 1000)
     assert got[0] == "2" and len(got) == 65 and "936 more calls were not read" in got[-1]
 
@@ -278,7 +278,7 @@ class Overridden(Tools):
         return result
 
 
-def test_an_async_override_may_await_the_original_whatever_the_tool_is():
+def test_an_async_override_may_await_the_original_of_any_tool():
     assert reply(Overridden(), xml("add", [1]) + xml("slow_add", [1, 2])) == ["[2]", "[3]"]
 
 
@@ -287,7 +287,7 @@ class Raising(Tools):
         raise KeyError(call.name)
 
 
-def test_an_override_that_raises_is_an_observation():
+def test_an_override_that_raises_is_an_error_message():
     assert reply(Raising(), xml("add", [1])) == ["Error: KeyError: 'add'"]
 
 

@@ -79,7 +79,7 @@ def test_many_guesses_in_many_answers_cannot_exceed_the_attempts():
     assert state.num_turns == 6 and result.total_reward < 0.2
 
 
-def test_guessing_the_same_again_reveals_nothing_new():
+def test_repeating_a_guess_reveals_nothing():
     result, replies, _ = play("[slate]", "[slate]")
     assert replies[1].startswith("You have guessed slate before.")
     assert (result.sample_metrics["num_guesses"], result.sample_metrics["num_invalid"]) == (1.0, 1.0)
@@ -90,7 +90,7 @@ def test_known_words_may_be_required():
     assert "A E I O U" in play("[aeiou]")[1][0]
 
 
-def test_secrets_are_words_of_five_letters_in_an_order_that_follows_from_the_seed():
+def test_secrets_are_words_of_five_letters_in_a_seeded_order():
     words = secret_words("own")
     assert len(words) > 500 and list(words) == sorted(set(words))
     assert all(len(word) == 5 and word.isascii() and word.isalpha() and word.islower() for word in words)
@@ -99,7 +99,7 @@ def test_secrets_are_words_of_five_letters_in_an_order_that_follows_from_the_see
     assert len(get_environment("wordle", num_samples=2000)) == 2000
 
 
-def test_textarenas_words_are_used_where_it_is_installed_and_missed_by_name_where_not(monkeypatch):
+def test_textarenas_words_need_its_package(monkeypatch):
     secret_words.cache_clear()
     with pytest.raises(UserError, match="pip install textarena"):
         get_environment("wordle", word_source="textarena").get_sample(0)
