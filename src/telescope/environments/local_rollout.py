@@ -1,4 +1,4 @@
-"""Runs one item of an environment locally, without an engine, from prompt to score.
+"""Local rollouts: one item of an environment, without an engine.
 
 For authors of environments: messages are text, in the order of a training run (`conversations`), and the answers come
 from a function, such as a script or `ChatServer`, a client of OpenAI's chat API. Runs user code in this process and
@@ -47,7 +47,7 @@ NO_MORE_ANSWERS = "no_more_answers"
 
 
 class NoAnswerError(UserError):
-    """There was no answer to the first prompt of an item, so there is nothing to score."""
+    """There was no answer to the first prompt of an item."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,4 +1,4 @@
-"""Renders prompts to token ids and decodes completions, with a Hugging Face tokenizer.
+"""Renders prompts and decodes completions with a Hugging Face tokenizer.
 
 Used inside worker processes. Owns the rules about special tokens: text from a chat template already contains its own,
 raw text gets the tokenizer's, and no prompt begins with two beginning-of-sequence tokens or ends with an
@@ -79,7 +79,7 @@ class Renderer:
         return text
 
     def chat_text(self, messages: Sequence[ChatMessage]) -> str:
-        """Renders a conversation with the chat template, up to the start of the model's next answer."""
+        """Renders a conversation up to the start of the model's next answer."""
         if not self.tokenizer.chat_template:
             raise UserError(
                 f"The tokenizer of {self.spec.tokenizer_path!r} has no chat template. Set chat_template in the "
@@ -219,7 +219,7 @@ class Dialogue:
 
 
 def _same_but_for_edges(now: str, shown: str, last_answer: tuple[str, str] | None) -> bool:
-    """Returns whether two texts differ only in white space at their end and around the last answer."""
+    """Compares two texts except white space at their end and around the last answer."""
     now, shown = now.rstrip(), shown.rstrip()
     if now == shown:
         return True

@@ -1,4 +1,6 @@
-"""Converts what user code returns to JSON values for the driver, or raises an error that names the field.
+"""Converts results of user code to JSON values for the driver.
+
+Invalid results raise an error that names the field.
 
 Numbers become finite floats, text becomes UTF-8, everything else becomes JSON types.
 """

@@ -41,7 +41,7 @@ def settled(value: Any) -> Generator[Awaitable[Any], Any, Any]:
 
 
 async def settle(result: Awaitable[Any]) -> Any:
-    """Wraps any awaitable in a coroutine, so that it can become a task."""
+    """Wraps any awaitable in a coroutine, for a task."""
     return await result
 
 
@@ -167,7 +167,7 @@ def error_text(error: BaseException) -> str:
 
 
 def original_error(error: BaseException) -> BaseException:
-    """Returns the original error of a `StopIteration`, which Python wraps inside a generator or a coroutine."""
+    """Unwraps a `StopIteration` that Python wrapped inside a generator or a coroutine."""
     is_turned = isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration | StopAsyncIteration)
     return error.__cause__ or error if is_turned else error
 
@@ -185,7 +185,7 @@ SMALLEST_LIMIT_BYTES = 2 * 2**30
 
 
 def machine_memory_bytes() -> int:
-    """Returns physical memory in bytes, or the container's limit if that is lower."""
+    """Returns the machine's or, if lower, the container's memory in bytes."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for file in _CGROUP_LIMITS:
         path = Path(file)

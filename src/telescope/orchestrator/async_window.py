@@ -1,4 +1,4 @@
-"""The async window, which bounds how far generation runs ahead of training, and the ledger of prompts.
+"""The async window, the ledger of prompts, and the age bound of groups.
 
 Pure state, driven from outside. With B = `prompts_batch_size_for_trainer`, v = training steps whose weights are synced,
 k = `max_async_rollout` and A = groups opened less groups discarded, a group may be opened if and only if
@@ -42,7 +42,7 @@ class AsyncWindow:
         self.outstanding += 1
 
     def discarded(self) -> None:
-        """Counts a group that will never be trained, which frees its place in the window."""
+        """Counts a group that will never be trained."""
         assert self.outstanding > 0
         self.outstanding -= 1
 
@@ -65,7 +65,7 @@ class Ledger:
     _num_requeues: Counter[int] = field(default_factory=Counter)
 
     def opened(self, n: int) -> None:
-        """Counts a group opened for prompt n, for the first time or after a requeue."""
+        """Counts a group opened for prompt n, initially or after a requeue."""
         if n in self._waiting:
             self._waiting.remove(n)
             return
@@ -74,7 +74,7 @@ class Ledger:
         self.num_opened += 1
 
     def requeued(self, n: int) -> None:
-        """Counts a requeue of prompt n, which then waits to be opened again."""
+        """Counts a requeue of prompt n, which then waits."""
         assert n in self.open, f"prompt {n} is not open"
         assert n not in self._waiting, f"prompt {n} was requeued twice"
         self._waiting.add(n)
@@ -123,7 +123,7 @@ class Staleness:
     max_age: int
 
     def is_stale(self, group: Group, version: int) -> bool:
-        """Returns whether the group is too old to be trained at policy version `version`."""
+        """Returns whether the group is too old at policy version `version`."""
         # No token is older than the version at which its group was opened, which every open server has loaded. So most
         # groups are decided without their samples, which matters with thousands running.
         if self.max_age < 0 or version - group.start_version <= self.max_age:
@@ -132,6 +132,8 @@ class Staleness:
         return oldest is not None and version - oldest > self.max_age
 
     def stale(self, groups: Iterable[Group], version: int) -> list[Group]:
-        """Returns the groups that are too old, newest prompt first, so that requeueing each at the front restores the
-        order."""
+        """Returns the stale groups, newest prompt first.
+
+        Requeueing each at the front then restores the order.
+        """
         return sorted((g for g in groups if self.is_stale(g, version)), key=lambda g: -g.group_id)

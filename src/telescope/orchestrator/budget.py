@@ -35,12 +35,12 @@ class _Failure:
 
     @property
     def cause(self) -> str:
-        """The message without the worker's number, equal for failures with the same cause."""
+        """The message without the worker's number, equal for equal causes."""
         return _WORKER_LOG.sub("environment.log", self.message)
 
 
 class ErrorBudget:
-    """Shares of failures per environment, for samples and for prompts, over sliding windows.
+    """Failure shares of each environment's samples and prompts, over sliding windows.
 
     `sample_failed` and `prompt_failed` raise RunError with the most common causes when the budget is exhausted.
     """

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Evaluation:
-    """The planned evals of one run and the results so far, newest last."""
+    """The planned evals of a run and their results, newest last."""
 
     plans: list[PlannedEval]
     config: TelescopeConfig
@@ -46,11 +46,11 @@ class Evaluation:
         return frozenset(item.prompt.sample_uid for plan in self.plans if plan.held_out for item in plan.items)
 
     def num_reserved(self, environment_key: str) -> int:
-        """Returns the number of items at the head of an environment's dataset that are reserved for evals."""
+        """Returns the number of items at a dataset's head reserved for evals."""
         return max((len(p.items) for p in self.plans if p.held_out and p.environment_key == environment_key), default=0)
 
     async def run_all(self, version: int, settings: RolloutSettings, servers: ServerPool) -> list[EvalResult]:
-        """Runs every planned eval with the weights of `version`, one after the other, on all servers that are up."""
+        """Runs the planned evals in order, with the weights of `version`, on all servers that are up."""
         results = []
         group_ids = itertools.count(1_000_000 * len(self.results))
         for plan in self.plans:

@@ -25,14 +25,14 @@ RewardRange = tuple[float | None, float | None]
 
 
 def normalized(reward: float, low: float | None, high: float | None) -> float:
-    """Returns the reward scaled so that `low` is 0 and `high` is 1; unchanged if the range is unknown or empty."""
+    """Scales a reward from `low`..`high` to 0..1; unchanged if the range is unknown or empty."""
     if low is None or high is None or high <= low:
         return reward
     return (reward - low) / (high - low)
 
 
 def check_reward_ranges(config: TelescopeConfig, infos: Sequence[EnvironmentInfo]) -> None:
-    """Raises ConfigError when `normalize_rewards` is on and an environment's reward range is unknown or empty.
+    """Raises ConfigError for `normalize_rewards` with an unknown or empty reward range.
 
     `infos` describes the environment of each entry of the config, with the entry's own range.
     """
@@ -82,7 +82,7 @@ class SampleFilters:
         )
 
     def judge(self, sample: Trajectory, scale: RewardRange) -> None:
-        """Sets the filter, the penalty and the training reward of a scored sample.
+        """Sets a scored sample's filter, penalty and training reward.
 
         `scale` is its environment's reward range, or (None, None) for no scaling. The penalty is subtracted from the
         scaled reward, so that it has the same weight in every environment.

@@ -59,7 +59,7 @@ class Group:
         return self.sampled_prompt.n
 
     def sample_id(self, index: int) -> str:
-        """Returns the id of sample `index`, different for every opening of the same prompt."""
+        """Returns the id of sample `index`, unique for every opening."""
         suffix = f"-r{self.num_requeues}" if self.num_requeues else ""
         return f"{self.group_id}-{index}{suffix}"
 
@@ -89,7 +89,7 @@ class Group:
 
     @property
     def training_rewards_n(self) -> np.ndarray:
-        """Training rewards of the usable samples, from which advantages are computed, float64 [n]."""
+        """Training rewards of the usable samples, for their advantages, float64 [n]."""
         samples = self.usable_samples
         rewards = [s.total_reward if s.training_reward is None else s.training_reward for s in samples]
         return np.array(rewards, dtype=np.float64)
@@ -136,7 +136,7 @@ class DiscardStreak:
 
     @property
     def is_over(self) -> bool:
-        """True only for the discard that reaches the limit, so that the diagnosis is given once."""
+        """True only at the discard that reaches the limit."""
         return self.count == self.limit
 
     def diagnosis(self) -> str:
@@ -163,7 +163,7 @@ class DiscardStreak:
 
 @dataclass
 class Batch:
-    """The groups of one training step and the inputs of each trainer rank.
+    """The groups of a training step and each trainer rank's inputs.
 
     `advantages` are of the usable samples of `groups`, in order.
     """

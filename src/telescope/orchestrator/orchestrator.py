@@ -127,7 +127,7 @@ class Orchestrator:
         assert self.ledger.is_balanced(), f"the prompt ledger is not balanced: {self.ledger}"
 
     def _record_unfinished(self) -> None:
-        """Records every group that is neither trained nor discarded when the run ends."""
+        """Records every group without an outcome when the run ends."""
         self._has_ended = True
         for group in self._unsettled.values():
             self._step_recorder.write_unfinished(group, self.window.version)
@@ -137,7 +137,7 @@ class Orchestrator:
     # Groups and samples
 
     async def _dispatch_loop(self) -> None:
-        """Opens groups as the window and the request slots allow, and starts a task for each of their samples."""
+        """Opens groups as the window and the request slots allow; starts a task per sample."""
         assert self._supervisor is not None
         while True:
             await self._notifier.wait_until(self._may_open, "dispatch", "the async window")
@@ -227,7 +227,7 @@ class Orchestrator:
         self._notifier.notify()
 
     def _judge(self, group: Group, trajectory: Trajectory) -> None:
-        """Sets the training reward of a scored sample, or the filter that removes it."""
+        """Sets a scored sample's training reward or filter."""
         info = self.services.infos[group.sampled_prompt.environment]
         scale = (info.reward_min, info.reward_max) if self.config.normalize_rewards else (None, None)
         self.services.filters.judge(trajectory, scale)
@@ -247,7 +247,7 @@ class Orchestrator:
             self._budget.sample_failed(group.environment, group.sampled_prompt.index, message)
 
     def _finish_group(self, group: Group) -> None:
-        """Keeps a finished group for a batch, or discards it with a reason."""
+        """Keeps a finished group, or discards it with a reason."""
         group.finished_at = time.time()
         del self._open[group.group_id]
         signal = group.signal()
@@ -274,7 +274,7 @@ class Orchestrator:
     # Groups that became too old
 
     def _withdraw_stale_groups(self) -> None:
-        """Withdraws every group that is too old for the current weights, and requeues its prompt.
+        """Withdraws every group that is too old, and requeues its prompt.
 
         Called at every sync and when a batch is formed.
         """
@@ -332,7 +332,7 @@ class Orchestrator:
     # Batches and steps
 
     async def _batch_loop(self) -> None:
-        """Takes B finished groups, oldest start version first, and packs them for the trainer's ranks."""
+        """Packs B finished groups, oldest start version first, for the trainer's ranks."""
         size = self.config.prompts_batch_size_for_trainer
         while True:
             await self._notifier.wait_until(lambda: len(self._finished) >= size, "batches", f"{size} usable groups")

@@ -79,7 +79,7 @@ class PromptBuffer:
         self._ready.appendleft((sampled, prompt))
 
     def position(self, open_prompts: Iterable[int]) -> SamplerPosition:
-        """Returns the position of the run, given the prompts that are opened and not settled."""
+        """Returns the position of the run, given its unsettled prompts."""
         buffered = {sampled.n for sampled, _ in self._ready}
         unfinished = {*open_prompts, *buffered, *self._preparing, *self._unfinished}
         return SamplerPosition(self._next_draw, tuple(sorted(unfinished)))

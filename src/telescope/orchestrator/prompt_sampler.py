@@ -29,7 +29,7 @@ class SampledPrompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplerPosition:
-    """Position of a run in the prompt sequence, kept in checkpoints so that no prompt is skipped or repeated.
+    """Position of a run in the prompt sequence, for checkpoints.
 
     Every prompt below `next_draw` was trained, dropped or held out, except `unfinished`, which come first.
     """
@@ -50,7 +50,7 @@ class PromptSampler:
     """An endless sequence of prompts from environments of given sizes and weights."""
 
     def __init__(self, seed: int, sizes: Sequence[int], weights: Sequence[float], first_index: Sequence[int]) -> None:
-        """The first `first_index[e]` items of environment e are held out for evals and never sampled.
+        """Skips the first `first_index[e]` items of environment e, held out for evals.
 
         Raises ValueError when an environment has no other items.
         """

@@ -110,7 +110,7 @@ def sample_row(
 
 
 def in_flight_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
-    """Returns the running samples, with columns of `samples`, without prompts to keep the file small."""
+    """Returns the running samples with columns of `samples`, without prompts."""
     rows = []
     for group in groups:
         done = {sample.sample_index for sample in group.samples}

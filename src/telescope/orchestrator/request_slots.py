@@ -55,7 +55,7 @@ class RequestSlotPool:
         self._order = itertools.count()
 
     def on_change(self, notify: Callable[[], None]) -> None:
-        """Registers `notify`, called whenever a slot becomes free, or a server comes up or goes down."""
+        """Registers `notify`, called when a slot becomes free or a server's state changes."""
         self._on_change = notify
 
     async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
@@ -169,7 +169,7 @@ class GroupSlotPool(RequestSlotPool):
         self._lease_of_group: dict[int, asyncio.Future[Lease]] = {}
 
     async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
-        """Returns the group's slot, and acquires one when it has none on a server that is up."""
+        """Returns the group's slot, or acquires one on a server that is up."""
         future = self._lease_of_group.get(group)
         if future is not None and future.done() and not self._is_usable(future):
             self._give_back(group)

@@ -67,7 +67,7 @@ class RunDirectory:
 
     @contextmanager
     def open_record(self, *, console: bool) -> Iterator[Recorder]:
-        """Opens the record, writes the rows of this attempt, and closes everything at the end.
+        """Opens the record of this attempt, and closes it at the end.
 
         `console` also sends warnings to standard error, where they would disturb a live view.
         """
@@ -97,13 +97,13 @@ class RunDirectory:
             self.recorder.close()
 
     def evaluated_before(self, accuracy: float) -> None:
-        """Writes the accuracy before training to `run.json`, for readers of a live run."""
+        """Writes the accuracy before training to `run.json`."""
         if self._info is not None:
             self._info = replace(self._info, heldout_before=accuracy)
             self.recorder.replace_json(RunFiles(self.path).run_json, asdict(self._info))
 
     def ended_at_once(self) -> None:
-        """Writes to `run.json` that the user ended the run, for an immediate exit."""
+        """Writes to `run.json` that the user ended the run immediately."""
         if self._info is not None:
             error = "ended at once by a second interrupt"
             write_run_json(self.path, replace(self._info, status="stopped", ended_at=time.time(), error=error))
@@ -119,7 +119,7 @@ class RunDirectory:
         return health.error
 
     def record_news(self) -> str | None:
-        """Returns a message when the record has just failed or recovered, else None. The run continues either way."""
+        """Returns a message if the record just failed or recovered, else None."""
         problem = self.recorder.health().error
         if (problem is None) == (self._known_problem is None):
             return None
@@ -150,7 +150,7 @@ async def save_where_possible(
     wait_seconds: float = SAVE_WAIT_SECONDS,
     retry_seconds: float = SAVE_RETRY_SECONDS,
 ) -> Path:
-    """Saves the trained model into `folder`, or into a temporary folder if `folder` cannot take it.
+    """Saves the trained model into `folder`, or else into a temporary folder.
 
     If neither can, tries again until `wait_seconds` are over: the weights are lost when the run ends. Returns the
     folder. Raises `RunError` with both problems.

@@ -42,7 +42,7 @@ class ServerHandle(Protocol):
 
 
 class BringWeights(Protocol):
-    """Sends the newest weights to one server, and calls `on_loaded` once they are loaded."""
+    """Sends the newest weights to one server; calls `on_loaded` once loaded."""
 
     def __call__(self, server: int, on_loaded: Callable[[], None], *, fresh: bool) -> Awaitable[None]: ...
 
@@ -90,7 +90,7 @@ class ServerPool:
         return [index for index, server in enumerate(self._servers) if server.up]
 
     def open(self, index: int) -> None:
-        """Opens a server that answers and has loaded the newest weights for samples."""
+        """Opens a server with the newest weights for samples."""
         self._servers[index].up = True
         self._slots.set_up(index, True)
         self._status.set_component(f"server {index}", "serving")
@@ -107,7 +107,7 @@ class ServerPool:
         self._wake.set()
 
     def report_failure(self, index: int, error: InfrastructureError) -> None:
-        """Closes a server whose request failed because of the server, and checks it at once."""
+        """Closes a server that failed a request, and checks it at once."""
         self.close(index, str(error))
 
     async def watch(self) -> None:
@@ -138,7 +138,7 @@ class ServerPool:
                 continue  # the regular poll
 
     async def _check(self, index: int) -> None:
-        """Closes a server that failed or restarted, and starts to bring up one that is down."""
+        """Closes a server that failed or restarted; brings up one that is down."""
         server = self._servers[index]
         if server.failed is not None or (server.bring_up is not None and not server.bring_up.done()):
             return
@@ -166,7 +166,7 @@ class ServerPool:
         self._wake.set()
 
     async def _bring_up(self, index: int) -> None:
-        """Waits until the process answers, sends it the current weights, and opens its slots."""
+        """Waits for the process, sends it the current weights, and opens its slots."""
         server = self._servers[index]
         state = "not known"
         try:

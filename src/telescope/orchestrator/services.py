@@ -1,4 +1,4 @@
-"""The services that the loops use, and the protocols of the trainer and of weight syncs.
+"""Services of the loops, and protocols of the trainer and of weight syncs.
 
 Names and types only; the composition root creates the services, and `telescope.testing` the fakes.
 """

@@ -1,4 +1,4 @@
-"""The current state of a run, for the live view, the watchdog's report and error messages.
+"""The current state of a run, for live view, watchdog and errors.
 
 Only the orchestrator's event loop writes these fields. Readers on other threads see plain numbers and strings, possibly
 a moment old.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """One finished training step, as the live view and the log line show it."""
+    """One finished training step, for the live view and the log."""
 
     step: int
     reward_mean: float
@@ -57,7 +57,7 @@ class RunStatus:
     token_times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4096))
 
     def set_component(self, component: str, doing: str) -> None:
-        """Sets what a component (trainer, a server, a loop) is doing or waiting for."""
+        """Sets the current activity of a component (trainer, server, loop)."""
         self.components[component] = doing
 
     def progressed(self) -> None:

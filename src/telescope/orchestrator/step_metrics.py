@@ -96,7 +96,7 @@ def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version:
 
 
 class DiscardCounts:
-    """Counts untrained groups, samples and tokens since the last step, with their lengths.
+    """Counts of untrained groups, samples and tokens since the last step.
 
     Dropping is biased, so lengths are counted for everything that is dropped. Every sample is exactly one of: kept
     (with its step), discarded with its group, masked, cancelled. Tokens from before an engine failure or a lost
@@ -133,7 +133,7 @@ class DiscardCounts:
             self._rewards[key].extend(sample.total_reward for sample in scored)
 
     def masked(self, sample: Trajectory) -> None:
-        """Counts one masked sample by the kind of its failure, or by its filter."""
+        """Counts one masked sample by its kind of failure or its filter."""
         assert sample.mask_reason is not None
         self._masked[sample.mask_reason].append(sample.num_completion_tokens)
 
@@ -156,7 +156,7 @@ class DiscardCounts:
         self._lost.extend(sample.lost_conversations)
 
     def take(self, num_kept_groups: int) -> dict[str, float]:
-        """Returns the counts as metrics, with percentages of all kept and discarded groups, and resets them."""
+        """Returns the counts as metrics and resets them. Percentages are of all kept and discarded groups."""
         metrics: dict[str, float] = {
             "returned/groups": float(self._num_requeued_groups),
             "retried/unseen": float(self._num_unseen),

@@ -52,7 +52,7 @@ class TrainedStep:
 
 
 class StepRecorder:
-    """Writes to the record, the step log and the status of the live view."""
+    """Writes to the record, the step log and the run status."""
 
     def __init__(self, recorder: Recorder, step_log: StepLogPort, status: RunStatus) -> None:
         self._recorder = recorder
@@ -79,7 +79,7 @@ class StepRecorder:
         self._write_group(group, status="discarded", reason=reason, step=version, version=version, advantages=[])
 
     def withdrawn(self, group: Group, reason: str, version: int) -> None:
-        """Counts and writes the finished samples of a stale group whose prompt is requeued.
+        """Counts and writes the finished samples of a requeued group.
 
         The group itself is written when its outcome is final. Its running samples follow as `cancelled`.
         """
@@ -96,7 +96,7 @@ class StepRecorder:
         self._write_sample(group, sample, status="cancelled", reason=reason, step=version, version=version)
 
     def write_unfinished(self, group: Group, version: int) -> None:
-        """Writes a group that is open or unused when the run ends, with its running samples.
+        """Writes a group that is open or unused when the run ends.
 
         The finished samples of a withdrawn group, whose prompt is requeued, are written already.
         """
@@ -108,7 +108,7 @@ class StepRecorder:
             self._recorder.write("samples", {**row, "prompt_text": group.prompt.text, **fate})
 
     async def trained(self, trained: TrainedStep) -> None:
-        """Counts, writes and shows a finished step and its groups, yielding to the event loop after each group."""
+        """Counts, writes and shows a finished step; yields to the event loop after each group."""
         ended_at = time.time()
         # The clock may have been set back in between.
         seconds = max(ended_at - trained.started_at, 1e-6)
@@ -167,7 +167,7 @@ class StepRecorder:
         self._status.progressed()
 
     def _take_reward_mean(self, trained: list[Group]) -> float:
-        """Returns the mean reward of all samples since the last step, discarded groups included.
+        """Returns the mean reward since the last step, discarded groups included.
 
         The mean of the trained groups alone excludes every prompt that is always or never solved.
         """

@@ -50,7 +50,7 @@ class RunSummary:
 
     @property
     def sentence(self) -> str:
-        """One line for the user, without the error of a failure, which the caller reports."""
+        """One line for the user, without the error of a failure."""
         steps = pluralize(self.steps, "step")
         if self.status == "finished":
             return f"finished {steps} in {self.seconds:.0f} s"

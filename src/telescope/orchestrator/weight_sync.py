@@ -156,7 +156,7 @@ class WeightSync:
             return report.metrics()
 
     async def sync_one(self, server: int, on_loaded: Callable[[], None], *, fresh: bool) -> None:
-        """Sends the trainer's weights to one server that was down, between two training steps.
+        """Sends the trainer's weights to one server, between two training steps.
 
         `fresh` means that its process is new; an old process that has the newest weights receives nothing. `on_loaded`
         is called before any other sync can start, so that the server misses none. Raises InfrastructureError when the
@@ -176,7 +176,7 @@ class WeightSync:
             on_loaded()
 
     async def verify(self, *, corrupt: str | None = None) -> dict[int, ProbeReport]:
-        """Syncs and verifies every server that is up, and returns the results instead of raising.
+        """Syncs and verifies every server that is up; returns the results.
 
         `corrupt` names a tensor that is sent with one bit changed, which the verification must detect. The engines then
         have wrong weights until the next sync. A server that fails on the way is reported as usual and has no result.
@@ -331,7 +331,7 @@ class WeightSync:
             logger.info("weights of version %d verified on server %d: %s", report.version, server, probe)
 
     async def _examine(self, report: SyncReport, *, initial: str | None = None) -> dict[int, ProbeReport]:
-        """Compares each server's loaded weights with the sent ones, and logprobs of a fixed text on both sides."""
+        """Compares loaded with sent weights, and logprobs of a fixed text."""
         trainer_logprobs = await self._trainer.sequence_logprobs(self._probe_token_ids)
         probes: dict[int, ProbeReport] = {}
         for server in report.updated_servers:

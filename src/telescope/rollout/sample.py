@@ -78,7 +78,7 @@ class RolloutSettings:
 
 @dataclass(slots=True)
 class RolloutTask:
-    """The prompt of one sample, and the identity that determines its record, request ids and seeds."""
+    """The prompt of one sample, and its identity for records, request ids and seeds."""
 
     sample_id: str
     group_id: int
@@ -184,7 +184,7 @@ class Rollout:
         return min(versions, default=None)
 
     async def _run_with_retries(self) -> None:
-        """Runs the sample, and begins it again when the conversation's state is lost."""
+        """Runs the sample, again if the conversation's state is lost."""
         trajectory = self.trajectory
         while not trajectory.cancelled:
             try:

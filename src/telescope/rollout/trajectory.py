@@ -127,23 +127,23 @@ class Trajectory:
 
     @property
     def hit_length_limit(self) -> bool:
-        """Whether the last answer was cut off, or the context had no space for another turn."""
+        """Whether the last answer was cut off, or the context was exhausted."""
         return self.stop_reason in ("length", CONTEXT_EXHAUSTED)
 
     @property
     def stop_reason(self) -> str:
-        """`length` when the last answer was cut off, else the environment's reason, else the engine's."""
+        """`length` if the last answer was cut off, else the environment's or engine's reason."""
         finish_reason = self.turns[-1].generation.finish_reason if self.turns else ""
         return finish_reason if finish_reason == "length" else self.end_reason or finish_reason
 
     @property
     def divergences(self) -> Counter[str]:
-        """Counts of joins between turns that differ from the chat template, by name."""
+        """Counts of turn joins that differ from the chat template, by name."""
         return Counter(turn.divergence for turn in self.turns if turn.divergence is not None)
 
     @property
     def version_range(self) -> tuple[int, int]:
-        """Oldest and newest policy version of the sampled tokens, (-1, -1) when there are none."""
+        """Oldest and newest policy version of the sampled tokens, or (-1, -1)."""
         versions = [span[0] for turn in self.turns for span in turn.generation.version_spans]
         return (min(versions), max(versions)) if versions else (-1, -1)
 

@@ -1,4 +1,4 @@
-"""Protocols between a rollout and the engine, the environments and the request slots.
+"""Protocols of the engine, the environments and the request slots for rollouts.
 
 Fakes implement them in tests and benchmarks.
 """

@@ -51,7 +51,7 @@ class FrameReader:
 
     @property
     def num_missing(self) -> int:
-        """Bytes up to the end of the current frame, as far as its length is known."""
+        """Known bytes up to the end of the current frame."""
         if len(self._buffer) < _LENGTHS.size:
             return _LENGTHS.size - len(self._buffer)
         return _LENGTHS.size + sum(_LENGTHS.unpack_from(self._buffer)) - len(self._buffer)
@@ -79,7 +79,8 @@ class FrameReader:
 
 
 def receive_frame(connection: socket.socket, max_bytes: int) -> dict[str, Any] | None:
-    """Reads the header of one frame from a blocking socket, and no byte after it; None at the end of the stream.
+    """Reads one frame from a blocking socket, and no byte after it. Returns its header, or None at the end of the
+    stream.
 
     Raises `ValueError` for bytes that are not a frame.
     """

@@ -154,7 +154,7 @@ class Conversations:
     def _turn(
         self, record: _Conversation, header: dict[str, Any], blob: bytes
     ) -> Generator[Awaitable[Any], Any, tuple[dict[str, Any], list[int]]]:
-        """Returns the fields of the answer, and the token ids that precede the next turn."""
+        """Returns the answer's fields and the token ids before the next turn."""
         environment, state = self.multi_turn_environment(record.environment), record.state
         cut = header["stop_reason"] == "stop" and not environment.keeps_eos_token
         num_ids = header["num_ids"]

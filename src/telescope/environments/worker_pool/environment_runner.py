@@ -91,7 +91,7 @@ class EnvironmentRunner:
                     asyncio.get_event_loop().run_until_complete(_run_all(self.resources[position].ready()))
 
     async def close(self) -> None:
-        """Ends the open rollouts, then closes the resources that were prepared in this process."""
+        """Ends the open rollouts, then closes the resources of this process."""
         await _run_all(self.conversations.end_all())
         for resources in self.resources:
             await resources.close()

@@ -106,7 +106,7 @@ class ForkServer:
         self._reap_orphans()
 
     def _reap_orphans(self) -> None:
-        """Reaps adopted processes that have ended, up to the next worker that has ended."""
+        """Reaps ended adopted processes, up to the next ended worker."""
         with contextlib.suppress(ChildProcessError):  # there is no child at all
             while (end := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 if end.si_pid in self.reported:
@@ -139,7 +139,7 @@ class ForkServer:
 
 
 def _kill_children() -> None:
-    """Kills and reaps all children, and the descendants that each leaves to this process."""
+    """Kills and reaps all children, and the descendants that they leave."""
     while children := _children():
         for pid in children:
             os.kill(pid, signal.SIGKILL)

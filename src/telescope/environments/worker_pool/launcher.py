@@ -128,7 +128,7 @@ class Launcher:
         self._send({"fork": self._last_request}, descriptors)
 
     def reap(self, pid: int) -> None:
-        """Releases the process id of a worker that has ended and will not be signaled again."""
+        """Releases the process id of a worker that has ended."""
         self._children.pop(pid, None)
         self._send({"reap": pid})
 
@@ -148,7 +148,7 @@ class Launcher:
 
     @staticmethod
     async def _end(process: subprocess.Popen[bytes], timeout: float) -> int:
-        """Waits for a server whose socket is closed, and kills it after `timeout` seconds. Returns its exit code."""
+        """Waits for a server to end, and kills it after `timeout` seconds. Returns its exit code."""
         try:
             return await asyncio.to_thread(process.wait, timeout)
         except subprocess.TimeoutExpired:
@@ -201,7 +201,7 @@ class Launcher:
         self._replacing = self._loop.create_task(self._replace(fault))
 
     async def _replace(self, fault: str | None) -> None:
-        """Reaps the server, starts a new one, and notifies the workers that ended with the old one."""
+        """Reaps the server, starts a new one, and notifies the lost workers."""
         process = self._process
         assert process is not None
         if fault is not None:

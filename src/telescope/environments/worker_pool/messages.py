@@ -1,4 +1,4 @@
-"""Messages between the driver and the worker processes, and the shared slot of a worker.
+"""Messages between the driver and the workers, and a worker's shared slot.
 
 Records are sent as JSON and never pickled, so that nothing that user code returns can run in the driver. A frame on the
 socket (`utils.frames`) is a JSON header and a blob, which carries token ids as int32, because a thousand numbers in
@@ -210,7 +210,7 @@ class Slot:
 
     @staticmethod
     def create() -> int:
-        """Returns a file descriptor of a new slot, to be inherited by the worker."""
+        """Returns a file descriptor of a new slot, for the worker."""
         descriptor = os.memfd_create("telescope-slot")
         os.ftruncate(descriptor, _BYTES)
         return descriptor

@@ -119,7 +119,7 @@ class EnvironmentPool:
         return self._workers.infos[self._position(env_key)]
 
     async def identities(self, env_key: str, start: int = 0, stop: int | None = None) -> list[str]:
-        """Returns the `sample_uid` of the dataset items from `start` up to `stop`, without rendering them."""
+        """Returns the `sample_uid` of dataset items from `start` up to `stop`."""
         position = self._position(env_key)
         stop = (await self.describe(env_key)).num_samples if stop is None else stop
         chunks = [(low, min(low + IDENTITIES_PER_CALL, stop)) for low in range(start, stop, IDENTITIES_PER_CALL)]
@@ -170,7 +170,7 @@ class EnvironmentPool:
         return Advance(True, [], result["text"], RewardRecord(**result["score"]), result["seconds"])
 
     async def begin(self, rollout: str, env_key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
-        """Begins a multi-turn rollout over a dataset item, in a process that keeps its state to the end.
+        """Begins a multi-turn rollout over a dataset item; one process keeps its state.
 
         `rollout` is any id that no open rollout of the pool has. The prompt is the one that `prepare` returns.
         `interleaved` False renders the conversation again for every turn. Raises `EnvironmentFailure`.
@@ -257,5 +257,5 @@ class EnvironmentPool:
         return self._rollouts.lose_worker(worker, calls, how)
 
     def _home(self, position: int) -> PoolWorker:
-        """Returns the only worker that runs an environment whose resources exist once per host."""
+        """Returns the only worker of an environment with per-host resources."""
         return self._workers.workers[position % len(self._workers.workers)]

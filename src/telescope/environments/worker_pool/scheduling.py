@@ -1,4 +1,4 @@
-"""Decides which call runs in which worker, whose deadline runs, and which call ended a worker.
+"""Scheduling of calls: their workers, their deadlines, and blame for exits.
 
 Pure bookkeeping without processes, clocks or tasks: the pool drives it. The rules:
 
@@ -86,7 +86,7 @@ class Rollout:
 
 @dataclass(slots=True)
 class Costs:
-    """Smoothed seconds that each kind of call spends on a worker's main thread."""
+    """Smoothed main-thread seconds of each kind of call."""
 
     _seconds: dict[tuple[int, str], float] = field(default_factory=dict)
 
@@ -164,7 +164,7 @@ class WorkerState:
         return call
 
     def charge(self, reading: tuple[int, int], seconds: float) -> None:
-        """Charges `seconds` to the calls that could run, given the slot's `(current, entries)` at their end."""
+        """Charges `seconds` to the calls that could run. `reading` is the slot's `(current, entries)` at their end."""
         current, _ = reading
         stuck = current != 0 and reading == self.last_reading
         self.last_reading = reading
@@ -190,11 +190,11 @@ class WorkerState:
         return [(call_id, call) for call_id, call in calls if call.used_seconds >= call.limit(timeout_seconds)]
 
     def is_waiting(self, call_id: int) -> bool:
-        """Whether the call waits in the event loop and is not on the main thread."""
+        """Whether the call waits in the event loop, off the main thread."""
         return call_id in self.parked and self.last_reading[0] != call_id
 
     def withdraw_queued(self) -> dict[int, Call]:
-        """Removes and returns the calls behind the one on the main thread, for another worker.
+        """Removes and returns the calls behind the one on the main thread.
 
         The worker may start one of them before it receives the withdrawal, and then it runs twice. So calls that change
         a rollout's state, or that only this worker can run, stay.
@@ -289,7 +289,7 @@ class CallQueue:
                 self._line(call).appendleft(call)
 
     def dispatch(self, workers: Iterable[WorkerT]) -> Iterator[tuple[WorkerT, int, Call]]:
-        """Assigns waiting calls, in order, to workers with capacity, the least loaded first.
+        """Assigns waiting calls in order to the least loaded workers with capacity.
 
         Yields the worker, the id of the dispatch and the call, which the caller must send.
         """

@@ -33,7 +33,7 @@ def try_environments(
     dataset_seconds: float = DATASET_SECONDS,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[str]:
-    """Imports and creates every environment, and loads its dataset, in a separate process. Returns their notices.
+    """Loads every environment and its dataset in a separate process. Returns their notices.
 
     `making_seconds` bounds the import and the constructor of one environment, `dataset_seconds` the loading of its
     dataset. Calls `say` with a line when it takes long. Call it from the main thread (see `Launcher`).

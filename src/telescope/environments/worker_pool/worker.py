@@ -48,7 +48,7 @@ _request: ContextVar[int] = ContextVar("request", default=0)
 
 
 class _Attributed:
-    """Runs a coroutine and names its request in the slot during each step."""
+    """Runs a coroutine; names its request in the slot during each step."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], request_id: int, worker: Worker) -> None:
         self.coroutine, self.request_id, self.worker = coroutine, request_id, worker
@@ -192,7 +192,7 @@ class Worker:
             self.loop.stop()
 
     def _run_loop_once(self) -> None:
-        """Runs one iteration of the event loop, for the tasks that wait in it."""
+        """Runs one iteration of the event loop for waiting tasks."""
         self.loop.call_soon(self.loop.stop)
         self.loop.run_forever()
 
@@ -225,7 +225,7 @@ class Worker:
         return True
 
     def _report_stage(self, stage: str, doing: str) -> None:
-        """Reports a loading stage before user code runs, because a process that exits or hangs cannot."""
+        """Reports a loading stage before user code runs, which may exit or hang."""
         self.send({"loading": doing, "stage": stage})
 
     def _handle(self, header: dict[str, Any], blob: bytes) -> None:
@@ -308,7 +308,7 @@ class Worker:
 
 
 def _describe(error: BaseException) -> str:
-    """Returns the error with the name of the file and the line that it comes from.
+    """Returns the error with the file and the line of its origin.
 
     A malformed result has no line in user code, and the line of ours that rejects it does not help.
     """
@@ -335,7 +335,7 @@ def limit_memory(extra_bytes: int | None) -> None:
 
 
 def _prefer_for_oom_kill() -> None:
-    """Makes the OOM killer choose this process before the driver or the engine."""
+    """Makes this process the OOM killer's first choice."""
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
             score.write("1000")

@@ -98,7 +98,7 @@ class WorkerProcess:
         self._finish()
 
     def lost(self) -> None:
-        """Called by the launcher when the fork server has ended, and this process with it."""
+        """Called by the launcher when this process has ended with the fork server."""
         self.is_lost = True
         self._code = -signal.SIGKILL
         self._signal_group(signal.SIGKILL)  # its child processes; the group id cannot be reused this soon
@@ -185,7 +185,7 @@ class WorkerProcess:
 
     @property
     def killed_externally(self) -> bool:
-        """Whether it was ended by a signal that neither its own user code nor the driver sends."""
+        """Whether a signal from outside ended it, not its user code or the driver."""
         return not self._killed and self._code in (-signal.SIGKILL, -signal.SIGTERM)
 
     def log_tail(self) -> str:
@@ -319,7 +319,7 @@ class PoolWorker:
         return []
 
     def cancel_call(self, call: Call) -> None:
-        """Cancels a call whose answer is no longer needed, if it waits in the worker's event loop."""
+        """Cancels a call that waits in the worker's event loop."""
         for call_id, parked in self.state.parked.items():
             if parked is call and self.process is not None:
                 self.process.send({"op": "cancel", "id": call_id})

@@ -171,7 +171,7 @@ class WorkerPool:
             self._loop.call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Sends waiting calls to workers with capacity, the least loaded first, with one write per worker."""
+        """Sends waiting calls to workers with capacity, with one write per worker."""
         self._pump_scheduled = False
         touched: set[WorkerProcess] = set()
         for worker, call_id, call in self.queue.dispatch(w for w in self.workers if w.accepts_calls):
