@@ -13,7 +13,10 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation
 
 from telescope.errors import UserError
 from telescope.utils.suggest import misspelled_name
@@ -66,12 +69,48 @@ def refuse_unknown(given: Iterable[str], known: set[str], called: str) -> None:
         raise UserError(f"{called} has no keyword argument {', '.join(map(repr, unknown))}. It takes: {listed}.")
 
 
+def refuse_wrong_types(cls: type, given: Mapping[str, Any], root: type, *, called: str) -> None:
+    """Raises `UserError` for a value that the argument's annotation does not allow. Null is always allowed."""
+    for name, value in given.items():
+        annotation = next(
+            (
+                hints[name]
+                for method in ("__init__", "load_dataset")
+                for owner in _owners(cls, method, root)
+                if name in (hints := _type_hints(vars(owner)[method]))
+            ),
+            None,
+        )
+        if annotation is None or value is None:
+            continue
+        try:
+            adapter: TypeAdapter[Any] = TypeAdapter(annotation)
+        except (PydanticSchemaGenerationError, PydanticUndefinedAnnotation, TypeError):
+            continue  # a class that only its author can check
+        try:
+            adapter.validate_python(value)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]["msg"]
+            raise UserError(
+                f"{called} was given {name}: {value!r}. {problem[:1].upper() + problem[1:]}; correct it in its kwargs."
+            ) from None
+
+
+def _type_hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a function; none where they cannot be evaluated at run time."""
+    try:
+        return get_type_hints(function)
+    except Exception:  # an annotation may be any expression
+        return {}
+
+
 def instantiate(cls: type, root: type, name: str, given: Mapping[str, Any]) -> Any:
     """An instance named `name`. The constructor gets what it takes, `load_dataset` gets its part later.
 
     `root` is the class that users subclass, `Environment` or `Eval`. Arguments that neither method takes become
     attributes.
     """
+    refuse_wrong_types(cls, given, root, called=f"The {root.__name__.lower()} {name!r}")
     constructor = _arguments_of(cls, "__init__", root)
     loads = dataset_arguments(cls, root)
     others = {key: value for key, value in given.items() if key not in constructor.names | loads}

@@ -295,3 +295,20 @@ def test_fixture_folders_hold_no_init_files():
 def test_a_name_that_ships_later_is_reported_as_known(name: str) -> None:
     with pytest.raises(UserError, match=f"The environment '{name}' does not ship with this version yet. Known: "):
         check_environment(name)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"num_samples": "ten"}, "was given num_samples: 'ten'. Input should be a valid integer"),
+        ({"num_samples": 2.5}, "was given num_samples: 2.5. Input should be a valid integer"),
+        ({"num_samples": [1]}, r"was given num_samples: \[1\]. Input should be a valid integer"),
+        ({"correct_reward": "much"}, "was given correct_reward: 'much'. Input should be a valid number"),
+        ({"operations": 3}, "was given operations: 3. Input should be a valid string"),
+    ],
+)
+def test_a_value_of_a_wrong_type_names_the_environment_and_the_argument(given: dict, problem: str) -> None:
+    for make, kind in ((get_environment, "environment"), (get_eval, "environment")):
+        with pytest.raises(UserError, match=f"^The {kind} 'countdown' {problem}.*; correct it in its kwargs.$"):
+            make("countdown", **given)
+    get_environment("countdown", dataset="generated", num_samples=3, correct_reward=1, instruction_prompt=None)
