@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from telescope.config import LoadedConfig, TelescopeConfig, load_config
-from telescope.errors import ConfigError, UserError
+from telescope.errors import ConfigError, RunError, UserError
 
 if TYPE_CHECKING:
     from telescope.orchestrator.summary import RunSummary
@@ -134,7 +135,12 @@ def _train(loaded: LoadedConfig) -> int:
     from telescope.cli.live_view import LiveView
     from telescope.orchestrator.run import run_training
 
-    summary = run_training(loaded.config, notes, LiveView())
+    try:
+        summary = run_training(loaded.config, notes, LiveView())
+    except (UserError, RunError):
+        if loaded.config.debug:
+            traceback.print_exc()
+        raise
     print_summary(summary, _console())
     return 0 if summary.status == "finished" else EXIT_STOPPED
 

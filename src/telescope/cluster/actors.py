@@ -136,7 +136,7 @@ class TrainerActor:
             os.environ["OMP_NUM_THREADS"] = str(config.trainer_threads)
         from telescope.record.logging import setup_logging
 
-        setup_logging(Path(run_dir), f"trainer-{rank}", None)
+        setup_logging(Path(run_dir), f"trainer-{rank}", None, debug=config.debug)
         self._log = open_log(RunFiles(run_dir).log(f"trainer-{rank}"))
         faulthandler.enable(self._log)
         exit_on_sigterm(self._log)

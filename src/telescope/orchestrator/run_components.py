@@ -173,6 +173,7 @@ async def start_environments(
         environments_path=list(config.environments_path),
         log_dir=directory.path / "logs",
         eager_prepare_resources=config.eager_prepare_resources,
+        debug=config.debug,
     )
     stack.push_async_callback(environments.close)
     await environments.start()

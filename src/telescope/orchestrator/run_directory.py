@@ -76,7 +76,7 @@ class RunDirectory:
             self.path, attempt=next_attempt(self.path), flush_seconds=config.metrics_logger_interval_seconds
         )
         try:
-            setup_logging(self.path, "driver", self.recorder, console=console)
+            setup_logging(self.path, "driver", self.recorder, debug=config.debug, console=console)
             self._info = begin_run(
                 self.recorder,
                 name=config.wandb_run_name,

@@ -43,7 +43,7 @@ def setup_logging(
     component: str,
     recorder: Recorder | None,
     *,
-    level: int = logging.INFO,
+    debug: bool = False,
     console: bool = True,
 ) -> LogHandlers:
     """Sends this process's log lines to its log file and the record.
@@ -61,7 +61,7 @@ def setup_logging(
         handlers.append(_ConsoleHandler())
     for handler in handlers:
         root.addHandler(handler)
-    logging.getLogger("telescope").setLevel(level)
+    logging.getLogger("telescope").setLevel(logging.DEBUG if debug else logging.INFO)
     return LogHandlers(tuple(handlers))
 
 

@@ -22,6 +22,14 @@ def installed():
         each.close()
 
 
+def test_debug_adds_the_debug_lines_of_telescope_alone(tmp_path, installed):
+    installed(setup_logging(tmp_path, "driver", None, debug=True, console=False))
+    logger.debug("this too")
+    logging.getLogger("other").debug("not this")
+    (line,) = RunFiles(tmp_path).log("driver").read_text().splitlines()
+    assert line.endswith("this too")
+
+
 def test_a_line_is_in_the_file_and_in_the_table(tmp_path, installed):
     with Recorder(tmp_path, attempt=2) as recorder:
         installed(setup_logging(tmp_path, "driver", recorder, console=False))

@@ -16,7 +16,7 @@ from telescope.cli.dry_run import MOST_WORKERS_SHOWN, print_dry_run
 from telescope.config import load_config, machine, preflight
 from telescope.config.model_files import inspect_model
 from telescope.config.plan import ClusterResources, NodeResources
-from telescope.errors import ConfigError
+from telescope.errors import ConfigError, RunError
 
 HERE = {"device": "cpu", "ray_address": "local", "use_wandb": False, "ray_inference_cpus_per_worker": 0.1,
         "ray_trainer_cpus_per_worker": 0.1}  # fmt: skip
@@ -132,6 +132,18 @@ def test_a_field_without_effect_is_a_remark_of_dry_run_run_and_verification(
     with pytest.raises(KeyboardInterrupt):
         verify.run(flags)
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_debug_shows_the_stack_of_an_error_that_ends_a_run(monkeypatch, capsys, tmp_path, debug):
+    def run_training(config, notes, view):
+        raise RunError("the run cannot go on")
+
+    monkeypatch.setattr("telescope.orchestrator.run.run_training", run_training)
+    monkeypatch.setattr("telescope.cli.train.check_before_start", lambda loaded: [])
+    with pytest.raises(RunError):
+        train.run(["--environments", "[{name: countdown}]", f"--debug={str(debug).lower()}"])
+    assert ("in run_training" in capsys.readouterr().err) is debug
 
 
 def test_a_field_with_an_effect_is_no_remark(dry_run):

@@ -14,7 +14,8 @@ class GeneralSection(Section):
     TITLE: ClassVar[str] = "General"
 
     debug: bool = False
-    """Enable debug mode: debug-level logs of every process, and stacks in error messages."""
+    """Enable debug mode: debug-level logs of the driver, the trainer, vLLM, Ray and environments, collectives that name
+    their mismatches (TORCH_DISTRIBUTED_DEBUG, slower), and the stack of every error that ends a run."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the run. Prompt order, sampling and initialisation follow from it; with `max_async_rollout: 0` two
     runs with one seed give the same samples. Change it to measure the spread between runs."""

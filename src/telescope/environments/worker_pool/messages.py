@@ -164,6 +164,7 @@ def load_header(
     return {
         "op": "load",
         "trial": False,
+        "debug": False,
         "specs": [asdict(spec) for spec in specs],
         "environments_path": [str(Path(place).expanduser().resolve()) for place in environments_path],
         "memory_limit_bytes": memory_limit_bytes or default_memory_limit(),

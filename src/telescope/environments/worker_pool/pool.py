@@ -63,6 +63,7 @@ class EnvironmentPool:
         memory_limit_bytes: int | None = None,
         launcher: Launcher | None = None,
         eager_prepare_resources: bool = False,
+        debug: bool = False,
     ) -> None:
         self._positions = {spec.identity: position for position, spec in enumerate(specs)}
         if len(self._positions) != len(specs):
@@ -74,7 +75,7 @@ class EnvironmentPool:
         self._eager_prepare_resources = eager_prepare_resources
         self._workers = WorkerPool(
             specs,
-            load_header(specs, environments_path, memory_limit_bytes),
+            load_header(specs, environments_path, memory_limit_bytes) | {"debug": debug},
             num_workers=num_workers,
             timeout_seconds=timeout_seconds,
             start_timeout_seconds=start_timeout_seconds,

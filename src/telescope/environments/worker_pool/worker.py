@@ -205,6 +205,8 @@ class Worker:
 
     def _load(self, header: dict[str, Any]) -> bool:
         started = time.perf_counter()
+        if header["debug"]:
+            logging.getLogger().setLevel(logging.DEBUG)
         try:
             specs = [EnvironmentSpec(**fields) for fields in header["specs"]]
             self.runner = EnvironmentRunner(
