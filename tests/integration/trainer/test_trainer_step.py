@@ -120,6 +120,14 @@ def test_minibatches_are_optimizer_steps_at_one_learning_rate(one_rank):
     assert metrics["learning_rate"] == pytest.approx(0.01 / 4)
 
 
+def test_the_time_of_a_weight_sync_is_reported_by_the_next_step_only(one_rank):
+    trainer = one_rank()
+    assert list(trainer.named_weights())
+    steps = [trainer.train_step(packed(make_samples(LENGTHS), step=step)) for step in range(2)]
+    assert [step.metrics["timing_weight_sync_trainer_total"] > 0 for step in steps] == [True, False]
+    assert [sum(span.name == "weight_sync" for span in step.spans) for step in steps] == [1, 0]
+
+
 def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change(one_rank):
     trainer = one_rank()
     before = weights(trainer)

@@ -18,6 +18,7 @@ from telescope.environments.worker_pool.messages import Advance, EnvironmentInfo
 from telescope.errors import EnvironmentFailure
 from telescope.orchestrator import orchestrator
 from telescope.orchestrator.filters import normalized
+from telescope.orchestrator.groups import Batch, Group
 from telescope.orchestrator.run import make_orchestrator
 from telescope.rollout.sample import RolloutSettings
 from telescope.trainer.batch import StepInput, StepResult, TrainSample
@@ -123,6 +124,24 @@ async def test_a_step_is_counted_when_its_weights_are_in_the_engines_and_not_bef
     before, after = counted[::2], counted[1::2]
     assert [version for version, _ in after] == [0, 1, 2]
     assert before == after, "a synchronous run opens no group during a sync"
+
+
+async def test_a_batch_takes_the_oldest_finished_groups() -> None:
+    run = InMemoryRun(config_of(number_of_steps=6, max_async_rollout=3))
+    pack, compared = run.orchestrator._pack, []
+
+    def age_of(group: Group) -> tuple[int, int]:
+        return group.start_version, group.group_id
+
+    def compare_and_pack(groups: list[Group], step: int) -> Batch:
+        remaining = [age_of(group) for group in run.orchestrator._finished]
+        compared.append((max(map(age_of, groups)), min(remaining, default=(10**9, 0))))
+        return pack(groups, step)
+
+    run.orchestrator._pack = compare_and_pack  # type: ignore[method-assign]
+    await run.run()
+    assert any(remaining[0] < 10**9 for _, remaining in compared), "some batch left finished groups behind"
+    assert all(newest_taken < remaining for newest_taken, remaining in compared)
 
 
 async def test_every_turn_of_every_sample_has_its_own_seed() -> None:

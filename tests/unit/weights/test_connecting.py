@@ -1,4 +1,4 @@
-"""Waiting for an engine that does not come, or not all the way, and being told to stop."""
+"""Connecting to engines: aborts, deadlines, and peers that are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def listen(sender: WeightSender, seconds: float = 60.0) -> InitInfo:
 
 
 class Connecting:
-    """`connect` on a thread of its own, as the actor runs it."""
+    """`connect` on a separate thread, as in the actor."""
 
     def __init__(self, sender: WeightSender) -> None:
         self.error: Exception | None = None
@@ -36,7 +36,7 @@ class Connecting:
 
     def outcome(self) -> Exception | None:
         self._thread.join(timeout=20)
-        assert not self._thread.is_alive(), "it still waits"
+        assert not self._thread.is_alive(), "connect is still waiting"
         return self.error
 
 
@@ -51,20 +51,20 @@ def test_waiting_for_an_engine_ends_when_it_is_aborted() -> None:
     sender = WeightSender()
     listen(sender)
     connecting = Connecting(sender)
-    sender.abort(0, "the engine died")
+    sender.abort(0, "the engine exited")
     error = connecting.outcome()
-    assert isinstance(error, TransferError) and "the engine died" in str(error)
+    assert isinstance(error, TransferError) and "the engine exited" in str(error)
     assert sender.connected == []
 
 
 def test_an_abort_that_comes_before_the_wait_is_not_lost() -> None:
     sender = WeightSender()
     listen(sender)
-    sender.abort(0, "the engine died")
-    assert "the engine died" in str(Connecting(sender).outcome())
+    sender.abort(0, "the engine exited")
+    assert "the engine exited" in str(Connecting(sender).outcome())
 
 
-def test_an_engine_that_joins_and_goes_no_further_is_given_up_when_it_is_aborted() -> None:
+def test_an_engine_that_joins_and_then_hangs_is_abandoned_on_an_abort() -> None:
     sender = WeightSender()
     info = listen(sender)
     connecting = Connecting(sender)
@@ -72,28 +72,44 @@ def test_an_engine_that_joins_and_goes_no_further_is_given_up_when_it_is_aborted
     sender.abort(0, "the engine hangs")
     assert "the engine hangs" in str(connecting.outcome())
     eventually(lambda: peer.loss is not None)
-    assert "the engine hangs" in (peer.loss or ""), "and is told so"
+    assert "the engine hangs" in (peer.loss or ""), "the peer receives the reason"
     peer.close()
 
 
-def test_connecting_anew_ends_the_wait_of_before() -> None:
+def test_reconnecting_ends_the_earlier_wait() -> None:
     sender = WeightSender()
     listen(sender)
     first = Connecting(sender)
     listen(sender, seconds=0.5)
     assert isinstance(first.outcome(), TransferError)
-    assert isinstance(Connecting(sender).outcome(), DeadlineExceeded), "which has a deadline of its own"
+    assert isinstance(Connecting(sender).outcome(), DeadlineExceeded)
 
 
-def test_a_stranger_who_says_nothing_does_not_hold_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_process_that_sends_nothing_does_not_block_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_channel, "_HELLO_SECONDS", 0.2)
-    door = Rendezvous("127.0.0.1")
-    accepted: list[control_channel.Lifeline] = []
-    waiting = threading.Thread(target=lambda: accepted.append(door.accept(2, {}, 60.0)))
+    rendezvous = Rendezvous("127.0.0.1")
+    accepted: list[control_channel.ControlChannel] = []
+    waiting = threading.Thread(target=lambda: accepted.append(rendezvous.accept(2, {}, 60.0)))
     waiting.start()
-    with socket.create_connection((door.host, door.port)):
-        peer, _ = join(door.host, door.port, 1, door.token, 30)
+    with socket.create_connection((rendezvous.host, rendezvous.port)):
+        peer, _ = join(rendezvous.host, rendezvous.port, 1, rendezvous.token, 30)
         waiting.join(timeout=20)
         assert len(accepted) == 1
+    peer.close()
+    accepted[0].close()
+
+
+def test_a_peer_without_the_token_or_with_another_rank_is_refused() -> None:
+    rendezvous = Rendezvous("127.0.0.1")
+    accepted: list[control_channel.ControlChannel] = []
+    waiting = threading.Thread(target=lambda: accepted.append(rendezvous.accept(2, {}, 60.0)))
+    waiting.start()
+    for rank, token in ((1, "guessed"), (1, ""), (2, rendezvous.token)):
+        with pytest.raises(TransferError, match=f"refused rank {rank}"):
+            join(rendezvous.host, rendezvous.port, rank, token, 10)
+    assert not accepted
+    peer, _ = join(rendezvous.host, rendezvous.port, 1, rendezvous.token, 30)
+    waiting.join(timeout=20)
+    assert len(accepted) == 1
     peer.close()
     accepted[0].close()
