@@ -9,9 +9,10 @@
 
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
-# For tests that start no engine: a file is the work of one process, and files with long tests come first.
+# Two processes of tests, each of which takes the next file when it has finished one: tests/conftest.py.
 JOBS := 2
 PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
+E2E := tests/e2e/stack tests/integration tests/e2e  # in this order: the longest first
 # Bytecode that is not kept would be compiled again by every process of every run.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -41,11 +42,11 @@ test: setup  ## before every change lands: lint, types and all tests but the slo
 	@echo "== unit, reference, integration"
 	@$(PYTEST) -m "not e2e and not slow" $(PARALLEL) tests/integration tests/reference tests/unit
 	@echo "== e2e: Ray, vLLM and the trainer, for real"
-	@$(PYTEST) -m "e2e and not slow" tests/integration tests/e2e
+	@$(PYTEST) -m "e2e and not slow" $(PARALLEL) $(E2E)
 
 test-all: test  ## also the slow tests, which rarely fail
 	@echo "== slow"
-	@$(PYTEST) -m slow tests/integration tests/e2e
+	@$(PYTEST) -m slow $(PARALLEL) $(E2E)
 
 lint: setup run-lint  ## ruff
 types: setup run-types  ## mypy
@@ -56,7 +57,7 @@ test-reference: setup  ## every algorithm against loops written from the papers
 test-integration: setup  ## tests with a fake engine
 	@$(PYTEST) -m "not e2e and not slow" $(PARALLEL) tests/integration $(ARGS)
 e2e: setup  ## tests with Ray, vLLM and the trainer
-	@$(PYTEST) -m "e2e and not slow" tests/integration tests/e2e $(ARGS)
+	@$(PYTEST) -m "e2e and not slow" $(PARALLEL) $(E2E) $(ARGS)
 
 doctor: setup  ## what works on this machine, and what is missing
 	@$(PY) -m telescope.cli.main doctor

@@ -4,6 +4,7 @@ of several processes of tests, and the first and last tests of a server.
 
 import os
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -15,17 +16,32 @@ settings.register_profile("telescope", deadline=None)
 settings.load_profile("telescope")
 
 PLACES = {"first_on_its_server": -1, "last_on_its_server": 1}
+SHARED_SERVERS = ("tests/e2e/stack", "tests/integration/weights")
+"""Folders whose files share a fixture that takes long to start."""
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest itself then groups them by their servers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put marked tests before or after the others of their file.
+    """Puts marked tests before or after the others of their file.
 
     Tests that were imported come in the order of the imports, which is that of the alphabet: what a docstring says of
     the end of a file does not hold for them.
     """
     files = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
     items.sort(key=lambda item: (files[item.path], sum(PLACES.get(mark.name, 0) for mark in item.iter_markers())))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives a file, or a folder whose files share a server, to one of several processes (`--dist loadfile`)."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class FileScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return next((folder for folder in SHARED_SERVERS if file.startswith(folder + "/")), file)
+
+    return FileScheduling(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,132 +1,15 @@
-"""One Ray, one vLLM and one trainer of two ranks for all tests of this tier: each test starts over from the model's
-first weights by a restart of the trainer and a weight sync."""
+"""The demo's model."""
 
 from __future__ import annotations
 
-import asyncio
-import shutil
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from telescope.cluster.reaper import Reaper
-from telescope.config import TelescopeConfig, load_config
-from telescope.evals.runner import EvalResult
-from telescope.orchestrator.evaluation import Evaluation
-from telescope.orchestrator.orchestrator import Orchestrator
-from telescope.orchestrator.run import make_orchestrator, start_collectors
-from telescope.orchestrator.run_components import RunComponents, start_components
-from telescope.orchestrator.run_directory import RunDirectory
-from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.supervision import Supervisor
-from telescope.record.reader import Run
-from telescope.rollout.sample import RolloutSettings
 from telescope.tiny_model.cache import ensure_tiny_model
-
-DEMO = Path(__file__).parents[2] / "configs" / "examples" / "demo_countdown.yaml"
-
-ENVIRONMENTS = Path(__file__).parents[2] / "benchmarks" / "environments"
-OTHER_ENVIRONMENTS = ("puzzle_series",)
-"""What is loaded beside the demo's environment, for `Stack.run(environment=...)`."""
 
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
     """The demo's model, made once and then taken from the cache."""
     return ensure_tiny_model()
-
-
-@dataclass
-class Outcome:
-    """What one run of the loops left behind."""
-
-    orchestrator: Orchestrator
-    status: RunStatus
-    record: Run
-
-    def steps(self) -> list[dict[str, Any]]:
-        rows = self.record.table("steps").to_pylist(maps_as_pydicts="strict")
-        return sorted(rows, key=lambda row: row["step"])
-
-    def samples(self, **conditions: Any) -> list[dict[str, Any]]:
-        rows = self.record.table("samples").to_pylist()
-        return [row for row in rows if all(row[name] == value for name, value in conditions.items())]
-
-
-@dataclass
-class Stack:
-    """The started parts, and running the loops on them with other settings."""
-
-    parts: RunComponents
-    folder: Path
-    num_runs: int = 0
-
-    async def run(self, timeout: float = 240, environment: str = "countdown", **changes: Any) -> Outcome:
-        """Train on one of the environments from the first weights, with `changes` of the config's loop settings."""
-        await self.parts.trainer.restart()
-        await self.parts.weights.sync()
-        entries = self.parts.config.environments
-        position = [entry.name for entry in entries].index(environment)
-        config = self.parts.config.replace(environments=[entries[position]], evals=[], **changes)
-        keys = replace(self.parts.keys, training=[self.parts.keys.training[position]], evals=[])
-        parts = replace(self.parts, config=config, keys=keys, settings=RolloutSettings.from_config(config))
-        self.num_runs += 1
-        directory = RunDirectory(self.folder / f"run-{self.num_runs}", config, [])
-        directory.path.mkdir()
-        status = RunStatus("e2e", config.number_of_steps)
-        async with AsyncExitStack() as exit_stack:
-            exit_stack.enter_context(directory.open_record(console=True))
-            evaluation = Evaluation([], config, self.parts.environments, self.parts.slots, directory.recorder, status)
-            orchestrator = await make_orchestrator(config, parts, evaluation, directory, status)
-            supervisor = Supervisor()
-            supervisor.spawn(self.parts.servers.watch(), "server watch")
-            collectors = start_collectors(config, parts, directory.recorder, exit_stack)
-            supervisor.spawn(collectors.run(), "collectors")
-            async with asyncio.timeout(timeout):
-                await supervisor.run_until(orchestrator.run(supervisor))
-        return Outcome(orchestrator, status, Run(directory.path))
-
-    async def evaluate(self) -> EvalResult:
-        """The config's held-out eval, with the weights that the engine holds now."""
-        config = self.parts.config
-        directory = RunDirectory(self.folder / f"eval-{self.num_runs}", config, [])
-        directory.path.mkdir()
-        with directory.open_record(console=True):
-            evaluation = Evaluation(
-                self.parts.evals, config, self.parts.environments, self.parts.slots, directory.recorder,
-                RunStatus("e2e", 1),
-            )  # fmt: skip
-            results = await evaluation.run_all(self.parts.trainer.version, self.parts.settings, self.parts.servers)
-        shutil.rmtree(directory.path)
-        return results[0]
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def stack(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    """Ray, vLLM and the trainer, started once."""
-    folder = tmp_path_factory.mktemp("e2e")
-    flags = [
-        f"--model={tiny_model}",
-        f"--run_dir={folder / 'parts'}",
-        "--inference_base_port=18500",
-        "--use_wandb=false",
-        "--system_metrics_collection_interval_seconds=0.25",
-        # Shorter than a user's, for the test of an engine that hangs, in the middle of a weight sync or not.
-        "--inference_hang_timeout_seconds=30",
-        "--weight_sync_timeout_seconds=60",
-    ]
-    flags.append("--max_model_len=256")  # room for two of vLLM's KV blocks: the test of the prefix cache needs one
-    flags.append(f"--environments_path=[{ENVIRONMENTS}]")
-    demo: TelescopeConfig = load_config(DEMO, flags, environ={}).config
-    config = demo.replace(environments=[*demo.environments, *({"name": name} for name in OTHER_ENVIRONMENTS)])
-    async with AsyncExitStack() as exit_stack:
-        directory = RunDirectory.create(config, [])
-        reaper = exit_stack.enter_context(Reaper())
-        exit_stack.enter_context(directory.open_record(console=True))
-        parts = await start_components(config, directory, RunStatus("e2e", 1), exit_stack, reaper.directory)
-        yield Stack(parts, folder)

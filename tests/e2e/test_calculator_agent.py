@@ -16,7 +16,7 @@ from telescope.environments.countdown.arithmetic import parse
 from telescope.record.reader import Run
 from telescope.tiny_model.cache import ensure_tiny_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 600

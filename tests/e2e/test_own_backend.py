@@ -1,20 +1,17 @@
-"""A run as a person starts it, with a backend of their own and everything that can be put on top of a loss."""
+"""A run as a person starts it, with a backend of their own and every modifier of the loss, ended by Ctrl-C."""
 
 from __future__ import annotations
 
+import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.e2e.train_command import Command
 
 from telescope.record.reader import Run
 
 pytestmark = pytest.mark.e2e
-
-ROOT = Path(__file__).parents[2]
 
 BACKEND = """
 from telescope.trainer.backends import TrainingBackend
@@ -39,11 +36,10 @@ class MyBackend(TrainingBackend):
 """
 
 FLAGS = """
---train_backend own_backend:MyBackend --number_of_steps 3 --number_of_minibatches 2
+--train_backend own_backend:MyBackend --number_of_minibatches 2
 --use_ppo_clip --ppo_clip_ref_logprobs batch --clip_ratio_c 3 --use_tis --tis_mode icepop --tis_floor 0.5
 --seq_is_masking --kl_penalty_tau 0.01 --entropy_coef 0.001
 --filter_repetition --filter_gibberish --overlong_penalty_factor 0.1 --overlong_buffer_tokens 8
---use_wandb false --eval_before_training false --eval_after_training false --inference_base_port 20000
 """
 
 EXPECTED = """
@@ -59,19 +55,28 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-def test_a_backend_of_the_user_s_own_and_every_modifier_train_and_report(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_backend_of_the_user_s_own_reports_every_modifier_and_finishes_on_ctrl_c(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     (tmp_path / "own_backend.py").write_text(BACKEND)
-    config = ROOT / "configs" / "examples" / "demo_countdown.yaml"
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "--config", str(config), f"--model={tiny_model}",
-         f"--run_dir={tmp_path / 'run'}", *FLAGS.split()],
-        cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    run = Run(tmp_path / "run")
+    command = Command(tiny_model, tmp_path, 20000, *FLAGS.split())
+    try:
+        command.wait_for("third step", command.says("step 3/500"), 400)
+        assert len(command.family()) > 8, "Ray, vLLM, trainer and environment workers carry the mark"
+        assert command.listens_on() == {"127.0.0.1"}
+        command.interrupt()
+        assert command.process.wait(timeout=90) == 130
+    finally:
+        command.process.kill()
+    command.wait_for("end of every process", lambda: not command.family(), 60)
+    summary = json.loads((command.run_dir / "summary.json").read_text())
+    assert summary["status"] == "stopped"
+    run = Run(command.run_dir)
+    assert run.status == "stopped"
     steps = run.table("steps").to_pylist(maps_as_pydicts="strict")
     steps.sort(key=lambda row: row["step"])
-    assert [row["metrics"]["custom/step"] for row in steps] == [0.0, 1.0, 2.0]
+    assert len(steps) == summary["steps"] >= 3
+    assert [row["metrics"]["custom/step"] for row in steps] == list(range(len(steps)))
     assert "staleness/age_0/logprob_difference_mean" in steps[0]["metrics"], "nothing is stale at the first step"
     wanted = [*EXPECTED.split(), *(f"timing_{o}_{kind}" for o in OPERATIONS for kind in ("total", "microbatch_mean"))]
     for row in steps:

@@ -7,8 +7,8 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from tests.e2e.conftest import Outcome, Stack
-from tests.e2e.test_inference import client_of, request
+from tests.e2e.stack.conftest import Outcome, Stack
+from tests.e2e.stack.test_inference import client_of, request
 from transformers import AutoTokenizer
 
 from telescope.rollout.types import GenerateRequest
@@ -29,11 +29,15 @@ def turns_of(run: Outcome) -> dict[str, list[dict[str, Any]]]:
     return rows
 
 
-async def test_reward_rises_over_several_turns_whose_tokens_are_those_of_the_template(stack: Stack) -> None:
+@pytest.mark.slow
+async def test_reward_rises_over_several_turns(stack: Stack) -> None:
     run = await stack.run(environment="puzzle_series", number_of_steps=24)
     rewards = [row["reward_mean"] for row in run.steps()]
     assert sum(rewards[-6:]) / 6 > sum(rewards[:6]) / 6 + 0.04, rewards
 
+
+async def test_the_tokens_of_several_turns_are_those_of_the_template(stack: Stack) -> None:
+    run = await stack.run(environment="puzzle_series", number_of_steps=3)
     tokenizer = AutoTokenizer.from_pretrained(stack.parts.config.model)
     turns = turns_of(run)
     kept = [sample for sample in run.samples(status="kept") if sample["num_turns"] == 2]

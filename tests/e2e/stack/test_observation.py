@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from tests.e2e.conftest import Stack
+from tests.e2e.stack.conftest import LongRun, Stack
 
 from telescope.record.reader import Run
 
@@ -24,8 +24,8 @@ TRACE_SECONDS = 30.0
 """How long traces may take to arrive: vLLM sends them once a second, on a machine that may be busy."""
 
 
-async def test_every_part_of_a_run_is_measured_and_every_request_traced(stack: Stack) -> None:
-    run = await stack.run(number_of_steps=4)
+async def test_every_part_of_a_run_is_measured_and_every_request_traced(stack: Stack, long_run: LongRun) -> None:
+    run = long_run.outcome
     gauges = run.record.table("gauges").to_pylist(maps_as_pydicts="strict")
     by_part: dict[tuple[Any, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in gauges:
@@ -40,7 +40,8 @@ async def test_every_part_of_a_run_is_measured_and_every_request_traced(stack: S
     assert {row["node"] for row in gauges if row["component"] in ("host", "trainer", "inference")} != {None}
     trainer = {row["name"] for row in run.record.table("spans").to_pylist() if row["component"] == "trainer"}
     assert {"forward", "backward", "gradient_reduction", "optimizer", "weight_sync", "waiting_for_data"} <= trainer
-    await the_requests_are_traced(stack, run.samples(status="kept"))
+    last_steps = [sample for sample in run.samples(status="kept") if sample["step"] >= len(run.steps()) - 4]
+    await the_requests_are_traced(stack, last_steps)
 
 
 async def the_requests_are_traced(stack: Stack, samples: list[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.e2e.conftest import Stack
+from tests.e2e.stack.conftest import Stack
 
 from telescope.orchestrator.run_components import RunComponents
 from telescope.orchestrator.status import RunStatus
@@ -29,6 +29,19 @@ async def run_all_checks(stack: Stack, parts: RunComponents) -> dict[str, Check]
 
 
 @in_session_loop
+async def test_every_check_passes_on_a_healthy_run(stack: Stack) -> None:
+    config = stack.parts.config.replace(top_p=0.9)
+    checks = await run_all_checks(stack, dataclasses.replace(stack.parts, config=config))
+    assert [str(check) for check in checks.values() if not check.ok] == []
+    assert len(checks) == 8
+    values = {name: check.values for name, check in checks.items()}
+    assert values["engine and trainer logprobs agree (temperature 1)"]["max"] <= 1e-4
+    assert values["packed and single samples have equal logprobs"]["max"] <= 1e-4
+    assert values["the gradient does not depend on packing"]["relative_error"] <= 1e-5
+    assert values["a tensor with one wrong bit is noticed"]["noticed_by"] == [0]
+
+
+@in_session_loop
 async def test_a_trainer_that_forgets_the_temperature_fails_parity_and_the_first_step_and_nothing_else(
     stack: Stack,
 ) -> None:
@@ -44,6 +57,7 @@ async def test_a_trainer_that_forgets_the_temperature_fails_parity_and_the_first
     assert len(checks) == 7
 
 
+@pytest.mark.slow
 def test_the_command_passes_all_checks_and_exits_with_0(tmp_path: Path) -> None:
     target = tmp_path / "verify.json"
     command = [sys.executable, "-m", "telescope.cli.main", "verify", f"--json={target}", "--inference_base_port=18640"]

@@ -11,7 +11,7 @@ import aiohttp
 import numpy as np
 import pytest
 import torch
-from tests.e2e.conftest import Stack
+from tests.e2e.stack.conftest import Stack
 
 from telescope.inference.client import EngineClient, EngineRequestError
 from telescope.inference.vllm import adapter as wire

@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 
 import psutil
 import pytest
-from tests.e2e.conftest import Stack
+import pytest_asyncio
+from tests.e2e.stack.conftest import LongRun, Outcome, Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
 
-async def test_reward_and_held_out_accuracy_rise(stack: Stack) -> None:
-    await stack.parts.trainer.restart()
-    await stack.parts.weights.sync()
-    before = await stack.evaluate()
-    run = await stack.run(number_of_steps=40)
-    after = await stack.evaluate()
-    rewards = [row["reward_mean"] for row in run.steps()]
-    assert after.accuracy > before.accuracy + 0.08, f"held-out accuracy went from {before.accuracy} to {after.accuracy}"
+async def test_reward_and_held_out_accuracy_rise(stack: Stack, long_run: LongRun) -> None:
+    before, after = long_run.before.accuracy, long_run.after.accuracy
+    assert after > before + 0.08, f"held-out accuracy went from {before} to {after}"
+    rewards = [row["reward_mean"] for row in long_run.outcome.steps()]
     assert sum(rewards[-10:]) > sum(rewards[:10])
-    assert run.orchestrator.ledger.is_balanced()
+    assert long_run.outcome.orchestrator.ledger.is_balanced()
     probe = stack.parts.weights.last_probe[0]
     assert probe.ok, str(probe)
 
 
-async def test_the_first_step_is_on_policy_up_to_rounding(stack: Stack) -> None:
-    run = await stack.run(number_of_steps=1, max_async_rollout=0)
-    assert 0 <= run.steps()[0]["metrics"]["kl_divergence_inference"] < 1e-6
-
-
-async def test_synchronous_mode_samples_every_token_with_the_newest_weights(stack: Stack) -> None:
-    run = await stack.run(number_of_steps=4, max_async_rollout=0)
-    for sample in run.samples(status="kept"):
-        assert sample["start_version"] == sample["end_version"] == sample["step"]
-    assert len(run.samples(status="kept")) == 4 * 16 * 8
-
-
 async def test_asynchronous_mode_says_which_version_sampled_each_token(stack: Stack) -> None:
-    run = await stack.run(number_of_steps=6, max_async_rollout=2)
+    run = await stack.run(number_of_steps=5, max_async_rollout=2)
     turns = run.record.table("turns").to_pylist()
     assert all(len(turn["versions"]) == len(turn["token_ids"]) == len(turn["logprobs"]) for turn in turns)
     seen = {version for turn in turns for version in turn["versions"]}
@@ -49,8 +33,31 @@ async def test_asynchronous_mode_says_which_version_sampled_each_token(stack: St
     assert all(0 <= sample["age"] <= 3 for sample in run.samples(status="kept"))
 
 
-async def test_two_synchronous_runs_with_one_seed_give_the_same_samples_and_losses(stack: Stack) -> None:
-    runs = [await stack.run(number_of_steps=3, max_async_rollout=0, seed=11) for _ in range(2)]
+NUM_SYNCHRONOUS_STEPS = 3
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def synchronous_runs(stack: Stack) -> list[Outcome]:
+    """Two with one seed."""
+    changes = {"number_of_steps": NUM_SYNCHRONOUS_STEPS, "max_async_rollout": 0, "seed": 11}
+    return [await stack.run(**changes) for _ in range(2)]
+
+
+async def test_the_first_step_is_on_policy_up_to_rounding(synchronous_runs: list[Outcome]) -> None:
+    assert 0 <= synchronous_runs[0].steps()[0]["metrics"]["kl_divergence_inference"] < 1e-6
+
+
+async def test_synchronous_mode_samples_every_token_with_the_newest_weights(synchronous_runs: list[Outcome]) -> None:
+    samples = synchronous_runs[0].samples(status="kept")
+    for sample in samples:
+        assert sample["start_version"] == sample["end_version"] == sample["step"]
+    assert len(samples) == NUM_SYNCHRONOUS_STEPS * 16 * 8
+
+
+async def test_two_synchronous_runs_with_one_seed_give_the_same_samples_and_losses(
+    synchronous_runs: list[Outcome],
+) -> None:
+    runs = synchronous_runs
     texts = [sorted((s["sample_id"], s["completion_text"], s["reward"]) for s in run.samples()) for run in runs]
     assert texts[0] == texts[1]
     for name in ("grad_norm", "entropy", "kl_divergence_inference", "reward/total/mean"):
@@ -62,23 +69,19 @@ async def test_two_synchronous_runs_with_one_seed_give_the_same_samples_and_loss
 async def test_an_engine_comes_back_with_the_current_weights_and_the_run_completes_when(
     stack: Stack, what: str
 ) -> None:
-    restarts = (await stack.parts.inference.handles[0].status()).restarts
+    before = await stack.parts.inference.handles[0].status()
 
-    async def strike_in_the_middle() -> None:
-        await asyncio.sleep(4)
-        server = (await stack.parts.inference.handles[0].status()).pid
+    def strike() -> None:
         if what == "its process hangs":
-            os.kill(engine_of(server), signal.SIGSTOP)
+            os.kill(engine_of(before.pid), signal.SIGSTOP)
         else:
-            os.kill(server, signal.SIGKILL)
+            os.kill(before.pid, signal.SIGKILL)
 
-    striking = asyncio.create_task(strike_in_the_middle())
-    run = await stack.run(number_of_steps=25, timeout=400)
-    await striking
+    run = await stack.run(number_of_steps=8, timeout=400, after_step=(3, strike))
     status = await stack.parts.inference.handles[0].status()
-    assert status.restarts == restarts + 1
+    assert status.restarts == before.restarts + 1
     assert ("is running but has not responded" in (status.error or "")) == (what == "its process hangs")
-    assert len(run.steps()) == 25
+    assert len(run.steps()) == 8
     assert run.orchestrator.ledger.is_balanced()
     assert run.status.num_masked_samples == 0
     assert stack.parts.weights.last_probe[0].ok

@@ -1,0 +1,90 @@
+"""`train.py` in a process of its own, as a person runs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+MARK = "TELESCOPE_TEST_MARK"
+"""An environment variable that every process of a run inherits, so that none can be left behind unseen."""
+
+
+class Command:
+    """A running `train.py` on the demo's config, and every process that descends from it."""
+
+    def __init__(self, model: Path, folder: Path, port: int, *flags: str) -> None:
+        self.run_dir = folder / "run"
+        self.log = folder / "output.txt"
+        self.mark = uuid.uuid4().hex
+        self.known: dict[int, str] = {}
+        """Every process of the family that was ever seen, by its id, with its start time."""
+        command = [sys.executable, str(ROOT / "train.py")]
+        command += ["--config", str(ROOT / "configs" / "examples" / "demo_countdown.yaml")]
+        command += [f"--model={model}", f"--run_dir={self.run_dir}", f"--inference_base_port={port}"]
+        command += ["--use_wandb=false", "--number_of_steps=500", "--eval_before_training=false", *flags]
+        environment = {**os.environ, MARK: self.mark}
+        with self.log.open("w") as output:
+            self.process = subprocess.Popen(
+                command, cwd=folder, stdout=output, stderr=output, env=environment, start_new_session=True
+            )
+
+    def wait_for(self, what: str, condition: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            state = f"processes: {self.family()}; output:\n{self.log.read_text()[-3000:]}"
+            assert time.monotonic() < deadline, f"no {what} within {seconds:g} s; {state}"
+            time.sleep(0.2)
+
+    def says(self, text: str) -> Callable[[], bool]:
+        def said() -> bool:
+            assert self.process.poll() is None, f"the command ended early:\n{self.log.read_text()[-3000:]}"
+            return text in self.log.read_text()
+
+        return said
+
+    def family(self) -> list[str]:
+        """Command lines of all processes that carry the mark, or descend from one that does or did."""
+        alive: dict[int, tuple[int, str, bool, str]] = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                state, parent, *rest = (entry / "stat").read_text().rpartition(")")[2].split()
+                marked = f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes()
+                if state not in "ZX":
+                    line = (entry / "cmdline").read_text().replace("\0", " ")[:120]
+                    alive[int(entry.name)] = int(parent), rest[17], marked, line
+            except OSError:
+                continue  # it has just ended
+        self.known = {pid: start for pid, start in self.known.items() if pid in alive and alive[pid][1] == start}
+        num_known = -1
+        while num_known != len(self.known):
+            num_known = len(self.known)
+            self.known |= {
+                p: start for p, (parent, start, marked, _) in alive.items() if marked or parent in self.known
+            }
+        return [alive[pid][3] for pid in self.known]
+
+    def listens_on(self) -> set[str]:
+        """The addresses on which processes of the family take TCP connections."""
+        self.family()
+        found = set()
+        for pid in self.known:
+            try:
+                connections = psutil.Process(pid).net_connections("tcp")
+            except psutil.NoSuchProcess:
+                continue
+            found |= {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}
+        return found
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
