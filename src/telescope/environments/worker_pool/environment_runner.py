@@ -244,7 +244,8 @@ class Resources:
     """The resources of one environment, or of the environment below an eval."""
 
     def __init__(self, environment: Any) -> None:
-        self._owner = wrapped_environment(environment) or environment
+        wrapped = wrapped_environment(environment)
+        self._owner = environment if wrapped is None else wrapped  # the truth of one would load its dataset
         mine = getattr(type(self._owner), "prepare_resources", None)
         self.overridden = mine is not None and mine is not Environment.prepare_resources
         """Whether the environment has resources to prepare."""
