@@ -34,7 +34,7 @@ _LOG_TAIL_BYTES = 4000
 MAX_LOG_BYTES = 8 * 2**20
 """Size above which a log is rotated: user code may print without end. At most twice as much is kept."""
 LOG_CHECK_SECONDS = 0.2
-"""Interval at which the size of the log is checked; printing in a loop writes about 2 MB meanwhile."""
+"""Interval at which the size of the log is checked; printing in a loop writes 10 MB meanwhile."""
 
 
 class WorkerProcess:

@@ -1,0 +1,30 @@
+"""The environments of a worker process: what is loaded when, and errors that name the environment."""
+
+import pytest
+
+from telescope.environments.base import RewardResult, SingleTurnEnvironment
+from telescope.environments.worker_pool.environment_runner import EnvironmentRunner
+from telescope.environments.worker_pool.messages import EnvironmentSpec
+from telescope.errors import UserError
+
+
+class Broken(SingleTurnEnvironment):
+    def load_dataset(self, num_samples=-1):
+        raise ValueError("no such file")
+
+    def compute_reward(self, completion, sample, eos_token=""):
+        return RewardResult(1.0)
+
+
+def make(name, *, environments_path):
+    return Broken()
+
+
+def test_the_dataset_is_loaded_in_its_own_stage_and_its_error_names_the_environment():
+    stages = []
+    spec = EnvironmentSpec("broken", factory=f"{__name__}:make")
+    runner = EnvironmentRunner([spec], None, [], on_stage=lambda stage, description: stages.append(stage))
+    assert stages == ["making"]
+    with pytest.raises(UserError, match="Loading the dataset of the environment 'broken' failed: ValueError: no such"):
+        runner.describe(0)
+    assert stages == ["making", "dataset"]
