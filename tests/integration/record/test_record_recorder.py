@@ -75,12 +75,12 @@ def test_a_full_disk_is_reported_once_and_drops_the_least_important_rows(tmp_pat
     lines = answer.stdout.splitlines()
     assert sum("CANNOT BE WRITTEN" in line for line in lines) == 1
     assert sum("is written again" in line for line in lines) == 1
-    assert sum("Rows missing" in line for line in lines) == 1
+    assert sum("Rows dropped" in line for line in lines) == 1
     run = Run(tmp_path)
     assert run.table("steps")["step"].to_pylist() == list(range(600))
     kept = run.table("samples").num_rows + run.table("logs").num_rows
     assert kept == 400, "1,000 rows fit, the 600 steps among them"
-    assert run.table("logs").num_rows == 0, "log lines go before samples"
+    assert run.table("logs").num_rows == 0, "log lines are dropped before samples"
 
 
 def test_a_folder_that_cannot_be_created_is_reported_once_and_used_later(tmp_path, caplog):

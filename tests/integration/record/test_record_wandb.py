@@ -119,7 +119,7 @@ def test_without_credentials_wandb_records_offline_with_one_warning(tmp_path, ca
 
 
 async def test_the_live_view_reports_offline_recording(tmp_path, monkeypatch):
-    async def ends_at_once(self: _TrainingRun) -> None:
+    async def ends_at_once(self: _TrainingRun, temporary: object) -> None:
         raise UserError("enough")
 
     monkeypatch.setattr(_TrainingRun, "_start_and_train", ends_at_once)
