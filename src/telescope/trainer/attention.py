@@ -1,15 +1,16 @@
-"""Attention over a packed row: each sample sees itself and nothing else.
+"""Attention over a packed row: each sample attends only to itself.
 
-Owns the attention function that transformers' models call here (registered under `ATTENTION_NAME`) and the host-side
-plan of a row (`PackedLayout`). Does not own packing. Invariants: a token attends to earlier tokens of its own segment
-only, whatever the kernel; no mask of T x T is ever built; padding rows produce numbers that nobody reads and receive
-gradients of exactly zero. A feature that a kernel here does not have (soft-capped scores, attention sinks) is an error,
-never ignored.
+Owns the attention function of transformers' models (registered as `ATTENTION_NAME`) and the host-side plan of a row
+(`PackedLayout`). Does not own packing.
 
-Kernels: by offsets on GPU in half precision, `flash_attn_4` (Hopper and newer) or `flash_attn` (FlashAttention 2) if
-such a package is installed, else `varlen`, which is torch's own FlashAttention 2; `padded` everywhere else: segments of
-similar length are laid side by side in one causal scaled-dot-product call, where padding on the right needs no mask,
-because causal queries never reach it.
+Invariants: a token attends to earlier tokens of its own segment only, in every kernel. No mask of T x T exists. Padding
+rows produce unused numbers and receive gradients of exactly zero. A feature that the kernels do not have (soft-capped
+scores, attention sinks) is an error, never ignored.
+
+Kernels: by offsets on a GPU in half precision, `flash_attn_4` (Hopper and newer) or `flash_attn` (FlashAttention 2) if
+the package is installed, else `varlen`, torch's own FlashAttention 2. Everywhere else `padded`: segments of similar
+length share one causal scaled-dot-product call, where padding on the right needs no mask, because causal queries never
+reach it.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ ATTENTION_NAME = "telescope_packed"
 Kernel = Literal["flash_attn_4", "flash_attn", "varlen", "padded"]
 
 BUCKET_FILL = 0.75
-"""A segment joins a longer one's padded call if it fills at least this share of the length: at most 1.8 x the work."""
+"""A segment joins the padded call of a longer one if it fills at least this share: at most 1.8 x the work."""
 MAX_HEAD_DIM = 256
-"""The largest head that FlashAttention takes; it also wants a multiple of 8."""
+"""The largest head size of FlashAttention; sizes are multiples of 8."""
 VARLEN_KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether this torch's own kernel takes fewer key than query heads."""
+"""Whether torch's own kernel supports fewer key than query heads."""
 SHORT_SEGMENT = 64
-"""Segments up to this length share one call whatever their lengths: the call costs more than the padding."""
+"""Segments up to this length share one call: the call costs more than the padding."""
 
 
 @dataclass(slots=True)
 class Bucket:
-    """S segments of similar length, at most L tokens each, side by side.
+    """S segments of similar length, at most L tokens each, in one call.
 
-    `gather_SL` holds row positions (flattened [S * L]; padding repeats position 0), `real_P` the places in it that are
+    `gather_SL` are row positions (flattened [S * L]; padding repeats position 0), `real_P` the indices in it that are
     not padding.
     """
 
@@ -58,31 +59,31 @@ class Bucket:
 
 @dataclass(slots=True)
 class PackedLayout:
-    """Where segments begin and end in a row of T tokens, on the device, in the form that the kernel wants."""
+    """The segments of a row of T tokens, on the device, in the form of the kernel."""
 
     kernel: Kernel
     cu_seqlens: torch.Tensor
     max_seqlen: int
     buckets: list[Bucket] = field(default_factory=list)
     order_T: torch.Tensor | None = None
-    """For each row position, its place in the concatenated real outputs of all buckets (`padded` only)."""
+    """For each row position, its index in the concatenated real outputs of all buckets (`padded` only)."""
 
 
 def choose_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
-    """The fastest kernel that is there for heads of this device, dtype and size."""
+    """Returns the fastest available kernel for this device, dtype and head size."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return "padded"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
         return "padded"
     if flash_attention_4.can_run(device, head_dim):
         return "flash_attn_4"
-    # The two packages share their outermost name.
+    # FlashAttention 2 and 4 share the package name `flash_attn`.
     is_second = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.flash_attn_interface")
     return "flash_attn" if is_second else "varlen"
 
 
 def make_layout(cu_seqlens: np.ndarray, device: torch.device, kernel: Kernel) -> PackedLayout:
-    """Plan the attention of one row from its host-side offsets (int32 [S + 1])."""
+    """Plans the attention of one row from its host-side offsets (int32 [S + 1])."""
     lengths = np.diff(cu_seqlens)
     layout = PackedLayout(
         kernel=kernel,
@@ -113,7 +114,7 @@ def make_layout(cu_seqlens: np.ndarray, device: torch.device, kernel: Kernel) ->
 
 
 def bucket_segments(lengths: np.ndarray) -> list[np.ndarray]:
-    """Indices of segments per padded call, longest first within each, so that little of a call is padding."""
+    """Groups segments into padded calls, longest first, so that calls have little padding."""
     order = np.argsort(-lengths, kind="stable")
     buckets: list[list[int]] = []
     for index in order:
@@ -219,6 +220,6 @@ def _by_offsets(
 
 
 def register_attention() -> None:
-    """Make `ATTENTION_NAME` known to transformers in this process. Calling it again changes nothing."""
-    # No mask function is registered on purpose: transformers then builds no mask at all and passes none.
+    """Registers `ATTENTION_NAME` with transformers in this process. Idempotent."""
+    # Without a registered mask function transformers builds no mask.
     AttentionInterface.register(ATTENTION_NAME, packed_attention)

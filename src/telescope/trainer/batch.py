@@ -1,7 +1,7 @@
-"""What the orchestrator hands to the trainer: trajectories as token ids, packed into micro-batches.
+"""Input and output of a training step: samples as token ids, packed into micro-batches.
 
-These are plain numpy records, so that the driver builds and packs them without torch. A trajectory is token ids, never
-text; every token says whether it is trained, with which logprob the engine sampled it, and under which policy version.
+All records are numpy, so that the driver builds and packs them without torch. A trajectory is token ids, never text.
+Every token has a flag whether it is trained, the engine's logprob, and the policy version that sampled it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 class TrainSample:
     """One scored trajectory of L tokens (prompt and completion together).
 
-    `trained_L[t]` says that token t was sampled by the policy and takes part in the loss; `engine_logprob_L[t]` is the
-    engine's logprob of token t given tokens < t (at the run's temperature), 0 where nothing was sampled;
-    `version_L[t]` is the policy version that sampled token t, -1 elsewhere.
+    `trained_L[t]`: token t was sampled by the policy and is in the loss. `engine_logprob_L[t]`: the engine's logprob of
+    token t given tokens < t at the run's temperature, 0 for tokens that were not sampled. `version_L[t]`: the policy
+    version that sampled token t, -1 elsewhere.
     """
 
     sample_id: str
@@ -45,13 +45,12 @@ class TrainSample:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Samples laid end to end in one row of T tokens, padded to a multiple of `pad_to_multiple_of`.
+    """Samples concatenated in one row of T tokens, padded to a multiple of `pad_to_multiple_of`.
 
-    `cu_seqlens` (S + 1 offsets, the padding tail is its own segment when there is one) bounds attention;
-    `position_ids_T` restarts at 0 in each segment. Targets are aligned with inputs: position t predicts token t + 1 of
-    the same segment, so `trained_T[t]`, `engine_logprob_T[t]`, `advantage_T[t]`, `version_T[t]` describe token t
-    itself, and the loss reads the prediction made at t - 1. The first token of a segment is never trained.
-    `sample_index_T` maps a token to its position in `sample_ids` (-1 for padding).
+    `cu_seqlens` (S + 1 offsets, padding at the end is a separate segment) bounds attention; `position_ids_T` restarts
+    at 0 in each segment. `trained_T[t]`, `engine_logprob_T[t]`, `advantage_T[t]` and `version_T[t]` describe token t,
+    which position t - 1 predicts. The first token of a segment is never trained. `sample_index_T` maps a token to its
+    position in `sample_ids` (-1 for padding).
     """
 
     token_ids_T: np.ndarray
@@ -68,11 +67,11 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class OptimizerStepBatch:
-    """What one rank computes for one optimizer step, with the counts of all ranks that the loss is divided by."""
+    """One optimizer step of one rank, with the counts of all ranks by which the loss is divided."""
 
     micro_batches: list[MicroBatch]
     num_trained_tokens: int
-    """Trained tokens of all ranks: the one global denominator of token-mean losses."""
+    """Trained tokens of all ranks: the denominator of token-mean losses."""
     num_samples: int
     """Samples of all ranks: the denominator of sequence-level losses."""
 
@@ -84,7 +83,7 @@ class StepInput:
     step: int
     """Training steps finished before this one, from 0."""
     version: int
-    """Policy version of the weights that this step starts from."""
+    """Policy version of the weights at the start of this step."""
     minibatches: list[OptimizerStepBatch]
 
 
@@ -101,7 +100,7 @@ class Span:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a rank reports of a step. `metrics` are already reduced over all ranks and equal on each."""
+    """Result of a step on one rank. `metrics` are reduced over all ranks and equal on each."""
 
     metrics: dict[str, float]
     spans: list[Span]

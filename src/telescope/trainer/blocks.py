@@ -1,11 +1,11 @@
-"""How the decoder's blocks run: compiled, and which of their activations are recomputed in backward.
+"""Execution of the decoder's blocks: compiling, and recomputation of activations in backward passes.
 
-Owns what takes the place of each block's `forward`. Does not own the blocks, nor how they are sharded: FSDP's hooks
-stay outside of what is compiled and recomputed here, so that weights are gathered before either. Invariant: nothing
-here changes what a block computes, only when and in how many kernels.
+Owns the replacement of each block's `forward`. Does not own the blocks or their sharding: FSDP's hooks stay outside of
+the compiled and recomputed function, so that weights are gathered first. Invariant: a block's result does not change,
+only the time and the kernels of its computation.
 
-One compiled function serves all blocks that are recomputed, another all that are not, with sizes that are not fixed: a
-micro-batch of another length compiles nothing anew.
+One compiled function serves all recomputed blocks, another all others, with dynamic sizes: a micro-batch of another
+length does not compile anything.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ ATTENTION_OPERATORS = frozenset(
         "aten::_scaled_dot_product_cudnn_attention",
     }
 )
-"""What attention comes down to in each kernel. At 64k tokens it is most of a block's work, and what it returns a
-tenth of its activations: that is kept, and the rest recomputed."""
+"""The attention operators of all kernels. At 64k tokens attention is most of a block's work and its output a tenth of
+the activations, so the output is kept and the rest recomputed."""
 
 
 def wrap_blocks(policy: PolicyModel, *, num_recomputed: int, recompute_attention: bool, compiled: bool) -> None:
-    """Let the first `num_recomputed` blocks keep only their input (and what attention returned); compile all if asked.
+    """Makes the first `num_recomputed` blocks keep only their input and attention's output; may compile all blocks.
 
-    The first, since backward passes begin at the end: when the first is recomputed, what the last kept is gone.
+    The first ones, since backward passes begin at the end: when they are recomputed, the activations of the last ones
+    are already freed.
     """
     keep: Callable[..., Any] = _run
     recompute: Callable[..., Any] = functools.partial(_run_and_recompute, keep_attention=not recompute_attention)
@@ -47,17 +48,16 @@ def wrap_blocks(policy: PolicyModel, *, num_recomputed: int, recompute_attention
         keep, recompute = _compiled(keep), _compiled(recompute)
     for index, layer in enumerate(policy.layers):
         run = recompute if index < num_recomputed else keep
-        # Set on the object: `__call__`, where FSDP and transformers hook in, stays as it is.
+        # Set on the object, so that `__call__` with the hooks of FSDP and transformers does not change.
         layer.forward = functools.partial(_forward, layer, run)
 
 
 def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled for rows of any length, and no more than that: what else were left open, compiling would reason about
-    for twice the time."""
+    """Compiles `run` with a dynamic row length. Other sizes are static, which halves the compile time."""
     from torch._dynamo import config, mark_static
 
-    # A module's floats (the epsilon of a norm, the scale of attention) are inputs by default. Where a kernel wants a
-    # number, that is found out when all is traced, and tracing begins anew.
+    # By default a module's floats (the epsilon of a norm, the scale of attention) are inputs. A kernel that needs a
+    # constant would restart tracing at its end.
     config.specialize_float = True
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
     compiled = torch.compile(run, dynamic=True)
@@ -66,9 +66,9 @@ def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
         for value in (*args, *kwargs.values()):
             for tensor in value if isinstance(value, tuple) else (value,):
                 if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                    # Widths are the model's. As sizes that may vary they would also be taken for the number of tokens
-                    # where they happen to equal it, and the next row would be compiled again. Hidden states are views,
-                    # which FSDP makes, and what they are views of is looked at as well.
+                    # Widths are static. As dynamic sizes they would be identified with an equal number of tokens, and
+                    # the next row would be compiled again. Hidden states are views that FSDP makes; their base is
+                    # inspected as well.
                     for seen in (tensor, tensor._base):
                         if seen is not None and seen.shape[-1:] == tensor.shape[-1:]:
                             mark_static(seen, seen.ndim - 1)
@@ -78,14 +78,16 @@ def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a warning of torch's is for a user. Not that a block which is recomputed in part must not write in place:
-    what is kept is what attention returned, and no block writes into that. The router of Qwen3-MoE does write in place,
-    into what is recomputed with it; a test compares its gradient."""
+    """Returns whether a warning of torch is relevant to a user.
+
+    The warning that a partly recomputed block must not write in place is not: no block writes into attention's output.
+    The router of Qwen3-MoE writes into recomputed values; a test compares its gradient.
+    """
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 def _forward(layer: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # Without a gradient (the probe of a few tokens) there is nothing to keep, and compiling once more would not pay.
+    # Without gradients (the probe of a few tokens) nothing is kept, and another compilation would not pay off.
     return run(layer, *args, **kwargs) if torch.is_grad_enabled() else _run(layer, *args, **kwargs)
 
 
@@ -97,7 +99,7 @@ def _run_and_recompute(layer: nn.Module, *args: Any, keep_attention: bool, **kwa
     options: dict[str, Any] = {"use_reentrant": False}
     if keep_attention:
         options["context_fn"] = _keep_attention
-    # No random number is drawn in a forward pass here, so none has to be replayed.
+    # Forward passes draw no random numbers, so none must be replayed.
     return checkpoint(type(layer).forward, layer, *args, preserve_rng_state=False, **options, **kwargs)
 
 

@@ -1,8 +1,10 @@
 """FlashAttention 4 over packed segments as a torch operator with a gradient.
 
 Owns the operator `telescope::flash_attention_4`, which `torch.compile` keeps whole and selective checkpointing can
-recognize, and nothing of the kernels: they are those of the `flash-attn-4` package (`flash_attn/cute` of
-github.com/Dao-AILab/flash-attention), by the two functions that torch's `activate_flash_attention_impl("FA4")` calls.
+recognize. The kernels are those of the `flash-attn-4` package (`flash_attn/cute` of
+github.com/Dao-AILab/flash-attention), called through the two functions that torch's
+`activate_flash_attention_impl("FA4")` calls.
+
 Invariants: a token attends to earlier tokens of its own segment only; outputs and gradients are contiguous.
 """
 
@@ -17,17 +19,17 @@ from typing import Any
 import torch
 
 MIN_COMPUTE_CAPABILITY = 9
-"""Hopper. On older GPUs the package has no faster kernels than torch."""
+"""Hopper. On older GPUs the package is not faster than torch."""
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
-"""Head sizes for which `tests/gpu` holds the kernels against exact attention. With heads of 8 version 4.0.0b36 returned
-wrong gradients (relative error 0.9) and no error; other sizes go to torch's own kernel."""
+"""Head sizes that `tests/gpu` compares with exact attention; others use torch's own kernel. With heads of 8, version
+4.0.0b36 returned wrong gradients (relative error 0.9) without an error."""
 
 NO_WINDOW = -1
 
 
 def is_installed() -> bool:
-    """Whether the package is there. Imports its parent package, but no kernel."""
+    """Returns whether the package is installed. Imports no kernel."""
     try:
         return importlib.util.find_spec("flash_attn.cute") is not None
     except ModuleNotFoundError:
@@ -35,7 +37,7 @@ def is_installed() -> bool:
 
 
 def can_run(device: torch.device, head_dim: int) -> bool:
-    """Whether the package is there and has kernels for this GPU and for heads of this size."""
+    """Returns whether the package has kernels for this GPU and head size."""
     if head_dim not in HEAD_DIMS or not is_installed():
         return False
     return torch.cuda.get_device_capability(device)[0] >= MIN_COMPUTE_CAPABILITY
@@ -50,7 +52,7 @@ def flash_attention_4(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Causal attention within segments, [T, H, D]. `window` counts the token itself; K divides H."""
+    """Computes causal attention within segments, [T, H, D]. `window` includes the token itself; K divides H."""
     behind = NO_WINDOW if window is None else window - 1
     return _forward_operator(q_THD, k_TKD, v_TKD, cu_seqlens, max_seqlen, scale, behind)[0]
 
@@ -70,12 +72,11 @@ def _segments(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float, behind: i
 
 @functools.cache
 def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The package's forward and backward functions."""
+    """Returns the package's forward and backward functions."""
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-    # Said of an argument that is not used here, once for every kernel on every rank (version 4.0.0b36). For the whole
-    # process: `catch_warnings` around each call would race with autograd's threads, which call the backward pass, and
-    # let every other warning be shown anew after each call.
+    # A warning about an unused argument, for every kernel on every rank (version 4.0.0b36). Process-wide, because
+    # `catch_warnings` around each call would race with autograd's threads and repeat all other warnings.
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
     return _flash_attn_fwd, _flash_attn_bwd
 
@@ -83,7 +84,7 @@ def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def run_forward(
     q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output [T, H, D], log-sum-exp of the scores [H, T]) by the package's kernel."""
+    """Runs the package's kernel. Returns the output [T, H, D] and the log-sum-exp of the scores [H, T]."""
     forward, _ = _kernels()
     out_THD, lse_HT, *_ = forward(q_THD, k_TKD, v_TKD, return_lse=True, **options)
     return out_THD, lse_HT
@@ -98,7 +99,7 @@ def run_backward(
     lse_HT: torch.Tensor,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value by the package's kernel."""
+    """Runs the package's kernel. Returns the gradients of query, key and value."""
     _, backward = _kernels()
     grad_q, grad_k, grad_v, *_ = backward(q_THD, k_TKD, v_TKD, out_THD, grad_THD, lse_HT, **options)
     return grad_q, grad_k, grad_v

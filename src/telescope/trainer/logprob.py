@@ -1,19 +1,19 @@
-"""Log-probability of the sampled token and entropy, straight from hidden states and the output weight.
+"""Log-probability of the sampled token and entropy, computed from hidden states and the output weight.
 
 Owns the output layer of the policy during training. Invariants: log-softmax is computed in float32 (float64 for float64
-models) whatever the model's dtype; temperature is applied to the logits inside, so that a logprob means what the engine
-means by it; the logits, or their gradients, of at most `chunk_size` tokens (as many numbers as those have, that is)
-exist at a time and none survive the call, since backward computes them again. Every rank may call it with no tokens at
-all: the gradients are then exactly zero.
+models) for every model dtype. The temperature is applied to the logits, so that a logprob has the engine's definition.
+The logits, or their gradients, of at most `chunk_size` tokens (or as many numbers) exist at a time, and none after the
+call, since backward recomputes them. Every rank may call it without tokens: its gradients are then exactly zero.
 
-The softmax of some tokens is gathered over parts of the vocabulary by the online recurrence of Milakov and Gimelshein
-(arXiv:1805.02867), here with a third sum for the entropy. There are two ways to the logits:
-- In tiles (`logprob_products`), bfloat16 and float16 on a Hopper GPU: the product that makes a tile of logits goes on
-  to its sums or its gradient, so that logits never exist in memory. Forward takes a few times `SUMS_BYTES`; backward,
-  the gradient of a block of tokens x vocabulary in the model's dtype.
-- In blocks of tokens x vocabulary, everywhere else: the logits of a block are written and read again. On GPU one kernel
-  reads a block for all three sums, and one turns it into its gradient (`logprob_kernels`).
-Either way the gradients of hidden states and weight are products with the gradient of a block.
+The softmax is accumulated over parts of the vocabulary by the online recurrence of Milakov and Gimelshein
+(arXiv:1805.02867), with a third sum for the entropy. There are two ways to compute the logits:
+- In tiles, for bfloat16 and float16 on a Hopper GPU: the product of a tile of logits continues to its sums or its
+  gradient, so that logits never exist in memory. Forward takes a few times `SUMS_BYTES`; backward, the gradient of a
+  block of tokens x vocabulary in the model's dtype.
+- In blocks of tokens x vocabulary, everywhere else: the logits of a block are written and read again. On a GPU one
+  kernel reads a block for all three sums, and one converts it to its gradient.
+`logprob_kernels` has the kernels. In both ways the gradients of hidden states and weight are products with the gradient
+of a block.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ import torch
 from torch import nn
 
 VOCABULARY_BLOCKS = {"cuda": 8}
-"""By device type, the blocks that a long vocabulary is cut into; a block then has as many times more tokens. The
-gradient of the weight is so summed over fewer, longer products: at 64k tokens and a vocabulary of 152k, products of
-1,024 tokens would read and write 0.1 TB of sums."""
+"""Blocks of a long vocabulary by device type; a block has as many times more tokens. The gradient of the weight is then
+a sum of fewer, longer products: at 64k tokens and a vocabulary of 152k, products of 1,024 tokens would read and write
+0.1 TB of sums."""
 SUMS_BYTES = 32 * 2**20
-"""Memory for the sums of tiles. More tokens at a time would read the weight less often, but no longer fit the L2 cache
-themselves."""
+"""Memory for the sums of tiles. More tokens at a time would read the weight less often, but exceed the L2 cache."""
 LOWEST = -1e30
-"""Stands for minus infinity where differences are taken."""
+"""Replaces minus infinity in differences."""
 COLUMNS_MULTIPLE = 128
-"""Columns of a block, but for the last, are a multiple of this, so that its rows are aligned."""
+"""The columns of a block, except the last, are a multiple of this, so that its rows are aligned."""
 TILED_CAPABILITIES = frozenset({(9, 0)})
-"""GPUs that tiles of logits have been measured on: Hopper, for whose memory accelerator and registers they are cut."""
+"""GPUs with tiles of logits: Hopper, whose memory accelerator and registers determine their size."""
 DEPTH = 64
-"""Numbers of a hidden state that a tile of logits is summed over at a time; the hidden size is a multiple."""
+"""Elements of a hidden state per step of a tile's product; the hidden size is a multiple."""
 ALIGNMENT_BYTES = 16
-"""What the memory accelerator asks of the address of an operand."""
+"""Alignment of an operand's address for the memory accelerator."""
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -48,7 +47,7 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _matmul(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """left @ right with the products summed, and the result kept, in `dtype`."""
+    """Computes left @ right, summed and returned in `dtype`."""
     if left.dtype == dtype:
         return left @ right
     if left.is_cuda:
@@ -57,7 +56,7 @@ def _matmul(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, summed in the dtype of `total`."""
+    """Adds left @ right to `total`, summed in its dtype."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif left.is_cuda:
@@ -68,8 +67,10 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 @dataclass(slots=True)
 class _Softmax:
-    """What is known of the softmax of C tokens after some blocks of the vocabulary: the largest logit z, the sum of
-    exp(z - top), the sum of exp(z - top) (z - top), and the target's logit if it was in one of them."""
+    """Partial softmax of C tokens after some blocks of the vocabulary.
+
+    The largest logit z (top), the sums of exp(z - top) and exp(z - top) (z - top), and the target's logit if seen.
+    """
 
     top_C: torch.Tensor
     total_C: torch.Tensor
@@ -82,7 +83,7 @@ class _Softmax:
         return cls(torch.full_like(zeros[0], LOWEST), *zeros)
 
     def add(self, logits_CB: torch.Tensor, target_C: torch.Tensor, temperature: float) -> None:
-        """Take in the logits of a block of B vocabulary entries; `target_C` counts from its first. Spoils the block."""
+        """Adds the logits of a block of B vocabulary entries and overwrites them; `target_C` counts from its start."""
         if _has_kernel(logits_CB):
             from telescope.trainer.logprob_kernels import add_block
 
@@ -104,7 +105,7 @@ class _Softmax:
 
     @classmethod
     def merged(cls, sums_3SC: torch.Tensor, target_logit_C: torch.Tensor) -> _Softmax:
-        """What S parts of the vocabulary come to together: top, total and moment of each, by the same recurrence."""
+        """Combines top, total and moment of S parts of the vocabulary by the same recurrence."""
         top_SC, total_SC, moment_SC = sums_3SC
         top_C = top_SC.amax(dim=0)
         shift_SC = top_SC - top_C
@@ -113,7 +114,7 @@ class _Softmax:
         return cls(top_C, (kept_SC * total_SC).sum(dim=0), moment_SC.mul_(kept_SC).sum(dim=0), target_logit_C)
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(logprob of the target, entropy, log of the sum of exp(z)), each [C]."""
+        """Returns (logprob of the target, entropy, log of the sum of exp(z)), each [C]."""
         log_total_C = self.total_C.log()
         logprob_C = (self.target_logit_C - self.top_C) - log_total_C
         return logprob_C, log_total_C - self.moment_C / self.total_C, log_total_C + self.top_C
@@ -124,7 +125,7 @@ def _has_kernel(logits: torch.Tensor) -> bool:
 
 
 def _inside(target_C: torch.Tensor, block_CB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether a target is in the block, and its column there (any column if it is not), [C] and [C, 1]."""
+    """Returns whether a target is in the block, [C], and its column there (any column if not), [C, 1]."""
     num_columns = block_CB.shape[1]
     return (target_C >= 0) & (target_C < num_columns), target_C.clamp(0, num_columns - 1)[:, None]
 
@@ -139,7 +140,7 @@ def _block_gradient(
     temperature: float,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The gradient in the logits of a block, in `dtype`. Spoils the block.
+    """Computes the gradient of a block's logits, in `dtype`, and overwrites the block.
 
     With z = logits / temperature and p = softmax(z): d logprob / dz = onehot - p,
     d entropy / dz = -p (log p + entropy).
@@ -198,15 +199,15 @@ class _LogprobEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # A gradient that is one number for all tokens comes with a stride of 0, which the kernels do not read.
+        # A gradient that is equal for all tokens has a stride of 0, which the kernels do not support.
         grad_logprob_N, grad_entropy_N = (grad.contiguous() for grad in grads)
         hidden_ND, weight_VD, bias_V, targets_N, log_total_N, entropy_N = ctx.saved_tensors
         dtype, device = _accumulation_dtype(hidden_ND.dtype), hidden_ND.device
         grad_hidden_ND = torch.zeros(hidden_ND.shape, dtype=dtype, device=device)
         grad_weight_VD = torch.zeros_like(weight_VD)
         grad_bias_V = None if bias_V is None else torch.zeros(bias_V.shape, dtype=dtype, device=device)
-        # Vocabulary outside, so that wide sums are needed for one block of the weight at a time: the whole of it would
-        # take twice the memory of the weight itself.
+        # The outer loop is over the vocabulary, so that wide sums are needed for one block of the weight at a time. For
+        # the whole weight they would take twice its memory.
         all_rows, blocks = _cut(hidden_ND.shape[0], weight_VD.shape[0], ctx.chunk_size, device)
         tiled = _is_tiled(hidden_ND, weight_VD)
         if tiled:
@@ -240,7 +241,7 @@ class _LogprobEntropy(torch.autograd.Function):
 def _logits(
     hidden_CD: torch.Tensor, weight_VD: torch.Tensor, bias_V: torch.Tensor | None, columns: slice, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Logits of some tokens in some columns of the vocabulary, before the temperature."""
+    """Computes logits of some tokens in some columns of the vocabulary, before the temperature."""
     logits_CB = _matmul(hidden_CD, weight_VD[columns].t(), dtype)
     if bias_V is not None:
         logits_CB += bias_V[columns]
@@ -248,7 +249,7 @@ def _logits(
 
 
 def _is_tiled(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> bool:
-    """Whether logits are made in tiles that never reach memory."""
+    """Returns whether logits are computed in tiles that never reach memory."""
     if not hidden_ND.is_cuda or torch.cuda.get_device_capability(hidden_ND.device) not in TILED_CAPABILITIES:
         return False
     return _can_be_tiled(hidden_ND, weight_VD)
@@ -264,7 +265,7 @@ def _can_be_tiled(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> bool:
 
 
 def _rows_of_sums(num_tokens: int, vocab_size: int) -> list[slice]:
-    """Tokens whose sums over tiles of the vocabulary fit `SUMS_BYTES`."""
+    """Returns slices of tokens whose sums over tiles of the vocabulary fit `SUMS_BYTES`."""
     from telescope.trainer.logprob_kernels import SUMS, num_spans
 
     fit = SUMS_BYTES // (3 * 4 * num_spans(vocab_size)) // SUMS.rows * SUMS.rows
@@ -273,7 +274,7 @@ def _rows_of_sums(num_tokens: int, vocab_size: int) -> list[slice]:
 
 
 def _cut(num_tokens: int, vocab_size: int, chunk_size: int, device: torch.device) -> tuple[list[slice], list[slice]]:
-    """Rows and columns such that a block of logits has about chunk_size x vocab_size numbers."""
+    """Returns rows and columns of blocks with about chunk_size x vocab_size numbers."""
     num_blocks = max(1, min(VOCABULARY_BLOCKS.get(device.type, 1), -(-num_tokens // chunk_size)))
     per_block = vocab_size
     if num_blocks > 1:
@@ -284,10 +285,10 @@ def _cut(num_tokens: int, vocab_size: int, chunk_size: int, device: torch.device
 
 
 class LogprobHead(nn.Module):
-    """Takes the place of a causal model's output layer, with the same parameters under the same names.
+    """Replaces a causal model's output layer, with the same parameters and names.
 
-    A module rather than a function, so that FSDP2 gathers the weight before forward and again before backward. With
-    tied embeddings `weight` is the embedding's own parameter.
+    It is a module so that FSDP2 gathers the weight before forward and again before backward. With tied embeddings
+    `weight` is the embedding's parameter.
     """
 
     def __init__(self, weight_VD: nn.Parameter, bias_V: nn.Parameter | None, chunk_size: int) -> None:
@@ -299,7 +300,7 @@ class LogprobHead(nn.Module):
     def forward(
         self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprob [N], entropy [N]) in nats, float32 or wider, of softmax(logits / temperature)."""
+        """Computes logprob [N] and entropy [N] of softmax(logits / temperature), in nats, float32 or wider."""
         logprob_N, entropy_N = _LogprobEntropy.apply(
             hidden_ND, self.weight, self.bias, targets_N, temperature, self.chunk_size
         )

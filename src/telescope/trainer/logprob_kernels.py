@@ -1,20 +1,18 @@
-"""Triton kernels of `logprob`: one pass over a block of float32 logits each. Needs a GPU and triton.
+"""Triton kernels of `logprob`. They need a GPU; the matrix products need a Hopper GPU.
 
-The recurrences and the gradient are those of `logprob._Softmax.add` and `logprob._block_gradient`, which are also what
-the tests compare with.
+`add_block` and `block_gradient` read a block of float32 logits once each. `softmax_sums` and `gradient` are matrix
+products of hidden states and output weight with the softmax in their epilogue, whose float32 logits stay in registers:
+`softmax_sums` returns three sums per token and span of the vocabulary, `gradient` the gradient of the logits in the
+dtype of the hidden states. The recurrences and gradients are those of `logprob._Softmax.add` and
+`logprob._block_gradient`, with which the tests compare; inside the products the base of the exponent is 2, as in the
+hardware.
 
-Triton matrix products of `logprob` with the softmax in their epilogue. Needs a Hopper GPU and triton.
+Invariants of the products: tensors are on the current device. Operands are bfloat16 or float16, and products are summed
+in float32. Rows and columns beyond the operands do not count. The hidden size is a multiple of `DEPTH`.
 
-Owns products of hidden states and output weight whose float32 logits stay in registers: `softmax_sums` leaves three
-sums per token and span of the vocabulary, `gradient` the gradient in the logits, in the dtype of the hidden states.
-Invariants: tensors are on the current device; operands are bfloat16 or float16, products are summed in float32; rows
-and columns beyond the operands count for nothing; the hidden size is a multiple of `DEPTH`. The mathematics is that of
-`logprob._Softmax.add` and `logprob._block_gradient`, which are also what the tests compare with, but for the base of
-the exponent: inside it is 2, because that is what the hardware computes.
-
-A program goes through a span of tiles of the vocabulary for one tile of tokens. Programs that run at the same time
-share a few spans of the vocabulary and, in turn, all tokens: of the operands the weight, which is larger than the L2
-cache, is then read from memory once.
+A program iterates over a span of tiles of the vocabulary for one tile of tokens. Programs that run at the same time
+share a few spans of the vocabulary and cover all tokens in turn, so that the weight, which is larger than the L2 cache,
+is read from memory once.
 """
 
 from __future__ import annotations
@@ -123,24 +121,23 @@ LOG2_E = math.log2(math.e)
 LN_2 = tl.constexpr(math.log(2.0))
 LOWEST = tl.constexpr(logprob.LOWEST)
 STRIDE_MULTIPLE = 64
-"""Rows of a gradient are this many numbers apart, or a multiple, so that each is aligned for every way of writing. What
-is written to the gap after a row means nothing."""
+"""The stride of a gradient's rows is a multiple of this, so that rows are aligned. The gap after a row is undefined."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a product is cut: a tile is `rows` tokens x `columns` vocabulary entries, summed over `depth` at a time."""
+    """Tiling of a product: `rows` tokens x `columns` vocabulary entries, summed over `depth` at a time."""
 
     rows: int = 128
     columns: int = 256
     depth: int = DEPTH
     span: int = 4
-    """Tiles of the vocabulary that one program goes through."""
+    """Tiles of the vocabulary per program."""
     group: int = 8
-    """Spans of the vocabulary that are worked on at a time."""
+    """Spans of the vocabulary that run at the same time."""
     warps: int = 8
     stages: int = 3
-    """Parts of both operands that are being loaded."""
+    """Parts of both operands that are loaded ahead."""
     max_registers: int | None = None
     """Per thread, so that two programs fit a multiprocessor: one computes its product during the other's epilogue."""
 
@@ -153,7 +150,7 @@ GRADIENT = Tiles(columns=128, group=1, max_registers=128)
 
 @triton.jit
 def _place(num_row_tiles, num_spans, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(tile of rows, span of the vocabulary) of this program."""
+    """Returns (tile of rows, span of the vocabulary) of this program."""
     program = tl.program_id(0)
     per_group = num_row_tiles * GROUP
     first = program // per_group * GROUP
@@ -167,7 +164,7 @@ def _logits(  # type: ignore[no-untyped-def]
     hidden, weight, bias_ptr, row, columns, column, num_columns, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a tile, before the temperature. What lies beyond the operands is zero and means nothing."""
+    """Computes the logits of a tile, before the temperature. Values beyond the operands are undefined."""
     logits = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for k in range(0, width, DEPTH):
         logits = tl.dot(hidden.load([row, k]), weight.load([column, k]).T, logits)
@@ -176,7 +173,7 @@ def _logits(  # type: ignore[no-untyped-def]
     return logits
 
 
-# Neither sizes nor the alignment of vectors compile a kernel anew: rows of a step are never twice the same number.
+# Sizes and the alignment of vectors must not recompile a kernel: the number of rows differs in every step.
 @triton.jit(
     do_not_specialize=["num_rows", "num_columns"],
     do_not_specialize_on_alignment=["bias_ptr", "target_ptr", "target_logit_ptr"],
@@ -199,7 +196,7 @@ def _softmax_sums_kernel(  # type: ignore[no-untyped-def]
         column = tile * COLUMNS
         columns = column + tl.arange(0, COLUMNS)
         logits = _logits(hidden, weight, bias_ptr, row, columns, column, num_columns, width, ROWS, COLUMNS, DEPTH)
-        # What only few tiles need stands under conditions: beside a product of a small hidden size the epilogue counts.
+        # Conditions for what few tiles need: with a small hidden size the epilogue takes a relevant share of the time.
         if column + COLUMNS > num_columns:
             logits = tl.where(columns[None, :] < num_columns, logits, LOWEST)
         inside = (target >= column) & (target < tl.minimum(column + COLUMNS, num_columns))
@@ -252,15 +249,14 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
         inside = (target >= column) & (target < column + COLUMNS)
         if tl.max(inside.to(tl.int32), axis=0) > 0:
             result += tl.where(columns[None, :] == target[:, None], grad_logprob[:, None], 0.0)
-        # Up to the next row, not to the last column: of a bound that is a multiple of 16 the compiler knows that whole
-        # vectors lie on one side.
+        # Up to the stride, not to the last column: with a bound that is a multiple of 16 whole vectors are written.
         written = is_row[:, None] & (columns < gradient_stride)[None, :]
         gradient_ptrs = gradient_ptr + rows.to(tl.int64)[:, None] * gradient_stride + columns[None, :]
         tl.store(gradient_ptrs, result.to(gradient_ptr.dtype.element_ty), mask=written)
 
 
 def num_spans(num_columns: int, tiles: Tiles | None = None) -> int:
-    """How many sums of each kind a token has after `softmax_sums` over so many columns."""
+    """Returns the number of sums of each kind per token after `softmax_sums` over `num_columns`."""
     tiles = tiles or SUMS
     return triton.cdiv(triton.cdiv(num_columns, tiles.columns), tiles.span)
 
@@ -316,7 +312,7 @@ def gradient(
 
 
 def _operand(tensor: torch.Tensor, tiles: Tiles, length: int) -> TensorDescriptor:
-    """A matrix as Hopper's memory accelerator loads it, so many rows at a time."""
+    """Describes a matrix for Hopper's memory accelerator, `length` rows at a time."""
     return TensorDescriptor.from_tensor(tensor, [length, tiles.depth])
 
 

@@ -1,8 +1,8 @@
-"""From a micro-batch to its share of the loss: the tensors that an algorithm reads, and the sum it adds up to.
+"""The loss of a micro-batch: the tensors that an algorithm reads, and the sum of its token losses.
 
-Owns moving a `MicroBatch` to the device, the choice of the tokens that are trained, and the denominator. Does not own
-the formulas (`telescope.algorithms`). Invariant: a micro-batch contributes a plain sum over its trained tokens, never a
-mean, so that how samples are packed, split and spread over ranks cannot weigh them differently.
+Owns moving a `MicroBatch` to the device, the choice of trained tokens, and the denominator. Does not own the formulas
+(`telescope.algorithms`). Invariant: a micro-batch contributes a sum over its trained tokens, never a mean, so that
+packing, splitting and ranks do not change the weight of a token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUMPY_DTYPES = {torch.int64: np.int64, torch.float32: np.float32, torch.float64:
 
 @dataclass(slots=True)
 class DeviceMicroBatch:
-    """A micro-batch on the device. The N trained tokens are those at row positions `predicted_N`."""
+    """A micro-batch on the device. The N trained tokens are at row positions `predicted_N`."""
 
     token_ids_T: torch.Tensor
     position_ids_T: torch.Tensor
@@ -34,17 +34,17 @@ class DeviceMicroBatch:
     advantage_N: torch.Tensor
     sample_N: torch.Tensor
     age_N: torch.Tensor
-    """Policy version of the step less the version that sampled the token."""
+    """Policy version of the step minus the version that sampled the token."""
     on_policy_N: torch.Tensor
-    """1 for tokens of samples that the step's own policy version produced entirely, else 0."""
+    """1 for tokens of samples that the step's policy version sampled entirely, else 0."""
     environment_N: torch.Tensor
-    """Position of the token's environment in the list that `prepare` was given; its length for any other."""
+    """Index of the token's environment in the list given to `prepare`; its length for any other."""
     num_samples: int
 
 
 @dataclass(slots=True)
 class HostMicroBatch:
-    """What is worked out on the host before anything moves: numpy twins of `DeviceMicroBatch`'s tensors."""
+    """The host-side numpy arrays of a `DeviceMicroBatch`."""
 
     source: MicroBatch
     predicted_N: np.ndarray
@@ -54,7 +54,7 @@ class HostMicroBatch:
 
 
 def prepare(micro_batch: MicroBatch, version: int, environments: Sequence[str] = ()) -> HostMicroBatch:
-    """Pick the trained tokens, how stale each is and which of `environments` it comes from."""
+    """Selects the trained tokens, their ages and their environments."""
     predicted_N = np.flatnonzero(micro_batch.trained_T)
     age_N = version - micro_batch.version_T[predicted_N]
     sample_N = micro_batch.sample_index_T[predicted_N]
@@ -66,11 +66,11 @@ def prepare(micro_batch: MicroBatch, version: int, environments: Sequence[str] =
 
 
 def to_device(host: HostMicroBatch, device: torch.device, kernel: Kernel, float_dtype: torch.dtype) -> DeviceMicroBatch:
-    """Move a prepared micro-batch. Copies to a GPU are asynchronous and ordered before the kernels that read them."""
+    """Copies a prepared micro-batch to the device, on a GPU asynchronously and ordered before its readers."""
 
     def move(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        # A copy: what comes out of Ray's object store is read-only memory that other processes share. numpy makes it,
-        # in this thread: torch splits long rows among the threads of OpenMP, which on some hosts take 10 ms to wake up.
+        # A copy, because Ray's object store returns read-only shared memory. By numpy, in this thread: torch would use
+        # OpenMP threads for long rows, which take 10 ms to wake up on some hosts.
         if device.type != "cuda":
             return torch.from_numpy(array.astype(NUMPY_DTYPES[dtype]))
         pinned = torch.empty(array.shape, dtype=dtype, pin_memory=True)
@@ -94,7 +94,7 @@ def to_device(host: HostMicroBatch, device: torch.device, kernel: Kernel, float_
 
 
 def denominator(algorithm: Algorithm, batch: OptimizerStepBatch, config: Any) -> float:
-    """The one number that the loss of an optimizer step is divided by, equal on all ranks."""
+    """Returns the divisor of the loss of an optimizer step, equal on all ranks."""
     kind = algorithm.denominator(config)
     if kind == "tokens":
         return float(batch.num_trained_tokens)
@@ -113,11 +113,11 @@ def micro_batch_loss(
     reference_N: torch.Tensor | None = None,
     penalty_share: float = 1.0,
 ) -> tuple[torch.Tensor, LossTerms]:
-    """Sum of the token losses of one micro-batch, a scalar with gradient (zero, but connected, without tokens).
+    """Sums the token losses of one micro-batch, a scalar with gradient (zero, but connected, without tokens).
 
-    `reference_N` holds the trainer's logprobs from before the first update of the batch, where the configuration asks
-    for them; None says that the weights are still those. `penalty_share` is the step's denominator over its trained
-    tokens, so that penalties are means over tokens once the sum is divided.
+    `reference_N`: the trainer's logprobs from before the first update of the batch, if the configuration asks for them;
+    None: the weights have not changed since. `penalty_share`: the step's denominator over its trained tokens, so that
+    penalties are means over tokens after the division.
     """
     if not needs_batch_reference(config):
         reference_N = batch.engine_logprob_N

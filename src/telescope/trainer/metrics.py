@@ -1,12 +1,12 @@
 """Metrics of a training step, summed on the device and reduced once over all ranks.
 
-Owns the sums and the names. Invariants: adding to them never waits for the device; a mean is a sum over all ranks
-divided by a count over all ranks, never a mean of means; padding and dummy micro-batches add nothing; what cannot be
-measured in a step (mismatch without an on-policy token, clipping without bounds) is absent rather than 0.
+Owns the sums and the names. Invariants: adding never waits for the device. A mean is a sum over all ranks divided by a
+count over all ranks, never a mean of means. Padding and dummy micro-batches add nothing. A metric without data
+(mismatch without an on-policy token, clipping without bounds) is absent rather than 0.
 
-Mismatch compares the trainer's logprob of a token with the engine's. Over the whole step and by environment it is
-measured on samples that one policy version produced and that still is the trainer's: anything else would report
-staleness as numerical error. By age it is measured on all tokens of that age, so that staleness can be seen.
+Mismatch compares the trainer's logprob of a token with the engine's. For the whole step and by environment it covers
+samples that one policy version sampled and that the trainer still has: others would report staleness as numerical
+error. By age it covers all tokens of that age, which shows the effect of staleness.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from telescope.trainer.loss import DeviceMicroBatch
 
 HISTOGRAM_DECADES = (-8.0, 2.0)
 HISTOGRAM_BINS = 1000
-"""|logprob difference| is counted in bins of 1/100 decade, so a percentile is good to 2.4 %."""
+"""|logprob difference| is counted in bins of 1/100 decade, so a percentile is exact to 2.4 %."""
 
 NEAR_ONE = (0.9, 1.1)
-"""Ratios outside are reported as a share."""
+"""The share of ratios outside is reported."""
 
 MAX_ENVIRONMENTS = 32
-"""Environments with metrics of their own; the others share one name, so that the number of keys stays bounded."""
+"""Environments with separate metrics; the others share one name, so that the number of keys is bounded."""
 
 OTHER = "other"
 
 AGES = (1, 2, 3, 5, 9)
 AGE_NAMES = ("age_0", "age_1", "age_2", "age_3_4", "age_5_8", "age_9_up")
-"""Ages, in policy versions, with metrics of their own; a bucket starts at each of `AGES`."""
+"""Buckets of ages in policy versions with separate metrics; one starts at each of `AGES`."""
 
 _SUMS = (
     "tokens", "samples", "policy_loss", "penalty", "entropy", "kl", "age", "advantage_abs",
@@ -45,7 +45,7 @@ _SUMS = (
 
 
 def environment_names(config: Any) -> tuple[str, ...]:
-    """The environments that are told apart, equal on all ranks."""
+    """Returns the environments with separate metrics, equal on all ranks."""
     return tuple(sorted({entry.name for entry in config.environments})[:MAX_ENVIRONMENTS])
 
 
@@ -73,10 +73,9 @@ class StepMetrics:
         penalty_scale: float,
         weights_moved: bool,
     ) -> None:
-        """Count one micro-batch. `scale` and `penalty_scale` turn sums of losses into shares of the step's.
+        """Adds one micro-batch. `scale` and `penalty_scale` convert sums of losses to shares of the step's loss.
 
-        `weights_moved` says that an earlier optimizer step of this batch has already changed the weights: no token is
-        then on-policy.
+        `weights_moved`: an earlier optimizer step of this batch has changed the weights, so that no token is on-policy.
         """
         self._has_clip |= terms.clipped is not None
         self._has_weight |= terms.weight_N is not None
@@ -129,7 +128,7 @@ class StepMetrics:
             self._maxima.scatter_reduce_(0, row_N[:, None].expand(-1, 2), top_N2, "amax")
 
     def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-        """The metrics of all ranks, equal on each. Collective; waits for the device."""
+        """Returns the metrics over all ranks, equal on each. Collective; waits for the device."""
         dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=group)
         dist.all_reduce(self._maxima, op=dist.ReduceOp.MAX, group=group)
         sums, maxima = self._sums.cpu(), self._maxima.cpu()
@@ -168,7 +167,7 @@ class StepMetrics:
         return metrics
 
     def _of_row(self, row: _Row, *, on_policy: bool) -> Iterator[tuple[str, float]]:
-        """Metrics of one environment or age; nothing where it has no token."""
+        """Yields metrics of one environment or age; nothing without tokens."""
         if not row.total["tokens"]:
             return
         yield "tokens", row.total["tokens"]
@@ -198,7 +197,7 @@ class _Row:
         return self.total[name] / self.total[of]
 
     def mismatch(self, *, on_policy: bool) -> Iterator[tuple[str, float]]:
-        """Difference between trainer and engine; nothing without a token that counts."""
+        """Yields the difference between trainer and engine; nothing without counted tokens."""
         prefix, count = ("on_policy_", self.total["on_policy_tokens"]) if on_policy else ("", self.total["tokens"])
         if not count:
             return
@@ -209,7 +208,7 @@ class _Row:
 
 
 def percentile(histogram: list[float], share: float) -> float:
-    """Upper edge of the bin in which `share` of the counted |logprob differences| is reached."""
+    """Returns the upper edge of the bin that reaches `share` of the counted |logprob differences|."""
     wanted = share * sum(histogram)
     low, high = HISTOGRAM_DECADES
     seen = 0.0
@@ -221,7 +220,7 @@ def percentile(histogram: list[float], share: float) -> float:
 
 
 def reduce_max(values: dict[str, float], device: torch.device) -> dict[str, float]:
-    """The largest of each value over all ranks (timings: the slowest rank is the one that others wait for)."""
+    """Returns the maximum of each value over all ranks; others wait for the slowest rank."""
     names = sorted(values)
     stacked = torch.tensor([values[name] for name in names], dtype=torch.float64, device=device)
     dist.all_reduce(stacked, op=dist.ReduceOp.MAX)

@@ -1,11 +1,10 @@
-"""Samples to micro-batches: which rank computes what, in which row, behind which padding.
+"""Packing of samples into micro-batches: assignment to optimizer steps and ranks, and the layout of rows.
 
-Owns the assignment of samples to optimizer steps, ranks and micro-batches, and the layout of a row. Imports numpy only,
-because the driver packs. Invariants, whatever the packing: every trained token is in exactly one micro-batch of one
-rank; a group is never split over two optimizer steps; all ranks get the same number of micro-batches in each optimizer
-step (FSDP's collectives run once per micro-batch on every rank, so an uneven count would hang); the counts that the
-loss is divided by are those of all ranks. A dummy micro-batch (nothing trained) appears only where an optimizer step
-has fewer samples than micro-batches.
+Imports numpy only, because the driver packs. Invariants of every packing: each trained token is in exactly one
+micro-batch of one rank. A group is never split over two optimizer steps. All ranks get the same number of micro-batches
+in each optimizer step (FSDP's collectives run once per micro-batch on every rank, so uneven counts would hang). The
+counts by which the loss is divided are those of all ranks. A dummy micro-batch (nothing trained) appears only if an
+optimizer step has fewer samples than micro-batches.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ import numpy as np
 from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, StepInput, TrainSample
 
 ATTENTION_CROSSOVER_TOKENS = 16_384
-"""Length at which causal attention costs as much as the rest of a layer: about 12 x hidden size, here that of a 1.5B
-model. It only shapes the balance between ranks, so an exact value is not needed."""
+"""Length at which causal attention costs as much as the rest of a layer: about 12 x hidden size, here of a 1.5B model.
+It only affects the balance between ranks, so it need not be exact."""
 
 SHORTEST_ROW = 2
-"""Tokens of a row, at least: sizes of 1 are compiled by themselves, for a minute on a GPU."""
+"""Minimum tokens of a row: a size of 1 would be compiled separately, for a minute on a GPU."""
 
 
 def sample_cost(length: int) -> float:
-    """Relative compute of one sample: linear in its tokens, plus attention's square."""
+    """Computes the relative cost of one sample: linear in its tokens, plus attention's square."""
     return length + length * length / ATTENTION_CROSSOVER_TOKENS
 
 
@@ -41,11 +40,11 @@ def pack_step(
     pad_to_multiple_of: int = 1,
     num_minibatches: int = 1,
 ) -> list[StepInput]:
-    """Pack one training batch for all ranks; element r of the result is for rank r.
+    """Packs one training batch for all ranks; element r of the result is for rank r.
 
-    Samples without a trained token are left out, here and in the counts. With fewer groups than `num_minibatches` there
-    are as many optimizer steps as groups; with nothing to train there are none. Raises `ValueError` for a sample longer
-    than `seq_len`: see `truncate_to` for the other choice.
+    Samples without a trained token are left out, also of the counts. With fewer groups than `num_minibatches` there are
+    as many optimizer steps as groups, and none without trained tokens. Raises `ValueError` for a sample longer than
+    `seq_len`; `truncate_to` is the alternative.
     """
     usable = [sample for sample in samples if sample.num_trained > 0]
     for sample in usable:
@@ -67,7 +66,7 @@ def pack_step(
 
 
 def split_groups(samples: Sequence[TrainSample], num_minibatches: int) -> list[list[TrainSample]]:
-    """Cut a batch into at most `num_minibatches` non-empty parts with whole groups, as even in groups as can be."""
+    """Splits a batch into at most `num_minibatches` non-empty lists of whole groups of even sizes."""
     groups: dict[int, list[TrainSample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
@@ -78,11 +77,11 @@ def split_groups(samples: Sequence[TrainSample], num_minibatches: int) -> list[l
 
 
 def assign_bins(lengths: Sequence[int], capacity: int, num_ranks: int) -> list[list[int]]:
-    """Indices of samples per micro-batch: a multiple of `num_ranks` bins of at most `capacity` tokens, evenly costly.
+    """Assigns samples to a multiple of `num_ranks` bins of at most `capacity` tokens and similar cost.
 
-    First-fit by falling length finds how few bins suffice; that number is rounded up to a multiple of the ranks and the
-    samples are dealt again, each to the cheapest bin with room. Where that spread does not fit, the first-fit bins are
-    kept and the costliest are halved until there are enough. Bins are empty only if there are fewer samples than bins.
+    First-fit by decreasing length finds a sufficient number of bins, rounded up to a multiple of the ranks. The samples
+    are then distributed again, each to the cheapest bin with space. If that does not fit, the most expensive of
+    the first-fit bins are halved until there are enough. Bins are empty only if there are fewer samples than bins.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     tight = _first_fit(order, lengths, capacity)
@@ -135,8 +134,10 @@ def _halve_until(bins: list[list[int]], lengths: Sequence[int], num_bins: int) -
 
 
 def deal_bins(bins: list[list[int]], lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
-    """Bins per rank, the same number each. The k-th micro-batches of all ranks are of similar cost, since ranks wait
-    for each other at every micro-batch; within such a row the cheapest bin goes to the rank with the most work so far.
+    """Distributes the same number of bins to each rank.
+
+    The k-th micro-batches of all ranks have similar costs, since ranks wait for each other at every micro-batch. Among
+    those, the cheapest bin goes to the rank with the most work so far.
     """
 
     def cost(row: list[int]) -> float:
@@ -154,7 +155,7 @@ def deal_bins(bins: list[list[int]], lengths: Sequence[int], num_ranks: int) -> 
 
 
 def lay_out(samples: Sequence[TrainSample], pad_to_multiple_of: int = 1) -> MicroBatch:
-    """Lay samples end to end and pad the row to a multiple. No samples gives a dummy row of padding alone."""
+    """Concatenates samples and pads the row to a multiple. Without samples, the row is a dummy of padding."""
     lengths = [sample.length for sample in samples]
     used = sum(lengths)
     total = -(-max(used, SHORTEST_ROW) // pad_to_multiple_of) * pad_to_multiple_of
@@ -208,17 +209,17 @@ def warm_up_row(seq_len: int, pad_to_multiple_of: int, vocab_size: int) -> Micro
 
 @dataclass(slots=True, frozen=True)
 class PackingStats:
-    """How much of a step's compute is not the samples' own. Shares are of all tokens of all ranks, in [0, 1]."""
+    """Padding, dummy tokens and imbalance of a step. Shares are of all tokens of all ranks, in [0, 1]."""
 
     num_tokens: int
     padding_share: float
     dummy_share: float
     imbalance: float
-    """Cost of the costliest rank over the mean of the ranks; 1 is even."""
+    """Largest cost of a rank over the mean cost; 1 is even."""
 
 
 def packing_stats(inputs: Sequence[StepInput]) -> PackingStats:
-    """Measure a packed step over all its ranks."""
+    """Computes the statistics of a packed step over all ranks."""
     total = padding = dummy = 0
     costs = []
     for step_input in inputs:
@@ -243,7 +244,7 @@ def packing_stats(inputs: Sequence[StepInput]) -> PackingStats:
 
 
 def truncate_to(samples: Sequence[TrainSample], seq_len: int) -> tuple[list[TrainSample], int]:
-    """Cut samples to their first `seq_len` tokens; returns them and the number of trained tokens that were lost."""
+    """Truncates samples to `seq_len` tokens. Returns them and the number of trained tokens cut off."""
     kept: list[TrainSample] = []
     lost = 0
     for sample in samples:

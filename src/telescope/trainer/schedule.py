@@ -1,7 +1,7 @@
-"""The learning rate of a training step, as a pure function of the step.
+"""The learning rate as a pure function of the training step.
 
 There is no scheduler object to save or to lose at a resume, and no step with a rate of 0: step s of a warm-up of w
-steps runs at (s + 1) / w of the rate, and a decay over the remaining steps never reaches its end within the run.
+steps uses (s + 1) / w of the rate, and a decay over the remaining steps does not reach its end within the run.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def learning_rate(
     total_steps: int,
     min_ratio: float,
 ) -> float:
-    """The rate used by training step `step` (steps finished before it, from 0).
+    """Computes the rate of training step `step`, counted from 0.
 
-    `none` ignores the warm-up; `constant` warms up and stays; `linear` and `cosine` warm up, then fall from `base` at
-    step `warmup_steps` towards `base * min_ratio`, which they would reach at step `total_steps`.
+    `none` ignores the warm-up; `constant` warms up and stays; `linear` and `cosine` warm up, then decay from `base` at
+    step `warmup_steps` to `base * min_ratio`, which they would reach at step `total_steps`.
     """
     if schedule == "none":
         return base
