@@ -1,8 +1,7 @@
-"""The registry of algorithms: which names `algorithm` takes, and what each allows beside it.
+"""Names of the algorithms, and the facts about each that rules between fields need.
 
-Owns the names and the facts that the rules between fields need. Does not own the formulas: the algorithm called `x` is
-`ALGORITHM` in `telescope.algorithms.x`, which needs numpy, and this package must not. Adding an algorithm is that file
-and one line here.
+The algorithm `x` is `ALGORITHM` in `telescope.algorithms.x`; that package needs numpy, which this one must not import.
+To add an algorithm, add that file and one line here.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 AdvantageNorm = Literal["group", "batch"]
-"""What advantages are normalised over: each group by itself, or the whole training batch."""
+"""What advantages are normalized over: each group by itself, or the whole training batch."""
 
 
 @dataclass(frozen=True)

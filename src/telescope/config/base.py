@@ -1,16 +1,11 @@
-"""Lists and mappings that cannot be changed.
+"""Base classes and field types of the configuration sections.
 
-A frozen Pydantic model still hands out ordinary lists and dicts, and one `append` would change the configuration of one
-process behind its hash. `freeze` replaces them, at any depth, by subclasses that refuse every mutation and otherwise
-behave as before: they compare equal to plain ones, serialise to JSON, and survive pickling and deep copies. `thaw`
-gives a plain, changeable copy, for code that is not ours.
+A section is a Pydantic model: frozen, closed to unknown names, strict about booleans. `TITLE` and `INTRO` appear in
+the documentation and the help; the string under a field is its description, whose first sentence the help prints
+alone. The sections are joined by inheritance into one flat `TelescopeConfig`, so every field name is unique.
 
-What every section of the schema shares: frozen, closed to unknown names, strict about booleans.
-
-A section is a Pydantic model with a `TITLE` and an `INTRO` for the documentation and the help; the string under each
-field is its description. The sections are joined by inheritance into one flat `TelescopeConfig`, so a field's name is
-unique in the whole schema. The first sentence of a description stands alone (the help prints only that); what follows
-says the unit and when to change the field.
+A frozen Pydantic model still contains mutable lists and dicts. `freeze` replaces them, at any depth, by subclasses
+that refuse mutation and otherwise behave as before; `thaw` returns a mutable copy.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ def _refuse(self: object, *_: object, **__: object) -> NoReturn:
 
 
 class FrozenList(list):
-    """A list that refuses to be changed. Equal to a plain list of the same items."""
+    """Immutable list, equal to a list of the same items."""
 
     __slots__ = ()
 
@@ -41,7 +36,7 @@ class FrozenList(list):
 
 
 class FrozenDict(dict):
-    """A dict that refuses to be changed. Equal to a plain dict of the same items."""
+    """Immutable dict, equal to a dict of the same items."""
 
     __slots__ = ()
 
@@ -53,7 +48,7 @@ class FrozenDict(dict):
 
 
 def freeze(value: Any) -> Any:
-    """The same value with every list and dict inside it frozen. Tuples become frozen lists, as JSON would make them.
+    """Returns the value with every list and dict in it frozen. Tuples become frozen lists, as in JSON.
 
     Raises `ValueError` for what JSON cannot carry to another process unchanged (YAML also knows dates, sets, infinite
     numbers and keys that are not text). Pydantic models stay as they are.
@@ -73,7 +68,7 @@ def freeze(value: Any) -> Any:
 
 
 def thaw(value: Any) -> Any:
-    """A plain, changeable copy of a frozen value, at any depth."""
+    """Returns a mutable copy of a frozen value, at any depth."""
     if isinstance(value, dict):
         return {key: thaw(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -85,17 +80,16 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 
-# Bounds far above anything that runs, so that a slip (a zero too many, a unit mistaken) is an error at once and not a
-# machine that hangs while it plans.
+# Bounds far above any real run. They catch slips (a zero too many, a wrong unit) before anything is planned.
 MAX_STEPS = 10_000_000
 MAX_SECONDS = 366 * 24 * 3600  # a year
 Workers = Annotated[int, Field(ge=1, le=1024)]
 """Processes, GPUs or threads of one kind."""
 Count = Annotated[int, Field(ge=1, le=65_536)]
-"""Things of a batch: prompts, answers, requests."""
+"""Number of prompts, answers or requests."""
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 Tokens = Annotated[int, Field(ge=1, le=2**24)]
-"""A length of text, or the size of a buffer of it."""
+"""Length of a text, or size of a buffer, in tokens."""
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 WholeSeconds = Annotated[int, Field(ge=1, le=MAX_SECONDS)]
 Text = Annotated[str, Field(min_length=1, pattern=r"\S")]
@@ -133,7 +127,7 @@ class Section(BaseModel):
 
 
 def member_types(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, or the type alone, without what `Annotated` adds. `Literal` is kept as it is."""
+    """Returns the members of a union, or the type itself, without `Annotated`. Keeps `Literal`."""
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
         return tuple(member for part in get_args(annotation) for member in member_types(part))
@@ -143,6 +137,6 @@ def member_types(annotation: Any) -> tuple[Any, ...]:
 
 
 def accepts(section: type[BaseModel], field: str, kind: type) -> bool:
-    """Whether the field's type has `kind` among its alternatives (`Any` takes everything)."""
+    """Whether the field's type allows `kind` (`Any` allows everything)."""
     members = member_types(section.model_fields[field].annotation)
     return any(member is Any or member is kind or get_origin(member) is kind for member in members)

@@ -1,4 +1,4 @@
-"""The schema in words: type, default, range and description of each field, for the help and the documentation."""
+"""Descriptions of the fields, for the help and the documentation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = {type(None): "null", Any: "any"}
 
 @dataclass(frozen=True)
 class FieldDescription:
-    """A field of the schema as a person should see it."""
+    """A field of the schema, described for users."""
 
     name: str
     section: str
@@ -31,7 +31,7 @@ class FieldDescription:
     text: str
     """The whole description, in one paragraph."""
     waits_for: str | None
-    """The feature that the field waits for; None when it works in this version."""
+    """The feature that the field needs and that is missing; None when the field works in this version."""
     required: bool = False
 
     @property

@@ -1,7 +1,7 @@
 """Entries of the lists `environments` and `evals`.
 
-An entry names an environment (or an eval) and its settings. Whether that name exists is not known here: the schema
-imports no user code, and `telescope.config.preflight` asks the registry before anything starts.
+An entry names an environment (or an eval) and its settings. The schema imports no user code, so it does not check that
+the name exists; `telescope.config.preflight` does, before anything starts.
 
 Which environments a config needs, and what the pool calls each of them. Imports nothing heavy.
 """
@@ -102,7 +102,7 @@ class EvalEntry(Section):
 
 @dataclass(frozen=True)
 class EnvironmentKeys:
-    """What the pool calls each environment of the config: one key per training entry and one per eval entry."""
+    """Names of the environments in the pool: one key per training entry and one per eval entry."""
 
     specs: list[EnvironmentSpec]
     training: list[str]
@@ -112,7 +112,7 @@ class EnvironmentKeys:
 def environment_keys(config: TelescopeConfig) -> EnvironmentKeys:
     """One environment per training entry; an eval of the same name and settings shares it.
 
-    An eval that names a trained environment and gives no kwargs is given that environment's.
+    An eval that names a trained environment and sets no kwargs uses that environment's.
     """
     specs: list[EnvironmentSpec] = []
     training: list[str] = []

@@ -1,8 +1,7 @@
-"""The files that are written from the schema: the default YAML and the reference documentation.
+"""Writes the default YAML and the configuration reference from the schema.
 
-`python -m telescope.config.generate` writes both into the checkout; a test holds that what is committed equals what
-the schema says. The installed package carries the schema itself, and `telescope config defaults` prints the default
-file from it, so nothing has to be shipped beside the code.
+`python -m telescope.config.generate` writes both into the checkout; a test checks that the committed files match.
+The installed package generates them too: `telescope config defaults` prints the default file.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""From defaults, environment variables, a YAML file and command-line flags to one `TelescopeConfig`.
+"""Loads a configuration from defaults, environment variables, a YAML file and command-line flags.
 
-Later layers win: defaults, then environment variables, then the run's YAML, then the command line. Owns the syntax of
-flags and files. Does not own what a valid value is (`sections`), what values fit together (`rules`), or the wording of
-errors (`messages`).
-
-Where a run lies.
+Later layers win, in that order. Owns the syntax of flags and files. Does not own valid values (`sections`), rules
+between fields (`rules`), or the wording of errors (`messages`).
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ ENVIRONMENT_VARIABLES = {
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration and what is to be said about it.
+    """A configuration and remarks about it.
 
     `notes` are sentences for the person who starts the run: adjusted defaults, settings that may surprise, and one line
     naming the set fields that have no effect in this version. `sources` says where each chosen field comes from.
@@ -55,7 +52,7 @@ class LoadedConfig:
 def load_config(
     path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> LoadedConfig:
-    """Merge all layers and validate. `overrides` are command-line flags, as in `["--learning_rate", "5e-7"]`.
+    """Merges all layers and validates them. `overrides` are command-line flags, as in `["--learning_rate", "5e-7"]`.
 
     `environ` defaults to the process's own environment. Raises `ConfigError` that names the field, the value, where it
     comes from, and the fix; every problem that can be seen at once is listed.
@@ -89,7 +86,7 @@ def load_config(
 
 
 def build_config(values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> TelescopeConfig:
-    """`TelescopeConfig` from plain values, with errors for people. Raises `ConfigError`."""
+    """Builds a `TelescopeConfig` from plain values. Raises `ConfigError` with readable messages."""
     sources = sources or {}
     known = TelescopeConfig.model_fields
     unknown = [unknown_field(str(name), known, sources.get(name)) for name in values if name not in known]
@@ -102,7 +99,7 @@ def build_config(values: Mapping[str, Any], sources: Mapping[str, str] | None = 
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """Flags to values: `--field value`, `--field-name value`, `--field=value`, and `--flag` alone for a boolean.
+    """Parses flags: `--field value`, `--field-name value`, `--field=value`, and `--flag` alone for a boolean.
 
     Values are read as YAML (scalars, lists, mappings), except that a field which takes only text gets the text as it
     was typed. Raises `ConfigError` for an unknown field, one given twice, a missing value, or text that is not YAML.

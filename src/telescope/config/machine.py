@@ -1,16 +1,12 @@
-"""What this machine has, without torch and without Ray: cores, memory, GPUs.
+"""Resources of this machine: cores, memory, GPUs, and the ports of inference servers. Imports no torch and no Ray.
 
-Used for a dry run and for the check before a cluster is started on this machine. A cluster that already runs is asked
-through Ray instead (`telescope.cluster`).
+A running cluster is queried through Ray instead (`telescope.cluster`).
 
-The ports of inference servers: whether one is free, whose it is from its start on, and what to say when it is not.
+Ports: vLLM binds its port seconds after its start and listens only when the model is loaded. Until then other sockets
+can bind the same port (SO_REUSEADDR). So the owner of a server also reserves its port by name: with a socket in
+Linux's abstract namespace, which is per network namespace, as ports are, and which ends with its process.
 
-vLLM binds its port seconds after it was started and listens on it only once the model is loaded. Until it binds, no
-socket tells of it; until it listens, any socket with SO_REUSEADDR binds the same port without an error. So a server's
-owner holds its port by name too: a socket in Linux's abstract namespace, which is per network namespace, as ports are,
-and ends with its process, however that ends.
-
-Invariant: of the servers of all runs on a machine, one at a time holds a port, from before its process starts.
+Invariant: at most one server of all runs on a machine has a port reserved, starting before its process starts.
 """
 
 from __future__ import annotations
@@ -62,13 +58,12 @@ def visible_gpu_memory() -> list[int]:
 
 
 def ray_cluster_is_configured(ray_address: str) -> bool:
-    """Whether the run would join a cluster rather than start one here, as far as can be seen without asking Ray."""
+    """Whether the run would join a cluster rather than start one here, without contacting Ray."""
     if ray_address == "local":
         return False
     if ray_address != "auto" or os.environ.get("RAY_ADDRESS"):
         return True
-    # Here Ray notes the address of the cluster that this machine is part of. A cluster that is stopped takes the note
-    # with it, one that is killed does not.
+    # Ray's note of the cluster that this machine belongs to. A stopped cluster removes it, a killed one does not.
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     note = Path(folder, "ray", "ray_current_cluster")
     try:
@@ -89,11 +84,11 @@ CONNECTION_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 
 
 class PortHold:
-    """A port that this process has taken for a server, whether or not the server has bound it yet."""
+    """Reservation of a port for a server, whether or not the server has bound it yet."""
 
     def __init__(self, port: int) -> None:
-        """Raises `OSError` with EADDRINUSE when another process, or another server of this one, holds it."""
-        # Not inherited by the server: its port is its supervisor's to hold, through restarts too.
+        """Raises `OSError` with EADDRINUSE when another process, or another server of this one, reserved it."""
+        # Not inherited by the server: the supervisor keeps the reservation through restarts.
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             self._socket.bind(_name(port))
@@ -102,12 +97,12 @@ class PortHold:
             raise
 
     def release(self) -> None:
-        """Let others have the port. Safe to call twice."""
+        """Frees the port. Safe to call twice."""
         self._socket.close()
 
 
 def hold_port(host: str, port: int, *, server: int, num_servers: int) -> PortHold:
-    """Take the port for server `server` of a run that has `num_servers`. Raises `ConfigError` with the fix."""
+    """Reserves the port for server `server` of `num_servers`. Raises `ConfigError` with the fix."""
     try:
         hold = PortHold(port)
     except OSError as error:
@@ -122,14 +117,14 @@ def hold_port(host: str, port: int, *, server: int, num_servers: int) -> PortHol
 
 
 def require_port(host: str, port: int, *, server: int, num_servers: int) -> None:
-    """Raises `ConfigError`, with the fix, when server `server` of `num_servers` could not have the port."""
+    """Raises `ConfigError`, with the fix, when server `server` of `num_servers` cannot use the port."""
     if (problem := listen_problem(host, port)) is not None:
         raise ConfigError(_explain(host, port, problem, server, num_servers))
 
 
 def listen_problem(host: str, port: int) -> str | None:
     """Why a server could not listen there; None if it could."""
-    # In this order: a probe must not be in the way of the server whose port is held.
+    # In this order: a probe must not disturb the server whose port is reserved.
     return IN_USE if _is_held(port) else _bind_problem(host, port)
 
 
@@ -161,7 +156,7 @@ def _try_to_bind(host: str, port: int, *, reuse: bool) -> str | None:
 
 
 def _has_connections(port: int) -> bool:
-    """Whether connections have the port on this side, such as those in TIME_WAIT of a server that has ended.
+    """Whether connections use the port on this side, such as those in TIME_WAIT after a server exited.
 
     They keep a socket without SO_REUSEADDR from binding it, and are nothing to a server.
     """
@@ -182,8 +177,8 @@ def _explain(host: str, port: int, problem: str, server: int, num_servers: int) 
     free = _free_block(host, num_servers, base)
     suggestion = f"for example to {free}" if free else "to a free one"
     return (
-        f"inference_base_port is {base}, but port {port}, which server {server} would listen on, is in use. End what "
-        f"listens there, or set inference_base_port {suggestion}"
+        f"inference_base_port is {base}, but port {port}, which server {server} would listen on, is in use. Stop the "
+        f"process that uses it, or set inference_base_port {suggestion}"
     )
 
 

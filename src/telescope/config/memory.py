@@ -1,18 +1,15 @@
-"""How much memory a trainer rank needs at its peak, estimated from the model's shape.
+"""Estimates of the memory of a run, per trainer rank and per engine worker, from the model's shape.
 
-Owns the arithmetic of one training step. Does not own whether that fits (`memory`). What holds its bytes all through a
-step (shards of weights, gradients and optimizer, what is gathered, the activations that every layer keeps) is counted
-once; on top comes the largest of three moments that do not coincide: the backward pass of the output layer, that of one
-block, and the reduction of the tables' gradient, which comes when the activations are gone. Sizes are those that a
-second micro-batch meets, when gradients of the first are held.
+For choosing settings before the first start, not a bound: allocators fragment and libraries keep workspaces. All sizes
+are in bytes.
 
-Checked against a count of all tensors of real steps (`tests/integration/trainer/test_memory_of_a_step.py`) and against
-peaks that were measured on GPUs (`tests/unit/config/test_memory.py`).
+Trainer: what stays allocated during a step (shards of weights, gradients and optimizer, gathered weights, the
+activations of every layer) is counted once. The largest of three peaks that do not coincide is added: the backward
+pass of the output layer, that of one block, and the reduction of the embedding gradients, after the activations are
+freed. Sizes are those of a second micro-batch, when the gradients of the first exist.
 
-How much memory a run needs, estimated from the model's shape: per engine worker, and per rank (`trainer_memory`).
-
-An estimate for choosing settings before the first start, not a bound: allocators fragment, libraries keep workspaces,
-and both are given as one named item. Pure arithmetic; bytes everywhere.
+Checked against all tensors of real steps (`tests/integration/trainer/test_memory_of_a_step.py`) and against peaks
+measured on GPUs (`tests/unit/config/test_memory.py`).
 """
 
 from __future__ import annotations
@@ -60,12 +57,12 @@ class TrainerMemory:
 
     @property
     def states(self) -> int:
-        """What a rank holds all the time, whatever the batch."""
+        """Bytes that a rank always uses, whatever the batch."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def moment(self) -> int:
-        """What the largest moment takes beside what is held all through a step."""
+        """The largest peak, in addition to what stays allocated during a step."""
         return max(self.activations + max(self.layer, self.logprobs), self.tables) - self.activations
 
     @property
@@ -74,7 +71,7 @@ class TrainerMemory:
 
 
 def reshards_after_forward(choice: bool | Literal["auto"], device: str) -> bool:
-    """What `fsdp_reshard_after_forward` comes to: whether weights are dropped between forward and backward pass.
+    """Resolves `fsdp_reshard_after_forward`: whether weights are dropped between forward and backward pass.
 
     On the CPU memory is rarely what is short, and a gather over gloo costs more than it is worth.
     """
@@ -179,13 +176,13 @@ SHARE_OF_CPU_MEMORY_FOR_KV = 0.25
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of one worker of an inference server, and what its KV cache holds."""
+    """Bytes of one worker of an inference server, and the capacity of its KV cache."""
 
     weights: int
     staging: int
     """The second copy of the weights that a sync is received into, and two buckets. 0: weights come in place."""
     kv_cache: int | None
-    """None where the GPU's memory is not known: vLLM takes what its share leaves."""
+    """None where the GPU's memory is not known: vLLM uses the rest of its share."""
     overhead: int
     kv_bytes_per_token: int
     lanes_kv: int
@@ -205,8 +202,7 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class StagingPlan:
-    """Whether a server on a GPU is given its weights in the background: bytes to keep free of KV cache for that, or
-    why they come in place."""
+    """Bytes that a server on a GPU keeps free to receive weights in the background, or why it cannot do that."""
 
     num_bytes: int
     in_place_because: str | None = None
@@ -275,7 +271,7 @@ def _engine_memory(config: TelescopeConfig, shape: ModelShape, device: str, memo
 
 
 def plan_staging(config: TelescopeConfig, shape: ModelShape | None, memory: int | None) -> StagingPlan:
-    """What `weight_transfer` comes to on a GPU of `memory` bytes.
+    """Resolves `weight_transfer` for a GPU of `memory` bytes.
 
     `auto` takes the background where that leaves KV cache for all lanes at full length, or half of what there would be.
     `background` is taken at its word here, so that its price is known even where `memory` is not; a KV cache that is

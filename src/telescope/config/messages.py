@@ -1,6 +1,6 @@
-"""The wording of errors about single fields: which field, which value, from where, what would be right.
+"""Error messages for single fields: the field, the value, its source, the fix.
 
-Turns Pydantic's error records into sentences. Pure text; knows no schema beyond what the records say.
+Turns Pydantic's error records into sentences.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ EXPECTATIONS = {
 
 
 def show(value: Any) -> str:
-    """A value as a person would write it in YAML, shortened when it is long."""
+    """Formats a value as in YAML, shortened when it is long."""
     if isinstance(value, float):
         text = f"{value:g}"
     else:
         try:
             text = json.dumps(value, ensure_ascii=False)
-        except (TypeError, ValueError):  # what YAML can say and JSON cannot, such as a date
+        except (TypeError, ValueError):  # values that JSON does not have, such as a date
             text = repr(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
 
@@ -61,7 +61,7 @@ def unknown_field(name: str, known: Iterable[str], source: str | None) -> str:
 
 def describe_errors(error: ValidationError, values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     """A sentence per wrong field, each on its own line."""
-    # A union reports every alternative that failed; the first record of a field says enough, with words that it takes.
+    # A union reports every failed alternative: the first record of a field is enough, with the allowed words added.
     first: dict[tuple[int | str, ...], ErrorDetails] = {}
     words: dict[tuple[int | str, ...], str] = {}
     for detail in error.errors(include_url=False):
@@ -113,7 +113,7 @@ def _expectation(detail: ErrorDetails, value: Any) -> str:
 
 
 def _own_message(detail: ErrorDetails) -> str:
-    """The text of a validator of ours, which Pydantic prefixes."""
+    """The message of our own validator, without Pydantic's prefix."""
     return detail["msg"].removeprefix("Value error, ")
 
 

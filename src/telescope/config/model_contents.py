@@ -1,7 +1,7 @@
-"""What the headers of a model's files say of each other: tokens against the vocabulary, weights against their sizes.
+"""Checks of a model's tokenizer and of the headers of its weight files.
 
-Pure functions of the files' first bytes and of parsed JSON; no weights are read. They return a sentence about what is
-wrong, or None; `model_files` finds the files and words the error.
+Pure functions of parsed JSON and of the files' first bytes; no weights are read. `model_files` finds the files and
+words the errors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 HEADER_LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-"""What the format allows: https://github.com/huggingface/safetensors#format."""
+"""Limit of the format: https://github.com/huggingface/safetensors#format."""
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 

@@ -1,8 +1,8 @@
-"""The model's files, as far as they can be judged without loading them: config, tokenizer, chat template, weights.
+"""Checks a model's config, tokenizer, chat template and weight files without loading them.
 
-A path is read from disk. A hub identifier is read from the local hub cache, else asked of the hub, with short
-deadlines; where neither answers, what is known by heart about common models (`model_shape`) is used and the report says
-what could not be checked. Needs neither transformers nor torch; `huggingface_hub` only for identifiers.
+A path is read from disk. A hub identifier is read from the local hub cache, else from the hub, with short deadlines;
+if neither is available, sizes of common models come from `model_shape` and the report names what was not checked.
+Needs neither transformers nor torch; `huggingface_hub` only for identifiers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HUB_TIMEOUT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What is known about the model. `unchecked` says, as a sentence, what could not be looked at and why."""
+    """Findings about the model. `unchecked`: what could not be checked and why, as a sentence."""
 
     source: str
     shape: ModelShape | None
@@ -56,13 +56,13 @@ class ModelReport:
 
 @dataclass(frozen=True)
 class _Files:
-    """A folder of model files, wherever it lies. `read` returns the text of a file that is among `names`."""
+    """A folder of model files, local or on the hub. `read` returns the text of a file in `names`."""
 
     where: str
     names: frozenset[str]
     read: Callable[[str], str]
     folder: Path | None = None
-    """Where the files lie on this machine; None for a repository that is yet to be downloaded."""
+    """Folder on this machine; None for a repository that is not downloaded yet."""
 
 
 class HubUnreachableError(Exception):
@@ -159,14 +159,14 @@ def _inspect(config: TelescopeConfig, files: _Files) -> ModelReport:
         )
     if has_zero_sparse_step(data):
         raise ConfigError(
-            f"model is {config.model!r}, whose config.json says decoder_sparse_step 0: loading the model divides by "
+            f"model is {config.model!r}, whose config.json has decoder_sparse_step 0: loading the model divides by "
             "it. Set decoder_sparse_step in config.json to 1 if every layer has experts, to 2 if every second one has"
         )
-    said = experts_without_a_layer(data)
-    if said is not None:
+    settings = experts_without_a_layer(data)
+    if settings is not None:
         raise ConfigError(
-            f"model is {config.model!r}, a mixture of experts in which no layer has any: config.json says {said}. vLLM "
-            "does not load it. Mend these; or, for the same model without experts, remove the number of experts and "
+            f"model is {config.model!r}, a mixture of experts in which no layer has any: config.json has {settings}. "
+            "vLLM does not load it. Correct these; or, to drop the experts, remove their number and "
             'set model_type to qwen3 and architectures to ["Qwen3ForCausalLM"]'
         )
     shape = ModelShape.from_config(data)
@@ -212,7 +212,7 @@ def _check_tensors(
 def check_chat_template(config: TelescopeConfig) -> None:
     """Raises `ConfigError` when `chat_template` is set and is not a Jinja2 template."""
     if config.chat_template is not None:
-        _compile_template(config.chat_template, "chat_template", "Mend the template, or leave chat_template null")
+        _compile_template(config.chat_template, "chat_template", "Correct the template, or leave chat_template null")
 
 
 def _local_files(config: TelescopeConfig) -> _Files:
@@ -326,14 +326,14 @@ def _check_vocabulary(config: TelescopeConfig, files: _Files, model_config: Mapp
     size = (text_config if isinstance(text_config, Mapping) else model_config).get("vocab_size")
     if isinstance(size, int) and largest is not None and largest >= size:
         raise ConfigError(
-            f"model is {config.model!r}, whose config.json says vocab_size {size}, but its tokenizer has ids up to "
+            f"model is {config.model!r}, whose config.json has vocab_size {size}, but its tokenizer has ids up to "
             f"{largest}, for which the model has no embedding. Save the tokenizer that the model was trained with, or "
             "resize the model: model.resize_token_embeddings(len(tokenizer))"
         )
 
 
 def _chat_template_of(files: _Files) -> str | None:
-    """The default template of a tokenizer, wherever its version of the format keeps it."""
+    """Returns the tokenizer's default template, from any of the files that formats use."""
     if "chat_template.jinja" in files.names:
         return files.read("chat_template.jinja")
     for name in ("chat_template.json", "tokenizer_config.json"):
@@ -397,9 +397,9 @@ def _check_against_shape(config: TelescopeConfig, shape: ModelShape, *, scaled: 
         )
     if shape.num_experts and not 1 <= shape.experts_per_token <= shape.num_experts:
         raise ConfigError(
-            f"model is {config.model!r}, whose config.json says num_experts_per_tok {shape.experts_per_token}, but "
+            f"model is {config.model!r}, whose config.json has num_experts_per_tok {shape.experts_per_token}, but "
             f"num_experts {shape.num_experts}: a token visits at least one of the experts and no more than there are. "
-            "Mend config.json, or save the model again"
+            "Correct config.json, or save the model again"
         )
     tensor_parallel = config.inference_tensor_parallel_size
     if shape.num_heads % tensor_parallel:

@@ -1,7 +1,7 @@
-"""Sizes of a model, as far as its `config.json` tells: layers, widths, parameters, bytes of KV cache per token.
+"""Sizes of a model from its `config.json`: layers, widths, parameters, bytes of KV cache per token.
 
-Owns the arithmetic and a small table of well-known models, so that a plan can be printed where the hub cannot be
-reached. Does not own where the files come from (`model_files`).
+Includes a small table of well-known models, so that a plan can be printed without access to the hub. Reading the files
+is `model_files`.
 """
 
 from __future__ import annotations
@@ -189,9 +189,9 @@ def experts_without_a_layer(config: Mapping[str, Any]) -> str | None:
     if shape is None or config.get("model_type") not in EXPERT_MODEL_TYPES or shape.num_sparse_layers():
         return None
     decisive = (*EXPERT_COUNTS, "decoder_sparse_step", "mlp_only_layers")
-    said = [f"{name} {config[name]}" for name in decisive if config.get(name) is not None]
+    settings = [f"{name} {config[name]}" for name in decisive if config.get(name) is not None]
     has_count = any(config.get(name) is not None for name in EXPERT_COUNTS)  # without one, the type's own holds
-    return ", ".join(said) if has_count else None
+    return ", ".join(settings) if has_count else None
 
 
 def known_shape(model: str) -> ModelShape | None:

@@ -1,8 +1,8 @@
-"""Where the workers of a run go: a pure function of the configuration and of what the cluster has.
+"""Plans where the workers of a run go: a pure function of the configuration and the cluster's resources.
 
-Owns the arithmetic of bundles (one per inference server, one per trainer rank) and the message when they do not fit,
-which names the field to lower. Does not own the reservation itself: Ray decides the final places (`telescope.cluster`),
-by the same strategies, and this plan says beforehand whether it can.
+Owns the bundles (one per inference server, one per trainer rank) and the message when they do not fit, which names the
+field to lower. Ray makes the reservation (`telescope.cluster`) by the same strategies; this plan predicts whether it
+can.
 
 Invariants: a server is never split over nodes; the bundles on a node never exceed its cores and GPUs.
 """
@@ -80,7 +80,7 @@ class Placement:
     device: Literal["cpu", "cuda"]
     bundles: tuple[PlacedBundle, ...]
     order: tuple[Role, ...] = ("inference", "trainer")
-    """The groups in the order in which they found room: reserved the other way round they may not."""
+    """The order in which the groups fit; reserved in the other order they may not."""
 
     @property
     def nodes(self) -> tuple[NodeResources, ...]:
@@ -301,7 +301,7 @@ class _Free:
     node: NodeResources
     cpus: float
     gpu_indices: list[int]
-    held: int = 0
+    num_bundles: int = 0
 
     @classmethod
     def of(cls, resources: ClusterResources) -> list[_Free]:
@@ -316,7 +316,7 @@ class _Free:
     def take(self, bundle: Bundle) -> PlacedBundle:
         indices, self.gpu_indices = self.gpu_indices[: bundle.gpus], self.gpu_indices[bundle.gpus :]
         self.cpus -= bundle.cpus
-        self.held += 1
+        self.num_bundles += 1
         return PlacedBundle(bundle, self.node, tuple(indices))
 
 
@@ -343,7 +343,7 @@ def _place(bundles: Sequence[Bundle], strategy: str, free: list[_Free]) -> list[
         tightest = min(fitting, key=lambda node: node.capacity(first))
         return [tightest.take(bundle) for bundle in bundles]
     if strategy == "STRICT_SPREAD":
-        fitting = sorted((n for n in free if n.capacity(first)), key=lambda node: (node.held, -node.capacity(first)))
+        fitting = sorted((n for n in free if n.capacity(first)), key=lambda n: (n.num_bundles, -n.capacity(first)))
         return (
             [node.take(bundle) for node, bundle in zip(fitting, bundles, strict=False)]
             if len(fitting) >= count
@@ -361,7 +361,7 @@ def _place(bundles: Sequence[Bundle], strategy: str, free: list[_Free]) -> list[
         if not fitting:
             return None
         if strategy == "SPREAD":
-            node = min(fitting, key=lambda n: (here[n.node.name], n.held, -n.capacity(bundle)))
+            node = min(fitting, key=lambda n: (here[n.node.name], n.num_bundles, -n.capacity(bundle)))
         else:
             # PACK: stay on a node already in use; else the tightest that holds all that is left, else the roomiest.
             def key(n: _Free, left: int = left, bundle: Bundle = bundle) -> tuple[bool, bool, int]:

@@ -1,8 +1,8 @@
-"""Everything wrong with a run that can be seen before anything is started.
+"""Checks before a run starts anything.
 
-Looks at this machine: the environments' files, the model's files, ports, the run directory, cores and GPUs. Changes
-nothing, starts nothing, imports no environment. Does not own the rules between fields, which hold without a machine
-(`rules`), nor what only a running cluster can tell (`telescope.cluster` plans again with its nodes).
+Looks at this machine: environments, model files, ports, the run directory, cores and GPUs. Changes nothing, starts
+nothing, imports no environment. Rules between fields are in `rules`; `telescope.cluster` plans again with the nodes of
+a running cluster.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ def check(config: TelescopeConfig) -> None:
 
 
 def find_remarks(config: TelescopeConfig) -> list[str]:
-    """What is to be said about a configuration that passed `check`, beyond the notes that it was loaded with: what
-    depends on this machine and on the model."""
+    """Returns remarks on a configuration that passed `check`: those that depend on this machine and on the model."""
     joins = ray_cluster_is_configured(config.ray_address) and config.device == "auto"
     device = None if joins else resolve_device(config, local_resources())
     shape = inspect_model(config, ask_hub=False).shape
@@ -58,7 +57,7 @@ def find_remarks(config: TelescopeConfig) -> list[str]:
 
 
 def find_problems(config: TelescopeConfig, checks: Sequence[Check]) -> list[str]:
-    """What each check says that does not pass, without repetition."""
+    """Returns the message of each check that fails, without repetition."""
     problems = []
     for look in checks:
         try:
@@ -120,7 +119,7 @@ def check_packages(_: TelescopeConfig) -> None:
         raise ConfigError(
             f"Training needs packages that are not installed: {', '.join(missing)}. Install them with `make setup` in "
             "a checkout, or with `pip install '.[cuda]'` there on a machine with an NVIDIA GPU; `telescope doctor` "
-            "says what else is missing"
+            "lists what else is missing"
         )
 
 
@@ -186,7 +185,7 @@ def check_placement(config: TelescopeConfig) -> None:
 
 
 def check_open_files(config: TelescopeConfig) -> None:
-    """The driver may have a connection for every sample in flight: it raises its own limit, as far as it may."""
+    """The limit of open files allows a connection for every sample in flight; the driver raises its own limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lanes = config.num_inference_servers * config.lanes_per_server
     if hard == resource.RLIM_INFINITY or lanes + OTHER_OPEN_FILES <= hard:
@@ -213,7 +212,7 @@ def check_run_dir(config: TelescopeConfig) -> None:
     if not place.is_dir():
         raise ConfigError(f"run_dir is {str(run_dir)!r}, but {place} is a file. {fix}")
     try:
-        # Permissions say too little (read-only mounts, quotas, root): the only proof is to write.
+        # Permissions are not enough (read-only mounts, quotas, root): write a byte.
         with tempfile.TemporaryFile(dir=place) as probe:
             probe.write(b"\0")
     except OSError as error:

@@ -1,11 +1,8 @@
-"""What a run says about settings that are valid and may still surprise: sentences for the person who starts it.
-
-Which fields have an effect in this version.
+"""Remarks on valid settings that may surprise, and the fields without effect in this version.
 
 Every field is accepted and validated from the start, so that a file keeps working as features arrive. A field whose
-feature is not there yet stands in `FIELD_STATUS`; a run that sets one says so in one line. A choice that would change
-what is computed, rather than leave something out, is refused instead (`unavailable_choices`): running another
-backend than the one asked for must not be a matter of reading a note.
+feature is missing is in `FIELD_STATUS`, and a run that sets one reports it in one line. A choice that would change the
+computation is refused instead (`AVAILABLE_CHOICES`).
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ def remarks(config: TelescopeConfig) -> list[str]:
         found.append(
             f"max_off_policy_steps is {bound}, below max_async_rollout, which is {ahead}: answers are generated up to "
             f"{pluralize(ahead, 'step')} ahead of the step that trains them, and whatever grows older than {bound} is "
-            "thrown away and asked again, up to half of all that is generated. Set max_off_policy_steps to at least "
+            "discarded and generated again, up to half of everything. Set max_off_policy_steps to at least "
             f"{ahead}, or max_async_rollout to {bound}."
         )
     if config.algorithm == "gspo":
@@ -78,21 +75,21 @@ def remarks_on_place(
 
 def _top_p(config: TelescopeConfig, top_p: float) -> str:
     """What nucleus sampling does to everything that compares the engine's logprobs with the trainer's."""
-    said = (
-        f"top_p is {top_p:g}: the engine's logprobs are those of the kept tokens, renormalised, and so up to "
+    remark = (
+        f"top_p is {top_p:g}: the engine's logprobs are those of the kept tokens, renormalized, and so up to "
         f"{-math.log(top_p):.2g} nats above the trainer's. kl_divergence_inference includes that"
     )
     clips = config.use_ppo_clip or ALGORITHM_FACTS[config.algorithm].holds_ratio
     if clips and config.ppo_clip_ref_logprobs == "rollout":
         too_narrow = config.algorithm == "gspo" and config.clip_low <= GSPO_BOUND_THAT_BINDS
         return (
-            f"{said}, and so does the ratio that {config.algorithm} bounds"
+            f"{remark}, and so does the ratio that {config.algorithm} bounds"
             + ("; gspo would learn nothing from answers worse than their group" if too_narrow else "")
             + '. Set ppo_clip_ref_logprobs to "batch", or top_p to 1.'
         )
     if config.use_tis or config.seq_is_masking or config.kl_penalty_tau > 0:
-        return f"{said}, and so do importance weights against the engine. top_p 1 avoids it."
-    return f"{said}; the loss does not."
+        return f"{remark}, and so do importance weights against the engine. top_p 1 avoids it."
+    return f"{remark}; the loss does not."
 
 
 CHECKPOINTS = "checkpoints and resuming"

@@ -1,10 +1,9 @@
-"""Rules that tie fields together.
+"""Rules between fields.
 
-Two kinds. A rule that *requires* something of other fields has an `adjust`: it fails when a person chose the field it
-is about, and when only the default breaks it the field is adjusted and the run says so in a line. A rule without
-`adjust` (fields that exclude each other) always fails. All broken rules are reported at once.
+A rule with an `adjust` fails when the user set the field that it is about; when only the default breaks it, the field
+is adjusted and the run reports that. A rule without `adjust` always fails. All broken rules are reported at once.
 
-Pure functions of the configuration: nothing here looks at the machine or the files (see `plan` and `preflight`).
+Pure functions of the configuration: machine and files are checked in `plan` and `preflight`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Rule:
 
 
 def apply_rules(config: TelescopeConfig, user_set: frozenset[str]) -> list[str]:
-    """Check every rule, and adjust defaults of a configuration that is still being built and that nobody else holds.
+    """Checks every rule, and adjusts defaults of a configuration that is still being built.
 
     Returns a note for each adjusted field. Raises `ConfigError` that lists every broken rule.
     """

@@ -1,15 +1,15 @@
 """`TelescopeConfig`: the whole configuration of a run as one flat, frozen object.
 
-Owns: the joining of the sections, the application of the cross-field rules, the JSON form and the hash. Does not own:
-reading files and command lines (`loader`), or anything that looks at the machine (`plan`, `preflight`).
+Joins the sections, applies the rules between fields, and owns the JSON form and the hash. Files and command lines are
+read in `loader`; the machine is checked in `plan` and `preflight`.
 
 Invariants:
-- A value that exists has passed every type, range and cross-field rule.
-- It cannot be changed, at any depth. `replace` builds another one, validated again.
+- An existing value has passed every type, range and cross-field rule.
+- It is immutable at any depth. `replace` builds and validates another one.
 - `from_json(config.to_json()) == config`, with the same hash, in any process. Child processes get that text and never
   read the user's files again.
-- `user_set` holds the names that a person chose (YAML, command line, environment variable, constructor); a value that a
-  rule adjusted is not among them.
+- `user_set` contains the names that the user chose (YAML, command line, environment variable, constructor), without
+  values that a rule adjusted.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The tiny model: a Qwen2 of about a million parameters that is made on the spot and can just about play Countdown.
+"""The tiny model: a Qwen2 of about a million parameters, made locally, that barely solves Countdown.
 
-It lets the whole system run, and visibly learn, on a machine without a GPU, an account or a network. Nothing here is
-used by a training run itself: a run sees an ordinary model directory in Hugging Face form.
+With it the whole system runs, and visibly learns, on a machine without GPU, account or network. A training run sees an
+ordinary Hugging Face model folder and uses nothing of this package.
 
-`ensure_tiny_model` is what other rooms call; importing this package loads neither torch nor transformers.
+`ensure_tiny_model` is the entry point. Importing this package loads neither torch nor transformers.
 """
 
 from telescope.tiny_model.cache import ensure_tiny_model

@@ -1,20 +1,10 @@
-"""One tiny model from settings to a directory in Hugging Face form.
+"""Builds one tiny model: network, tokenizer, warm start, files in Hugging Face form.
 
-Owns the order of the parts and the files that come out; where the directory lies and whether it is kept is the
-cache's business.
-
-The tiny model's network: a Qwen2 in the `transformers` sense, small enough for a CPU.
-
-Owns the translation of settings into a `Qwen2Config` and the random start of the weights.
-
-The tiny model's tokenizer: byte-level BPE with a ChatML template, made without a network.
-
-Owns the vocabulary, the special tokens and the chat template. Invariants: any text survives encode and decode up to
-Unicode normalisation (NFC), since every byte has a token of its own; every digit is a token of its own, so that numbers
-look alike wherever they stand; the end of a turn is the end-of-sequence token.
-
-Normalisation and the splitting into words are Qwen2's, to the letter: current versions of `transformers` load the
-tokenizer of any model of type `qwen2` with that class, which puts its own in place of what the files say.
+The network is a transformers Qwen2, small enough for a CPU. The tokenizer is byte-level BPE with a ChatML template.
+Invariants of the tokenizer: any text survives encoding and decoding up to Unicode normalization (NFC), because every
+byte has a token; every digit is one token; the end of a turn is the end-of-sequence token. Normalization and the
+splitting into words are exactly Qwen2's: transformers loads the tokenizer of any model of type `qwen2` with that class,
+which replaces what the files contain. Location and reuse of the folder are in `cache`.
 """
 
 from __future__ import annotations
@@ -53,13 +43,13 @@ def build_tiny_model(
     tokenizer.save_pretrained(output)
     _name_tokenizer_class_for_all_versions(output)
     for path in output.iterdir():
-        path.chmod(0o644)  # safetensors writes for its owner alone, and a cache may be shared
+        path.chmod(0o644)  # safetensors creates private files, and a cache may be shared
     return int(model.num_parameters())
 
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """A bar for writing four megabytes tells nobody anything, and stdout and stderr belong to the caller."""
+    """Hides progress bars: the file is small, and stdout and stderr belong to the caller."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()
@@ -72,7 +62,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _name_tokenizer_class_for_all_versions(folder: Path) -> None:
-    """`transformers` 5 writes the name of a base class that 4 does not know; both know, and use, Qwen2's."""
+    """Writes the Qwen2 class name, because transformers 4 does not know the base class that version 5 writes."""
     path = folder / "tokenizer_config.json"
     tokenizer_config = json.loads(path.read_text())
     tokenizer_config["tokenizer_class"] = "Qwen2Tokenizer"
@@ -80,8 +70,7 @@ def _name_tokenizer_class_for_all_versions(folder: Path) -> None:
 
 
 _INITIALIZER_RANGE = 0.05
-"""Standard deviation of the first weights. Wider than the usual 0.02, which is meant for widths of thousands and
-costs a tiny model its first hundred steps."""
+"""Standard deviation of the initial weights. The usual 0.02 is for widths of thousands and slows a tiny model down."""
 
 
 def build_model(settings: TinyModelSettings, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
@@ -114,7 +103,7 @@ def build_model(settings: TinyModelSettings, tokenizer: PreTrainedTokenizerFast)
 
 TURN_START, TURN_END, PADDING = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 MARKUP_TOKENS = ("<think>", "</think>", "<answer>", "</answer>")
-"""Tokens that are ordinary text: they survive decoding without special tokens, because parsers look for them."""
+"""Tokens that are ordinary text: they survive decoding without special tokens, because parsers search for them."""
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"

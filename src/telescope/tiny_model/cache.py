@@ -1,8 +1,8 @@
-"""Keeps built tiny models, one folder per settings, and makes sure that what it hands out is whole.
+"""Cache of built tiny models, one folder per settings.
 
-Invariants: a folder with its final name is complete, because it is filled under another name and renamed; a folder
-whose files differ from its own list of checksums is taken away and built again. Two processes that build the same
-model at the same time both end with the folder of whichever finished first.
+Invariants: a folder with its final name is complete, because it is filled under another name and then renamed; a folder
+whose files do not match their checksums is removed and built again. Of two processes that build the same model at the
+same time, both get the folder of the one that finished first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def ensure_tiny_model(
     report: Callable[[WarmStartProgress], None] | None = None,
     **other_settings: Any,
 ) -> Path:
-    """The folder of the tiny model with these settings, built now unless the cache holds it whole.
+    """Returns the folder of the tiny model with these settings; builds it unless the cache has a complete one.
 
     `other_settings` are fields of `TinyModelSettings`. `report` is called after every warm-start step, so never when
     the cache answers. Raises `UserError` for settings that make no model or a cache folder that cannot be written.
@@ -56,7 +56,7 @@ def write_tiny_model(
     *,
     report: Callable[[WarmStartProgress], None] | None = None,
 ) -> Path:
-    """The same for a folder with a name of the caller's choice.
+    """Builds the model in a folder of the caller's choice.
 
     A tiny model with other settings is replaced; anything else in that place is refused with `UserError`.
     """
@@ -112,7 +112,7 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 def _install(scratch: Path, target: Path, settings: TinyModelSettings) -> None:
-    """Move the finished folder to its name, past whatever broken one is there."""
+    """Renames the finished folder, replacing a broken one."""
     for _ in range(2):
         try:
             scratch.rename(target)

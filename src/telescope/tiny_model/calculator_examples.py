@@ -1,7 +1,7 @@
-"""What the warm start shows a model that is to use a calculator: conversations with it, most of them right.
+"""Warm-start examples of the calculator agent: conversations with tool calls, most of them right.
 
-Owns the choice of questions and of what goes wrong. The task, the wording of prompts and replies and the split
-that keeps held-out questions apart are the calculator agent's. Invariant: no held-out question is ever shown.
+Owns the choice of questions and of errors. Prompts, replies and the held-out split come from the environment.
+Invariant: held-out questions never occur.
 """
 
 from __future__ import annotations

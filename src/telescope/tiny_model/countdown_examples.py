@@ -1,8 +1,7 @@
-"""What the warm start shows the model: Countdown prompts with answers, some right and some only in the right form.
+"""Warm-start examples of Countdown: prompts with answers, some right and some only in the right format.
 
-Also finds the examples of other tasks (`examples_of`). Owns the choice of puzzles and the wording of answers. The task
-itself, the wording of prompts and the split that keeps held-out puzzles apart are the countdown environment's.
-Invariant: no held-out puzzle is ever shown.
+`examples_of` returns the examples of any task. Owns the choice of puzzles and the wording of answers. Prompts and the
+held-out split come from the environment. Invariant: held-out puzzles never occur.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one step of a warm start is made of: conversations, and what the assistant is taught to say in each turn."""
+"""Conversations of a warm start, with the answers to learn in each turn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What others have said since the assistant spoke last, and what the assistant is taught to say next."""
+    """The messages since the last answer, and the answer to learn."""
 
     messages: list[dict[str, Any]]
     answer: str
@@ -16,7 +16,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One conversation. What was taught in a turn is in the context of the next, right or not."""
+    """One conversation. The context of a turn contains the earlier answers, right or wrong."""
 
     turns: tuple[Turn, ...]
 

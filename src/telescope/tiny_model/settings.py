@@ -1,7 +1,7 @@
-"""What a tiny model is made from: every number that changes the result, and nothing else.
+"""Settings of a tiny model: every number that changes the result.
 
-Owns the settings and the key that names them in the cache. Invariant: two settings with the same key give the same
-model on the same machine, because every random choice of the build is drawn from `seed`.
+Owns the settings and their key in the cache. Invariant: equal keys give the same model on the same machine, because
+every random choice of the build is drawn from `seed`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Supervised learning that takes the tiny model from random weights to the right form and a few right answers.
+"""Supervised warm start: from random weights to the right answer format and a few right answers.
 
-Owns batches, optimiser and schedule of the warm start. Invariants: the number of steps is fixed beforehand, and the
-result follows from settings and examples alone (the number of threads is fixed too, since it changes float sums).
+Owns batches, optimizer and schedule. Invariants: the number of steps is fixed, and the result follows from settings and
+examples alone (the number of threads is fixed too, because it changes floating-point sums).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GRAD_CLIP = 1.0
 
 @dataclass(frozen=True, slots=True)
 class WarmStartProgress:
-    """Where the warm start is: `step` of `num_steps` done, with the mean loss per answer token of that step (nats)."""
+    """Progress: `step` of `num_steps` is done, with the mean loss per answer token of that step (nats)."""
 
     step: int
     num_steps: int
@@ -116,7 +116,7 @@ def warm_start(
 
 
 def _draw_batch(source: Examples, wrong_share: float, num_answers: int) -> list[Example]:
-    """As many conversations as it takes to teach `num_answers` answers."""
+    """Returns conversations with `num_answers` answers in total, or a few more."""
     examples: list[Example] = []
     while num_answers > 0:
         examples.append(source.draw(wrong_share))

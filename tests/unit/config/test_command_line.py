@@ -118,7 +118,7 @@ def test_two_memories_are_refused():
 def test_a_run_is_told_no_memory_and_its_help_is_no_run(capsys):
     code, out, err = run(capsys, "train", "--config", "run.yaml", "--gpu-memory-gib", "80")
     assert (code, out) == (2, "")
-    assert "Add --dry-run, or leave --gpu-memory-gib out" in err
+    assert "Add --dry-run, or omit --gpu-memory-gib" in err
     code, out, _ = run(capsys, "train", "--gpu-memory-gib", "80", "--help")
     assert code == 0
     assert "--gpu-memory-gib N" in out

@@ -269,7 +269,7 @@ def test_a_token_cannot_visit_more_experts_than_there_are_nor_none(tmp_path, vis
     folder = write_model(tmp_path / "m", config=json.dumps({**MODEL_CONFIG, **EXPERTS, "num_experts_per_tok": visited}))
     message = error_of(folder)
     assert f"num_experts_per_tok {visited}, but num_experts 8" in message
-    assert "Mend config.json" in message
+    assert "Correct config.json" in message
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_a_mixture_of_experts_whose_layers_are_all_dense_is_refused(tmp_path, ch
 def test_experts_in_every_0th_layer_are_refused_before_something_divides_by_it(tmp_path, changes):
     odd = {**MODEL_CONFIG, **EXPERTS, **changes, "decoder_sparse_step": 0}
     message = error_of(write_model(tmp_path / "m", config=json.dumps(odd)))
-    assert "config.json says decoder_sparse_step 0: loading the model divides by it" in message
+    assert "config.json has decoder_sparse_step 0: loading the model divides by it" in message
     assert "Set decoder_sparse_step in config.json to 1" in message
 
 

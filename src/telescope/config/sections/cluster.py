@@ -84,10 +84,10 @@ class RaySection(Section):
     share_gpus: bool = False
     """Let trainer rank i and inference server i use one GPU, for machines with a single one: the server takes
     gpu_memory_utilization of its memory, the rank has the rest, and weights travel through host memory. They slow each
-    other down. No effect without GPUs, which a run then says."""
+    other down. No effect without GPUs, which a run then reports."""
     ray_placement_timeout_s: WholeSeconds = 900
-    """Timeout for Ray placement group creation, in seconds. Waits for what other runs hold; what the nodes of the
-    cluster could not hold if they were free is refused at once."""
+    """Timeout for Ray placement group creation, in seconds. Waits for resources that other runs use; a run
+    that does not fit even the idle cluster is refused at once."""
 
 
 class WeightSection(Section):
@@ -103,14 +103,14 @@ class WeightSection(Section):
     weight_broadcast_pin_memory: bool = True
     """Use pinned CPU memory for faster H2D transfers. Only with weight_broadcast_cpu_staging."""
     weight_transfer: Literal["auto", "background", "in_place"] = "auto"
-    """How a server takes new weights. background: into a second copy of them while it generates, so that it pauses only
-    for the swap; in_place: inside the pause. auto: background where layers and GPU memory allow it (dense, not
-    quantised, one GPU), else in_place. background fails where it is not possible, and says why."""
+    """How a server receives new weights. background: into a second copy while it generates, so that it pauses only for
+    the swap; in_place: inside the pause. auto: background where layers and GPU memory allow it (dense, not
+    quantized, one GPU), else in_place. background fails with the reason where it is not possible."""
     weight_broadcast_free_grad_buffers: bool = True
     """Free Megatron gradient buffers during broadcast (saves ~14 GB)."""
     weight_probe_every: Annotated[int, Field(ge=0, le=MAX_STEPS)] = 50
-    """Weight syncs between two proofs that the engines hold exactly the trainer's weights. The first sync is always
-    proven; 0 = only that one."""
+    """Weight syncs between two verifications that the engines have loaded exactly the trainer's weights. The initial
+    weights and the first sync are always verified; 0 = only those."""
     weight_sync_timeout_seconds: Seconds = 600.0
-    """Seconds that one transfer of weights to one server may take. A server that exceeds it is restarted; the
+    """Longest transfer of weights to one server, in seconds. A server that exceeds it is restarted; the
     others go on."""

@@ -17,16 +17,16 @@ class GeneralSection(Section):
     """Enable debug mode: debug-level logs of the driver, the trainer, vLLM, Ray and environments, collectives that name
     their mismatches (TORCH_DISTRIBUTED_DEBUG, slower), and the stack of every error that ends a run."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of the run. Prompt order, sampling and initialisation follow from it; with `max_async_rollout: 0` two
+    """Seed of the run. Prompt order, sampling and initialization follow from it; with `max_async_rollout: 0` two
     runs with one seed give the same samples. Change it to measure the spread between runs."""
     save_final_model: bool = True
     """Write the trained weights as a Hugging Face folder, `model/` in the run directory, when training ends or is
     stopped by Ctrl-C."""
     run_dir: Text | None = None
     """Directory of the run: tables, logs, checkpoints, summary. Null: `runs/<wandb_run_name>-<UTC time>` under the
-    current directory, or what `TELESCOPE_RUN_DIR` says."""
+    current directory, or the value of `TELESCOPE_RUN_DIR`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where models run. `auto` takes GPUs if the cluster has any, else the CPU."""
+    """Where models run. `auto` uses GPUs if the cluster has any, else the CPU."""
     watchdog_seconds: Seconds = 1800.0
     """Seconds without a finished sample and without a finished step after which the stacks of all processes are
     dumped to the logs. Raise it when single answers take longer than this."""
@@ -36,7 +36,7 @@ class ModelSection(Section):
     TITLE: ClassVar[str] = "Model"
 
     model: Text = "Qwen/Qwen2.5-3B"
-    """HuggingFace model identifier or local path. A path must hold `config.json`, weights and a tokenizer."""
+    """HuggingFace model identifier or local path. A path must contain `config.json`, weights and a tokenizer."""
     model_dtype: Dtype = "float32"
     """Model weight precision: the dtype of the trainer's own weights, gradients and optimizer state. Choose float32
     to keep small updates; bfloat16 halves the memory and rounds away updates below about 1/256 of a weight."""
@@ -59,17 +59,17 @@ class EnvironmentSection(Section):
     """Processes that run rewards, tools and turns. Null: the number of cores, at most 4. Raise it when rewards are
     slow and cores are free."""
     environment_timeout_seconds: Seconds = 120.0
-    """Seconds that one call of environment code may take. A call that takes longer is ended together with its
-    process and its sample is masked."""
+    """Seconds that one call of environment code may take. A slower call is terminated together with its
+    process, and its sample is masked."""
     environment_error_budget: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Share of samples, in [0, 1], that may fail in environment code before the run stops. 0 stops at the first
     failure; other shares count from 16 failures on, over the last 512 samples of each environment. Prompts that cannot
-    be made, or leave no room to answer, are held to the same share of prompts and are no samples."""
+    be made, or leave no space for an answer, have the same limit as a share of prompts; they are no samples."""
     normalize_rewards: bool = False
     """Map each environment's rewards from [reward_min, reward_max] to [0, 1] before advantages are computed.
     Every environment then needs both, from its class or its entry. Off: the ranges only scale charts."""
     eager_prepare_resources: bool = False
-    """Start what environments need (sandbox pools) at the start of the run. Off: when the first sample asks for it."""
+    """Start resources of environments (sandbox pools) at the start of the run. Off: with the first sample."""
 
 
 class WorkerSection(Section):

@@ -26,7 +26,7 @@ class CheckpointSection(Section):
     resume_from_checkpoint: bool | int = False
     """true = resume from latest; integer = resume from specific step. Refused until checkpoints can be resumed."""
     checkpoint_dir: Text | None = None
-    """Custom checkpoint path. Default: RUN_DIR/checkpoints, or what `TELESCOPE_CHECKPOINT_DIR` says."""
+    """Custom checkpoint path. Default: RUN_DIR/checkpoints, or the value of `TELESCOPE_CHECKPOINT_DIR`."""
     checkpoint_keep_last: Steps | None = None
     """Keep only the N most recent checkpoints. null keeps all."""
     checkpoint_keep_every: Steps | None = None
@@ -70,7 +70,7 @@ class LoggingSection(Section):
     INTRO: ClassVar[str] = "The run directory is complete whatever is chosen here; Weights & Biases gets a copy."
 
     use_wandb: bool = True
-    """Enable Weights & Biases logging. Without credentials it records offline into the run directory and says so
+    """Enable Weights & Biases logging. Without credentials it records offline into the run directory and reports that
     once."""
     wandb_project: Text = "telescope"
     """W&B project name. `WANDB_PROJECT` fills it in when neither the YAML nor the command line sets it."""
@@ -94,7 +94,7 @@ class LoggingSection(Section):
     """System metrics collection interval, in seconds: GPUs, processor and memory of each machine, and the metrics of
     each vLLM server."""
     torch_memory_sample_interval_seconds: Seconds = 0.1
-    """PyTorch memory sampling interval, in seconds: what the allocator of each trainer rank holds."""
+    """PyTorch memory sampling interval, in seconds: the allocator state of each trainer rank."""
     event_tail_window_seconds: WholeSeconds = 60
     """Tail window for event aggregation, in seconds."""
     event_block_duration_seconds: WholeSeconds = 1800

@@ -87,7 +87,7 @@ class OrchestratorSection(Section):
     discard_group_zero_advantage: bool = True
     """Drop groups where all samples got identical rewards (no learning signal). A dropped group is replaced at once."""
     enable_prompt_prefetch: bool = True
-    """Prefetch prompts from the dataset, rendered and tokenised before they are needed. Off: one at a time."""
+    """Prefetch prompts from the dataset, rendered and tokenized before they are needed. Off: one at a time."""
     prompt_prefetch_buffer_size: Count = 24
     """Number of prompts to prefetch. Raise it when preparing a prompt is slow."""
     enable_individual_sample_lanes: bool = True
@@ -97,14 +97,14 @@ class OrchestratorSection(Section):
     """Free inference lane after generation completes (before reward computation). Improves throughput when reward
     computation is slow (e.g., sandbox environments). Requires enable_individual_sample_lanes."""
     max_off_policy_steps: Annotated[int, Field(ge=-1, le=MAX_STEPS)] = 8
-    """Cancel in-flight rollouts after this many weight updates: a group whose oldest token is older is given up, and
-    its prompt is asked again, up to twice. So no older token is trained. Below `max_async_rollout` it throws away
-    up to half of what is generated. -1 turns cancellation off."""
+    """Cancel in-flight rollouts after this many weight updates: a group whose oldest token is older is dropped, and
+    its prompt is requeued, up to twice. So no older token is trained. Below `max_async_rollout` it discards up to
+    half of what is generated. -1 turns cancellation off."""
     inflight_kv: Literal["keep", "recompute"] = "keep"
     """What a weight update does to the KV cache of answers that are being generated. `keep` goes on with it (no
     pause for recomputing); `recompute` drops it, so that every later token is sampled by the new weights alone."""
     request_timeout_seconds: Seconds = 1800.0
-    """Seconds that one generation may take before it counts as an infrastructure failure and is issued again."""
+    """Seconds that one generation may take before it counts as an infrastructure failure and is retried."""
 
 
 class SamplingSection(Section):
@@ -130,10 +130,10 @@ class PackingSection(Section):
     TITLE: ClassVar[str] = "Sequence Packing"
 
     seq_len: Tokens = 4096
-    """Maximum sequence length for packing, in tokens: how much one micro-batch of one rank holds. At least the
+    """Maximum sequence length for packing, in tokens: the size of one micro-batch of one rank. At least the
     longest trajectory (prompt and answer). Lower it when the trainer runs out of memory."""
     overlong_samples: Literal["error", "truncate"] = "error"
-    """What becomes of samples longer than `seq_len`. "error": none arises, because generation stops there; one that
+    """Treatment of samples longer than `seq_len`. "error": none arises, because generation stops there; one that
     does ends the run. "truncate": generation goes on to `max_model_len`, and what lies beyond `seq_len` is not trained
     on and counted in `packing/truncated_samples` and `packing/truncated_tokens`."""
     pad_to_multiple_of: Tokens = 64
