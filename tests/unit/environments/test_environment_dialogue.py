@@ -1,6 +1,6 @@
 """Turns join as the chat template renders them, token by token, for common templates.
 
-Tokenizers are made here: small vocabularies, real pre-tokenisation, the special tokens and templates of each family.
+Tokenizers are made here: small vocabularies, real pre-tokenization, the special tokens and templates of each family.
 """
 
 from __future__ import annotations
