@@ -14,12 +14,12 @@ import typing
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NotRequired, Optional, Required, Union
 
+import docstring_parser
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from typing_extensions import TypedDict
 
 from telescope.environments.base import RolloutState
-from telescope.environments.docstrings import parse_docstring
 from telescope.errors import UserError
 
 MAX_ERRORS_SHOWN = 5
@@ -47,8 +47,9 @@ class Tool:
         self._fields: dict[str, str] = {}
         self._rest = next((p.name for p in self.parameters if p.kind is _KINDS.VAR_POSITIONAL), None)
         """The parameter `*args`, if there is one; to the model it is a list."""
-        self._model = self._build_model()
-        self.schema = self._build_schema()
+        description, described = _read_docstring(inspect.getdoc(function) or "")
+        self._model = self._build_model(described)
+        self.schema = self._build_schema(description)
 
     def bind(self, arguments: Any, state: RolloutState | None = None) -> inspect.BoundArguments:
         """The arguments of one call, converted to the annotated types.
@@ -124,9 +125,8 @@ class Tool:
             return f"{self.name}: {'; '.join(problems[:MAX_ERRORS_SHOWN])}{more}. It takes: {takes}."
         raise AssertionError("explained arguments that fit")
 
-    def _build_model(self) -> type[BaseModel]:
+    def _build_model(self, described: dict[str, str]) -> type[BaseModel]:
         """Names fields p0, p1, ... with the parameters' names as aliases: `_x` cannot be a field name."""
-        described = parse_docstring(inspect.getdoc(self.function)).parameters
         fields: dict[str, Any] = {}
         takes_more = False
         for number, parameter in enumerate(self.parameters):
@@ -139,13 +139,10 @@ class Tool:
                 annotation, default = list.__class_getitem__(annotation), []
             elif default is parameter.empty:
                 default = ...
-            description = described.get(parameter.name)
-            fields[f"p{number}"] = (
-                annotation,
-                Field(default, alias=parameter.name, description=description)
-                if description
-                else Field(default, alias=parameter.name),
-            )
+            options: dict[str, Any] = {"alias": parameter.name}
+            if parameter.name in described:  # else a description in `Annotated` holds
+                options["description"] = described[parameter.name]
+            fields[f"p{number}"] = (annotation, Field(default, **options))
             self._fields[f"p{number}"] = parameter.name
         config = ConfigDict(
             extra="allow" if takes_more else "forbid", coerce_numbers_to_str=True, arbitrary_types_allowed=False
@@ -155,8 +152,7 @@ class Tool:
         except (PydanticSchemaGenerationError, PydanticUserError, TypeError) as error:
             raise self._unusable(error) from error
 
-    def _build_schema(self) -> dict[str, Any]:
-        description = parse_docstring(inspect.getdoc(self.function)).description
+    def _build_schema(self, description: str) -> dict[str, Any]:
         try:
             parameters = self._model.model_json_schema(by_alias=True)
         except PydanticUserError as error:
@@ -185,6 +181,26 @@ def func_to_tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     `Annotated[..., "text"]`. Raises `UserError` for a parameter that JSON cannot express.
     """
     return Tool(function).schema
+
+
+def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """The description of a function and those of its parameters. A malformed docstring is all description."""
+    try:
+        parsed = docstring_parser.parse(text)
+    except (docstring_parser.ParseError, IndexError):  # IndexError: a field without a name, as in ": :param x: y"
+        return _join_lines(text), {}
+    described = {
+        name.strip().lstrip("*"): _join_lines(parameter.description)
+        for parameter in parsed.params
+        if parameter.description
+        for name in parameter.arg_name.split(",")  # "a, b : int" in NumPy style
+    }
+    return _join_lines(parsed.description or ""), described
+
+
+def _join_lines(text: str) -> str:
+    """The text with each paragraph on one line."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n"))
 
 
 def _shown_parameters(function: Callable[..., Any], name: str) -> tuple[list[inspect.Parameter], str | None]:

@@ -159,6 +159,29 @@ def test_descriptions_are_read_in_every_style(function):
     assert described == {"a": "the first", "b": "the second"}
 
 
+@pytest.mark.parametrize("text", [":  :param a: x", "Add.\n\nArgs:\n    no colon", ":param a b c d: x", "Args:", None])
+def test_a_malformed_docstring_is_all_description(text):
+    def add(a: int): ...
+
+    add.__doc__ = text
+    schema = func_to_tool_schema(add)["function"]
+    assert schema["description"].split() == (text or "").split()
+    assert "description" not in schema["parameters"]["properties"]["a"]
+
+
+def test_a_numpy_line_describes_several_parameters():
+    def add(a: int, b: int):
+        """Add.
+
+        Parameters
+        ----------
+        a, b : int
+            both
+        """
+
+    assert [value["description"] for value in parameters_of(add)["properties"].values()] == ["both", "both"]
+
+
 def test_parameters_may_have_any_name():
     def odd(schema: int, _private: int, model_dump: int, title: str = ""):
         return schema, _private, model_dump, title
