@@ -28,8 +28,8 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process_behind(tiny_model: P
 @pytest.mark.parametrize(
     ("phase", "process"),
     [
-        pytest.param("starting Ray", "raylet", id="in Ray"),
-        pytest.param("starting the trainer", "vllm", id="in vLLM", marks=pytest.mark.slow),
+        pytest.param("starting Ray", "raylet", id="in Ray", marks=pytest.mark.slow),
+        pytest.param("starting the trainer", "vllm", id="in vLLM"),
     ],
 )
 def test_a_driver_that_is_killed_while_something_starts_leaves_no_process_behind(
@@ -47,6 +47,7 @@ def test_a_driver_that_is_killed_while_something_starts_leaves_no_process_behind
     command.wait_for("end of every process", lambda: not command.family(), 30)
 
 
+@pytest.mark.slow
 def test_a_driver_that_is_killed_while_it_trains_leaves_no_process_behind(tiny_model: Path, tmp_path: Path) -> None:
     command = Command(tiny_model, tmp_path, 18640)
     try:

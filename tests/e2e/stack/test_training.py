@@ -65,7 +65,7 @@ async def test_two_synchronous_runs_with_one_seed_give_the_same_samples_and_loss
         assert first == pytest.approx(second, rel=1e-5, abs=1e-9), name
 
 
-@pytest.mark.parametrize("what", ["its server is killed", "its process hangs"])
+@pytest.mark.parametrize("what", ["its server is killed", pytest.param("its process hangs", marks=pytest.mark.slow)])
 async def test_an_engine_comes_back_with_the_current_weights_and_the_run_completes_when(
     stack: Stack, what: str
 ) -> None:

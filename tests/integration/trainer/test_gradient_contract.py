@@ -88,7 +88,7 @@ def test_gradient_does_not_depend_on_packing(one_rank, model, dtype):
     same_for_any_packing(one_rank(model, model_dtype=dtype), make_samples(LENGTHS), BOUNDS[dtype], max_examples=15)
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("algorithm", [*ALGORITHM_FACTS, "every modifier"])
 def test_gradient_of_every_algorithm_does_not_depend_on_packing(one_rank, algorithm, dtype):
     changes = ALL_MODIFIERS if algorithm == "every modifier" else {"algorithm": algorithm}
