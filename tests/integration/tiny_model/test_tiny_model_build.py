@@ -1,4 +1,4 @@
-"""A tiny model on disk: it loads, it follows from its settings, and the cache never hands out a broken one."""
+"""A tiny model on disk: it loads, follows from its settings, and the cache never returns a broken one."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_the_default_cache_follows_the_desktop_convention(monkeypatch, tmp_path)
     assert cache.default_cache_dir() == tmp_path / "telescope"
 
 
-def test_an_interrupted_build_says_that_nothing_is_kept(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_build_reports_that_nothing_is_kept(tmp_path, monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""The frame of the `telescope` command: exit codes, help, and the commands about the configuration."""
+"""Exit codes and help of the `telescope` command, and its configuration commands."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_version_is_printed(capsys):
     assert out.startswith("telescope ")
 
 
-def test_the_arguments_of_train_are_told_from_fields():
+def test_arguments_of_train_are_separated_from_fields():
     assert parse_arguments(["--config", "a.yaml", "--seed", "1", "--dry-run", "--debug"]) == TrainArguments(
         Path("a.yaml"), True, None, ["--seed", "1", "--debug"]
     )
@@ -90,7 +90,7 @@ def test_a_config_flag_that_cannot_be_meant_is_refused(arguments):
 @pytest.mark.parametrize(
     "flags", [["--gpu-memory-gib", "79.6"], ["--gpu-memory-gib=79.6"], ["--gpu_memory_gib", "79.6"]]
 )
-def test_a_dry_run_takes_the_memory_of_a_gpu(flags):
+def test_a_dry_run_accepts_the_memory_of_a_gpu(flags):
     assert parse_arguments(["--dry-run", *flags]).gpu_memory_gib == 79.6
     assert parse_arguments([*flags, "--dry-run"]).overrides == []
     assert parse_arguments(["--dry-run"]).gpu_memory_gib is None
@@ -115,7 +115,7 @@ def test_two_memories_are_refused():
         parse_arguments(["--dry-run", "--gpu-memory-gib", "80", "--gpu-memory-gib", "141"])
 
 
-def test_a_run_is_told_no_memory_and_its_help_is_no_run(capsys):
+def test_a_run_accepts_no_gpu_memory_and_its_help_does(capsys):
     code, out, err = run(capsys, "train", "--config", "run.yaml", "--gpu-memory-gib", "80")
     assert (code, out) == (2, "")
     assert "Add --dry-run, or omit --gpu-memory-gib" in err
@@ -174,7 +174,7 @@ def closing_lines(summary):
     return console.file.getvalue()
 
 
-def test_the_closing_lines_say_what_came_out_and_what_to_type_next(tmp_path):
+def test_the_closing_lines_show_results_and_next_commands(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     text = closing_lines(Summary(run_dir=str(tmp_path)))
     for word in (
@@ -196,7 +196,7 @@ def test_the_closing_lines_do_not_point_into_a_run_directory_that_is_gone(tmp_pa
     assert "telescope query" not in text
 
 
-def test_training_without_its_packages_says_how_to_install_them(monkeypatch, tmp_path, capsys):
+def test_training_without_its_packages_explains_how_to_install_them(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("telescope.config.preflight.TRAINING_PACKAGES", ("no_such_package_anywhere",))
     path = tmp_path / "run.yaml"
     path.write_text(f"environments: [{{name: countdown}}]\nmodel: {tmp_path}/nowhere\n")
@@ -206,7 +206,7 @@ def test_training_without_its_packages_says_how_to_install_them(monkeypatch, tmp
     assert "make setup" in err
 
 
-def test_the_short_help_fits_a_screen_and_says_where_the_rest_is(capsys):
+def test_the_short_help_fits_a_screen_and_refers_to_the_rest(capsys):
     code, out, _ = run(capsys, "train", "--help")
     assert code == 0
     assert len(out.splitlines()) <= 45

@@ -52,7 +52,7 @@ def test_the_documentation_names_every_field_and_every_rule():
         assert f"## {section.TITLE}\n" in text
 
 
-def test_the_default_file_holds_exactly_the_defaults_also_for_an_ordinary_yaml_reader():
+def test_the_default_file_contains_exactly_the_defaults_for_any_yaml_reader():
     defaults = TelescopeConfig(environments=[{"name": "a"}]).values | {"environments": []}
     assert yaml.safe_load(default_yaml()) == defaults
 
@@ -89,7 +89,7 @@ def test_the_status_table_names_only_fields_that_exist():
     assert set(FIELD_STATUS) <= known
 
 
-def test_every_field_that_is_said_to_work_is_read_by_the_code():
+def test_every_field_that_works_is_read_by_the_code():
     # `config` only checks and explains values: what acts on them lies outside of it, or reads one of its properties.
     code = "\n".join(
         p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py") if PACKAGE / "config" not in p.parents

@@ -1,4 +1,4 @@
-"""Defaults, environment variables, YAML and flags become one configuration; mistakes get a message that helps."""
+"""Loading a configuration from defaults, environment variables, YAML and flags, and its error messages."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_environment_variables_fill_in_what_nothing_else_sets(run_yaml):
     assert loaded.sources["model"] == f"{run_yaml}, line 1"
 
 
-def test_an_unknown_key_suggests_the_nearest_name_and_says_where_it_stands(tmp_path):
+def test_an_unknown_key_is_reported_with_its_line_and_the_nearest_name(tmp_path):
     message = error_of(write(tmp_path, "environments: [{name: a}]\nlearning_rte: 1.0\n"))
     assert "'learning_rte'" in message
     assert "line 2" in message
@@ -282,7 +282,7 @@ def test_numbers_follow_yaml_1_2(tmp_path, text, value):
 
 
 @pytest.mark.parametrize("text", ["1:30", "2026-01-01", "0b11"])
-def test_what_is_a_number_or_a_date_in_yaml_1_1_alone_is_text(tmp_path, text):
+def test_numbers_and_dates_of_yaml_1_1_alone_are_text(tmp_path, text):
     environments = "environments: [{name: a}]\n"
     assert load(write(tmp_path, f"{environments}wandb_run_name: {text}\n")).config.wandb_run_name == text
     message = error_of(write(tmp_path, f"{environments}seed: {text}\n"))
@@ -333,7 +333,7 @@ def test_a_run_that_sets_nothing_special_has_no_notes(run_yaml):
     assert load(run_yaml, "--use_wandb", "false").notes == []
 
 
-def test_a_bound_on_age_below_the_steps_that_generation_runs_ahead_is_pointed_out():
+def test_max_off_policy_steps_below_max_async_rollout_is_remarked():
     (note,) = load(None, *NO_WANDB, "--max_off_policy_steps", "1").notes
     assert note.startswith("max_off_policy_steps is 1, below max_async_rollout, which is 2:")
     assert note.endswith("Set max_off_policy_steps to at least 2, or max_async_rollout to 1.")
@@ -359,14 +359,14 @@ def test_every_algorithm_can_be_chosen_by_its_name_alone(algorithm):
     assert not any("No effect" in note for note in loaded.notes)
 
 
-def test_reinforce_pp_is_normalised_over_the_batch_and_says_so():
+def test_reinforce_pp_is_normalized_over_the_batch_and_reports_it():
     loaded = load(None, *NO_WANDB, "--algorithm", "reinforce_pp")
     assert loaded.config.advantage_norm == "batch"
     (note,) = loaded.notes
     assert note.startswith('advantage_norm adjusted from "group" to "batch": it must be "batch" for reinforce_pp')
 
 
-def test_gspo_says_that_bounds_of_token_ratios_do_not_bind():
+def test_gspo_with_bounds_of_token_ratios_is_remarked():
     gspo = [*NO_WANDB, "--algorithm", "gspo"]
     (note,) = load(None, *gspo).notes
     assert "clip_low 0.4 and clip_high 0.5 will not bind" in note
@@ -391,7 +391,7 @@ def test_gspo_says_that_bounds_of_token_ratios_do_not_bind():
         ),
     ],
 )
-def test_top_p_says_what_it_does_to_the_ratios_that_the_run_takes(flags, ending):
+def test_top_p_is_remarked_with_its_effect_on_importance_ratios(flags, ending):
     (note,) = load(None, *NO_WANDB, "--top_p", "0.9", *flags).notes
     assert note.startswith("top_p is 0.9: ")
     assert "up to 0.11 nats above" in note
@@ -400,7 +400,7 @@ def test_top_p_says_what_it_does_to_the_ratios_that_the_run_takes(flags, ending)
 
 
 @pytest.mark.parametrize(("algorithm", "ending"), [("rloo", "is its reward."), ("reinforce_pp", "over the batch.")])
-def test_a_group_of_one_is_said_at_start(algorithm, ending):
+def test_a_group_of_one_is_remarked(algorithm, ending):
     notes = load(None, *NO_WANDB, "--algorithm", algorithm, "--group_size", "1").notes
     assert notes[-1].startswith("group_size is 1: a sample has nothing to be compared with")
     assert notes[-1].endswith(ending)

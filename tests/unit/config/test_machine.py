@@ -1,4 +1,4 @@
-"""Whether a cluster runs on this machine, as Ray's note of its address says."""
+"""Detection of a running cluster on this machine, by Ray's note of its address."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_note_that_cannot_be_read_is_none(note: Path, words: str) -> None:
     assert not ray_cluster_is_configured("auto")
 
 
-def test_an_address_that_is_set_is_taken_at_its_word(note: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_is_set_is_not_checked(note: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ray_cluster_is_configured("10.0.0.1:6379")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert ray_cluster_is_configured("auto")

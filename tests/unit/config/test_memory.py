@@ -148,7 +148,7 @@ def test_the_estimate_is_near_what_was_measured_on_one_gpu(name, tokens, recompu
     assert 0.95 * gib <= found <= 1.05 * gib
 
 
-def test_what_the_documentation_says_fits_a_gpu_of_139_gib():
+def test_documented_models_fit_a_gpu_of_139_gib():
     def total(name: str, ranks: int, tokens: int, **settings: object) -> float:
         lengths = {"seq_len": tokens, "max_model_len": tokens, "max_tokens": tokens // 2}
         return (
@@ -263,7 +263,7 @@ def test_a_kv_cache_without_room_for_one_sequence_is_certain_on_the_cpu():
 H200 = 140 * GIB
 
 
-def test_a_second_copy_of_the_weights_is_taken_from_the_kv_cache():
+def test_a_second_copy_of_the_weights_reduces_the_kv_cache():
     shape = shape_of("Qwen/Qwen3-4B")
     plan = plan_staging(config(), shape, H200)
     weights, embedding, bucket = 2 * shape.num_parameters, 2 * shape.embedding_parameters, 256 << 20
@@ -295,7 +295,7 @@ def test_weights_come_in_place_where_a_second_copy_is_impossible_or_too_dear(val
     assert re.search(reason, plan.in_place_because)
 
 
-def test_who_insists_on_the_background_gets_it_while_one_sequence_fits_and_is_told_the_price():
+def test_weight_transfer_background_is_used_while_one_sequence_fits_and_its_cost_is_reported():
     insists = config(weight_transfer="background")
     shape = shape_of("qwen3-14b")
     assert plan_staging(insists, shape, 80 * GIB).num_bytes > 30 * GIB

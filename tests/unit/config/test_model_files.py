@@ -1,4 +1,4 @@
-"""What can be seen to be wrong with a model's files before anything loads them."""
+"""Checks of a model's files before anything loads them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_tiny_model_that_is_not_there_yet_can_be_made(tmp_path, monkeypatch):
         (struct.pack("<Q", 3) + b"not", "damaged"),
     ],
 )
-def test_weights_that_are_shorter_than_their_header_says_are_refused(tmp_path, content, words):
+def test_weight_files_shorter_than_their_header_lists_are_refused(tmp_path, content, words):
     folder = write_model(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(content)
     message = error_of(folder)
@@ -175,7 +175,7 @@ def test_an_untied_output_layer_must_be_stored(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"model": {}}', '{"model": {"vocab": {}}}'])
-def test_a_tokenizer_file_that_holds_no_tokenizer_is_refused(tmp_path, text):
+def test_a_tokenizer_file_without_a_tokenizer_is_refused(tmp_path, text):
     message = error_of(write_model(tmp_path / "m", tokenizer=text))
     assert "tokenizer.json" in message
     assert "again" in message
@@ -328,7 +328,7 @@ def test_experts_cannot_be_sent_in_the_background(tmp_path):
     assert "weight_transfer is background" in error_of(folder, weight_transfer="background")
 
 
-def test_a_hub_identifier_that_cannot_be_looked_up_says_so_and_keeps_its_known_shape(tmp_path, monkeypatch):
+def test_a_hub_identifier_that_cannot_be_looked_up_is_reported_and_keeps_its_known_shape(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     report = inspect_model(config("Qwen/Qwen2.5-3B"), ask_hub=False)
     assert report.shape is not None
@@ -365,7 +365,7 @@ def test_a_config_without_a_language_model_is_refused(tmp_path, changes, words):
     assert words in error_of(folder)
 
 
-def test_paths_and_hub_identifiers_are_told_apart(tmp_path, monkeypatch):
+def test_paths_and_hub_identifiers_are_distinguished(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "tiny").mkdir(parents=True)
     assert is_local_path("models/tiny")

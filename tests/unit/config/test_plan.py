@@ -1,4 +1,4 @@
-"""Where workers go: bundles never exceed a node, and what cannot fit names the field to lower."""
+"""Placement of workers: bundles never exceed a node, and errors name the field to lower."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_plan_respects_every_node_and_strategy_or_names_a_field(config, nodes)
 
 @settings(deadline=None)
 @given(configs)
-def test_an_assumed_cluster_holds_the_run(config):
+def test_a_run_fits_its_assumed_cluster(config):
     assert plan_placement(config, assumed_cluster(config)).bundles
 
 
@@ -186,7 +186,7 @@ def test_fractions_of_cores_may_fill_a_node_exactly():
         ),
     ],
 )
-def test_what_cannot_fit_says_what_to_lower(values, nodes, words):
+def test_a_run_that_does_not_fit_names_the_field_to_lower(values, nodes, words):
     with pytest.raises(PlacementError) as raised:
         plan_placement(config(**values), cluster(*nodes))
     for word in words:
@@ -227,7 +227,7 @@ def test_every_node_of_an_assumed_cluster_has_the_gpus_that_are_assumed():
     assert {node.gpu_memory_bytes for node in assumed_cluster(many).nodes} == {None}
 
 
-def test_a_single_gpu_holds_a_run_only_if_it_is_shared():
+def test_a_run_fits_a_single_gpu_only_if_it_is_shared():
     one = {"inference_num_workers": 1, "trainer_num_workers": 1}
     plan, refusal = plan_or_refusal(config(**one), cluster((16, 1)))
     assert plan is None

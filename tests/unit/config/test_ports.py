@@ -1,4 +1,4 @@
-"""When a port is free for an inference server: sockets and processes of this machine."""
+"""Detection of free ports for inference servers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def hold(port: int) -> PortHold:
     return hold_port(HOST, port, server=0, num_servers=1)
 
 
-def test_a_port_that_is_held_is_in_use_for_every_other_run_until_it_is_released(port: int) -> None:
+def test_a_reserved_port_is_in_use_for_every_other_run_until_it_is_released(port: int) -> None:
     first = hold(port)
     with pytest.raises(ConfigError, match=f"inference_base_port is {port}, .* set inference_base_port for example to"):
         hold(port)
@@ -90,14 +90,14 @@ def test_connections_that_linger_from_a_server_that_has_ended_leave_its_port_fre
     hold(port).release()
 
 
-def test_the_port_of_a_later_server_is_told_with_the_base_port_to_change(port: int) -> None:
+def test_the_port_of_a_later_server_is_reported_with_the_base_port_to_change(port: int) -> None:
     held = hold(port)
     with pytest.raises(ConfigError, match=f"inference_base_port is {port - 2}, but port {port}, which server 2 would"):
         hold_port(HOST, port, server=2, num_servers=3)
     held.release()
 
 
-def test_a_suggested_block_has_no_port_that_another_run_holds(port: int) -> None:
+def test_a_suggested_block_has_no_port_that_another_run_reserved(port: int) -> None:
     held, suggested = hold(port), hold(port + 100)
     with pytest.raises(ConfigError, match="for example to") as refusal:
         hold(port)

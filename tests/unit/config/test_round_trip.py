@@ -1,4 +1,4 @@
-"""What one process writes, every other reads as the same configuration with the same hash."""
+"""A configuration written by one process is read by others with the same values and hash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rule between fields: broken by a user it is an error that names the fields; broken by a default it adjusts."""
+"""Rules between fields: a broken user setting is an error, a broken default is adjusted."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_every_rule_that_adjusts_has_an_example():
     assert {rule.fields[0] for rule in RULES if rule.adjust} == {field for field, *_ in ADJUSTED}
 
 
-def test_an_adjusted_default_is_said_in_a_line():
+def test_an_adjusted_default_is_reported_in_one_line():
     (note,) = build({"enable_individual_sample_lanes": False}).notes
     assert note.startswith("free_lane_after_generation adjusted from true to false")
     assert "enable_individual_sample_lanes" in note

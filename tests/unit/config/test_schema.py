@@ -171,11 +171,11 @@ def test_replace_validates_and_counts_as_chosen():
         changed.model_copy(update={"learning_rate": -1})
 
 
-def test_user_set_holds_what_was_given_and_nothing_else():
+def test_user_set_contains_exactly_the_chosen_fields():
     assert config(learning_rate=1e-6).user_set == {"environments", "learning_rate"}
 
 
-def test_a_boolean_is_not_taken_for_a_number():
+def test_a_boolean_is_not_read_as_a_number():
     for field in ("group_size", "learning_rate", "seed"):
         with pytest.raises(ValidationError, match="boolean"):
             config(**{field: True})

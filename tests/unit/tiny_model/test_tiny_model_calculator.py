@@ -1,4 +1,4 @@
-"""What the warm start shows for the calculator: turns that the environment rewards, and no held-out question."""
+"""Warm-start examples of the calculator: the environment rewards them, and no question is held out."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_examples_follow_from_the_seed_and_the_task():
         TinyModelSettings(task="chess")
 
 
-def test_the_environment_asks_in_the_same_words():
+def test_the_environment_uses_the_same_wording():
     environment = get_environment("calculator_agent", **calculator_arguments(SETTINGS), portion="train", num_samples=50)
     source = CalculatorExamples(SETTINGS)
     shown = {source.draw(0.0).turns[0].messages[0]["content"] for _ in range(5000)}
@@ -81,7 +81,7 @@ def test_the_environment_asks_in_the_same_words():
     assert sum(messages[0]["content"] in shown for messages in asked) > 10
 
 
-def test_a_call_is_a_few_tokens_and_only_what_the_model_says_is_trained():
+def test_a_call_is_a_few_tokens_and_only_model_output_is_trained():
     source = CalculatorExamples(SETTINGS)
     examples = [source.draw(0.0) for _ in range(16)]
     corpus = [str(m["content"]) for example in examples for turn in example.turns for m in turn.messages]

@@ -1,4 +1,4 @@
-"""What the warm start shows: the environment's own prompts, answers that its reward calls right, no held-out puzzle."""
+"""Warm-start examples of Countdown: the environment's prompts and rewards, no held-out puzzle."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_arbitrary_answers_keep_the_form_and_are_mostly_wrong():
     assert 0.02 < sum(metric["correct"] for metric in metrics) / len(metrics) < 0.4
 
 
-def test_no_held_out_puzzle_is_shown():
+def test_held_out_puzzles_never_occur():
     source = ExampleSource(SERIES)
     turns = [turn for _ in range(1000) for turn in source.draw(0.0).turns]
     assert not any(is_held_out(*read(turn.messages[-1]["content"])) for turn in turns)

@@ -1,4 +1,4 @@
-"""Settings of the tiny model: what is refused, and what the cache key depends on."""
+"""Settings of the tiny model: refused values, and the cache key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer's invariants: nothing is lost, digits stand alone, turns end with the end-of-sequence token."""
+"""Invariants of the tokenizer: lossless, one token per digit, turns end with the end-of-sequence token."""
 
 from __future__ import annotations
 
