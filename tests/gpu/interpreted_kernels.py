@@ -1,4 +1,4 @@
-"""The Triton kernels of the output layer, run by Triton's interpreter on the CPU: what `test_logprob_on_gpu` proves of
+"""The Triton kernels of the output layer, run by Triton's interpreter on the CPU: what `test_logprob_on_gpu` checks of
 the compiled ones, for small sizes. A program of its own for pytest, since Triton asks once, at its import, how it is to
 run (`test_kernels_by_interpreter`). bfloat16 is left to the GPU: the interpreter of Triton 3.9 multiplies its bits.
 """

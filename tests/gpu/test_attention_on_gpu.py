@@ -1,6 +1,6 @@
 """Every attention kernel against exact attention on a GPU. Run by hand: `pytest tests/gpu`.
 
-FlashAttention 4 compiles its kernels anew for each head size, window and ratio of heads, in about ten seconds.
+FlashAttention 4 compiles kernels for each head size, window and ratio of heads, in about ten seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A server that dies on a GPU which a trainer shares comes back with the KV cache that it had. Run by hand on a GPU."""
+"""A killed server restarts with the same KV cache on a GPU that a trainer shares. Run by hand on a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FULL = 0.99
 
 
 @pytest.mark.timeout(900)
-def test_a_killed_server_comes_back_with_its_cache_while_the_trainer_holds_all_it_may_and_works(tmp_path: Path) -> None:
+def test_a_killed_server_comes_back_with_its_cache_while_the_trainer_uses_its_whole_share(tmp_path: Path) -> None:
     make_model(tmp_path / "model", tied=True, num_heads=2)
     fields = {
         "model": tmp_path / "model", "environments": "[{name: countdown}]", "device": "cuda", "share_gpus": "true",
@@ -52,7 +52,7 @@ def test_a_killed_server_comes_back_with_its_cache_while_the_trainer_holds_all_i
 
 @contextmanager
 def trainer_at_its_bound(config: TelescopeConfig) -> Iterator[None]:
-    """This process holds what a rank may, as torch is told there, and frees and takes a part of it all the while."""
+    """This process allocates the share of a rank, with the same limit, and keeps freeing and allocating a part."""
     memory = torch.cuda.get_device_properties(0).total_memory
     share = trainer_share(config, memory)
     torch.cuda.set_per_process_memory_fraction(share / memory, 0)

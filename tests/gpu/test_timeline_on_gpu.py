@@ -115,7 +115,7 @@ def test_a_training_step_is_covered_by_its_spans_in_order(tmp_path: Path) -> Non
     assert 0.85 * wall <= covered <= wall + 2e-3
 
 
-def test_the_allocator_says_what_it_holds() -> None:
+def test_the_gauges_report_the_allocated_bytes() -> None:
     read = memory_reader(DEVICE)
     torch.empty(1, device=DEVICE)
     before = {reading.name: reading.value for reading in read()}

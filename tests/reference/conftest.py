@@ -13,7 +13,7 @@ def models(trainer_models: dict[str, str], tmp_path_factory: pytest.TempPathFact
     """Beside the others `tied_calm`, with smaller weights.
 
     The weights of the others are so large that plain transformers in float32 differs from itself in float64 by up to
-    9e-7, which leaves no room to measure anything else.
+    9e-7, which would hide any other error.
     """
     folder: Path = tmp_path_factory.mktemp("reference_models")
     return trainer_models | {

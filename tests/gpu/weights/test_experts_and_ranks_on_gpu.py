@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tests.integration.weights.test_experts_and_ranks_on_vllm import (
-    test_a_transfer_that_broke_off_half_way_is_mended_by_the_next_one,
+    test_a_transfer_that_failed_half_way_is_repaired_by_the_next_one,
     test_a_worker_killed_in_the_middle_of_a_sync_is_an_error_at_once_and_ends_its_server,
     test_a_worker_that_cannot_load_fails_the_sync_and_leaves_no_update_open_in_the_other,
     test_after_a_sync_the_engine_computes_with_the_new_weights,
     test_before_any_sync_it_samples_with_the_logprobs_of_the_model_that_it_loaded,
-    test_every_worker_takes_its_weights_in_place_and_says_why,
-    test_the_probe_names_what_one_worker_holds_wrong_and_the_next_sync_mends_it,
+    test_every_worker_reports_why_it_is_updated_in_place,
+    test_the_probe_names_the_wrong_tensors_of_one_worker_and_the_next_sync_repairs_it,
 )
 from tests.integration.weights.vllm_server import (
     Server,
@@ -25,13 +25,13 @@ from tests.integration.weights.vllm_server import (
 from transformers import PreTrainedModel
 
 __all__ = [
-    "test_a_transfer_that_broke_off_half_way_is_mended_by_the_next_one",
+    "test_a_transfer_that_failed_half_way_is_repaired_by_the_next_one",
     "test_a_worker_killed_in_the_middle_of_a_sync_is_an_error_at_once_and_ends_its_server",
     "test_a_worker_that_cannot_load_fails_the_sync_and_leaves_no_update_open_in_the_other",
     "test_after_a_sync_the_engine_computes_with_the_new_weights",
     "test_before_any_sync_it_samples_with_the_logprobs_of_the_model_that_it_loaded",
-    "test_every_worker_takes_its_weights_in_place_and_says_why",
-    "test_the_probe_names_what_one_worker_holds_wrong_and_the_next_sync_mends_it",
+    "test_every_worker_reports_why_it_is_updated_in_place",
+    "test_the_probe_names_the_wrong_tensors_of_one_worker_and_the_next_sync_repairs_it",
 ]
 
 pytestmark = pytest.mark.gpu

@@ -8,10 +8,10 @@ import pytest
 import torch
 from tests.integration.weights.test_overlapped_update_on_vllm import (
     kill_in_a_background_sync,
-    test_a_background_transfer_that_broke_off_changes_nothing_and_the_next_one_mends_it,
     test_after_a_background_sync_the_engine_computes_with_the_new_weights,
+    test_an_overlapped_transfer_that_failed_changes_nothing_and_the_next_one_repairs_it,
     test_the_engine_samples_from_the_old_weights_until_the_swap,
-    test_the_probe_names_what_a_spoiled_background_sync_left_wrong_and_the_next_sync_mends_it,
+    test_the_probe_names_the_tensors_of_a_corrupted_overlapped_sync_and_the_next_sync_repairs_it,
 )
 from tests.integration.weights.vllm_server import (
     Server,
@@ -20,10 +20,10 @@ from tests.integration.weights.vllm_server import (
 )
 
 __all__ = [
-    "test_a_background_transfer_that_broke_off_changes_nothing_and_the_next_one_mends_it",
     "test_after_a_background_sync_the_engine_computes_with_the_new_weights",
+    "test_an_overlapped_transfer_that_failed_changes_nothing_and_the_next_one_repairs_it",
     "test_the_engine_samples_from_the_old_weights_until_the_swap",
-    "test_the_probe_names_what_a_spoiled_background_sync_left_wrong_and_the_next_sync_mends_it",
+    "test_the_probe_names_the_tensors_of_a_corrupted_overlapped_sync_and_the_next_sync_repairs_it",
 ]
 
 pytestmark = pytest.mark.gpu

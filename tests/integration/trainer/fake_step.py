@@ -36,7 +36,7 @@ from telescope.trainer.timeline import Timeline
 
 
 def bytes_of_a_step(folder: Path, shape: dict[str, Any], *, micro_batches: int = 2, **settings: Any) -> tuple[int, int]:
-    """(peak of a rank's second step, what the estimate says), the libraries' share left out of the latter."""
+    """Returns (peak of a rank's second step, estimate without the libraries' share)."""
     Qwen3Config(**shape, max_position_embeddings=131_072, architectures=["Qwen3ForCausalLM"]).save_pretrained(folder)
     config = TelescopeConfig(
         model=str(folder), environments=[{"name": "countdown"}], device="cpu", max_model_len=settings["seq_len"],

@@ -61,7 +61,7 @@ def test_rows_of_any_length_and_all_blocks_share_one_compilation(one_rank, kerne
     assert not counters["graph_break"]
 
 
-def test_compiling_says_nothing_that_is_of_no_use_to_a_user(one_rank, kernels, caplog):
+def test_compiling_logs_no_irrelevant_warning(one_rank, kernels, caplog):
     torch._dynamo.reset()
     warning_once.cache_clear()
     gradient_of(one_rank("untied", model_dtype="float32", gradient_checkpointing=True), [5, 31, 12, 7])

@@ -21,7 +21,7 @@ GROUPS = {"each for itself": 1, "some together": 64, "all together": 2**20}
 
 
 def tensors() -> list[tuple[str, torch.Tensor]]:
-    """Sharded ones of all shapes, and between them one that every rank holds and one that is no DTensor."""
+    """Sharded tensors of all shapes, and between them a replicated one and one that is no DTensor."""
     mesh = init_device_mesh("cpu", (RANKS,))
     made: list[tuple[str, torch.Tensor]] = []
     for index, shape in enumerate(SHAPES):

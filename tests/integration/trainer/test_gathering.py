@@ -143,7 +143,7 @@ def packed(trainer: Trainer, step: int, num_minibatches: int = 1) -> Any:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, Any]:
-    """Every setting on two ranks, each model on one; what is held, with one in float64 and the other in bfloat16."""
+    """Every setting on two ranks, each model on one, and stored gradients in float64 and in bfloat16."""
     root = tmp_path_factory.mktemp("gathering")
     jobs, names, one = [], [], {}
     for model, tied in MODELS.items():

@@ -28,9 +28,7 @@ def test_every_algorithm_has_a_golden_curve_and_no_two_are_equal() -> None:
     for case, curve in curves.items():
         assert len(curve) == NUM_STEPS
         for other, other_curve in curves.items():
-            assert other == case or departures(case, curve, other_curve), (
-                f"{case} and {other} are told apart by nothing"
-            )
+            assert other == case or departures(case, curve, other_curve), f"{case} and {other} have the same curve"
 
 
 @pytest.mark.parametrize("name", VALUES)

@@ -60,7 +60,7 @@ def test_gradient_equals_plain_loops_over_single_samples(one_rank, models, model
 
 
 def same_for_any_packing(trainer: Trainer, samples: list[TrainSample], bound: float, max_examples: int) -> None:
-    """Holds gradient and metrics to be equal for any split into rows and shares of ranks, any padding and any order."""
+    """Checks that gradient and metrics are equal for any packing, share of ranks, padding and order."""
     wanted, wanted_metrics = accumulated(trainer, samples)
 
     @settings(max_examples=max_examples, deadline=None, suppress_health_check=list(HealthCheck))

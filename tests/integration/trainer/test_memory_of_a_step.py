@@ -58,7 +58,7 @@ def test_the_estimate_is_near_the_count_and_not_below_it_by_much(case, tmp_path)
     assert (1 - TOO_LOW) * counted <= estimated <= (1 + TOO_HIGH) * counted
 
 
-def test_the_output_layer_holds_its_gradient_once_and_one_block_of_wide_sums(monkeypatch):
+def test_the_output_layer_keeps_one_gradient_and_one_block_of_wide_sums(monkeypatch):
     num_tokens, width, vocab, chunk = 16_384, 1024, 151_936, 1024
     as_on_a_gpu(monkeypatch, None)
     with FakeTensorMode(), LiveBytes() as live:

@@ -1,4 +1,4 @@
-"""What a rank answers when it is asked to prove itself: right numbers, and a difference where there is one."""
+"""The measurements of a rank for `telescope verify`: right numbers, and differences where they exist."""
 
 from __future__ import annotations
 

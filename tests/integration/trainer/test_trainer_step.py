@@ -1,4 +1,4 @@
-"""A training step: what it reports, what it refuses, and that it learns."""
+"""A training step: its metrics, its errors, and its effect on the weights."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_every_field_that_these_tests_set_is_one_of_the_configuration():
     assert set(vars(make_config("a/model"))) - {"hash"} <= set(TelescopeConfig.model_fields)
 
 
-def test_a_collection_of_cycles_between_steps_visits_little_of_what_a_rank_holds(one_rank):
+def test_a_collection_of_cycles_between_steps_visits_few_objects_of_a_rank(one_rank):
     trainer = one_rank("untied", model_dtype="float32")
     for step in range(2):
         trainer.train_step(packed(make_samples(LENGTHS), step=step))

@@ -195,7 +195,7 @@ def test_a_checkpoint_of_two_ranks_continues_on_one_as_if_nothing_had_happened(b
     assert relative_error(both.resumed, both.two[0]["weights_3"]) < 1e-10
 
 
-def test_the_saved_hugging_face_checkpoint_holds_the_trained_weights(both):
+def test_the_saved_hugging_face_checkpoint_has_the_trained_weights(both):
     stored = load_file(both.folder / "hf" / "model.safetensors")
     assert relative_error(stored, both.two[0]["weights_2"]) == 0.0
 

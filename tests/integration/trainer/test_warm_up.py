@@ -139,7 +139,7 @@ def test_a_block_is_traced_once_and_not_begun_anew(one_rank, kernels):
     assert [metrics.restart_reasons for metrics in found] == [set()]
 
 
-def test_a_trainer_that_compiles_nothing_says_so(models, kernels):
+def test_a_trainer_without_compilation_reports_it(models, kernels):
     def compiles(**changes: Any) -> bool:
         trainer = Trainer(make_config(models["untied"], **changes), 0, 1, "127.0.0.1", free_port())
         try:

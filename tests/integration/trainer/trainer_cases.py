@@ -113,7 +113,7 @@ def near_policy(samples: list[TrainSample], trainer: Trainer, noise: float = 0.3
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody uses now."""
+    """Returns a free TCP port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

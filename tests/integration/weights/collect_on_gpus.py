@@ -1,6 +1,6 @@
 """Collects what the parts of the GPU suite that are pytest runs would run on a machine that has just their GPUs.
 
-Run as a program (with `-m`, from the repository's root), since torch is told how many GPUs there are. Writes JSON: by
+Run as a program (with `-m`, from the repository's root), since it sets the number of GPUs for torch. Writes JSON: by
 part the tests that run, those that are skipped, and pytest's exit code; under "everything" what eight GPUs would run of
 them all.
 """

@@ -1,4 +1,4 @@
-"""A worker extension that spoils the next sync inside the vLLM worker, for tests that the probe must fail.
+"""A worker extension that corrupts the next sync inside the vLLM worker, for tests in which the probe must fail.
 
 It exists in the tests only: a server is started with it by name, in place of the one that it extends.
 """
@@ -24,7 +24,7 @@ if os.environ.get(UNPACKED_VARIABLE) == "1":
 
 
 class FaultyWorkerExtension(WeightsWorkerExtension):
-    """`telescope_test_fault` says what goes wrong in the next update; it is good for one update."""
+    """`telescope_test_fault` sets the fault of the next update, and of no other."""
 
     def telescope_test_pid(self) -> dict[str, int]:
         return {"pid": os.getpid()}

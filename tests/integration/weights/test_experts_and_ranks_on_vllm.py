@@ -64,7 +64,7 @@ def test_before_any_sync_it_samples_with_the_logprobs_of_the_model_that_it_loade
     assert max(abs(a - b) for a, b in zip(answer.logprobs_N.tolist(), wanted, strict=True)) < equal_within(server)
 
 
-def test_every_worker_takes_its_weights_in_place_and_says_why(server: Server) -> None:
+def test_every_worker_reports_why_it_is_updated_in_place(server: Server) -> None:
     assert len(server.modes) == server.tensor_parallel
     assert not server.background
     reasons = {mode["reason"] for mode in server.modes}
@@ -102,10 +102,10 @@ def test_after_a_sync_the_engine_computes_with_the_new_weights(server: Server, m
         pytest.param("swapped", f"{EXPERTS}.0.down_proj.weight", 0, marks=pytest.mark.slow),
         pytest.param("swapped", "model.layers.0.self_attn.q_proj.weight", 0, marks=pytest.mark.slow),
         pytest.param("swapped", "model.layers.1.mlp.gate_proj.weight", 0, marks=pytest.mark.slow),
-        ("bit", f"{EXPERTS}.3.down_proj.weight", -1),  # the bit is in the last column, which the last worker holds
+        ("bit", f"{EXPERTS}.3.down_proj.weight", -1),  # the bit is in the last column, on the last worker
     ],
 )
-def test_the_probe_names_what_one_worker_holds_wrong_and_the_next_sync_mends_it(
+def test_the_probe_names_the_wrong_tensors_of_one_worker_and_the_next_sync_repairs_it(
     server: Server, fault: str, name: str, rank: int
 ) -> None:
     corrupted = server.corrupted_sync(fault, name, rank % server.tensor_parallel)
@@ -113,7 +113,7 @@ def test_the_probe_names_what_one_worker_holds_wrong_and_the_next_sync_mends_it(
     other = name.replace("q_proj", "k_proj").replace("gate_proj", "up_proj").replace(".0.down_proj", ".1.down_proj")
     wrong = set(names_of(server.model)) if fault == "nothing" else {name, other} if fault == "swapped" else {name}
     assert set(corrupted.mismatched) == wrong
-    server.proven_sync()
+    server.verified_sync()
 
 
 def test_experts_that_are_not_packed_again_are_caught(server: Server) -> None:
@@ -125,15 +125,15 @@ def test_experts_that_are_not_packed_again_are_caught(server: Server) -> None:
     server.fault("unpacked", rank=server.tensor_parallel - 1)
     corrupted = server.sync().probe
     assert {name for name in names_of(server.model) if EXPERTS in name} == set(corrupted.mismatched)
-    server.proven_sync()
+    server.verified_sync()
 
 
-def test_a_transfer_that_broke_off_half_way_is_mended_by_the_next_one(server: Server) -> None:
+def test_a_transfer_that_failed_half_way_is_repaired_by_the_next_one(server: Server) -> None:
     disturb(server.model, seed=server.version + 1)
     with pytest.raises(InfrastructureError, match="half way"):
         server.break_off()
     server.connect()
-    server.proven_sync()
+    server.verified_sync()
     assert worst(server) < equal_within(server)
 
 
@@ -143,7 +143,7 @@ def test_a_worker_that_cannot_load_fails_the_sync_and_leaves_no_update_open_in_t
     with pytest.raises(InfrastructureError, match="on purpose"):
         server.sync()
     server.connect()
-    server.proven_sync()
+    server.verified_sync()
     assert worst(server) < equal_within(server)
 
 

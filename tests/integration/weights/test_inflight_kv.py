@@ -49,7 +49,7 @@ def through_an_update(server: Server, *, drop_caches: bool) -> tuple[Qwen2ForCau
         ]
         running = [asyncio.create_task(server.client.generate(request)) for request in requests]
         async with asyncio.timeout(60):
-            while await sampled() - already < TOKENS_BEFORE:  # noqa: ASYNC110  # an engine tells nobody
+            while await sampled() - already < TOKENS_BEFORE:  # noqa: ASYNC110  # an engine sends no notification
                 await asyncio.sleep(0.01)
         disturb(server.model, seed=server.version + 100)
         await server.in_place(server.next_update(), drop_caches=drop_caches)

@@ -68,7 +68,7 @@ def test_after_a_background_sync_the_engine_computes_with_the_new_weights(
 
 
 def test_the_engine_samples_from_the_old_weights_until_the_swap(server: Server) -> None:
-    server.proven_sync()
+    server.verified_sync()
     old = model_logprobs(server.model, PROBE_TOKENS)
     disturb(server.model, seed=server.version + 1)
     update = server.next_update(mode="per_tensor")
@@ -104,7 +104,7 @@ def test_the_engine_samples_from_the_old_weights_until_the_swap(server: Server) 
         pytest.param("bit", "model.layers.1.mlp.up_proj.weight", marks=pytest.mark.slow),
     ],
 )
-def test_the_probe_names_what_a_spoiled_background_sync_left_wrong_and_the_next_sync_mends_it(
+def test_the_probe_names_the_tensors_of_a_corrupted_overlapped_sync_and_the_next_sync_repairs_it(
     server: Server, fault: str, name: str
 ) -> None:
     corrupted = server.corrupted_sync(fault, name)
@@ -113,11 +113,11 @@ def test_the_probe_names_what_a_spoiled_background_sync_left_wrong_and_the_next_
     other = name.replace("gate_proj", "up_proj")
     wrong = every if fault in ("nothing", "no swap") else {name, other} if fault == "swapped" else {name}
     assert set(corrupted.mismatched) == wrong
-    server.proven_sync()
+    server.verified_sync()
 
 
-def test_a_background_transfer_that_broke_off_changes_nothing_and_the_next_one_mends_it(server: Server) -> None:
-    server.proven_sync()
+def test_an_overlapped_transfer_that_failed_changes_nothing_and_the_next_one_repairs_it(server: Server) -> None:
+    server.verified_sync()
     old = model_logprobs(server.model, PROBE_TOKENS)
     disturb(server.model, seed=server.version + 1)
     update = server.next_update(mode="per_tensor")
@@ -128,7 +128,7 @@ def test_a_background_transfer_that_broke_off_changes_nothing_and_the_next_one_m
         server.run(server.swap(update))
     assert distance(logprobs(server), old) < equal_within(server)
     server.connect()
-    server.proven_sync()
+    server.verified_sync()
 
 
 def kill_in_a_background_sync(server: Server) -> None:

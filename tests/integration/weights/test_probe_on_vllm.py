@@ -66,7 +66,7 @@ def test_after_a_sync_the_engine_computes_with_the_new_weights(server: Server, m
         ("bit", "model.layers.1.input_layernorm.weight"),
     ],
 )
-def test_the_probe_names_what_a_spoiled_sync_left_wrong_and_the_next_sync_mends_it(
+def test_the_probe_names_the_tensors_of_a_corrupted_sync_and_the_next_sync_repairs_it(
     server: Server, fault: str, name: str
 ) -> None:
     corrupted = server.corrupted_sync(fault, name)
@@ -75,7 +75,7 @@ def test_the_probe_names_what_a_spoiled_sync_left_wrong_and_the_next_sync_mends_
     swapped_with = name.replace("q_proj", "k_proj").replace("gate_proj", "up_proj")
     wrong = every if fault == "nothing" else {name, swapped_with} if fault == "swapped" else {name}
     assert set(corrupted.mismatched) == wrong
-    server.proven_sync()
+    server.verified_sync()
 
 
 def test_a_tied_output_layer_that_is_not_processed_again_is_caught(server: Server) -> None:
@@ -88,15 +88,15 @@ def test_a_tied_output_layer_that_is_not_processed_again_is_caught(server: Serve
     assert "lm_head.weight as packed" in stale.mismatched["model.embed_tokens.weight"]
     assert stale.logprobs is not None
     assert stale.logprobs.maximum > 0.1
-    server.proven_sync()
+    server.verified_sync()
 
 
-def test_a_transfer_that_broke_off_half_way_is_mended_by_the_next_one(server: Server) -> None:
+def test_a_transfer_that_failed_half_way_is_repaired_by_the_next_one(server: Server) -> None:
     disturb(server.model, seed=server.version + 1)
     with pytest.raises(InfrastructureError, match="half way"):
         server.break_off()
     server.connect()
-    server.proven_sync()
+    server.verified_sync()
 
 
 @pytest.mark.last_on_its_server
@@ -119,7 +119,7 @@ def test_an_engine_killed_in_the_middle_of_a_sync_leaves_no_request_waiting_and_
     server.run(half_in_the_engine(server))
     started = time.monotonic()
     asking = server.loop.create_task(ask_on_and_on(server))
-    held: list[asyncio.Task[object]] = []  # the server holds it back, since it comes during the pause
+    held: list[asyncio.Task[object]] = []  # the server delays it, since it arrives during the pause
     failure, _ = server.core_killed_in_a_sync(
         lambda: held.append(server.loop.create_task(sample(server, "held", max_tokens=4)))
     )
@@ -144,7 +144,7 @@ async def sample(server: Server, name: str, *, max_tokens: int) -> object:
 
 
 async def half_in_the_engine(server: Server) -> None:
-    """Wait until the engine has half of the requests that are to be in it when it dies."""
+    """Waits until the engine has half of the requests that it should have at its exit."""
     async with asyncio.timeout(30):
         num_in_engine = 0.0
         while num_in_engine < NUM_RUNNING / 2:
@@ -153,6 +153,6 @@ async def half_in_the_engine(server: Server) -> None:
 
 
 async def ask_on_and_on(server: Server) -> object:
-    """Whether it is paused, which the engine is asked and cannot say while it takes weights."""
+    """Returns whether the engine is paused, which it cannot report while it loads weights."""
     while True:
         await server.client.is_paused()

@@ -85,7 +85,7 @@ def test_two_sides_that_expect_different_transfers_refuse_before_a_tensor_moves(
     assert "expects transfer" in str(peers.answers()[0]["error"])
 
 
-def test_a_peer_learns_at_once_that_the_sender_is_gone(engines: Engines) -> None:
+def test_a_peer_is_notified_at_once_when_the_sender_exits(engines: Engines) -> None:
     tensors = weights()
     update = update_of(tensors, timeout_seconds=60.0)
     peers = engines.start(0, [update])

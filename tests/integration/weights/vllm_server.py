@@ -258,14 +258,16 @@ class Server:
         self.background = all(mode["background"] for mode in self.modes)
 
     def fault(self, kind: str, name: str = "", rank: int | None = None) -> None:
-        """Spoil the next update in the worker of that rank; None: in all of them."""
+        """Corrupts the next update in the worker of that rank; None: in all of them."""
         self.run(self.client.call_worker("telescope_test_fault", [kind, name, rank]))
 
     def corrupted_sync(self, fault: str, name: str, rank: int | None = None) -> ProbeReport:
-        """What the probe says of a sync with that fault, after one without. Every parameter changes by so little that
-        logprobs hide it, as at a learning rate of 1e-6: only the fingerprints can tell."""
+        """Returns the probe's report of a sync with that fault, after a correct one.
+
+        Every parameter changes by 1e-6, as at such a learning rate: only fingerprints can detect the fault.
+        """
         self.remember()
-        self.proven_sync()
+        self.verified_sync()
         disturb(self.model, seed=self.version + 1, scale=1e-6)
         self.fault(fault, name, rank)
         return self.sync().probe
@@ -296,7 +298,7 @@ class Server:
         report, pause_seconds = self.run(self.in_place(update))
         return Sync(report, pause_seconds, self.probe(report))
 
-    def proven_sync(self) -> None:
+    def verified_sync(self) -> None:
         """A whole sync that the probe must find right."""
         probe = self.sync().probe
         assert probe.ok, str(probe)

@@ -1,4 +1,4 @@
-"""The page's promise that an algorithm is one file and one line, kept by running the page's own file."""
+"""Runs the example of docs/algorithms.md: an algorithm is one file and one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 
 @pytest.fixture
 def above_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a reader of the page does: its first Python block becomes a file, its line goes into the registry."""
+    """Adds the page's first Python block as a module and its line to the registry."""
     text = PAGE.read_text()
     source = text[text.index("## Adding an algorithm") :].split("```python\n", 1)[1].split("```", 1)[0]
     module = ModuleType("telescope.algorithms.above_mean")

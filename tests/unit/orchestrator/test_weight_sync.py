@@ -128,7 +128,7 @@ async def test_a_server_that_fails_at_any_stage_of_a_background_sync_costs_the_o
     assert ("abort", 0) in bench.calls or stage != "begin", "its sender is not blocked"
 
 
-async def test_a_background_transfer_that_broke_off_pauses_and_changes_nothing() -> None:
+async def test_an_overlapped_transfer_that_failed_pauses_and_changes_nothing() -> None:
     bench = Bench()
     bench.clients[0].background = True
     bench.trainer.engine_errors = {0: "the process of rank 1 is gone"}

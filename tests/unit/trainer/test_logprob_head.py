@@ -131,7 +131,7 @@ def test_sums_over_any_parts_of_the_vocabulary_merge_into_the_whole_softmax(voca
     torch.testing.assert_close(merged.result(), wanted, rtol=1e-11, atol=1e-11)
 
 
-def test_sums_merge_without_losing_what_float32_holds_of_a_sure_token():
+def test_merged_sums_keep_float32_precision_for_confident_tokens():
     z_CV = torch.tensor([[80.0, 60.0, -20.0, 10.0, 59.0]])
     merged = logprob._Softmax.merged(sums_of(z_CV, [0, 2, 4, 5]), z_CV[:, 0])
     logp_C, entropy_C, _ = merged.result()

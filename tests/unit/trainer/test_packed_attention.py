@@ -101,7 +101,7 @@ def test_anything_that_the_offset_kernels_do_not_take_is_padded():
     assert choose_kernel(gpu, torch.bfloat16, 512) == "padded"
 
 
-def test_flash_attention_4_is_taken_where_it_is_installed_and_was_held_against_exact_attention(monkeypatch):
+def test_flash_attention_4_is_used_for_tested_gpus_and_head_sizes(monkeypatch):
     gpu = torch.device("cuda")
     monkeypatch.setattr(flash_attention_4, "is_installed", lambda: True)
     for capability, head_dim, wanted in (((9, 0), 64, True), ((8, 0), 64, False), ((9, 0), 8, False)):

@@ -46,7 +46,7 @@ def test_trained_tokens_arrive_with_their_numbers_in_the_types_that_the_loss_wan
     assert {rows.token_ids_T.dtype, rows.predicted_N.dtype, rows.sample_N.dtype} == {torch.int64}
 
 
-def test_arrays_that_nobody_may_write_to_are_copied():
+def test_read_only_arrays_are_copied():
     row = row_of(9, 20)
     for name in ARRAYS:
         getattr(row, name).flags.writeable = False  # as they come out of Ray's object store

@@ -1,4 +1,4 @@
-"""When a check holds and when it fails: on numbers, and on what probes report."""
+"""Results of checks for given numbers and probe reports, and the command's output."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def trainer_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def cut(tensor: torch.Tensor, rank: int, size: int, *, replicas: int = 1, dim: int = 0) -> torch.Tensor:
-    """The part of a tensor that a rank holds; `replicas` neighbors hold the same one."""
+    """Returns a rank's part of a tensor; `replicas` neighbors have the same one."""
     return tensor.chunk(size // replicas, dim=dim)[rank // replicas]
 
 
@@ -190,7 +190,7 @@ def test_a_packed_weight_is_read_through_the_operator_that_uses_it() -> None:
     assert not probe([model], tensors).ok
 
 
-def test_a_bias_that_the_engine_widened_is_held_exactly_or_not_at_all() -> None:
+def test_a_bias_that_the_engine_widened_is_matched_exactly_or_reported() -> None:
     bias = torch.randn(6).to(torch.bfloat16)
     model = nn.Module()
     model.proj = Layer(0, 1, bias=bias.float())

@@ -83,6 +83,6 @@ def test_it_does_not_change_from_one_release_to_the_next() -> None:
     assert to_hex(fingerprint(torch.arange(1, 7, dtype=torch.float32).view(2, 3))) == "64c2ce9d9073d729"
 
 
-def test_a_dtype_that_weights_do_not_travel_in_is_refused() -> None:
+def test_a_dtype_of_no_transfer_is_refused() -> None:
     with pytest.raises(TypeError, match="int64"):
         fingerprint(torch.zeros(2, dtype=torch.int64))

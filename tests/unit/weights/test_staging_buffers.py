@@ -1,4 +1,4 @@
-"""Claims about staged weights, on plain torch modules that load as vLLM's layers do."""
+"""Staging buffers, on plain torch modules that load as vLLM's layers do."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def test_loading_changes_the_shadows_and_not_the_model() -> None:
+def test_loading_changes_the_staging_buffers_and_not_the_model() -> None:
     model = Model()
     before, ids = state(model), torch.tensor([1, 4])
     answer = model(ids)
@@ -104,12 +104,12 @@ def test_a_tensor_that_was_not_sent_keeps_its_value_over_a_swap() -> None:
     assert not torch.equal(model.layer.weight, before["layer.weight"])
 
 
-def test_shared_parameters_and_layers_are_shadowed_once() -> None:
+def test_shared_parameters_and_layers_have_one_staging_buffer() -> None:
     model = Model()
     assert StagingBuffers(model).num_bytes == sum(p.numel() * 4 for p in model.parameters()) == 4 * (15 + 18)
 
 
-def test_the_loader_of_a_shadow_is_that_of_its_parameter() -> None:
+def test_a_staging_buffer_has_the_loader_of_its_parameter() -> None:
     model = Model()
     staging = StagingBuffers(model)
     staged: Any = staging._tree.layer.weight
@@ -119,7 +119,7 @@ def test_the_loader_of_a_shadow_is_that_of_its_parameter() -> None:
 
 
 @pytest.mark.parametrize("kind", ["quantized", "experts", "latent attention", "packed", "empty"])
-def test_a_model_that_computes_with_anything_but_its_parameters_has_no_shadows(kind: str) -> None:
+def test_a_model_that_computes_with_anything_but_its_parameters_has_no_staging_buffers(kind: str) -> None:
     model: Any = Model()
     assert why_in_place(model) is None
     handler = object()
@@ -140,7 +140,7 @@ def test_a_model_that_computes_with_anything_but_its_parameters_has_no_shadows(k
         StagingBuffers(model)
 
 
-def test_a_layer_of_the_cpu_that_computes_with_its_plain_weight_can_be_shadowed() -> None:
+def test_a_layer_of_the_cpu_that_computes_with_its_plain_weight_can_have_staging_buffers() -> None:
     model: Any = Model()
     model.layer.cpu_linear = lambda x, weight, bias: nn.functional.linear(x, weight, bias)
     assert why_in_place(model) is None

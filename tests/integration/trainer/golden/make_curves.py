@@ -3,8 +3,8 @@
     python -m tests.integration.trainer.golden.make_curves             all cases
     python -m tests.integration.trainer.golden.make_curves --check     write nothing; also replay in another packing
 
-A change of a curve is a change of what an algorithm learns: commit it together with the reason. `--check` says how far
-rounding alone moves each case, which is what the tolerance is made of: shorter rows sum in another order.
+A changed curve is a changed result of training: commit it together with the reason. `--check` shows the effect of
+rounding on each case, which determines the tolerance: shorter rows sum in another order.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m tests.integration.trainer.golden.make_rollouts
 
-Run it only to change what is replayed, then make the curves anew. Nothing of Telescope's trainer or engine takes part:
+Run it only to change what is replayed, then make new curves. Telescope's trainer and engine are not used:
 the model is a `telescope tiny-model` of smaller size with its weights rounded to bfloat16, so that half the bytes hold
 them exactly; transformers samples from it; rewards are the countdown environment's. To the logprobs of the sampled
 tokens noise is added, as an engine of another precision would, so that importance ratios are not 1 at the first step.

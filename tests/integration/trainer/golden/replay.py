@@ -95,7 +95,7 @@ def make_config(**changes: Any) -> TelescopeConfig:
 
 
 def load_rollouts() -> list[list[TrainSample]]:
-    """The stored samples of each step, made anew at every call (advantages are written into them)."""
+    """Loads the stored samples of each step; every call makes new ones, since advantages are written into them."""
     with np.load(ROLLOUTS) as stored:
         arrays = {name: stored[name] for name in stored.files}
     ends = np.cumsum(arrays["length_M"])
@@ -119,7 +119,7 @@ def load_rollouts() -> list[list[TrainSample]]:
 
 
 def replay(case: str, **changes: Any) -> list[dict[str, float]]:
-    """Train on the stored rollouts as the case says; returns `VALUES` of each step."""
+    """Trains a case on the stored rollouts. Returns `VALUES` of each step."""
     config = make_config(**CASES[case] | changes)
     trainer = Trainer(config, 0, 1, "127.0.0.1", free_port())
     try:
