@@ -30,9 +30,11 @@ def gradient_of(trainer, lengths):
 @pytest.mark.parametrize(
     ("recompute", "forwards"),
     [
-        ({"gradient_checkpointing": False}, NUM_LAYERS),
+        pytest.param({"gradient_checkpointing": False}, NUM_LAYERS, marks=pytest.mark.slow),
         ({"gradient_checkpointing": True}, NUM_LAYERS),
-        ({"gradient_checkpointing": True, "recompute_attention": True}, 2 * NUM_LAYERS),
+        pytest.param(
+            {"gradient_checkpointing": True, "recompute_attention": True}, 2 * NUM_LAYERS, marks=pytest.mark.slow
+        ),
         (
             {"gradient_checkpointing": True, "recompute_attention": True, "gradient_checkpointing_layers": 1},
             NUM_LAYERS + 1,
