@@ -1,4 +1,4 @@
-"""Trains the demo with every algorithm for several seeds and reports held-out accuracy.
+"""Trains the demo with every algorithm and several seeds; reports held-out accuracy.
 
     python benchmarks/algorithms.py                            every algorithm, seeds 0, 1 and 2
     python benchmarks/algorithms.py --quick                    every algorithm, seed 0, 15 steps

@@ -1,6 +1,6 @@
-"""The errors that more than one room raises.
+"""Errors that several packages raise.
 
-`UserError` is for what a person can mend: its message names the field or argument, the value, and the fix, and the
+`UserError` is for what a user can fix: its message names the field or argument, the value, and the fix, and the
 command line prints it without a traceback and exits with code 2. Everything else that escapes is a bug or a failing
 machine, and keeps its traceback.
 """
@@ -15,7 +15,7 @@ class ConfigError(UserError):
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on, for a reason that a person can mend. The message is the whole explanation."""
+    """A run that cannot go on, for a reason that the user can fix. The message is the whole explanation."""
 
 
 class DeadlineExceeded(RuntimeError):

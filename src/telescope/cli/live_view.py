@@ -1,4 +1,4 @@
-"""The live view of a run, and the lines printed without a terminal.
+"""The live view of a run, or plain lines without a terminal.
 
 Reads `RunStatus` a few times per second in its own thread and draws it. Can be stopped at any time without affecting
 the run.

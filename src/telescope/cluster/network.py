@@ -1,4 +1,4 @@
-"""The addresses and network interfaces on which the processes of a run connect.
+"""Addresses and network interfaces that connect the processes of a run.
 
 Loopback if all processes concerned are on one node, otherwise the address by which Ray knows the node. Owns that choice
 and the two variables that pass it to NCCL and gloo; variables that the user has set are left alone.

@@ -1,4 +1,4 @@
-"""Reserves the placement groups of inference and trainer workers before any of them starts.
+"""Reserves the placement groups of servers and trainer ranks before their start.
 
 `telescope.config.plan` refuses a placement that the cluster can never fit. This module waits, with a deadline, for
 resources that others use.

@@ -1,4 +1,4 @@
-"""Ends every process of a run with its driver and removes the run's temporary files.
+"""Kills a run's processes when its driver exits, and removes temporary files.
 
 `Reaper` is the driver's handle. The file itself, run as a program, is a small process that waits at a pipe for the end
 of the driver, also by SIGKILL, kills the processes that are left and removes the files. It imports the standard library

@@ -1,4 +1,4 @@
-"""Names of the algorithms, and the facts about each that rules between fields need.
+"""Names of the algorithms, and their properties for rules between fields.
 
 The algorithm `x` is `ALGORITHM` in `telescope.algorithms.x`; that package needs numpy, which this one must not import.
 To add an algorithm, add that file and one line here.

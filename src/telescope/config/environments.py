@@ -1,9 +1,8 @@
-"""Entries of the lists `environments` and `evals`.
+"""Entries of the lists `environments` and `evals`, and the environments that a run needs.
 
 An entry names an environment (or an eval) and its settings. The schema imports no user code, so it does not check that
-the name exists; `telescope.config.preflight` does, before anything starts.
-
-Which environments a config needs, and what the pool calls each of them. Imports nothing heavy.
+the name exists; `telescope.config.preflight` does, before anything starts. `environment_keys` lists the environments
+that a config needs, with their names in the pool. Imports nothing heavy.
 """
 
 from __future__ import annotations

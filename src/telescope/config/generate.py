@@ -152,7 +152,7 @@ the same in each.
 
 The upper bounds of numbers are far above anything that runs: they are there to catch a slip.
 
-Fields whose feature is not in this version are accepted and checked, and a run that sets one says so in a line. They
+Fields whose feature is not in this version are accepted and checked, and a run that sets one prints a line. They
 are marked below.
 """
 

@@ -1,4 +1,4 @@
-"""Loads a configuration from defaults, environment variables, a YAML file and command-line flags.
+"""Loads a configuration from defaults, environment variables, YAML and flags.
 
 Later layers win, in that order. Owns the syntax of flags and files. Does not own valid values (`sections`), rules
 between fields (`rules`), or the wording of errors (`messages`).

@@ -1,7 +1,7 @@
-"""Estimates of the memory of a run, per trainer rank and per engine worker, from the model's shape.
+"""Estimates the memory of a trainer rank and of an engine worker.
 
-For choosing settings before the first start, not a bound: allocators fragment and libraries keep workspaces. All sizes
-are in bytes.
+Computed from the model's shape. For choosing settings before the first start, not a bound: allocators fragment and
+libraries keep workspaces. All sizes are in bytes.
 
 Trainer: what stays allocated during a step (shards of weights, gradients and optimizer, gathered weights, the
 activations of every layer) is counted once. The largest of three peaks that do not coincide is added: the backward

@@ -1,4 +1,4 @@
-"""Checks of a model's tokenizer and of the headers of its weight files.
+"""Checks a model's tokenizer and the headers of its weight files.
 
 Pure functions of parsed JSON and of the files' first bytes; no weights are read. `model_files` finds the files and
 words the errors.

@@ -1,4 +1,4 @@
-"""Checks a model's config, tokenizer, chat template and weight files without loading them.
+"""Checks a model's files without loading the model.
 
 A path is read from disk. A hub identifier is read from the local hub cache, else from the hub, with short deadlines;
 if neither is available, sizes of common models come from `model_shape` and the report names what was not checked.

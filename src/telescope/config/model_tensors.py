@@ -1,4 +1,4 @@
-"""The tensors that a model's `config.json` describes, compared with those in the headers of its weight files.
+"""Compares the tensors in a model's weight files with its `config.json`.
 
 A checkpoint that lacks a tensor loads without an error: the tensor keeps its random initial values. Pure functions of
 parsed JSON and of safetensors headers. Other architectures than those in `CAUSAL_LM_CLASSES` are checked by the trainer

@@ -1,4 +1,4 @@
-"""Remarks on valid settings that may surprise, and the fields without effect in this version.
+"""Remarks on surprising settings, and on fields without effect in this version.
 
 Every field is accepted and validated from the start, so that a file keeps working as features arrive. A field whose
 feature is missing is in `FIELD_STATUS`, and a run that sets one reports it in one line. A choice that would change the

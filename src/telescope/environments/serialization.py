@@ -1,8 +1,7 @@
 """Converts results of user code to JSON values for the driver.
 
-Invalid results raise an error that names the field.
-
-Numbers become finite floats, text becomes UTF-8, everything else becomes JSON types.
+Numbers become finite floats, text becomes UTF-8, everything else becomes JSON types. An invalid result raises an error
+that names the field.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The async window, the ledger of prompts, and the age bound of groups.
+"""The async window, the prompt ledger, and the age bound of groups.
 
 Pure state, driven from outside. With B = `prompts_batch_size_for_trainer`, v = training steps whose weights are synced,
 k = `max_async_rollout` and A = groups opened less groups discarded, a group may be opened if and only if

@@ -1,4 +1,4 @@
-"""The error budget of each environment: how many of its samples may fail before the run stops.
+"""The error budget of each environment: stops a run whose samples mostly fail.
 
 A failed sample is masked. But a run whose environment mostly fails does not train on what the user intended, so it
 stops with the causes.

@@ -1,8 +1,8 @@
-"""Stop signals: the first ends the run cleanly after the current step, the second at once.
+"""Handles stop signals.
 
-SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal, a dropped SSH session) stop a run. Either way no process is left
-on this machine: after the second signal nothing is waited for, and the run's reaper (`cluster.reaper`) kills what this
-process started.
+The first ends the run cleanly after the current step, the second at once. SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed
+terminal, a dropped SSH session) stop a run. Either way no process is left on this machine: after the second signal
+nothing is waited for, and the run's reaper (`cluster.reaper`) kills what this process started.
 """
 
 from __future__ import annotations

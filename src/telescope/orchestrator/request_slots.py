@@ -1,4 +1,4 @@
-"""Request slots: how many samples may generate on each server at once, and which sample gets the next free slot.
+"""Request slots: limits the samples that generate on each server at once.
 
 Owns the counts, the choice of server and the order of waiters; knows nothing of HTTP, Ray or tokens. A group stays on
 one server so that its prompt is prefilled once; a server that is down gets no samples, and its groups move. A later

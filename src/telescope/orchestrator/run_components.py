@@ -1,4 +1,4 @@
-"""Starts and wires the components of a run: environments, Ray, trainer, engines, weight sync, evals.
+"""Starts and wires the components of a run.
 
 Environments start first, because their data must be valid before anything expensive starts; then Ray; then trainer and
 engines side by side. Each component registers its stop on the exit stack, so they stop in reverse order in any case.

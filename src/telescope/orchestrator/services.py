@@ -1,4 +1,4 @@
-"""Services of the loops, and protocols of the trainer and of weight syncs.
+"""Services of the loops, and protocols of trainer and weight sync.
 
 Names and types only; the composition root creates the services, and `telescope.testing` the fakes.
 """

@@ -1,4 +1,4 @@
-"""Conversion of rows (Python dictionaries) to an Arrow table of a given schema.
+"""Converts rows (dictionaries) to an Arrow table of a given schema.
 
 Values may come from user code: the metric of an environment may be a bool, a numpy scalar or a string that holds no
 number.

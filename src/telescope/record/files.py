@@ -1,4 +1,4 @@
-"""The layout of a run directory, and the atomic replacement of small files.
+"""The layout of a run directory, and atomic replacement of small files.
 
 Owns the paths (`config.yaml`, `run.json`, `heartbeat.json`, `summary.json`, `logs/`, `checkpoints/`, `tables/`). Does
 not own the contents.

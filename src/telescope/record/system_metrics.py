@@ -1,8 +1,8 @@
 """Gauges of one machine: processor, memory, network and GPUs.
 
-Reads the host through psutil and GPUs through NVML (`nvidia-ml-py`).
-Owns the names of these gauges. CPU percentages are over all cores since the previous reading. Counters start with the
-machine. All GPUs of the machine are read, under the index that `nvidia-smi` shows; reading does not disturb their work.
+Reads the host through psutil and GPUs through NVML (`nvidia-ml-py`). Owns the names of these gauges. CPU percentages
+are over all cores since the previous reading. Counters start with the machine. All GPUs of the machine are read, under
+the index that `nvidia-smi` shows; reading does not disturb their work.
 """
 
 from __future__ import annotations

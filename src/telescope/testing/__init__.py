@@ -1,1 +1,1 @@
-"""Fakes of the engine, the trainer and a whole run, for tests without a GPU."""
+"""Fakes of engine, trainer and whole run, for tests without a GPU."""

@@ -1,7 +1,7 @@
-"""ASGI application with vLLM's routes over a fake engine, with faults on demand.
+"""ASGI application with vLLM's routes over a fake engine.
 
-Owns the answers of the routes; `fake_engine` is the engine, `fake_server` the server. Routes and JSON follow vLLM 0.32
-or 0.26 (`FakeEngineSettings.vllm_version`); `/fake/state` and `/fake/fault` are its own.
+Owns the answers of the routes, and faults on demand; `fake_engine` is the engine, `fake_server` the server. Routes and
+JSON follow vLLM 0.32 or 0.26 (`FakeEngineSettings.vllm_version`); `/fake/state` and `/fake/fault` are its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Simulates an engine: requests progress in time, pause, resume and end, with versions per token.
+"""Simulates an engine whose requests progress, pause, resume and end.
 
 Owns the length and speed of answers, how many run at once, and what a pause, an abort or a weight update does to
 running requests. Knows no HTTP. Answers are a pure function of the prompt, the request's seed and the settings,

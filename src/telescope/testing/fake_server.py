@@ -1,4 +1,4 @@
-"""A server that answers as vLLM does without a model, for tests and benchmarks.
+"""Fake vLLM server without a model, for tests and benchmarks.
 
 `FakeEngineServer` runs inside a test's own event loop; with `python -m` this module runs as a process, for tests that
 kill it. The middlewares are those of vLLM's server, so secrets, salts and pauses take the real path. `fake_app` answers

@@ -1,7 +1,7 @@
-"""The tiny model: a Qwen2 of about a million parameters, made locally, that barely solves Countdown.
+"""The tiny model: a locally built Qwen2 that barely solves Countdown.
 
-With it the whole system runs, and visibly learns, on a machine without GPU, account or network. A training run sees an
-ordinary Hugging Face model folder and uses nothing of this package.
+It has about a million parameters. With it the whole system runs, and visibly learns, on a machine without GPU, account
+or network. A training run sees an ordinary Hugging Face model folder and uses nothing of this package.
 
 `ensure_tiny_model` is the entry point. Importing this package loads neither torch nor transformers.
 """

@@ -1,4 +1,4 @@
-"""Warm-start examples of the calculator agent: conversations with tool calls, most of them right.
+"""Warm-start examples of the calculator agent: conversations with tool calls.
 
 Owns the choice of questions and of errors. Prompts, replies and the held-out split come from the environment.
 Invariant: held-out questions never occur.

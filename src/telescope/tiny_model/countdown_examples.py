@@ -1,7 +1,8 @@
-"""Warm-start examples of Countdown: prompts with answers, some right and some only in the right format.
+"""Warm-start examples of Countdown: prompts with answers.
 
-`examples_of` returns the examples of any task. Owns the choice of puzzles and the wording of answers. Prompts and the
-held-out split come from the environment. Invariant: held-out puzzles never occur.
+Some answers are right, some only have the right format. `examples_of` returns the examples of any task. Owns the choice
+of puzzles and the wording of answers. Prompts and the held-out split come from the environment. Invariant: held-out
+puzzles never occur.
 """
 
 from __future__ import annotations

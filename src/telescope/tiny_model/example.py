@@ -1,4 +1,4 @@
-"""Conversations of a warm start, with the answers to learn in each turn."""
+"""Warm-start conversations, with the answers to learn in each turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supervised warm start: from random weights to the right answer format and a few right answers.
+"""Supervised warm start: teaches random weights the answer format.
 
 Owns batches, optimizer and schedule. Invariants: the number of steps is fixed, and the result follows from settings and
 examples alone (the number of threads is fixed too, because it changes floating-point sums).

@@ -1,4 +1,4 @@
-"""Attention over a packed row: each sample attends only to itself.
+"""Attention over a packed row, in which each sample attends only to itself.
 
 Owns the attention function of transformers' models (registered as `ATTENTION_NAME`) and the host-side plan of a row
 (`PackedLayout`). Does not own packing.

@@ -1,4 +1,4 @@
-"""Execution of the decoder's blocks: compiling, and recomputation of activations in backward passes.
+"""Compiles the decoder's blocks, and recomputes activations in backward passes.
 
 Owns the replacement of each block's `forward`. Does not own the blocks or their sharding: FSDP's hooks stay outside of
 the compiled and recomputed function, so that weights are gathered first. Invariant: a block's result does not change,

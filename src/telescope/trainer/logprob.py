@@ -1,4 +1,4 @@
-"""Log-probability of the sampled token and entropy, computed from hidden states and the output weight.
+"""Computes logprobs of sampled tokens, and entropies, from hidden states.
 
 Owns the output layer of the policy during training. Invariants: log-softmax is computed in float32 (float64 for float64
 models) for every model dtype. The temperature is applied to the logits, so that a logprob has the engine's definition.

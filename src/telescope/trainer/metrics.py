@@ -1,4 +1,4 @@
-"""Metrics of a training step, summed on the device and reduced once over all ranks.
+"""Metrics of a training step, reduced once over all ranks.
 
 Owns the sums and the names. Invariants: adding never waits for the device. A mean is a sum over all ranks divided by a
 count over all ranks, never a mean of means. Padding and dummy micro-batches add nothing. A metric without data

@@ -1,7 +1,8 @@
-"""Measurements on a rank for `telescope verify`: logprobs of packed samples, and one gradient in two packings.
+"""Measurements on a rank for `telescope verify`.
 
-They change neither weights nor optimizer state. Does not own the verdicts (`telescope.verify`) nor the packing. Every
-function is collective: all ranks call it with their own step inputs.
+Logprobs of packed samples, and one gradient in two packings. They change neither weights nor optimizer state. Does not
+own the verdicts (`telescope.verify`) nor the packing. Every function is collective: all ranks call it with their own
+step inputs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Spans of a training step, the `timing_*` metrics computed from them, and gauges of torch's allocator.
+"""Spans and `timing_*` metrics of a training step, and allocator gauges.
 
 Owns measuring, and the conversion from the device's clock to the wall clock. Times are wall-clock seconds
 (`time.time()`), so that spans of several processes are comparable.

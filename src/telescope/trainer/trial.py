@@ -1,6 +1,6 @@
-"""Tries the backend and the model of a configuration before anything is started, each in a process of its own.
+"""Tries a configuration's backend and model before anything starts.
 
-Imports no torch here: a command that refuses its input must not wait for it.
+Each runs in a separate process. Imports no torch here: a command that refuses its input must not wait for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ends the processes of an engine together with the process that started it.
+"""Kills an engine's processes when the process that started them exits.
 
 Owns `die_with` (called inside every vLLM process) and the shim between `InferenceServer` and vLLM (run with `python
 -m`). Imports the standard library only, because the shim stays in memory beside every server.
@@ -49,11 +49,11 @@ def die_with(pid: int) -> None:
             select.select([descriptor], [], [])
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=wait_for_end, name="telescope-lifeline", daemon=True).start()
+    threading.Thread(target=wait_for_end, name="telescope-child-guard", daemon=True).start()
 
 
 def end_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when the thread that started it ends. `parent` is the process of that thread.
+    """Makes the kernel kill this process when its parent thread ends. `parent` is the process of that thread.
 
     In contrast to `die_with`, this works while the process cannot run threads.
     """
@@ -79,7 +79,7 @@ def kill_group(group: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """`lifeline PIPE_FD COMMAND...`: run the command in this process's own session until it, or the parent, ends."""
+    """Runs `PIPE_FD COMMAND...` in this process's session until the command or the parent ends."""
     pipe, command = int(argv[0]), argv[1:]
     parent = os.getppid()
     environment = {**os.environ, SUPERVISOR_PID_VARIABLE: str(os.getpid())}

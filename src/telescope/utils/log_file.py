@@ -1,6 +1,6 @@
-"""The log file that a process is given as its output, on a disk that may fail, in a folder that may go away.
+"""Log file for the output of a child process.
 
-Invariant: a log never keeps a process from being started or its end from being explained.
+Invariant: a failing disk or a removed folder prevents neither the start of the process nor the report of its exit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def open_log(path: Path) -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("ab")
     except OSError as error:
-        logger.warning("%s cannot be written (%s): what the process says is lost", path, error.strerror or error)
+        logger.warning("%s cannot be written (%s): its output is lost", path, error.strerror or error)
         return open(os.devnull, "ab")
 
 

@@ -1,10 +1,8 @@
-"""Keeping Python's cycle collector from stopping a process at length.
+"""Shortens the pauses of Python's cycle collector, and formats thread stacks.
 
 A full collection visits every object of the process. With torch, transformers and Ray loaded that is hundreds of
 milliseconds, in which the event loop of the driver reads no answer, or a trainer rank keeps the others waiting. Nearly
-all of it was there before the work began, and goes on to be there: so it is left out.
-
-The stacks of this process's threads as text, for reports of what a hanging process was doing.
+all of these objects exist before the work begins and are never freed, so they are excluded.
 """
 
 from __future__ import annotations
@@ -24,17 +22,16 @@ from typing import TypeVar
 T = TypeVar("T")
 
 THRESHOLDS = (1_000, 3, 8_000)
-"""For the driver, almost nothing of which lies in a cycle, and what does is mostly young when it dies. Containers made
-and not freed before a young collection, young ones before a middle one, middle before a full one.
-With thousands of samples in flight nearly all of them are alive when they are looked at, so a middle collection visits
-1,000 x 5 containers at about 1 us each, and a full one comes at most every 32 million. Smaller ones visit no container
-oftener, they only stop the loop for less long at a time. Python's own: (700, 10, 10)."""
+"""Thresholds of the driver, where few objects are in cycles. Containers created and not freed before a young
+collection; young collections before a middle one; middle ones before a full one. With thousands of samples in flight
+nearly all containers are alive at a collection, so a middle one visits 1,000 x 5 containers at about 1 us each, and a
+full one runs at most every 32 million. Python's own: (700, 10, 10)."""
 
 
 def leave_out_what_exists() -> None:
-    """Collect once, what an earlier call left out included, and leave what is alive out of later collections.
+    """Collects once, then excludes all live objects from later collections.
 
-    It is still freed by its reference counts; `leave_out_nothing` undoes it.
+    Reference counts still free them. `leave_out_nothing` undoes it.
     """
     leave_out_nothing()
     gc.collect()
@@ -42,13 +39,13 @@ def leave_out_what_exists() -> None:
 
 
 def leave_out_nothing() -> None:
-    """Let later collections visit everything again, so that what dies in cycles is freed."""
+    """Lets later collections visit everything again, so that cycles are freed."""
     gc.unfreeze()
 
 
 @contextmanager
 def rare_full_collections() -> Iterator[None]:
-    """Leave out what exists now, and make full collections rare. Undone at the end."""
+    """Excludes existing objects and makes full collections rare. Undone at the end."""
     before = gc.get_threshold()
     leave_out_what_exists()
     gc.set_threshold(*THRESHOLDS)

@@ -1,4 +1,4 @@
-"""Checks of engine, trainer and weights with the user's own hardware and configuration.
+"""Checks engine, trainer and weights on the user's hardware and configuration.
 
 `checks` measures the claims, `run` starts the components and orders the checks, `report` holds the results.
 """

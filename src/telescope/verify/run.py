@@ -1,4 +1,4 @@
-"""Runs a verification: starts the components of a run, executes the checks in order, and returns a report.
+"""Runs a verification: starts components, executes checks, returns a report.
 
 Owns the order of the checks and the temporary run directory. The components are those of a training run
 (`orchestrator.run_components`): the same processes, placement, dtypes and transport. The trained weights are discarded;

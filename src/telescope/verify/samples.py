@@ -1,4 +1,4 @@
-"""Real samples for the checks: prompts of the run's environments, answered by its engines, scored by its environments.
+"""Generates the samples that the checks need, with a run's engines and environments.
 
 Owns their number and their conversion to training samples. They are rolled out like any others (`rollout.sample`),
 through request slots and on all servers. Invariant: advantages are random and never 0, so that every sample

@@ -1,4 +1,4 @@
-"""Transfer of new weights from the trainer's ranks to running engines, and its verification.
+"""Transfers new weights from the trainer to running engines, and verifies them.
 
 `plan` describes a sync, `communicator` and `control_channel` connect one engine, `sender` and `receiver` are the two
 ends, `overlapped_update` receives while the engine samples, and `fingerprint`, `engine_weights`, `engine_experts` and

@@ -1,8 +1,9 @@
-"""The control channel of a communicator: a TCP connection per peer that reports at once when the other process exits.
+"""The control channel of a communicator: detects at once that a peer has exited.
 
-Collectives do not: NCCL waits for an exited peer until something aborts it, and gloo for a peer that runs but does not
-answer. The kernel closes the sockets of a process that exits, so the end of the stream is the signal, within
-milliseconds on one host. The same sockets carry the messages of a transfer (`begin`, `ready`, `done`, `bye`).
+It has a TCP connection per peer. Collectives do not suffice: NCCL waits for an exited peer until something aborts it,
+and gloo for a peer that runs but does not answer. The kernel closes the sockets of a process that exits, so the end of
+the stream is the signal, within milliseconds on one host. The same sockets carry the messages of a transfer (`begin`,
+`ready`, `done`, `bye`).
 
 Owns the sockets and one reading thread. Does not know tensors, deadlines of transfers, or torch. A frame
 (`utils.frames`) has at most `MAX_FRAME_BYTES`. A peer must send the token of the rendezvous, which travels over the

@@ -1,4 +1,4 @@
-"""Finds every trainer tensor inside an engine's parameters and computes its fingerprint there.
+"""Finds trainer tensors in an engine's parameters and computes their fingerprints.
 
 An engine fuses projections (`q_proj`, `k_proj`, `v_proj` into `qkv_proj`), divides them over tensor-parallel ranks,
 pads the vocabulary, and on the CPU packs them for its matrix kernels and frees the plain weight. Owns the map from

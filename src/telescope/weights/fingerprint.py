@@ -1,4 +1,4 @@
-"""Additive fingerprints of tensors: the fingerprints of parts add up to that of the whole.
+"""Fingerprints of tensors; those of parts add up to that of the whole.
 
 An engine stores a trainer's tensor as a slice of a fused parameter, divided further over tensor-parallel ranks. Each
 rank hashes its part at the position that it has in the whole tensor. The sums are compared with the hash of the sent

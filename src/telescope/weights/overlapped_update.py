@@ -1,4 +1,4 @@
-"""Overlapped update: a sync is received into staging buffers while the engine samples with its current weights.
+"""Receives a sync into staging buffers while the engine samples.
 
 `StagingBuffers` is a second set of a model's parameters. It owns those tensors, the module tree that passes them to the
 model's own weight loader, and the swap. `OverlappedReceive` is one sync in progress: a thread with its own CUDA stream.

@@ -1,4 +1,4 @@
-"""Verification of weights: sent against loaded fingerprints, and the logprobs of one text on both sides.
+"""Verifies weights: compares fingerprints, and the logprobs of one text.
 
 Owns the verdict. Pure: the fingerprints come from `sender` and `engine_weights`, the logprobs from the trainer and the
 engine.

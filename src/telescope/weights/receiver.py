@@ -1,4 +1,4 @@
-"""The engine's end of a transfer: receives the buckets of a sync and passes the tensors to a loader.
+"""The engine's end of a transfer: receives buckets and passes tensors on.
 
 Owns the receive buffers. Does not know vLLM: `load` is the model's own weight loader. Every worker of an engine
 receives everything and keeps its own shard.

@@ -25,7 +25,7 @@ def test_a_folder_that_cannot_be_made_costs_the_lines_and_nothing_else(tmp_path,
     path = tmp_path / "logs" / "x.log"
     with open_log(path) as log:
         log.write(b"lost\n")
-    assert "what the process says is lost" in caplog.text
+    assert "its output is lost" in caplog.text
     assert (log_size(path), log_tail(path, 1000)) == (0, "")
 
 

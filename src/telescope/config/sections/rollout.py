@@ -1,7 +1,4 @@
-"""The vLLM servers and their tracing.
-
-The orchestrator's loops, sampling and sequence packing.
-"""
+"""Inference servers, tracing, the orchestrator's loops, sampling and packing."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The RL algorithm, its corrections and penalties, and the filters on samples.
-
-The optimizer, its schedule and the training backend.
-
-Settings of the Megatron backend.
-"""
+"""The RL algorithm, filters on samples, the optimizer and the training backends."""
 
 from __future__ import annotations
 

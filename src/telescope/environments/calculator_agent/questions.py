@@ -1,4 +1,4 @@
-"""Generated arithmetic questions, the steps that answer them, and the split into training and held-out questions.
+"""Generates arithmetic questions, their steps, and the held-out split.
 
 A question is computed from left to right: `12+7*3` means (12 + 7) * 3. Intermediate results are whole numbers and not
 negative. The sequence is a pure function of the settings and the seed; whether a question is held out depends on the

@@ -1,4 +1,4 @@
-"""Sends answers as binary arrays instead of JSON to clients that accept them.
+"""Sends answers as binary arrays to clients that accept them.
 
 vLLM writes 140 bytes of JSON per sampled token, most of it field names. Reading that is the largest single cost of an
 answer, and one event loop in the driver pays it for all servers; writing it costs as much in the server's only loop. So

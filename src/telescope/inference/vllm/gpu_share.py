@@ -1,4 +1,4 @@
-"""GPU memory flags of a server, also for a restart beside a trainer.
+"""GPU memory flags of a server that shares its GPU.
 
 A server that shares its GPU starts alone on it, and vLLM sizes its KV cache from what it measures under
 `gpu_memory_utilization`. At a restart the trainer is there, and two steps of vLLM go wrong (0.26 and 0.32,

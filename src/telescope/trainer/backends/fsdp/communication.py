@@ -1,4 +1,4 @@
-"""Communication of FSDP2: when weights are gathered and freed, and the spans of gradient reductions.
+"""FSDP2's gathering of weights, and the spans of gradient reductions.
 
 Owns the order of the units (modules that are gathered together) and FSDP2's settings for them, and a wrapper of FSDP2's
 reduce-scatter, which it calls unchanged. FSDP2 calls it on its communication stream, so that on a GPU the span shows
