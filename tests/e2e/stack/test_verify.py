@@ -38,7 +38,7 @@ async def test_every_check_passes_on_a_healthy_run(stack: Stack) -> None:
     assert values["engine and trainer logprobs agree (temperature 1)"]["max"] <= 1e-4
     assert values["packed and single samples have equal logprobs"]["max"] <= 1e-4
     assert values["the gradient does not depend on packing"]["relative_error"] <= 1e-5
-    assert values["a tensor with one wrong bit is noticed"]["noticed_by"] == [0]
+    assert values["a tensor with one wrong bit is detected"]["detected_on"] == [0]
 
 
 @in_session_loop
