@@ -27,7 +27,7 @@ class InfrastructureError(RuntimeError):
 
 
 class RolloutLost(InfrastructureError):
-    """The process that held a rollout of several turns ended, through no fault of that rollout: begin it again."""
+    """The worker of a multi-turn rollout exited for another reason; begin the rollout again."""
 
 
 class EnvironmentFailure(RuntimeError):

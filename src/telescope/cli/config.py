@@ -28,7 +28,7 @@ from telescope.utils.suggest import nearest_name
 
 
 def add_parser(subparsers: Any) -> None:
-    """Register the subcommand."""
+    """Registers the subcommand."""
     parser = subparsers.add_parser(
         "config",
         help="explain configuration fields, show what a file resolves to",
@@ -91,7 +91,7 @@ MOST_USED = (
 
 
 def print_train_help(console: Console, *, all_fields: bool = False) -> None:
-    """Print the options of `telescope train`, how fields are set, and the most used fields or all."""
+    """Prints the help of `telescope train`, with the most used fields or all."""
     usage = "[bold]telescope train[/] --config FILE [--dry-run [--gpu-memory-gib N]] [--FIELD VALUE ...]\n"
     console.print(usage, highlight=False)
     console.print("Trains a model with reinforcement learning, configured by the YAML file and the flags.\n")
@@ -134,7 +134,7 @@ def print_train_help(console: Console, *, all_fields: bool = False) -> None:
 
 
 def print_sections(console: Console, sections: Sequence[type[Section]]) -> None:
-    """Print the fields of each section with default and first sentence."""
+    """Prints the fields of each section with default and first sentence."""
     for section in sections:
         console.print(Text(section.TITLE, style="bold cyan"))
         grid = _grid()
@@ -153,7 +153,7 @@ def _add_field(grid: Table, field: FieldDescription) -> None:
 
 
 def explain(console: Console, name: str) -> None:
-    """Print a field, a key of a list's entries (`evals.num_samples`, `evals[0].num_samples`), or a section.
+    """Prints a field, a section, or a key of a list's entries (`evals.num_samples`, `evals[0].num_samples`).
 
     Raises `UserError` for any other name.
     """

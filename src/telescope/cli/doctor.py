@@ -68,7 +68,7 @@ class Check:
 
 
 def run_checks(*, hub: bool = True) -> list[Check]:
-    """Run all checks, basic ones first. `hub=False` sends nothing over the network."""
+    """Runs all checks, basic ones first. `hub=False` sends nothing over the network."""
     with ThreadPoolExecutor(2) as pool:  # the two slow checks run beside the others
         torch_answer = pool.submit(ask_torch)
         hub_answer = pool.submit(check_hub) if hub else None
@@ -99,7 +99,7 @@ def run_checks(*, hub: bool = True) -> list[Check]:
 
 
 def can_train(checks: list[Check]) -> bool:
-    """Whether no check prevents a run on this machine."""
+    """Returns whether no check prevents a run on this machine."""
     return all(check.status != "bad" for check in checks)
 
 
@@ -361,7 +361,7 @@ _MARKS: dict[Status, tuple[str, str]] = {
 
 
 def add_parser(subparsers: Any) -> None:
-    """Register the subcommand on `telescope`'s parser."""
+    """Registers the subcommand on `telescope`'s parser."""
     parser = subparsers.add_parser(
         "doctor",
         help="check this machine and its packages, with fixes",
@@ -374,7 +374,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the results of all checks. Returns the exit status."""
+    """Prints the results of all checks. Returns the exit status."""
     checks = run_checks(hub=not arguments.no_hub)
     able = can_train(checks)
     if arguments.json:
@@ -385,7 +385,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def print_checks(checks: list[Check], console: Console) -> None:
-    """Print a table of all checks, then the verdict."""
+    """Prints a table of all checks, then the verdict."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     table.add_column("what", no_wrap=True)

@@ -46,7 +46,7 @@ def print_dry_run(
     *,
     gpu_memory_gib: float | None = None,
 ) -> None:
-    """Print the plan. `gpu_memory_gib`: plan for a machine with GPUs of that size.
+    """Prints the plan. `gpu_memory_gib`: plan for a machine with GPUs of that size.
 
     `try_user_code(here)` is called if nothing is refused; `here`: the run is for this machine. It returns remarks.
     Raises `ConfigError` for what a run would refuse: before printing, for problems on any machine (environments, model
@@ -198,7 +198,7 @@ def _print_memory(
     *,
     assumed: bool,
 ) -> list[str]:
-    """Print the estimate. Returns remarks about what does not fit."""
+    """Prints the estimate. Returns remarks about what does not fit."""
     memory = _device_memory(placement, resources)
     of_which = f", for GPUs of {(memory or 0) / GIB:g} GiB as assumed" if assumed else ""
     console.print(Text(f"\nMemory (estimate{of_which})", style="bold cyan"))

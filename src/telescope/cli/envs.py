@@ -45,7 +45,7 @@ _STYLES = {"system": "dim", "user": "cyan", "tool": "magenta", "assistant": "bol
 
 
 def add_parser(subparsers: Any) -> None:
-    """Register the subcommand on `telescope`'s parser."""
+    """Registers the subcommand on `telescope`'s parser."""
     parser = subparsers.add_parser(
         "envs",
         help="list, describe, try or start environments",
@@ -85,7 +85,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_list(arguments: argparse.Namespace) -> int:
-    """Print all environments. Returns the exit status."""
+    """Prints all environments. Returns the exit status."""
     rows = [_listed(name, arguments.path) for name in list_environments(arguments.path)]
     if arguments.json:
         print(json.dumps(rows, indent=1))
@@ -99,7 +99,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 
 def run_describe(arguments: argparse.Namespace) -> int:
-    """Print an environment's description, arguments and packages. Returns the exit status."""
+    """Prints an environment's description, arguments and packages. Returns the exit status."""
     cls = environment_class(arguments.name, arguments.path)
     source = check_environment(arguments.name, arguments.path)
     print(f"{arguments.name}: {_kind(cls)}, class {cls.__qualname__}")
@@ -115,7 +115,7 @@ def run_describe(arguments: argparse.Namespace) -> int:
 
 
 def run_try(arguments: argparse.Namespace) -> int:
-    """Roll out items and print their messages. Returns the exit status."""
+    """Rolls out items and prints their messages. Returns the exit status."""
     environment = get_environment(arguments.name, environments_path=arguments.path, **_keywords(arguments.set))
     answerer = _answerer(arguments)
     console = Console(stderr=arguments.json, highlight=False)
@@ -146,7 +146,7 @@ def run_try(arguments: argparse.Namespace) -> int:
 
 
 def run_new(arguments: argparse.Namespace) -> int:
-    """Write a scaffold and print the next steps. Returns the exit status."""
+    """Writes a scaffold and prints the next steps. Returns the exit status."""
     is_taken = arguments.name in list_environments([])
     files = write_scaffold(arguments.name, arguments.folder, arguments.kind)
     for file in files:

@@ -34,7 +34,7 @@ EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code. `argv` defaults to the process's own arguments."""
+    """Runs the command line and returns its exit code. `argv` defaults to the process's own arguments."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)
@@ -93,7 +93,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _print_error(error: Exception) -> None:
-    """Print the message of an error and its notes."""
+    """Prints the message of an error and its notes."""
     print("\n".join([f"telescope: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
 
 
@@ -107,7 +107,7 @@ def _print_problems(problems: list[str]) -> None:
 
 
 def exit_with(command: Callable[[], int]) -> NoReturn:
-    """Run `command` and end the process with its code, or with 1 and a traceback for an exception."""
+    """Runs `command` and exits with its code, or with 1 and a traceback."""
     code = 1
 
     def leave() -> None:

@@ -29,7 +29,7 @@ LATEST = "latest"
 
 
 def add_parser(subparsers: Any) -> None:
-    """Register the subcommand on `telescope`'s parser."""
+    """Registers the subcommand on `telescope`'s parser."""
     parser = subparsers.add_parser(
         "query",
         help="query runs with SQL",

@@ -28,7 +28,7 @@ _STATUS_STYLES = {"live": "bold green", "finished": "", "stopped": "yellow", "fa
 
 
 def add_parser(subparsers: Any) -> None:
-    """Register the subcommand on `telescope`'s parser."""
+    """Registers the subcommand on `telescope`'s parser."""
     parser = subparsers.add_parser(
         "runs",
         help="list runs",

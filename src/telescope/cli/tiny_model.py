@@ -44,7 +44,7 @@ _HELP = {
 
 
 def add_parser(subparsers: Any) -> None:
-    """Register the subcommand on `telescope`'s parser."""
+    """Registers the subcommand on `telescope`'s parser."""
     parser = subparsers.add_parser(
         "tiny-model",
         usage="telescope tiny-model [--output DIR] [options]",
@@ -78,7 +78,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Build or find the model. Returns the exit status."""
+    """Builds or finds the model. Returns the exit status."""
     values = {field.name: getattr(arguments, field.name) for field in fields(TinyModelSettings)}
     try:
         with _progress() as report:

@@ -41,13 +41,13 @@ class TrainArguments:
 
 
 def add_parser(subparsers: Any) -> None:
-    """Register the subcommand for the list of commands. `main` hands its arguments to `run` directly."""
+    """Registers the subcommand for the list of commands. `main` hands its arguments to `run` directly."""
     parser = subparsers.add_parser("train", help="train a model", add_help=False)
     parser.set_defaults(func=lambda _: run([]))
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
+    """Runs the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
     arguments = parse_arguments(argv)
     if arguments.help:
         from telescope.cli.config import print_train_help
@@ -74,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def parse_arguments(argv: Sequence[str]) -> TrainArguments:
-    """Separate the command's own arguments from the flags of fields."""
+    """Separates the command's own arguments from the flags of fields."""
     config: Path | None = None
     dry_run = False
     gpu_memory_gib: float | None = None
@@ -146,7 +146,7 @@ def _train(loaded: LoadedConfig) -> int:
 
 
 def check_before_start(loaded: LoadedConfig) -> list[str]:
-    """Run all checks that need nothing started. Returns remarks; raises ConfigError for problems."""
+    """Runs all checks that need nothing started. Returns remarks; raises ConfigError for problems."""
     from telescope.config import preflight
 
     preflight.check(loaded.config)
@@ -179,7 +179,7 @@ def try_what_the_user_brings(config: TelescopeConfig, *, here: bool = True) -> l
 
 
 def print_summary(summary: RunSummary, console: Console) -> None:
-    """Print the closing lines of a run: results, folders, and next commands."""
+    """Prints the closing lines of a run: results, folders, and next commands."""
     from telescope.record.files import RunFiles
 
     run_dir = _short(summary.run_dir)

@@ -48,13 +48,13 @@ Training results are discarded. Exit code: 0 all checks pass, 1 one fails, 2 bad
 
 
 def add_parser(subparsers: Any) -> None:
-    """Register the subcommand for the list of commands. `main` hands its arguments to `run` directly."""
+    """Registers the subcommand for the list of commands. `main` hands its arguments to `run` directly."""
     parser = subparsers.add_parser("verify", help="check engine, trainer and weights on this machine", add_help=False)
     parser.set_defaults(func=lambda _: run([]))
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
+    """Runs the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
     if "-h" in argv or "--help" in argv:
         print(HELP)
         return 0
@@ -124,7 +124,7 @@ def _verify(config: TelescopeConfig, notes: Sequence[str], target: Path | None) 
 
 
 def print_report(report: Report, console: Console, logs: Path | None) -> None:
-    """Print the table of checks and a summary line."""
+    """Prints the table of checks and a summary line."""
     table = Table("check", "measured", "bound", "verdict", "s", highlight=False)
     for check in report.checks:
         verdict = Text("holds", style="green") if check.ok else Text("FAILS", style="bold red")
@@ -157,16 +157,16 @@ class PhaseView:
         self._thread: threading.Thread | None = None
 
     def say(self, text: str) -> None:
-        """Print one line above the redrawn one."""
+        """Prints one line above the redrawn one."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def start(self, status: RunStatus) -> None:
-        """Start to show `status`."""
+        """Starts to show `status`."""
         self._thread = threading.Thread(target=self._show, args=(status,), name="phase view", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Release the terminal. Further calls have no effect."""
+        """Releases the terminal. Further calls have no effect."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=5)

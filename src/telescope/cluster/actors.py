@@ -55,7 +55,7 @@ def make_actor(actor_class: type, placement: dict[str, Any]) -> Any:
 
 
 def exit_on_sigterm(log: BinaryIO | None = None) -> None:
-    """Have the actor's process exit at once on SIGTERM, which Ray sends when the placement group is removed.
+    """Exits at once on SIGTERM, which Ray sends when the placement group is removed.
 
     Ray's own handler raises SystemExit in the main thread; if that runs a destructor, Python prints a traceback and
     goes on. Nothing is left to do: `stop` was called before, and child processes watch for the end of this one.
@@ -101,7 +101,7 @@ class InferenceActor:
         )
 
     def start(self) -> Any:
-        """Start the process and wait until it answers. Returns its `ServerInfo`."""
+        """Starts the process and waits until it answers. Returns its `ServerInfo`."""
         info = self._server.start()
         self._metrics.start()
         return info
@@ -121,7 +121,7 @@ class InferenceActor:
 
     @ray.method(concurrency_group="control")
     def stop(self) -> None:
-        """Stop the vLLM process and all its children."""
+        """Stops the vLLM process and all its children."""
         self._metrics.stop()
         self._server.stop()
 
@@ -156,7 +156,7 @@ class TrainerActor:
         return host, int(self._listener.getsockname()[1])
 
     def setup(self, master_host: str, master_port: int, loopback: bool) -> Any:
-        """Connect to the other ranks and load the model. Returns the rank's `TrainerInfo`."""
+        """Connects to the other ranks and loads the model. Returns the rank's `TrainerInfo`."""
         use_interface_of(own_host(loopback=loopback))
         from telescope.trainer.timeline import memory_reader
         from telescope.trainer.worker import Trainer
@@ -182,7 +182,7 @@ class TrainerActor:
         return info
 
     def warm_up(self) -> Any:
-        """Compile what the first training step would. Returns its `Span`."""
+        """Compiles what the first training step would. Returns its `Span`."""
         return self._trainer.warm_up()
 
     @ray.method(concurrency_group="observe")
@@ -201,7 +201,7 @@ class TrainerActor:
 
     @ray.method(concurrency_group="control")
     def listen_for_engine(self, engine: int, num_workers: int, loopback: bool) -> Any:
-        """Listen for an engine's workers. Returns the `InitInfo` that they need to connect."""
+        """Listens for an engine's workers. Returns the `InitInfo` that they need to connect."""
         from telescope.weights.communicator import backend_for
 
         config = self._config
@@ -215,18 +215,18 @@ class TrainerActor:
 
     @ray.method(concurrency_group="control")
     def connect_engine(self, engine: int) -> None:
-        """Wait until the announced engine's workers have joined."""
+        """Waits until the announced engine's workers have joined."""
         self._sender.connect(engine)
 
     @ray.method(concurrency_group="control")
     def abort_engine(self, engine: int, reason: str) -> None:
-        """Abort the transfer to one engine; a send that is blocked on it goes on with the others."""
+        """Aborts the transfer to one engine; a send that is blocked on it goes on with the others."""
         self._sender.abort(engine, reason)
 
     def send_weights(
         self, update: UpdateInfo, engines: list[int], fingerprints: bool, corrupt: str | None = None
     ) -> Any:
-        """Gather the weights with the other ranks and send them to those of `engines` that this rank serves."""
+        """Gathers the weights with the other ranks and sends them to this rank's engines."""
         import torch
 
         weights = self._trainer.named_weights(getattr(torch, update.dtype))
@@ -284,7 +284,7 @@ class ActorExited(InfrastructureError):
 
 
 async def answer(reference: Any, what: str) -> Any:
-    """Await an actor's answer. Raises what the actor raised, without Ray's wrapping.
+    """Awaits an actor's answer. Raises what the actor raised, without Ray's wrapping.
 
     Raises `ActorExited`, which names `what`, when the actor's process is gone, and `RunError` when the reason is that a
     daemon of Ray exited.
@@ -332,6 +332,6 @@ class HostGroup:
         return replace(batch, node=name)
 
     async def stop(self) -> None:
-        """Stop the actors."""
+        """Stops the actors."""
         for actor in self._actors.values():
             await asyncio.to_thread(ray.kill, actor)

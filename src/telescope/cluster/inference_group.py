@@ -88,7 +88,7 @@ class InferenceGroup:
         self._clients_by_index: dict[int, EngineClient] = {}
 
     async def start(self, index: int) -> Any:
-        """Start server `index`, wait until it answers, and create its client. Returns its `ServerInfo`."""
+        """Starts server `index`, waits until it answers, and creates its client. Returns its `ServerInfo`."""
         timeout = self._config.inference_start_timeout_seconds
         try:
             async with asyncio.timeout(timeout + 60):
@@ -111,7 +111,7 @@ class InferenceGroup:
         return info
 
     async def close_clients(self) -> None:
-        """Close the HTTP connections, which aborts requests in flight."""
+        """Closes the HTTP connections, which aborts requests in flight."""
         for client in self.clients:
             await client.close()
 
@@ -133,7 +133,7 @@ class InferenceGroup:
         return stacks
 
     async def stop(self) -> None:
-        """Stop every vLLM process through its actor."""
+        """Stops every vLLM process through its actor."""
 
         async def stop(index: int, actor: Any) -> None:
             try:

@@ -55,7 +55,7 @@ def own_host(*, loopback: bool) -> str:
 
 
 def use_interface_of(address: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make NCCL and gloo of this process and its children use the interface that has `address`.
+    """Makes NCCL and gloo use the interface that has `address`, in child processes too.
 
     Call it before either is used. Keeps variables that the user or the node has set.
     """

@@ -46,7 +46,7 @@ class Placement:
         return _options(self.trainer, rank, cpus, self.gpus_per_rank)
 
     def remove(self) -> None:
-        """Give the bundles back; Ray ends the actors in them. Without Ray's daemons there is nothing to do."""
+        """Gives the bundles back; Ray ends the actors in them. Without Ray's daemons there is nothing to do."""
         if daemon_failure() is not None:
             return
         remove_placement_group(self.inference)
@@ -65,7 +65,7 @@ def _options(group: PlacementGroup, bundle: int, cpus: float, gpus: float) -> di
 
 
 async def reserve(config: TelescopeConfig, plan: Plan) -> Placement:
-    """Reserve both groups, each within `ray_placement_timeout_s`, in the order of `plan`.
+    """Reserves both groups, each within `ray_placement_timeout_s`, in the order of `plan`.
 
     Raises DeadlineExceeded with the requested and the free resources.
     """
@@ -106,7 +106,7 @@ async def reserve(config: TelescopeConfig, plan: Plan) -> Placement:
 async def _reserve_one(
     config: TelescopeConfig, role: Role, bundles: list[dict[str, float]], strategy: str
 ) -> PlacementGroup:
-    """Reserve one group; returns when Ray has placed all of it."""
+    """Reserves one group; returns when Ray has placed all of it."""
     group = placement_group(bundles, strategy=strategy)
     try:
         async with asyncio.timeout(config.ray_placement_timeout_s):

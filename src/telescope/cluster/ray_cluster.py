@@ -116,7 +116,7 @@ def connect(
     local_gpus: float,
     stopped: threading.Event | None = None,
 ) -> Cluster:
-    """Connect to `ray_address`, or start a cluster here if there is none and `ray_auto_start_local` allows it.
+    """Connects to `ray_address`, else starts a cluster if `ray_auto_start_local` allows it.
 
     `temporary` is a private directory for the files of a cluster started here, and `local_cpus` is what it offers (CPU
     shares order Ray's bookkeeping only, they bind no core). After `stopped` is set no second start is attempted.
@@ -181,7 +181,7 @@ def connect(
 
 
 def _start_here(arguments: dict[str, Any], stopped: threading.Event) -> None:
-    """Start a cluster on this machine, in two attempts if Ray's daemons are too slow in the first.
+    """Starts a cluster on this machine, with a second attempt if the first is too slow.
 
     Ray gives its daemons 30 s to come up and has no setting for that; on a busy machine they need more the first time.
     """
@@ -198,7 +198,7 @@ def _start_here(arguments: dict[str, Any], stopped: threading.Event) -> None:
 
 
 def _use_private_token(temporary: Path) -> bool:
-    """Have the cluster that is started next ask for a token that only this user can read.
+    """Makes the next started cluster require a token that only this user can read.
 
     By itself Ray writes one to ~/.ray/auth_token, readable for everyone. Returns False when the user's own variables
     decide.
@@ -243,7 +243,7 @@ async def watch_daemons(poll_seconds: float = 1.0) -> None:
 
 
 def keep_logs(temporary: Path, run_dir: Path) -> Path:
-    """Copy the logs of a cluster started here from the run's temporary directory; returns their folder."""
+    """Copies the logs of a cluster started here. Returns their folder."""
     logs, kept = temporary / "ray" / "session_latest" / "logs", RunFiles(run_dir).logs / "ray"
     try:
         shutil.copytree(logs, kept, dirs_exist_ok=True)
@@ -278,7 +278,7 @@ def own_address() -> str:
 
 
 def disconnect(cluster: Cluster, config: TelescopeConfig) -> None:
-    """Leave the cluster; stop it if it was started here or `ray_shutdown_on_exit` is set."""
+    """Leaves the cluster; stops it if it was started here or `ray_shutdown_on_exit` is set."""
     if daemon_failure() is not None:
         abandon()
         return
@@ -297,12 +297,12 @@ def disconnect(cluster: Cluster, config: TelescopeConfig) -> None:
 
 
 def abandon() -> None:
-    """Leave Ray without waiting for daemons that do not answer, now or at exit; the run's reaper ends its processes."""
+    """Leaves Ray without waiting for its daemons, now or at exit; the run's reaper ends them."""
     atexit.unregister(ray.shutdown)
 
 
 def _stop_session(session: str) -> None:
-    """Stop the daemons of one Ray session on this machine; its workers and nodes without their head exit then.
+    """Stops the daemons of one Ray session here. Its workers, and nodes without their head, exit then.
 
     `ray stop` would stop every cluster on the machine, those of other users included. Raylets and the autoscaler's
     monitor report to the GCS when they stop and wait long if it has gone, so raylets come first and the GCS last.
@@ -322,7 +322,7 @@ def _stop_session(session: str) -> None:
 
 
 def _end(processes: Sequence[psutil.Process], signal: Callable[[psutil.Process], None]) -> list[psutil.Process]:
-    """Send a signal; returns the processes that still run after `STOP_SECONDS`."""
+    """Sends a signal; returns the processes that still run after `STOP_SECONDS`."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             signal(process)
@@ -355,7 +355,7 @@ def names_of_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def settle_authentication(ray_address: str) -> None:
-    """Set `RAY_AUTH_MODE` of this process to what the cluster at `ray_address` asks for.
+    """Sets `RAY_AUTH_MODE` to what the cluster at `ray_address` requires.
 
     Raises ConnectionError if nothing listens there, UserError if the cluster asks for a token that is not available.
     Leaves other faults to `ray.init`.
@@ -375,13 +375,13 @@ def settle_authentication(ray_address: str) -> None:
 
 
 def forget_authentication() -> None:
-    """Undo `settle_authentication`, after the cluster was not joined or has been left."""
+    """Undoes `settle_authentication`, after the cluster was not joined or has been left."""
     os.environ.pop(MODE_VARIABLE, None)
     Config.initialize("")
 
 
 def admits(address: str, token: str | None = None) -> bool | None:
-    """Whether the cluster at `address` accepts this token, or no token. None: it does not answer."""
+    """Returns whether the cluster at `address` accepts this token, or no token. None: it does not answer."""
     shown: Sequence[tuple[str, str]] = [("authorization", f"Bearer {token}")] if token is not None else []
     with grpc.insecure_channel(address) as channel:
         try:

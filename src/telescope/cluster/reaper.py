@@ -82,7 +82,7 @@ class Reaper:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Kill what is left, remove the files, and wait for both."""
+        """Kills what is left, removes the files, and waits for both."""
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -100,7 +100,7 @@ class Reaper:
 
 
 def temporary_base() -> str:
-    """RAY_TMPDIR, TMPDIR or /tmp, whichever comes first and leaves room for the paths of sockets."""
+    """RAY_TMPDIR, TMPDIR or /tmp, the first that is short enough for paths of sockets."""
     for base in (os.environ.get("RAY_TMPDIR"), os.environ.get("TMPDIR")):
         if base and os.path.isdir(base):
             path = os.path.abspath(base)
@@ -130,7 +130,7 @@ class _Family:
         self._shared: set[tuple[str, int]] = set()
 
     def look(self) -> None:
-        """Add new processes and files, and forget processes that have ended."""
+        """Adds new processes and files, and forgets processes that have ended."""
         present = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         self._seen &= present
         self.members = {pid: start for pid, start in self.members.items() if _state(pid)[2] == start}
@@ -159,7 +159,7 @@ class _Family:
                 self._shared.add(file)
 
     def remove_shared_memory(self) -> None:
-        """Remove the files in /dev/shm that the run's processes had mapped and left behind."""
+        """Removes files in /dev/shm that the run's processes left behind."""
         for name, _ in self._shared & _shared_files():
             (SHARED_MEMORY / name).unlink(missing_ok=True)
 
@@ -211,7 +211,7 @@ def _state(pid: int) -> tuple[str, int, str]:
 
 
 def main(directory: str) -> None:
-    """Wait until the pipe at standard input closes or the parent ends; then kill all processes and remove the files."""
+    """Waits for the end of standard input or the parent, then kills and removes everything."""
     driver = os.getppid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

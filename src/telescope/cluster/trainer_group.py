@@ -73,14 +73,14 @@ class TrainerGroup:
         ]
 
     async def setup(self, *, loopback: bool) -> list[Any]:
-        """Connect the ranks and load the model. Returns each rank's `TrainerInfo`."""
+        """Connects the ranks and loads the model. Returns each rank's `TrainerInfo`."""
         host, port = await self._one(0, self._ranks[0].address.remote(loopback), "opening the port of the ranks")
         return await self._all(
             "model setup", lambda rank: self._ranks[rank].setup.remote(host, port, loopback), SETUP_TIMEOUT_SECONDS
         )
 
     async def warm_up(self) -> list[Span]:
-        """Compile what the first training step would. Returns the span of each rank.
+        """Compiles what the first training step would. Returns the span of each rank.
 
         Call it after `setup` and before any other command: a rank that compiles answers none.
         """
@@ -92,7 +92,7 @@ class TrainerGroup:
         return spans
 
     async def train_step(self, inputs: list[StepInput]) -> StepResult:
-        """Run one training step on all ranks. Metrics are reduced over the ranks; spans are of every rank."""
+        """Runs one training step on all ranks. Metrics are reduced over the ranks; spans are of every rank."""
         async with self.queue:
             results: list[StepResult] = await self._all(
                 f"training step {inputs[0].step}",
@@ -104,7 +104,7 @@ class TrainerGroup:
         return StepResult(metrics=results[0].metrics, spans=spans)
 
     async def restart(self) -> None:
-        """Reload the initial weights as version 0; the engines need a sync afterwards."""
+        """Reloads the initial weights as version 0; the engines need a sync afterwards."""
         async with self.queue:
             await self._all(
                 "restart of the trainer", lambda rank: self._ranks[rank].restart.remote(), SETUP_TIMEOUT_SECONDS
@@ -118,25 +118,25 @@ class TrainerGroup:
         return self._num_restarts, self.version
 
     async def listen_for_engine(self, engine: int, num_workers: int, *, loopback: bool) -> InitInfo:
-        """Open the sender's listener for an engine. Returns what the engine's workers need to connect."""
+        """Opens the sender's listener for an engine. Returns what the engine's workers need to connect."""
         rank = sender_rank(engine, self.world_size)
         call = self._ranks[rank].listen_for_engine.remote(engine, num_workers, loopback)
         return await self._one(rank, call, f"listening for engine {engine}")
 
     async def connect_engine(self, engine: int) -> None:
-        """Open the sender's end of a communicator; the engine opens its end at the same time."""
+        """Opens the sender's end of a communicator; the engine opens its end at the same time."""
         rank = sender_rank(engine, self.world_size)
         await self._one(rank, self._ranks[rank].connect_engine.remote(engine), f"connecting engine {engine}")
 
     async def abort_engine(self, engine: int, reason: str) -> None:
-        """Abort a transfer or connection that is blocked on this engine; sends to other engines go on."""
+        """Aborts a transfer or connection that is blocked on this engine; sends to other engines go on."""
         rank = sender_rank(engine, self.world_size)
         await self._one(rank, self._ranks[rank].abort_engine.remote(engine, reason), f"abort of engine {engine}")
 
     async def send_weights(
         self, update: UpdateInfo, engines: list[int], *, fingerprints: bool, corrupt: str | None = None
     ) -> list[SendReport]:
-        """Send the current weights to these engines. Returns each rank's report. `corrupt`: see `WeightSender.send`."""
+        """Sends the weights to these engines. Returns each rank's report. `corrupt`: see `WeightSender.send`."""
         return await self._all(
             f"sending weights of version {update.version}",
             lambda rank: self._ranks[rank].send_weights.remote(update, engines, fingerprints, corrupt),
@@ -176,7 +176,7 @@ class TrainerGroup:
         return results[0]
 
     async def save_hf(self, directory: Path) -> None:
-        """Write the current weights as a Hugging Face model folder."""
+        """Writes the current weights as a Hugging Face model folder."""
         await self._all("saving", lambda rank: self._ranks[rank].save_hf.remote(str(directory)), SETUP_TIMEOUT_SECONDS)
 
     async def take_readings(self, rank: int) -> ReadingBatch:
@@ -196,7 +196,7 @@ class TrainerGroup:
         return stacks
 
     async def stop(self) -> None:
-        """Let the ranks close their communicators; Ray ends their processes with the placement group."""
+        """Lets the ranks close their communicators; Ray ends their processes with the placement group."""
         if self._is_warming_up:
             return  # they do not answer before they have compiled, and have no communicator to a server yet
         results = await asyncio.gather(
@@ -208,14 +208,14 @@ class TrainerGroup:
                 logger.warning("trainer rank %d did not stop by itself: %r", rank, result)
 
     async def _one(self, rank: int, reference: Any, what: str) -> Any:
-        """Await the answer of one rank."""
+        """Awaits the answer of one rank."""
         try:
             return await answer(reference, f"{what}, trainer rank {rank}")
         except ActorExited:
             raise RunError(self._exit_report(rank, what)) from None
 
     async def _all(self, what: str, call: Callable[[int], Any], timeout: float) -> list[Any]:
-        """Run one command on all ranks within `timeout` seconds. The caller has locked `queue`, or is the only one."""
+        """Runs one command on all ranks within `timeout` seconds. The caller has locked `queue`, or is the only one."""
         tasks = [asyncio.ensure_future(self._one(rank, call(rank), what)) for rank in range(self.world_size)]
         try:
             async with asyncio.timeout(timeout):

@@ -137,6 +137,6 @@ def member_types(annotation: Any) -> tuple[Any, ...]:
 
 
 def accepts(section: type[BaseModel], field: str, kind: type) -> bool:
-    """Whether the field's type allows `kind` (`Any` allows everything)."""
+    """Returns whether the field's type allows `kind` (`Any` allows everything)."""
     members = member_types(section.model_fields[field].annotation)
     return any(member is Any or member is kind or get_origin(member) is kind for member in members)

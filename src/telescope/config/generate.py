@@ -79,7 +79,7 @@ def documentation() -> str:
 
 
 def write_files(root: Path) -> list[Path]:
-    """Write both files below a checkout. Returns their paths."""
+    """Writes both files below a checkout. Returns their paths."""
     files = generated_files()
     for name, text in files.items():
         path = root / name
@@ -180,7 +180,7 @@ evals:
 
 
 def main() -> int:
-    """Write the files into the checkout that this module lies in, or into the folder given as the only argument."""
+    """Writes the files into the checkout that this module lies in, or into the folder given as the only argument."""
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[3]
     for path in write_files(root):
         print(path)

@@ -41,7 +41,7 @@ class LoadedConfig:
     """A configuration and remarks about it.
 
     `notes` are sentences for the person who starts the run: adjusted defaults, settings that may surprise, and one line
-    naming the set fields that have no effect in this version. `sources` says where each chosen field comes from.
+    naming the set fields that have no effect in this version. `sources` names the origin of each chosen field.
     """
 
     config: TelescopeConfig

@@ -58,7 +58,7 @@ def visible_gpu_memory() -> list[int]:
 
 
 def ray_cluster_is_configured(ray_address: str) -> bool:
-    """Whether the run would join a cluster rather than start one here, without contacting Ray."""
+    """Returns whether the run would join a cluster rather than start one here, without contacting Ray."""
     if ray_address == "local":
         return False
     if ray_address != "auto" or os.environ.get("RAY_ADDRESS"):
@@ -156,7 +156,7 @@ def _try_to_bind(host: str, port: int, *, reuse: bool) -> str | None:
 
 
 def _has_connections(port: int) -> bool:
-    """Whether connections use the port on this side, such as those in TIME_WAIT after a server exited.
+    """Returns whether connections use the port on this side, such as those in TIME_WAIT after a server exited.
 
     They keep a socket without SO_REUSEADDR from binding it, and are nothing to a server.
     """

@@ -70,7 +70,7 @@ class HubUnreachableError(Exception):
 
 
 def is_local_path(model: str) -> bool:
-    """Whether `model` means a path rather than a hub identifier (`name` or `owner/name`).
+    """Returns whether `model` means a path rather than a hub identifier (`name` or `owner/name`).
 
     No account of the hub is called `models`, which is the address of a page there.
     """
@@ -78,7 +78,7 @@ def is_local_path(model: str) -> bool:
 
 
 def inspect_model(config: TelescopeConfig, *, ask_hub: bool = True) -> ModelReport:
-    """Check the files of `config.model`.
+    """Checks the files of `config.model`.
 
     Raises `ConfigError` for what is certainly wrong: no such folder or repository, no config, no tokenizer, no chat
     template, no weights, or a context that the model or the number of its heads does not allow. With `ask_hub` false
@@ -357,7 +357,7 @@ def _check_weights(config: TelescopeConfig, files: _Files) -> dict[str, tuple[in
 
 
 def _check_weight_files(config: TelescopeConfig, files: _Files, folder: Path) -> dict[str, tuple[int, ...]] | None:
-    """The files that the index of a sharded model lists are there, and each is as long as its header says.
+    """Checks that the files in a sharded model's index exist and have their header's length.
 
     Returns the shapes in the files that transformers loads: `model.safetensors`, else those of the index.
     """

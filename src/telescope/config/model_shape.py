@@ -12,7 +12,7 @@ from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 EXPERT_MODEL_TYPES = ("qwen3_moe",)
-"""Models with experts whose tensors the weight transfer knows on both sides (`trainer.experts`, `weights.held`)."""
+"""Models whose experts both ends of a weight transfer know (`trainer.model`, `weights.engine_experts`)."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What architectures call the number of their experts."""
@@ -46,7 +46,7 @@ class ModelShape:
     max_position_embeddings: int | None = None
 
     def has_experts(self, layer: int) -> bool:
-        """Whether this layer has experts instead of one MLP."""
+        """Returns whether this layer has experts instead of one MLP."""
         return bool(self.num_experts) and (layer + 1) % self.sparse_step == 0 and layer not in self.dense_layers
 
     def num_sparse_layers(self, first: int = 0) -> int:
@@ -173,7 +173,7 @@ def unsupported_experts(config: Mapping[str, Any]) -> str | None:
 
 
 def has_zero_sparse_step(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` of a model with experts has them in every 0th layer: transformers and vLLM divide by
+    """Returns whether `config.json` puts experts in every 0th layer: transformers and vLLM divide by
     `decoder_sparse_step`."""
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config

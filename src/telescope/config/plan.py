@@ -334,7 +334,7 @@ def _place_groups(
 
 
 def _place(bundles: Sequence[Bundle], strategy: str, free: list[_Free]) -> list[PlacedBundle] | None:
-    """Place equal bundles by one strategy, taking from `free`. None when they do not fit."""
+    """Places equal bundles by one strategy, taking from `free`. None when they do not fit."""
     first, count = bundles[0], len(bundles)
     if strategy == "STRICT_PACK":
         fitting = [node for node in free if node.capacity(first) >= count]

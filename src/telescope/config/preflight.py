@@ -43,7 +43,7 @@ Check = Callable[["TelescopeConfig"], None]
 
 
 def check(config: TelescopeConfig) -> None:
-    """Run every check. Raises one `ConfigError` that lists all problems, a line each."""
+    """Runs every check. Raises one `ConfigError` that lists all problems, a line each."""
     if problems := find_problems(config, (*checks_of_environments(), *checks_of_machine(), check_model)):
         raise ConfigError("\n".join(problems))
 

@@ -150,7 +150,7 @@ AVAILABLE_CHOICES: dict[str, tuple[Any, ...]] = {"train_backend": ("fsdp",), "re
 
 
 def has_no_effect(field: str) -> bool:
-    """Whether the field is accepted, but its feature is not there yet."""
+    """Returns whether the field is accepted, but its feature is not there yet."""
     return field in FIELD_STATUS
 
 

@@ -358,7 +358,7 @@ class MultiTurnEnvironment(Environment):
         """
 
     def is_done(self, state: RolloutState) -> tuple[bool, str | None]:
-        """Whether the rollout ends here, and the reason, which is recorded. Called after `env_response`."""
+        """Returns whether the rollout ends here, and the reason, which is recorded. Called after `env_response`."""
         if state.num_turns >= self.max_turns:
             return True, MAX_TURNS_REACHED
         return False, None

@@ -37,7 +37,7 @@ _BOOT = (
 
 
 def check_equal(answer: str, expected: str, timeout_seconds: float) -> bool:
-    """Whether math-verify considers the texts equal; False when it takes longer than `timeout_seconds`."""
+    """Returns whether math-verify considers the texts equal; False when it takes longer than `timeout_seconds`."""
     answer, expected = _tidied(answer), _tidied(expected)
     if not _is_one_expression(answer) or not _is_one_expression(expected):
         return False
@@ -61,7 +61,7 @@ def _tidied(text: str) -> str:
 
 
 def _is_one_expression(text: str) -> bool:
-    """Whether the text can be a single answer: short, with paired braces, without a second formula."""
+    """Returns whether the text can be a single answer: short, with paired braces, without a second formula."""
     if not text or len(text) > MAX_CHARACTERS or "\\boxed" in text or "$" in text.replace("\\$", ""):
         return False
     depth = 0

@@ -121,7 +121,7 @@ def verify_exact_match(predicted: str, ground_truth: str) -> bool:
 
 
 def verify_math_answer(predicted: str, ground_truth: str, timeout_seconds: float = 5.0) -> bool:
-    """Whether two answers in LaTeX or plain notation are equal, by the package math-verify.
+    """Returns whether two answers in LaTeX or plain notation are equal, by the package math-verify.
 
     An empty answer, one that is too long, and one that takes more than `timeout_seconds` to compare are not. Raises
     `UserError` when math-verify is not installed, `InfrastructureError` when the process that compares does not start.

@@ -75,7 +75,7 @@ class Discovery:
         return sorted(self._sources(folders))
 
     def has(self, name: str, folders: Sequence[str | Path] = ()) -> bool:
-        """Whether the search finds `name`; False for a name with a colon."""
+        """Returns whether the search finds `name`; False for a name with a colon."""
         return ":" not in name and name in self._sources(folders)
 
     def find(self, name: str, folders: Sequence[str | Path] = ()) -> Source:
@@ -246,7 +246,7 @@ def _strings(value: ast.expr, name: str, file: Path) -> list[str]:
 
 
 def _is_installed(requirement: str) -> bool:
-    """Whether a distribution or a module of that name is installed, in any version."""
+    """Returns whether a distribution or a module of that name is installed, in any version."""
     match = re.match(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)", requirement)
     if match is None:
         raise UserError(f"{requirement!r} is not the name of a package.")

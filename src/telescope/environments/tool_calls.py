@@ -119,7 +119,7 @@ def parse_function_call_syntax(text: str, tool_names: Collection[str] | None = N
 
 
 def looks_like_a_call(text: str, form: ToolCallFormat) -> bool:
-    """Whether the text has a trace of a call, readable or not."""
+    """Returns whether the text has a trace of a call, readable or not."""
     return _TRACES[form].search(text) is not None
 
 

@@ -134,7 +134,7 @@ class ToolEnvironment(MultiTurnEnvironment):
         return self._respond_later(calls, results, state)
 
     def is_done(self, state: RolloutState) -> tuple[bool, str | None]:
-        """Done with a final answer, or after `max_turns`."""
+        """Returns whether the rollout ended: with a final answer, or after `max_turns`."""
         if state.trajectory and self.is_final_answer(state.trajectory[-1].text, state):
             return True, "final_answer"
         return super().is_done(state)
@@ -146,7 +146,7 @@ class ToolEnvironment(MultiTurnEnvironment):
         return parse_calls(completion, self.tool_call_format, self._tools)
 
     def is_final_answer(self, completion: str, state: RolloutState) -> bool:
-        """Whether the answer ends the rollout: by default, when it has no call, readable or not."""
+        """Returns whether the answer ends the rollout: by default, when it has no call, readable or not."""
         return not self.parse_tool_calls(completion)
 
     def execute_tool(self, call: ToolCall) -> ToolResult | Awaitable[ToolResult]:

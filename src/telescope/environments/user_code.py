@@ -147,7 +147,7 @@ def user_code_line(error: BaseException, folder: Path | None = None) -> str | No
 
 
 def _is_ours(filename: str) -> bool:
-    """Whether it is a module of this package; built-in environments are in subfolders."""
+    """Returns whether a file is a module of this package; built-in environments are in subfolders."""
     return str(Path(filename).parent) == _OWN_FOLDER
 
 

@@ -58,7 +58,7 @@ class Eval(Dataset):
 
     @property
     def uses_chat_template(self) -> bool:
-        """Whether prompts go through the chat template; the environment decides if there is one."""
+        """Returns whether prompts go through the chat template; the environment decides if there is one."""
         return self.env.uses_chat_template if self.env is not None else True
 
     @property

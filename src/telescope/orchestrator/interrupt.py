@@ -36,7 +36,7 @@ class Interrupt:
         return self._count > 0
 
     def install(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Handle the stop signals. Call again after a library has replaced the handlers.
+        """Handles the stop signals. Call again after a library has replaced the handlers.
 
         A SIGHUP that is ignored stays ignored: so `nohup` keeps a run going.
         """
@@ -46,18 +46,18 @@ class Interrupt:
             loop.add_signal_handler(signal.SIGHUP, self._hung_up)
 
     def on_first(self, action: Callable[[], None]) -> None:
-        """Call `action` at the first signal, or now if it has arrived already."""
+        """Calls `action` at the first signal, now if it has already arrived."""
         if self.requested:
             action()
         else:
             self._on_first.append(action)
 
     def on_second(self, action: Callable[[], None]) -> None:
-        """Call `action`, which must be quick, when a second signal ends the process at once."""
+        """Calls `action`, which must be quick, before a second signal ends the process."""
         self._on_second.append(action)
 
     async def run_until_first(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine that the first signal cancels, such as the start or an eval. Raises Interrupted then."""
+        """Runs a coroutine that the first signal cancels, such as the start or an eval. Raises Interrupted then."""
         task = asyncio.ensure_future(coroutine)
 
         def cancel() -> None:
@@ -75,7 +75,7 @@ class Interrupt:
             self._on_first.clear()
 
     def _hung_up(self) -> None:
-        """Stop as at SIGTERM. A shell that loses its terminal sends SIGHUP more than once: repeats change nothing."""
+        """Stops as at SIGTERM. A shell that loses its terminal sends SIGHUP more than once: repeats change nothing."""
         null = os.open(os.devnull, os.O_WRONLY)
         for descriptor in self._terminals:  # writes to a lost terminal fail
             os.dup2(null, descriptor)

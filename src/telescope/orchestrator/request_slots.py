@@ -104,7 +104,7 @@ class RequestSlotPool:
 
     @property
     def has_free_slot(self) -> bool:
-        """Whether a new group would be served at once.
+        """Returns whether a new group would be served at once.
 
         Samples may still wait: their groups are bound to a full server, and cannot use the free slot.
         """

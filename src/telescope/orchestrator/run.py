@@ -48,7 +48,7 @@ class View(Protocol):
 
 
 def run_training(config: TelescopeConfig, notes: list[str], view: View | None = None) -> RunSummary:
-    """Train as configured and return the summary, which is also in the run directory.
+    """Trains as configured. Returns the summary, which is also in the run directory.
 
     Raises UserError for input that cannot be run (nothing is left behind), the first error of any part otherwise.
     """
@@ -73,7 +73,7 @@ class _TrainingRun:
         self._model_dir: Path | None = None
 
     async def run(self) -> RunSummary:
-        """Run to the end. Raises the error that ended the run, unless the user stopped it."""
+        """Runs to the end. Raises the error that ended the run, unless the user stopped it."""
         error: BaseException | None = None
         async with AsyncExitStack() as stack:
             reaper = stack.enter_context(Reaper())
@@ -150,7 +150,7 @@ class _TrainingRun:
             )
 
     async def _save_model(self, components: RunComponents) -> Path:
-        """Write the trained model; returns its folder."""
+        """Writes the trained model; returns its folder."""
 
         async def save(folder: Path) -> None:
             async with components.trainer.queue:
@@ -159,7 +159,7 @@ class _TrainingRun:
         return await save_where_possible(save, RunFiles(self._directory.path).model, self._status)
 
     async def _take_gauges(self, components: RunComponents) -> None:
-        """Update the live view's numbers and the record's gauges."""
+        """Updates the live view's numbers and the record's gauges."""
         status, write = self._status, self._directory.recorder.write
         status.num_slots = sum(server.capacity for server in components.slots.servers)
         loop = asyncio.get_running_loop()
@@ -221,7 +221,7 @@ async def make_orchestrator(
     directory: RunDirectory,
     status: RunStatus,
 ) -> Orchestrator:
-    """The loops over started components. Items that an eval holds out are never drawn."""
+    """The loops over started components. Items that an eval holds out are never sampled."""
     infos = [await components.environments.describe(key) for key in components.keys.training]
     for key, entry, info in zip(components.keys.training, config.environments, infos, strict=True):
         directory.recorder.write("environments", record_rows.environment_row(key, entry.name, entry.weight, info))
@@ -229,7 +229,7 @@ async def make_orchestrator(
         if key not in components.keys.training:
             row = record_rows.environment_row(key, eval_entry.name, None, await components.environments.describe(key))
             directory.recorder.write("environments", row)
-    draws = PromptSampler(
+    sampler = PromptSampler(
         config.seed,
         sizes=[info.num_samples for info in infos],
         weights=[entry.weight for entry in config.environments],
@@ -248,4 +248,4 @@ async def make_orchestrator(
         infos=infos,
         report_engine_failure=components.servers.report_failure,
     )
-    return Orchestrator(config, services, draws, evaluation.held_out_uids, components.settings, status)
+    return Orchestrator(config, services, sampler, evaluation.held_out_uids, components.settings, status)

@@ -87,7 +87,7 @@ async def start_components(
     *,
     on_ray_started: Callable[[], None] = lambda: None,
 ) -> RunComponents:
-    """Start everything that `config` asks for; `stack` stops it.
+    """Starts everything that `config` asks for; `stack` stops it.
 
     `temporary` is the run's private directory (`Reaper.directory`). `on_ray_started` is called once Ray has installed
     its signal handlers. Raises UserError for what a user can fix, otherwise the first error of a component.
@@ -159,7 +159,7 @@ async def start_environments(
     status: RunStatus,
     stack: AsyncExitStack,
 ) -> EnvironmentPool:
-    """Load the environments. Their notices go to the log, and to `status` unless it has them."""
+    """Loads the environments. Their notices go to the log, and to `status` unless it has them."""
     environments = EnvironmentPool(
         keys.specs,
         renderer=RendererSpec(
@@ -200,7 +200,7 @@ def default_environment_workers() -> int:
 
 
 async def _connect(config: TelescopeConfig, directory: RunDirectory, temporary: Path) -> Cluster:
-    """Join or start Ray. A cancellation does not wait for Ray, whose start takes up to a minute; the reaper ends it."""
+    """Joins or starts Ray. A cancellation does not wait for a start, up to a minute; the reaper ends it."""
     stopped = threading.Event()
 
     def start() -> Cluster:
@@ -226,7 +226,7 @@ def _disconnect(
     error: BaseException | None,
     traceback: TracebackType | None,
 ) -> None:
-    """Leave Ray. After an error its logs are kept in the run directory."""
+    """Leaves Ray. After an error its logs are kept in the run directory."""
     if cluster.started_here and isinstance(error, Exception) and not isinstance(error, Interrupted | UserError):
         keep_logs(temporary, directory.path)
     disconnect(cluster, config)
@@ -235,7 +235,7 @@ def _disconnect(
 def _receive_traces(
     config: TelescopeConfig, network: Network, directory: RunDirectory, stack: AsyncExitStack
 ) -> TraceTarget | None:
-    """Receive traces of requests into the record until `stack` ends. None if tracing is not available here."""
+    """Receives traces of requests into the record until `stack` ends. None if tracing is not available here."""
     missing = why_not_available()
     if missing is not None:
         logger.warning("Requests are not traced: %s. enable_vllm_tracing: false turns this off.", missing)
@@ -257,7 +257,7 @@ async def start_workers(
     *,
     loopback: bool,
 ) -> None:
-    """Load and compile the trainer and start the servers, side by side unless they share GPUs.
+    """Loads the trainer and starts the servers, concurrently unless they share GPUs.
 
     Raises the first failure at once.
     """
@@ -301,7 +301,7 @@ async def _all_or_first_failure(*starts: Coroutine[Any, Any, None]) -> None:
 
 
 async def _show_start(inference: InferenceGroup, index: int, status: RunStatus) -> None:
-    """Show the stage of a starting server in the live view; a large model loads for minutes."""
+    """Shows the stage of a starting server in the live view; a large model loads for minutes."""
     started_at = time.monotonic()
     stage = FIRST_STAGE
     while True:
@@ -319,7 +319,7 @@ def _check_hash(config: TelescopeConfig, process: str, config_hash: str) -> None
 
 
 def record_warm_up(directory: RunDirectory, spans: list[Span]) -> None:
-    """Write the compilation of the trainer's ranks to the log and the record."""
+    """Writes the compilation of the trainer's ranks to the log and the record."""
     seconds = max(span.end for span in spans) - min(span.start for span in spans)
     logger.info("The trainer has compiled the model's blocks, which took %.1f s", seconds)
     for span in spans:
@@ -327,7 +327,7 @@ def record_warm_up(directory: RunDirectory, spans: list[Span]) -> None:
 
 
 def record_sync(directory: RunDirectory, report: SyncReport) -> None:
-    """Write a weight sync to the record: spans of each server's pause and transfer, and of the trainer's ranks."""
+    """Writes a weight sync to the record: spans of each server's pause and transfer, and of the trainer's ranks."""
     step = report.version - 1
     for sync in report.servers:
         shared = {"component": "weights", "server": sync.server, "step": step}

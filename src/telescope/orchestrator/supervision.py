@@ -33,7 +33,7 @@ class Supervisor:
         self._failure: asyncio.Future[None] | None = None
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """Start a task whose failure ends the run."""
+        """Starts a task whose failure ends the run."""
         loop = asyncio.get_running_loop()
         if self._failure is None:
             self._failure = loop.create_future()
@@ -43,7 +43,7 @@ class Supervisor:
         return task
 
     async def run_until(self, main: Coroutine[Any, Any, Any]) -> Any:
-        """Run `main` beside the spawned tasks, then cancel those that still run."""
+        """Runs `main` beside the spawned tasks, then cancels those that still run."""
         if self._failure is None:
             self._failure = asyncio.get_running_loop().create_future()
         main_task = asyncio.get_running_loop().create_task(main, name="main")
@@ -87,7 +87,7 @@ async def watchdog(
     *,
     poll_seconds: float = 5.0,
 ) -> None:
-    """Raise DeadlineExceeded when nothing finished for `timeout_seconds`; the stacks of all processes go to the log."""
+    """Raises DeadlineExceeded when nothing finished for `timeout_seconds`, and logs all stacks."""
     while True:
         await asyncio.sleep(min(poll_seconds, timeout_seconds / 4))
         idle = time.monotonic() - status.last_progress_at

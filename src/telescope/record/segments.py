@@ -64,7 +64,7 @@ class Segment:
 
     @property
     def sealed(self) -> bool:
-        """Whether it is too large, or merged too often, to be merged again."""
+        """Returns whether the segment is too large, or merged too often, to be merged again."""
         return self.num_bytes >= SEALED_BYTES or self.level >= MAX_LEVEL
 
 

@@ -85,7 +85,7 @@ class Trajectory:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it is scored and no filter removed it."""
+        """Returns whether the sample is scored and no filter removed it."""
         return self.reward is not None and self.filtered_by is None
 
     @property
@@ -127,7 +127,7 @@ class Trajectory:
 
     @property
     def hit_length_limit(self) -> bool:
-        """Whether the last answer was cut off, or the context was exhausted."""
+        """Returns whether the last answer was cut off, or the context was exhausted."""
         return self.stop_reason in ("length", CONTEXT_EXHAUSTED)
 
     @property

@@ -28,7 +28,7 @@ _NUM_CORPUS_PROMPTS = 64
 def build_tiny_model(
     output: Path, settings: TinyModelSettings, report: Callable[[WarmStartProgress], None] | None = None
 ) -> int:
-    """Write config, safetensors, tokenizer and generation config into the existing folder `output`.
+    """Writes config, safetensors, tokenizer and generation config into the existing folder `output`.
 
     Returns the number of parameters.
     """
@@ -122,7 +122,7 @@ _ROLES = ("system\n", "user\n", "assistant\n", "tool\n")
 def build_tokenizer(
     corpus: Iterable[str], vocab_size: int, more_markup: tuple[str, ...] = ()
 ) -> PreTrainedTokenizerFast:
-    """Train the merges on `corpus` (few, short, typical prompts) and wrap them as a fast Hugging Face tokenizer.
+    """Trains a fast Hugging Face tokenizer on `corpus` (few, short, typical prompts).
 
     `more_markup` are tokens of the same kind as `MARKUP_TOKENS`.
 

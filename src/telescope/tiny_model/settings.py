@@ -58,7 +58,7 @@ class TinyModelSettings:
     clean_share: float = 0.75
     """The first `clean_share` of the steps shows right answers only; in the rest, a share of `wrong_share` (of answers
     or, for the calculator, that many turns of a conversation) is in the right form and arbitrary otherwise. The model
-    then knows more than it says: its answers are varied and mostly wrong, and reinforcement learning has something to
+    then knows more than its answers show: they are varied and mostly wrong, and reinforcement learning has something to
     tell apart."""
 
     def __post_init__(self) -> None:

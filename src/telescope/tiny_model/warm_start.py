@@ -88,7 +88,7 @@ def warm_start(
     settings: TinyModelSettings,
     report: Callable[[WarmStartProgress], None] | None = None,
 ) -> None:
-    """Train `model` in place for `settings.warm_start_steps` steps. `report` is called after every step."""
+    """Trains `model` in place for `settings.warm_start_steps` steps. `report` is called after every step."""
     import torch
 
     source = examples_of(settings)

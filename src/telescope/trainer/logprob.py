@@ -256,7 +256,7 @@ def _is_tiled(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> bool:
 
 
 def _can_be_tiled(hidden_ND: torch.Tensor, weight_VD: torch.Tensor) -> bool:
-    """Whether the kernels of `logprob_products` take these operands."""
+    """Returns whether the kernels of `logprob_kernels` take these operands."""
     if hidden_ND.dtype != weight_VD.dtype or hidden_ND.dtype not in (torch.bfloat16, torch.float16):
         return False
     return hidden_ND.shape[1] % DEPTH == 0 and all(

@@ -89,7 +89,7 @@ def add_block(
     target_logit_C: torch.Tensor,
     temperature: float,
 ) -> None:
-    """Update the four sums in place with a contiguous block of logits."""
+    """Updates the four sums in place with a contiguous block of logits."""
     num_rows, num_columns = logits_CB.shape
     _add_block_kernel[(num_rows,)](
         logits_CB, target_C, top_C, total_C, moment_C, target_logit_C,

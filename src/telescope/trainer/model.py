@@ -77,7 +77,7 @@ class PolicyModel(nn.Module):
 
     @property
     def is_tied(self) -> bool:
-        """Whether the output layer's weight is the embedding's."""
+        """Returns whether the output layer's weight is the embedding's."""
         return self.head.weight is self.causal_lm.get_input_embeddings().weight
 
     def forward(

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_log(path: Path) -> BinaryIO:
-    """The file, open for appending, its folder made; or a sink, with a warning, when it cannot be written."""
+    """Opens the file for appending and makes its folder; on an error, warns and returns a sink."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("ab")

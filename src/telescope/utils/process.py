@@ -79,7 +79,7 @@ def describe_exit(code: int) -> str:
 
 
 async def in_daemon_thread(function: Callable[[], T]) -> T:
-    """Await `function` on a thread that nothing waits for, also after a cancellation.
+    """Awaits `function` on a thread that nothing waits for, also after a cancellation.
 
     The event loop and the interpreter wait for threads of `asyncio.to_thread` before they end. The thread stays until
     the process ends: the kernel ends child processes such as Ray's daemons with the thread that started them.

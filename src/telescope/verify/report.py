@@ -33,7 +33,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether there are checks and all of them passed."""
+        """Returns whether there are checks and all of them passed."""
         return bool(self.checks) and all(check.ok for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:

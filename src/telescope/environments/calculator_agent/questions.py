@@ -83,7 +83,7 @@ def draw_question(settings: QuestionSettings, rng: random.Random) -> Question:
 
 
 def is_held_out(question: Question) -> bool:
-    """Whether the question belongs to the held-out fifth."""
+    """Returns whether the question belongs to the held-out fifth."""
     digest = hashlib.sha256(f"calculator_agent:{question.text}".encode()).digest()
     return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
 

@@ -42,7 +42,7 @@ class PuzzleSettings:
 
 
 def is_held_out(numbers: tuple[int, ...] | list[int], target: int) -> bool:
-    """Whether the puzzle belongs to the held-out fifth. The order of the numbers does not matter."""
+    """Returns whether the puzzle belongs to the held-out fifth. The order of the numbers does not matter."""
     identity = f"countdown:{','.join(map(str, sorted(numbers)))}={target}"
     return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
 
@@ -66,7 +66,7 @@ def generate_puzzles(settings: PuzzleSettings, seed: int, portion: str = "all") 
 
 
 def in_portion(numbers: tuple[int, ...] | list[int], target: int, portion: str) -> bool:
-    """Whether the puzzle belongs to `portion`: all, train or heldout."""
+    """Returns whether the puzzle belongs to `portion`: all, train or heldout."""
     return portion == "all" or is_held_out(numbers, target) == (portion == "heldout")
 
 

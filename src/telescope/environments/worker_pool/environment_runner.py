@@ -137,7 +137,7 @@ class EnvironmentRunner:
         )
 
     def _why_not_extendable(self, spec: EnvironmentSpec, environment: Any) -> str | None:
-        """See `dialogue.why_not_extendable`. Raises `UserError` when the template rejects the environment's replies."""
+        """See `rendering.why_not_extendable`. Raises `UserError` when the template rejects a reply."""
         if self.renderer is None or not environment.is_multi_turn:
             return None
         role = getattr(self.conversations.multi_turn_environment(environment), "tool_role", "user")
@@ -227,7 +227,7 @@ class EnvironmentRunner:
 
 
 def _ends_rollouts(environment: Any) -> bool:
-    """Whether it overrides `end_rollout`."""
+    """Returns whether the environment overrides `end_rollout`."""
     found = wrapped_environment(environment)
     return isinstance(found, MultiTurnEnvironment) and type(found).end_rollout is not MultiTurnEnvironment.end_rollout
 

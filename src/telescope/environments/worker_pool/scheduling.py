@@ -135,7 +135,7 @@ class WorkerState:
         return len(self.queued) + len(self.parked)
 
     def admits(self, expected_seconds: float) -> bool:
-        """Whether a call with this expected cost may be sent now."""
+        """Returns whether a call with this expected cost may be sent now."""
         if len(self.parked) >= MAX_PARKED:
             return False
         if not self.queued:
@@ -190,7 +190,7 @@ class WorkerState:
         return [(call_id, call) for call_id, call in calls if call.used_seconds >= call.limit(timeout_seconds)]
 
     def is_waiting(self, call_id: int) -> bool:
-        """Whether the call waits in the event loop, off the main thread."""
+        """Returns whether the call waits in the event loop, off the main thread."""
         return call_id in self.parked and self.last_reading[0] != call_id
 
     def withdraw_queued(self) -> dict[int, Call]:

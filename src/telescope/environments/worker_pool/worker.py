@@ -131,7 +131,7 @@ class Worker:
         return _OnMainThread(self, request_id)
 
     def serve(self) -> None:
-        """Serves until the stream ends. The first frame says what to load."""
+        """Serves until the stream ends. The first frame names what to load."""
         asyncio.set_event_loop(self.loop)
         while not self.inbox and not self.ended:
             self.receive(wait=True)

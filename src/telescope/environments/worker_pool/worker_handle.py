@@ -185,7 +185,7 @@ class WorkerProcess:
 
     @property
     def killed_externally(self) -> bool:
-        """Whether a signal from outside ended it, not its user code or the driver."""
+        """Returns whether a signal from outside ended it, not its user code or the driver."""
         return not self._killed and self._code in (-signal.SIGKILL, -signal.SIGTERM)
 
     def log_tail(self) -> str:

@@ -4,7 +4,7 @@ vLLM's HTTP process notices within milliseconds that its engine process is gone,
 shuts down. But calls into the engine (pause, weight updates, collective RPC) wait for an answer that never comes, and
 requests that a pause holds back wait for its end. The shutdown waits for both: without `EngineExitMiddleware` the
 process would never exit (vLLM 0.26 and 0.32). It touches nothing while the engine runs, begins no answer twice, and
-leaves vLLM `GRACE_SECONDS` to answer by itself, since its message says more.
+leaves vLLM `GRACE_SECONDS` to answer by itself, since its message is more precise.
 
 vLLM's health route only checks that the engine process exists. A process that hangs (a kernel that never returns, a
 deadlock, SIGSTOP) stays healthy to it, and its requests would wait for their own deadlines. So `EngineHangMiddleware`

@@ -39,7 +39,7 @@ def memory_arguments(
     # vLLM sizes its KV cache from the free memory under this bound; the staging buffer is allocated later.
     reserved = staging_bytes
     if kv_cache_bytes is not None:
-        # The bound now only says how much must be free. The context of this process is created before the check;
+        # The bound now only sets how much must be free. The context of this process is created before the check;
         # activations and CUDA graphs are allocated after it.
         reserved += CUDA_CONTEXT_BYTES + ENGINE_WORKSPACE_BYTES
     share = reserved / gpu_memory_bytes if gpu_memory_bytes else 0.0

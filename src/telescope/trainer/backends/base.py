@@ -70,7 +70,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def save_hf(self, directory: Path) -> None:
-        """Write the model as a Hugging Face checkpoint (rank 0 writes). Collective.
+        """Writes the model as a Hugging Face checkpoint (rank 0 writes). Collective.
 
         Raises `OSError` on rank 0 when the disk cannot take it; the ranks can then save again elsewhere.
         """
