@@ -22,7 +22,7 @@ from telescope.config import EvalEntry
 from telescope.environments.worker_pool.messages import PreparedPrompt
 from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.errors import EnvironmentFailure, InfrastructureError
-from telescope.rollout.sample import RolloutSettings, RolloutTask, SamplingSettings, run_rollout
+from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, SamplingSettings
 from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.types import Engine, RequestSlots
 
@@ -129,10 +129,10 @@ async def run_eval(
             seed_of_turn=lambda turn: seed_of(item.index, turn),
             is_multi_turn=plan.is_multi_turn,
         )
-        trajectory = await run_rollout(
+        trajectory = await Rollout(
             task, slots=slots, engine_of=engine_of, environments=environments, settings=settings,
             on_engine_failure=on_engine_failure,
-        )  # fmt: skip
+        ).run()  # fmt: skip
         slots.forget_group(group_id)
         on_sample(item, trajectory)
         return trajectory

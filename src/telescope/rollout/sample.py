@@ -365,23 +365,3 @@ def _problem_with(generation: Generation, loaded_version: int) -> str | None:
     if oldest < loaded_version:
         return f"it was sampled with policy version {oldest}, but the server had received version {loaded_version}"
     return None
-
-
-async def run_rollout(
-    task: RolloutTask,
-    *,
-    slots: RequestSlots,
-    engine_of: Callable[[int], Engine],
-    environments: Environments,
-    settings: RolloutSettings,
-    on_engine_failure: Callable[[int, InfrastructureError], None],
-) -> Trajectory:
-    """Runs one sample that is never cancelled; see `Rollout.run`."""
-    return await Rollout(
-        task,
-        slots=slots,
-        engine_of=engine_of,
-        environments=environments,
-        settings=settings,
-        on_engine_failure=on_engine_failure,
-    ).run()

@@ -18,7 +18,7 @@ import numpy as np
 from telescope.errors import RunError
 from telescope.orchestrator.prompt_sampler import request_seed
 from telescope.orchestrator.run_components import RunComponents
-from telescope.rollout.sample import RolloutTask, run_rollout
+from telescope.rollout.sample import Rollout, RolloutTask
 from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import TrainSample
 from telescope.trainer.packing import truncate_to
@@ -57,14 +57,14 @@ async def sample_groups(
             prompt_token_ids=prompt_token_ids,
             seed_of_turn=lambda turn: request_seed(config.seed, "verify", group, index, turn),
         )
-        trajectory = await run_rollout(
+        trajectory = await Rollout(
             task,
             slots=components.slots,
             engine_of=lambda server: components.servers.clients[server],
             environments=components.environments,
             settings=settings,
             on_engine_failure=components.servers.report_failure,
-        )
+        ).run()
         on_sample()
         return trajectory
 

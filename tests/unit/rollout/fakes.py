@@ -12,7 +12,7 @@ import numpy as np
 
 from telescope.environments.worker_pool.messages import Advance, FirstPrompt, RewardRecord
 from telescope.errors import EnvironmentFailure, InfrastructureError
-from telescope.rollout.sample import RolloutSettings, RolloutTask, SamplingSettings, run_rollout
+from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, SamplingSettings
 from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.types import GenerateRequest, Generation, Lease
 
@@ -189,14 +189,14 @@ class Bench:
         self.failures.append((server, str(error)))
 
     async def run(self, prompt: list[int] | None = None, *, turns: bool = False, **changes: Any) -> Trajectory:
-        return await run_rollout(
+        return await Rollout(
             task(prompt, turns=turns),
             slots=self.slots,
             engine_of=lambda server: self.engine,
             environments=self.environments,
             settings=settings(**changes),
             on_engine_failure=self.on_engine_failure,
-        )
+        ).run()
 
 
 async def tick(times: int) -> None:
