@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hmac
 import os
-import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -24,11 +23,6 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 REFUSAL = b'{"error":{"message":"this inference server requires the secret of its Telescope run","code":401}}'
-
-
-def new_secret() -> str:
-    """Returns a new secret for one run (256 random bits)."""
-    return secrets.token_urlsafe(32)
 
 
 class RunSecretMiddleware:

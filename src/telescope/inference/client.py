@@ -56,7 +56,6 @@ class EngineClient:
         server_index: int = 0,
         *,
         request_timeout: float = 1800.0,
-        control_timeout: float = CONTROL_TIMEOUT_SECONDS,
         update_timeout: float = 600.0,
         abort_grace: float = ABORT_GRACE_SECONDS,
         with_priority: bool = True,
@@ -80,7 +79,6 @@ class EngineClient:
             connect_timeout=CONNECT_TIMEOUT_SECONDS,
         )
         self._request_timeout = request_timeout
-        self._control_timeout = control_timeout
         self._update_timeout = update_timeout
         self._abort_grace = abort_grace
         self._with_priority = with_priority
@@ -102,14 +100,14 @@ class EngineClient:
         if request_id in self._in_flight:
             raise EngineRequestError(f"request id {request_id} is already in flight on server {self.server_index}")
         body = wire.encode_generate(request, with_priority=self._with_priority)
-        started = time.monotonic()
         try:
             async with asyncio.timeout(self._request_timeout) as deadline:
                 self._in_flight[request_id] = deadline
                 parsed = await self._exchange("POST", wire.GENERATE_ROUTE, body, f"request {request_id}", self._parse)
         except TimeoutError as error:
             if request_id in self._aborted:
-                return self._aborted_generation(time.monotonic() - started)
+                empty = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
+                return Generation(*empty, "abort", [], server_index=self.server_index)
             raise InfrastructureError(
                 f"{self._name}: request {request_id} ({len(request.prompt_token_ids)} prompt tokens, max_tokens "
                 f"{request.max_tokens}) had no answer within {self._request_timeout:.0f} s"
@@ -123,7 +121,6 @@ class EngineClient:
             finish_reason=parsed.finish_reason,
             version_spans=parsed.version_spans,
             server_index=self.server_index,
-            total_seconds=time.monotonic() - started,
         )
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -247,10 +244,6 @@ class EngineClient:
     def _name(self) -> str:
         return f"inference server {self.server_index} ({self.base_url})"
 
-    def _aborted_generation(self, seconds: float) -> Generation:
-        empty = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
-        return Generation(*empty, "abort", [], server_index=self.server_index, total_seconds=seconds)
-
     def _parse(self, headers: Mapping[str, str], body: memoryview) -> wire.ParsedAnswer:
         if headers.get("content-type") == wire.PACKED_TYPE:
             answer = wire.unpack_answer(body)
@@ -262,7 +255,7 @@ class EngineClient:
         self, method: str, route: str, body: dict[str, Any] | bytes | None = None, *, within: float | None = None
     ) -> bytes:
         data = msgspec.json.encode(body) if isinstance(body, dict) else body
-        seconds = within or self._control_timeout
+        seconds = within or CONTROL_TIMEOUT_SECONDS
         try:
             async with asyncio.timeout(seconds):
                 # A connection of its own: the server closes connections after some errors, and a sync must not fail on

@@ -93,8 +93,7 @@ class InferenceServer:
 
     `model_path` is a local folder or hub id; the log goes to `run_dir/logs/inference-<index>.log`. `traces` is where it
     sends request traces. `node_address` is this machine's address for others, when the server listens on all
-    interfaces. `launch` replaces vLLM with another command (tests); `on_progress` receives the newest log line during
-    the start.
+    interfaces. `launch` replaces vLLM with another command (tests).
     """
 
     def __init__(
@@ -111,7 +110,6 @@ class InferenceServer:
         traces: TraceTarget | None = None,
         node_address: str | None = None,
         launch: Launch | None = None,
-        on_progress: Callable[[str], None] | None = None,
     ) -> None:
         self.index = index
         self.host = host
@@ -125,7 +123,6 @@ class InferenceServer:
         self._traces = traces
         self._limits = limits or SupervisionLimits(start_timeout=config.inference_start_timeout_seconds)
         self._launch = launch or self._launch_vllm
-        self._on_progress = on_progress
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._process: EngineProcess | None = None
@@ -256,7 +253,6 @@ class InferenceServer:
         process = self._process
         launched = time.monotonic()
         deadline = launched + self._limits.start_timeout
-        last_line = ""
         while self._health(timeout=2.0)[0] != 200:
             code = process.poll()
             if code is not None:
@@ -271,9 +267,6 @@ class InferenceServer:
                 raise self._start_error(
                     process, f"did not answer within {seconds:.0f} s (inference_start_timeout_seconds)", ended=False
                 )
-            if self._on_progress is not None and (tail := process.log_tail(1)) and tail[0] != last_line:
-                last_line = tail[0]
-                self._on_progress(last_line)
             self._stopping.wait(POLL_SECONDS)
         self._start_seconds = time.monotonic() - launched
 

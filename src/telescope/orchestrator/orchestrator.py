@@ -114,7 +114,6 @@ class Orchestrator:
     async def run(self, supervisor: Supervisor) -> None:
         """Trains `number_of_steps` steps, or until a stop is requested. Raises the first error of any loop."""
         self._supervisor = supervisor
-        self.status.training_started_at = time.time()
         self.status.progressed()
         supervisor.spawn(self._prompts.fill(), "_prompt_loop")
         for loop in (self._dispatch_loop, self._batch_loop, self._in_flight_loop):

@@ -35,7 +35,6 @@ class RunStatus:
     phase: str = "starting"
     run_dir: str = ""
     started_at: float = field(default_factory=time.time)
-    training_started_at: float | None = None
     step: int = 0
     version: int = 0
     components: dict[str, str] = field(default_factory=dict)
@@ -47,7 +46,6 @@ class RunStatus:
     num_discarded_groups: int = 0
     num_requeued_groups: int = 0
     num_masked_samples: int = 0
-    num_cancelled_samples: int = 0
     num_samples_finished: int = 0
     num_tokens_generated: int = 0
     eval_done: int = 0

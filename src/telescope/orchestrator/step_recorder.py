@@ -92,7 +92,6 @@ class StepRecorder:
     def cancelled(self, group: Group, sample: Trajectory, reason: str, version: int) -> None:
         """Counts and writes an aborted sample of a withdrawn group."""
         self._discards.cancelled(sample, requeued=group.requeued)
-        self._status.num_cancelled_samples += 1
         self._write_sample(group, sample, status="cancelled", reason=reason, step=version, version=version)
 
     def write_unfinished(self, group: Group, version: int) -> None:

@@ -39,7 +39,6 @@ class RunSummary:
     heldout_items: int | None = None
     reward_first: float | None = None
     reward_last: float | None = None
-    tokens_generated: int = 0
     error: str | None = None
     """Why the run failed, in one line."""
     model_dir: str | None = None
@@ -111,7 +110,6 @@ def summarize(
         heldout_items=headline.num_items if headline else None,
         reward_first=rewards[0] if rewards else None,
         reward_last=rewards[-1] if rewards else None,
-        tokens_generated=status.num_tokens_generated,
         error=message,
         record_error=record_error,
         model_dir=None if model_dir is None else str(model_dir),

@@ -61,11 +61,6 @@ class RunFiles:
         return self.run_dir / "model"
 
     @property
-    def checkpoints(self) -> Path:
-        """One folder per checkpoint."""
-        return self.run_dir / "checkpoints"
-
-    @property
     def tables(self) -> Path:
         """One folder of segments per table."""
         return self.run_dir / "tables"

@@ -60,9 +60,6 @@ class RecorderHealth:
     pending_bytes: int
     dropped: dict[str, int]
     """Rows dropped so far, by table."""
-    written_rows: int
-    written_bytes: int
-    """Bytes written so far, including merges."""
 
 
 class Recorder:
@@ -98,8 +95,6 @@ class Recorder:
         self._small_files: dict[Path, Any] = {}
         self._error: str | None = None
         self._reported_drops = 0
-        self._written_rows = 0
-        self._written_bytes = 0
         self._writers: dict[str, TableWriter] = {}
         self._heartbeat_due = 0.0
         self._logged_once: set[str] = set()
@@ -171,8 +166,6 @@ class Recorder:
                 pending_rows=self._pending.num_rows,
                 pending_bytes=self._pending.num_bytes,
                 dropped={name: count for name, count in self._pending.dropped.items() if count},
-                written_rows=self._written_rows,
-                written_bytes=self._written_bytes,
             )
 
     def close(self, timeout: float = 30.0) -> bool:
@@ -235,7 +228,7 @@ class Recorder:
             if not rows:
                 return
             try:
-                num_bytes = self._writer(name).append(rows)
+                self._writer(name).append(rows)
             except OSError:
                 raise
             except Exception:
@@ -246,21 +239,16 @@ class Recorder:
                 continue
             with self._lock:
                 self._pending.written(name, rows)
-                self._written_rows += len(rows)
-                self._written_bytes += num_bytes
 
     def _merge(self) -> None:
         """Does at most one merge per table, to keep flushes on time."""
         for name, writer in self._writers.items():
             try:
-                num_bytes = writer.compact()
+                writer.compact()
                 writer.sweep(self._grace_seconds)
             except OSError as error:
                 # For example too little space. The rows are on disk already; the merge is tried again.
                 self._log_once(f"merge {name}", "record: small files of table %s are not merged: %s", name, error)
-                continue
-            with self._lock:
-                self._written_bytes += num_bytes
 
     def _finish(self, cut: dict[str, int]) -> None:
         """Does the last writes. Retries while time is left, then merges and cleans up."""
@@ -291,7 +279,7 @@ class Recorder:
                 if time.monotonic() > self._closing_deadline - 2 * CLOSING_GRACE_SECONDS:
                     return
                 if self.files.table(name).is_dir():
-                    self._written_bytes += self._writer(name).finish()
+                    self._writer(name).finish()
             time.sleep(min(CLOSING_GRACE_SECONDS, self._grace_seconds))
             for writer in self._writers.values():
                 writer.sweep(0.0)
@@ -310,7 +298,7 @@ class Recorder:
             path, value = next(iter(pending.items()))
             try:
                 indent = None if path == self.files.in_flight else 1
-                self._written_bytes += replace_json(path, value, indent=indent)
+                replace_json(path, value, indent=indent)
             except OSError:
                 with self._lock:
                     self._small_files = pending | self._small_files
@@ -323,7 +311,7 @@ class Recorder:
         now = time.monotonic()
         if now >= self._heartbeat_due:
             value = {"time": time.time(), "attempt": self.attempt, "process": self._identity.to_json()}
-            self._written_bytes += replace_json(self.files.heartbeat, value)
+            replace_json(self.files.heartbeat, value)
             self._heartbeat_due = now + HEARTBEAT_SECONDS
 
     def _note_failure(self, error: Exception) -> None:

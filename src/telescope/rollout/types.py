@@ -65,9 +65,6 @@ class Generation:
     """`stop` (end token), `length` (`max_tokens` or context exhausted) or `abort`."""
     version_spans: list[tuple[int, int, int]]
     server_index: int = 0
-    queue_seconds: float | None = None
-    first_token_seconds: float | None = None
-    total_seconds: float = 0.0
 
     @property
     def version_N(self) -> np.ndarray:

@@ -110,9 +110,6 @@ class FakeEngineServer:
 class _QuietServer(uvicorn.Server):
     """uvicorn without its signal handlers, which belong to the process."""
 
-    def install_signal_handlers(self) -> None:
-        return
-
     async def serve(self, sockets: Any = None) -> None:
         await self._serve(sockets)
 

@@ -72,20 +72,5 @@ def question_settings(settings: TinyModelSettings) -> QuestionSettings:
     return QuestionSettings(1, settings.num_numbers - 1, settings.max_number)
 
 
-def calculator_arguments(settings: TinyModelSettings) -> dict[str, Any]:
-    """Arguments of the calculator agent that put the questions which this model was made for.
-
-    `portion` is left to the caller: `train` to train, `heldout` to evaluate.
-    """
-    questions = question_settings(settings)
-    return {
-        "prompt_style": "short",
-        "min_operations": questions.min_operations,
-        "max_operations": questions.max_operations,
-        "max_number": questions.max_number,
-        "operations": questions.operations,
-    }
-
-
 def _answer(number: int) -> str:
     return f"<answer>{number}</answer>"

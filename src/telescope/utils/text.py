@@ -20,10 +20,10 @@ def plain(text: str) -> str:
     return "\n".join(_CONTROL.sub("", line) for line in lines)
 
 
-def single_line(text: str, longest: int = LONGEST) -> str:
-    """Returns the first line with visible text, without control characters, at most `longest` characters."""
+def single_line(text: str) -> str:
+    """Returns the first line with visible text, without control characters, at most `LONGEST` characters."""
     line = next((line.strip() for line in plain(text).split("\n") if line.strip()), "")
-    return line if len(line) <= longest else line[: longest - 1].rstrip() + "…"
+    return line if len(line) <= LONGEST else line[: LONGEST - 1].rstrip() + "…"
 
 
 def pluralize(number: int, noun: str) -> str:

@@ -36,11 +36,8 @@ class SendReport:
     version: int
     num_bytes: int
     """Payload per engine."""
-    num_buckets: int
     seconds: float
     """From the first gather to the last engine's confirmation: the trainer's stall."""
-    gather_seconds: float
-    """Gathering, casting and copying into buckets."""
     wait_seconds: float
     """Waiting for engines: until they are ready, for a free buffer, at the end."""
     engine_seconds: dict[int, float] = field(default_factory=dict)
@@ -192,7 +189,7 @@ class _Send:
         self.live = {e: c for e, c in sender._communicators.items() if e in engines}
         self.start = time.monotonic()
         self.deadline = self.start + update.timeout_seconds
-        self.report = SendReport(update.version, update.num_bytes, 0, 0.0, 0.0, 0.0)
+        self.report = SendReport(update.version, update.num_bytes, 0.0, 0.0)
         self.weights_device = sender._device
         self.device = torch.device("cpu") if sender._cpu_staging else sender._device
         self.staged_from_gpu = sender._cpu_staging and sender._device.type == "cuda"
@@ -203,17 +200,14 @@ class _Send:
 
     def run(self) -> SendReport:
         buckets = plan_buckets(self.update)
-        self.report.num_buckets = len(buckets)
         with self.timeline.span("weight_broadcast_agree"):
             self._agree()
         for index, bucket in enumerate(buckets):
             slot = index % _NUM_BUFFERS
             with self.timeline.span("weight_broadcast_wait"):
                 self._wait(slot)
-            gathering = time.monotonic()
             with self.timeline.span("weight_broadcast_gather"):
                 filled = self._fill(bucket, slot, buckets)
-            self.report.gather_seconds += time.monotonic() - gathering
             self._broadcast(filled, slot)
         self._drain_iterator()
         with self.timeline.span("weight_broadcast_wait"):

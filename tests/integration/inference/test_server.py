@@ -91,8 +91,6 @@ def engine_pids(group: int) -> list[int]:
 
 def test_start_answers_and_stop_leaves_no_process(make_server) -> None:
     server = make_server()
-    lines: list[str] = []
-    server._on_progress = lines.append
     info = server.start()
     assert server.status().state == "ready"
     assert info.url == f"http://127.0.0.1:{server.port}"

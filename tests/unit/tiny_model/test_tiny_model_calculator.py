@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from telescope.environments.base import ChatMessage, TrajectoryStep, assistant_message, conversation
@@ -10,7 +12,7 @@ from telescope.environments.calculator_agent.questions import Question, is_held_
 from telescope.environments.registry import get_environment
 from telescope.errors import UserError
 from telescope.tiny_model.build import build_tokenizer
-from telescope.tiny_model.calculator_examples import CalculatorExamples, calculator_arguments
+from telescope.tiny_model.calculator_examples import CalculatorExamples, question_settings
 from telescope.tiny_model.countdown_examples import examples_of, markup_of
 from telescope.tiny_model.example import Turn
 from telescope.tiny_model.settings import TinyModelSettings
@@ -73,7 +75,8 @@ def test_examples_follow_from_the_seed_and_the_task():
 
 
 def test_the_environment_uses_the_same_wording():
-    environment = get_environment("calculator_agent", **calculator_arguments(SETTINGS), portion="train", num_samples=50)
+    settings = asdict(question_settings(SETTINGS)) | {"prompt_style": "short", "portion": "train", "num_samples": 50}
+    environment = get_environment("calculator_agent", **settings)
     source = CalculatorExamples(SETTINGS)
     shown = {source.draw(0.0).turns[0].messages[0]["content"] for _ in range(5000)}
     asked = [environment.get_initial_prompt(environment.get_sample(i)) for i in range(50)]

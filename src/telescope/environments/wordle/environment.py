@@ -34,7 +34,6 @@ PROMPT = (
 )
 
 _BRACKETED = re.compile(r"\[\s*([A-Za-z]{1,32})\s*\]")
-_UNSET: Any = object()
 
 
 @dataclass(slots=True)

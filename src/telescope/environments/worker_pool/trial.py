@@ -30,18 +30,17 @@ def try_environments(
     *,
     environments_path: Sequence[str | Path] = (),
     making_seconds: float = 120.0,
-    dataset_seconds: float = DATASET_SECONDS,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[str]:
     """Loads every environment and its dataset in a separate process. Returns their notices.
 
-    `making_seconds` bounds the import and the constructor of one environment, `dataset_seconds` the loading of its
-    dataset. Calls `say` with a line when it takes long. Call it from the main thread (see `Launcher`).
+    `making_seconds` bounds the import and the constructor of one environment. Calls `say` with a line when it takes
+    long. Call it from the main thread (see `Launcher`).
 
     Raises `UserError` with the environment and the fault: an error with its line, an exit of the process, a hang with
     its stack, an empty dataset.
     """
-    return asyncio.run(_Trial(specs, environments_path, making_seconds, dataset_seconds, say).run())
+    return asyncio.run(_Trial(specs, environments_path, making_seconds, say).run())
 
 
 class _Trial:
@@ -50,11 +49,10 @@ class _Trial:
         specs: Sequence[EnvironmentSpec],
         environments_path: Sequence[str | Path],
         making_seconds: float,
-        dataset_seconds: float,
         say: Callable[[str], None],
     ) -> None:
         self._header = load_header(specs, environments_path) | {"trial": True}
-        self._seconds = {"making": making_seconds, "dataset": dataset_seconds}
+        self._seconds = {"making": making_seconds, "dataset": DATASET_SECONDS}
         self._say = say
         self._doing = "loading the environments"
         self._deadline: asyncio.TimerHandle | None = None
