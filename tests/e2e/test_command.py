@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -23,6 +24,19 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process_behind(tiny_model: P
     finally:
         command.process.kill()
     command.wait_for("end of every process", lambda: not command.family(), 30)
+
+
+def test_ctrl_c_while_ray_starts_does_not_wait_for_ray(tiny_model: Path, tmp_path: Path) -> None:
+    command = Command(tiny_model, tmp_path, 18650)
+    try:
+        command.wait_for("start of Ray", command.says("starting Ray"), 120)
+        command.wait_for("GCS", lambda: any("gcs_server" in line for line in command.family()), 60)
+        command.interrupt()
+        assert command.process.wait(timeout=30) == 130
+    finally:
+        command.process.kill()
+    command.wait_for("end of every process", lambda: not command.family(), 20)
+    assert json.loads((command.run_dir / "summary.json").read_text())["status"] == "stopped"
 
 
 @pytest.mark.parametrize(
