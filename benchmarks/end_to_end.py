@@ -37,7 +37,7 @@ rows
   trainer waiting   share of wall time in which the trainer had no batch
   pause, stall      of a weight sync: the engine's pause (slowest server), and the delay of the trainer's next step,
                     sending included; medians
-  thrown away       tokens that were not trained (too old, no signal, masked, from a failed server), of all with a
+  discarded         tokens that were not trained (too old, no signal, masked, from a failed server), of all with a
                     known fate; those in flight at the end of the run are separate"""
 
 
@@ -152,7 +152,7 @@ def show(results: dict[str, Any]) -> None:
         ("  idle in pauses", f"{results['idle_in_pauses']:.1%}", ""),
         ("running, mean", " ".join(f"{running:.0f}" for running in results["running_mean"]), ""),
         ("trainer waiting", f"{results['trainer_waiting']:.1%}", ""),
-        ("thrown away", f"{results['thrown_away']:.2%}", f"{AIM_THROWN_AWAY:.0%}"),
+        ("discarded", f"{results['thrown_away']:.2%}", f"{AIM_THROWN_AWAY:.0%}"),
         ("in flight at the end", f"{results['under_way_at_end']:.2%}", ""),
         ("steps/h", f"{results['steps_per_hour']:,.0f}", ""),
         ("s/step, median", f"{results['step_seconds']:.2f}", ""),

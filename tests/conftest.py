@@ -24,7 +24,7 @@ SHARED_SERVERS = ("tests/e2e/stack", "tests/integration/weights")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts marked tests before or after the others of their file.
 
-    Tests that were imported come in the order of the imports, which is that of the alphabet: what a docstring says of
+    Tests that were imported come in the order of the imports, which is that of the alphabet: what a docstring states of
     the end of a file does not hold for them.
     """
     files = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}

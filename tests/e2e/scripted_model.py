@@ -1,7 +1,7 @@
-"""A model that always says the same: each token has one successor, whatever came before it.
+"""A model with fixed text: each token has one successor.
 
 Attention and MLP add nothing to the residual stream, the embedding of a token is a unit vector of its own, and the
-output layer maps that vector to the token that follows. So parsers of an engine can be held to a text that is known.
+output layer maps that vector to the token that follows. So parsers of an engine can be tested with a known text.
 """
 
 from __future__ import annotations

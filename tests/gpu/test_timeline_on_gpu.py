@@ -133,7 +133,7 @@ def test_the_gauges_report_the_allocated_bytes() -> None:
 def test_nvml_reports_every_gauge_of_every_gpu(matrix: torch.Tensor) -> None:
     reader = GpuReader()
     deadline = time.monotonic() + 3
-    while time.monotonic() < deadline:  # NVML's utilisation is of the last second or less
+    while time.monotonic() < deadline:  # NVML's utilization is of the last second or less
         work(matrix)
         torch.cuda.synchronize()
     started = time.perf_counter()

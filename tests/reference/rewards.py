@@ -55,7 +55,7 @@ def of_batch(groups: list[list[float]], algorithm: str, norm: str) -> list[list[
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int, factor: float) -> float:
-    """What is taken off a reward: DAPO (2503.14476), equation 13, with its sign turned and scaled by `factor`."""
+    """The overlong penalty: DAPO (2503.14476), equation 13, with its sign turned and scaled by `factor`."""
     if num_tokens <= max_tokens - buffer:
         return 0.0
     if num_tokens <= max_tokens:

@@ -5,7 +5,7 @@
     loaded.config.learning_rate
 
 Imports neither torch nor Ray nor vLLM. `schema` holds the object, `sections` its fields, `rules` what ties fields
-together, `status` which fields work in this version, `loader` the merge of defaults, environment, YAML and command
+together, `remarks` which fields work in this version, `loader` the merge of defaults, environment, YAML and command
 line, `plan` and `memory` what a run needs of the machines, `preflight` what can be seen to be wrong before it starts.
 """
 

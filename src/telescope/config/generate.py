@@ -66,8 +66,8 @@ def documentation() -> str:
             parts.append(_EVALS_EXAMPLE)
     parts.append("## Rules between fields\n")
     parts.append(
-        "A rule marked with *adjusts* changes the field when only its default breaks the rule, and the run says so in "
-        "a line. When you set the field yourself, a broken rule is an error. All other rules are errors always.\n"
+        "A rule marked with *adjusts* changes the field when only its default breaks the rule, and the run prints a "
+        "line. When you set the field yourself, a broken rule is an error. All other rules are errors always.\n"
     )
     for rule in RULES:
         parts.append(f"- `{rule.fields[0]}` {rule.statement}{' *(adjusts)*' if rule.adjust else ''}.")
@@ -144,8 +144,8 @@ flag alone means true. A name that is not a field is an error that suggests the 
 
 `telescope train --config run.yaml --dry-run` prints the resolved configuration with its hash, where the workers would
 go, and how much memory they would need, and starts nothing. It exits with 2 for what a run would refuse on this
-machine; where the run is meant for another one (it joins a cluster, or it needs GPUs and none is here), it says so, and
-what is wrong with this one is a remark. With `--gpu-memory-gib 80` the plan is judged as on a machine with
+machine; where the run is meant for another one (it joins a cluster, or it needs GPUs and none is here), it reports
+that, and what is wrong with this one is a remark. With `--gpu-memory-gib 80` the plan is judged as on a machine with
 enough GPUs of 80 GiB each, whatever this one has. `telescope config explain FIELD` explains a field. The resolved
 configuration is frozen, written to the run directory, and handed to every process as it is; the hash, of all values, is
 the same in each.

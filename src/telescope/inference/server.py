@@ -5,7 +5,7 @@ script can use it. Does not own weights: a restarted server has those of the sta
 until it receives the current ones (`policy_version`).
 
 States: `starting` -> `ready` -> (`restarting` -> `ready`)* -> `failed` or `stopped`. A process that exits, closes its
-port, answers its health route with an error (its engine has exited, or hangs: `engine_hang`) or not at all for
+port, answers its health route with an error (its engine has exited, or hangs: `engine_health`) or not at all for
 `unhealthy_seconds` is killed with its group and restarted after a growing pause. After `max_restarts` within
 `restart_window_seconds` the server is `failed` and stays so.
 """
@@ -338,7 +338,7 @@ class InferenceServer:
     def _health(self, timeout: float) -> tuple[int | None, str]:
         """Returns the status of the health route and its error message; `NOT_LISTENING`, or None without an answer.
 
-        vLLM answers 503 when its engine has exited, `engine_hang` when it does not respond.
+        vLLM answers 503 when its engine has exited, `engine_health` when it does not respond.
         """
         try:
             status, body = self._get(wire.HEALTH_ROUTE, timeout)

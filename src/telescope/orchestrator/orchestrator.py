@@ -1,6 +1,6 @@
 """The loops of a training run. Everything here runs on one asyncio event loop and touches no tensor.
 
-    _prompt_loop    fills the prompt buffer (`prompts`)               waits for: free space in the buffer
+    _prompt_loop    fills the prompt buffer (`prompt_buffer`)         waits for: free space in the buffer
     _dispatch_loop  opens a group, starts a task per sample           waits for: the async window, a prompt, a slot
     _sample         generate -> environment -> ... -> reward          waits for: a slot, the engine, the environment
     _batch_loop     takes finished groups, oldest first, and packs    waits for: B usable groups

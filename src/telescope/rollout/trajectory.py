@@ -26,7 +26,7 @@ class Turn:
 
     With `restarts` the former are the whole prompt. `replies` are the environment's messages before this answer,
     (role, text) each; `divergence` names how the join before this turn differs from the chat template
-    (`environments.dialogue`). Times are wall-clock.
+    (`environments.rendering`). Times are wall-clock.
     """
 
     added_token_ids: list[int]

@@ -1,4 +1,4 @@
-"""What the inference room promises, on the real vLLM of the tier."""
+"""Claims about inference, on a real vLLM."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_engine_trainer_and_transformers_agree_on_logprobs(
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 0.9), (0.7, 0.5)])
-async def test_with_top_p_the_engine_reports_the_kept_tokens_renormalised(
+async def test_with_top_p_the_engine_reports_renormalized_logprobs(
     stack: Stack, tiny_model: Path, temperature: float, top_p: float
 ) -> None:
     """The trainer's logprob is of the whole softmax, so the engine's is above it by -log of the kept mass, exactly."""

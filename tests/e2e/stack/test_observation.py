@@ -1,4 +1,4 @@
-"""What a run says of its machines and of the engine's work: gauges and spans, on the real thing."""
+"""Gauges and spans of a real run."""
 
 from __future__ import annotations
 

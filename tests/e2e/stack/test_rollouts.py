@@ -1,4 +1,4 @@
-"""Rollouts on the real vLLM: several turns, what becomes too old, and what an abort does in the engine."""
+"""Rollouts on a real vLLM: several turns, stale samples, and aborts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_every_turn_is_a_sample_of_its_own_without_interleaving(stack: Sta
     assert steps[0]["num_samples"] == 16 * 8
 
 
-async def test_samples_that_became_too_old_are_aborted_and_asked_again(stack: Stack) -> None:
+async def test_stale_samples_are_aborted_and_requeued(stack: Stack) -> None:
     run = await stack.run(number_of_steps=8, max_async_rollout=2, max_off_policy_steps=1)
     assert all(sample["age"] <= 1 for sample in run.samples(status="kept"))
     assert run.status.num_requeued_groups > 0
@@ -78,7 +78,7 @@ async def test_samples_that_became_too_old_are_aborted_and_asked_again(stack: St
     assert client.num_in_flight == 0
 
 
-# Defect 11: a cancelled sample goes on generating in the engine.
+# A cancelled sample must not continue to generate in the engine.
 async def test_the_engine_s_running_requests_fall_to_none_at_once_when_they_are_aborted(stack: Stack) -> None:
     client = client_of(stack)
     names = [f"fall-{i}" for i in range(16)]
@@ -88,7 +88,7 @@ async def test_the_engine_s_running_requests_fall_to_none_at_once_when_they_are_
         for seed, name in enumerate(names)
     ]
     async with asyncio.timeout(30):
-        while await running(stack) < 4:  # noqa: ASYNC110  # an engine tells nobody
+        while await running(stack) < 4:  # noqa: ASYNC110  # an engine sends no notification
             await asyncio.sleep(0.01)
     await client.abort(names)
     generations = [await task for task in tasks]

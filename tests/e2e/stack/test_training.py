@@ -1,4 +1,4 @@
-"""The real thing on the CPU: Ray, vLLM, two FSDP2 ranks over gloo, in-flight weight updates."""
+"""Training on the CPU with Ray, vLLM, two FSDP2 ranks and in-flight weight updates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def test_reward_and_held_out_accuracy_rise(stack: Stack, long_run: LongRun
     assert probe.ok, str(probe)
 
 
-async def test_asynchronous_mode_says_which_version_sampled_each_token(stack: Stack) -> None:
+async def test_asynchronous_mode_records_the_version_of_each_token(stack: Stack) -> None:
     run = await stack.run(number_of_steps=5, max_async_rollout=2)
     turns = run.record.table("turns").to_pylist()
     assert all(len(turn["versions"]) == len(turn["token_ids"]) == len(turn["logprobs"]) for turn in turns)

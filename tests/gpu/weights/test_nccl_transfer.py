@@ -50,7 +50,7 @@ def test_nccl_delivers_bit_for_bit(nccl: Engines) -> None:
 
 @two_gpus
 @pytest.mark.parametrize("fault", ["die", "die before", "raise"])
-def test_a_dead_peer_is_an_error_at_once_and_can_be_replaced(nccl: Engines, fault: str) -> None:
+def test_an_exited_peer_is_an_error_at_once_and_can_be_replaced(nccl: Engines, fault: str) -> None:
     tensors = on_gpu(weights())
     update = update_of(tensors, timeout_seconds=120.0)
     nccl.start(0, [update], devices=("cuda:1",), fault=fault)

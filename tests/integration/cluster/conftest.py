@@ -48,7 +48,7 @@ class TwoNodes:
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[TwoNodes]:
-    """Joined by its address. Nobody else finds it: its files are in a folder of its own."""
+    """Joined by its address. Other processes do not find it: its files are in a folder of its own."""
     with (
         tempfile.TemporaryDirectory(prefix="two-", dir="/tmp") as folder,  # Ray's sockets want short paths
         pytest.MonkeyPatch.context() as patch,

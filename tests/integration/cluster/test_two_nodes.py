@@ -45,7 +45,7 @@ ROLES = ("inference", "trainer")
 
 
 class Witness:
-    """Stands where an inference server or a trainer rank would, and says what it sees."""
+    """Replaces an inference server or a trainer rank, and reports what it sees."""
 
     def look(self) -> dict[str, Any]:
         context = ray.get_runtime_context()

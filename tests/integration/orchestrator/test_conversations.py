@@ -95,7 +95,7 @@ async def test_an_environment_process_that_is_killed_costs_no_sample(ground: Gro
 
         async def kill_twice() -> None:
             for step in (1, 3):
-                while run.status.step < step:  # noqa: ASYNC110  # a run tells nobody outside
+                while run.status.step < step:  # noqa: ASYNC110  # a run sends no notification
                     await asyncio.sleep(0.005)
                 os.kill(run.environments.status().pids[0], signal.SIGKILL)
 

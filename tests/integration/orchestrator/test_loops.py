@@ -19,7 +19,7 @@ SLOW = FakeEngineSettings(mean_tokens=12, length_sigma=0.6, tokens_per_second=40
 
 async def step_reached(run: Harness, step: int) -> None:
     """Return once so many steps have ended."""
-    while run.status.step < step:  # noqa: ASYNC110  # a run tells nobody outside
+    while run.status.step < step:  # noqa: ASYNC110  # a run sends no notification
         await asyncio.sleep(0.005)
 
 

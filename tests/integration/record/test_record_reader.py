@@ -108,13 +108,13 @@ def test_a_query_covers_all_runs_and_reads_odd_paths_literally(tmp_path):
 
 def test_files_of_another_version_are_read(tmp_path):
     write_attempt(tmp_path, range(2))
-    older = pa.table({"step": pa.array([2], pa.int64()), "colour": ["red"]})
+    older = pa.table({"step": pa.array([2], pa.int64()), "color": ["red"]})
     pq.write_table(older, tmp_path / "tables" / "steps" / segment_name(2, 3, 0))
     run = Run(tmp_path)
     assert column(run, "steps", "reward_mean") == [0.0, 0.1, None]
-    assert run.sql("SELECT step, reward_mean, colour FROM steps ORDER BY step").rows[2] == (2, None, "red")
+    assert run.sql("SELECT step, reward_mean, color FROM steps ORDER BY step").rows[2] == (2, None, "red")
     write_attempt(tmp_path, [3], first_step=3)
-    assert Run(tmp_path).sql("SELECT colour FROM steps WHERE step = 2").rows == [("red",)], "a merge keeps it"
+    assert Run(tmp_path).sql("SELECT color FROM steps WHERE step = 2").rows == [("red",)], "a merge keeps it"
 
 
 @pytest.mark.parametrize(

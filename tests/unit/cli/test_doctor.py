@@ -1,4 +1,4 @@
-"""`telescope doctor`: what is not fine comes with a fix, and the exit code says whether training can run."""
+"""`telescope doctor`: every problem comes with a fix, and the exit code shows whether training can run."""
 
 import argparse
 import json

@@ -36,7 +36,7 @@ def own_end() -> Iterator[None]:
 
 @pytest.fixture
 def on_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node at 10.0.0.4, whose environment says nothing of interfaces."""
+    """A node at 10.0.0.4, whose environment sets no interfaces."""
     for variable in network.INTERFACE_VARIABLES:
         monkeypatch.setenv(variable, "")  # so that it is put back
         monkeypatch.delenv(variable)

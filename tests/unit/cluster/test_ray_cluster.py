@@ -41,7 +41,7 @@ def cluster_of(*, started_here: bool) -> Cluster:
 
 
 class FakeRay:
-    """Stands in for the module `ray`: keeps the arguments of `init`, and fails as `errors` says."""
+    """Stands in for the module `ray`: keeps the arguments of `init`, and fails with `errors`."""
 
     def __init__(self, errors: list[Exception] | None = None) -> None:
         self.calls: list[dict[str, Any]] = []

@@ -44,7 +44,7 @@ def taken_port():
             before.close()
             yield port
             return
-    pytest.fail("no two neighbouring ports are free")
+    pytest.fail("no two neighboring ports are free")
 
 
 def test_a_port_in_use_is_named_with_a_free_one(taken_port):

@@ -19,17 +19,17 @@ def config(**fields: Any) -> TelescopeConfig:
 @pytest.fixture
 def answer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the process that imports vLLM does."""
-    behaviour: dict[str, Any] = {"returncode": 0, "stderr": "", "asked": 0}
-    behaviour["stdout"] = 'a line of its log\n[["hermes", "mistral"], ["qwen3"]]\n'
+    behavior: dict[str, Any] = {"returncode": 0, "stderr": "", "asked": 0}
+    behavior["stdout"] = 'a line of its log\n[["hermes", "mistral"], ["qwen3"]]\n'
 
     def run(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
-        behaviour["asked"] += 1
-        if behaviour.get("hangs"):
+        behavior["asked"] += 1
+        if behavior.get("hangs"):
             raise subprocess.TimeoutExpired("python", options["timeout"])
-        return subprocess.CompletedProcess((), behaviour["returncode"], behaviour["stdout"], behaviour["stderr"])
+        return subprocess.CompletedProcess((), behavior["returncode"], behavior["stdout"], behavior["stderr"])
 
     monkeypatch.setattr(subprocess, "run", run)
-    return behaviour
+    return behavior
 
 
 def test_nothing_is_asked_when_no_parser_is_named(answer: dict[str, Any]) -> None:

@@ -103,8 +103,8 @@ class SimulatedServer:
             reason = await asked.done
         finally:
             engine.abort([ids])
-        if reason == "died":
-            raise InfrastructureError(f"server {self.index} died")
+        if reason == "exited":
+            raise InfrastructureError(f"server {self.index} exited")
         count = asked.num_tokens
         self.num_tokens_answered += count
         tokens = (asked.answer or [])[:count]
@@ -129,7 +129,7 @@ class SimulatedServer:
             if request.timer is not None:
                 request.timer.cancel()
             if not request.done.done():
-                request.done.set_result("died")
+                request.done.set_result("exited")
         self._fresh()
 
     def update(self, version: int) -> None:
@@ -198,7 +198,7 @@ class SimulatedEnvironment:
 class SimulatedTrainer:
     """Takes simulated time and trains nothing; a sync updates every server that is up.
 
-    `on_step` is told what each step trains, when it begins.
+    `on_step` receives the batch of each step when the step begins.
     """
 
     pace: Pace
@@ -233,8 +233,8 @@ class SimulatedTrainer:
 class Simulation:
     """One wired run. `run` checks the counts at its end.
 
-    `answer` is what every server says to a request, `recorder` keeps the rows, `max_requeues` is how often a draw whose
-    group became too old is asked again.
+    `answer` is every server's response to a request, `recorder` stores the rows, `max_requeues` limits how often a
+    prompt whose group became too old is requeued.
     """
 
     def __init__(
@@ -361,7 +361,7 @@ class Simulation:
     def check_tokens(self) -> None:
         """Checks that every received token has one outcome, or none yet.
 
-        What a server sampled and died with never reached the driver, which can count those requests and nothing more.
+        Tokens of a server that exited never reached the driver, which can only count those requests.
         """
         counted = self.counted_tokens()
         assert set(counted) <= FATES, "no other outcome has tokens"

@@ -1,7 +1,7 @@
 """In any order of completions, failures, restarts and syncs, the counts balance and the run ends.
 
-Each example is a whole run on a simulated clock; `Simulation.check` says what must hold, and a run in which every task
-waits for another is a `Deadlock`.
+Each example is a whole run on a simulated clock; `Simulation.check` asserts what must hold, and a run in which every
+task waits for another is a `Deadlock`.
 """
 
 from __future__ import annotations

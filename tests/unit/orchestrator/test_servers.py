@@ -69,7 +69,7 @@ class Bench:
 
     async def until(self, predicate: Callable[[], bool]) -> None:
         async with asyncio.timeout(5):
-            while not predicate():  # noqa: ASYNC110  # the pool tells nobody but the slots
+            while not predicate():  # noqa: ASYNC110  # the pool notifies only the slots
                 await asyncio.sleep(0.001)
 
     @asynccontextmanager

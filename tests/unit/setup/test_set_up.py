@@ -1,4 +1,4 @@
-"""The set-up script, without installing anything: what it finds, when it has nothing to do, what it tells uv."""
+"""The set-up script without installing: detection, repeated runs, options of uv."""
 
 import os
 import subprocess

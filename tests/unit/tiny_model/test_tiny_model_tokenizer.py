@@ -15,7 +15,7 @@ TOKENIZER = build_tokenizer(CORPUS, 384)
 
 
 @given(st.text(max_size=60))
-def test_any_text_survives_up_to_unicode_normalisation(text):
+def test_any_text_survives_up_to_unicode_normalization(text):
     ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
     assert TOKENIZER.decode(ids) == unicodedata.normalize("NFC", text)
 

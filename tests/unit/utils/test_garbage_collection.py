@@ -50,7 +50,7 @@ class InACycle:
         self.itself = self
 
 
-def test_what_was_left_out_and_died_is_freed_by_the_next_call() -> None:
+def test_excluded_garbage_is_freed_by_the_next_call() -> None:
     alive = InACycle()
     seen = weakref.ref(alive)
     try:

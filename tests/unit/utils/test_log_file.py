@@ -1,4 +1,4 @@
-"""A log never keeps a process from being started, or its end from being explained."""
+"""Log files: a failing log prevents neither a start nor the report of an exit."""
 
 from telescope.utils.log_file import log_size, log_tail, open_log, rotate_log
 

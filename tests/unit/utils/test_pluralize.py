@@ -8,5 +8,5 @@ from telescope.utils.text import pluralize
 
 
 @pytest.mark.parametrize(("number", "words"), [(0, "0 steps"), (1, "1 step"), (2, "2 steps"), (1500, "1500 steps")])
-def test_a_number_of_things_reads_as_a_person_would_say_it(number: int, words: str) -> None:
+def test_nouns_have_a_plural_except_after_one(number: int, words: str) -> None:
     assert pluralize(number, "step") == words

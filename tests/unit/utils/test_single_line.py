@@ -21,7 +21,7 @@ from telescope.utils.text import LONGEST, plain, single_line
         ("x" * 5000, "x" * (LONGEST - 1) + "\u2026"),
     ],
 )
-def test_the_first_line_that_says_something_is_kept_plain_and_short(text: str, line: str) -> None:
+def test_the_first_visible_line_is_kept_plain_and_short(text: str, line: str) -> None:
     assert single_line(text) == line
 
 

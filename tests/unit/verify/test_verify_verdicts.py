@@ -60,7 +60,7 @@ def test_nothing_to_compare_and_nan_are_failures() -> None:
     assert not compare_logprobs("parity", *logprobs(math.nan), ("bfloat16",), 1.0).ok
 
 
-def test_a_report_holds_if_all_of_its_checks_do_and_it_has_one() -> None:
+def test_a_report_passes_if_it_has_checks_and_all_pass() -> None:
     holds, fails = Check("a", "0", "1", ok=True), Check("b", "2", "1", ok=False)
     assert not Report().ok
     assert Report([holds]).ok

@@ -78,7 +78,7 @@ class EnvironmentInfo:
     metrics_ranges: dict[str, dict[str, float]] = field(default_factory=dict)
     tags_options: dict[str, list[str]] = field(default_factory=dict)
     not_extendable: str | None = None
-    """Why conversations cannot be extended token by token with this chat template (`dialogue`); None if they can."""
+    """Why this chat template prevents extending conversations by tokens (`rendering`); None if it does not."""
     dataset_digest: str = ""
     """Hash of the identities of up to 64 items across the dataset; equal in all processes."""
     shares_resources: bool = False
@@ -130,7 +130,8 @@ class Advance:
 
     In a multi-turn rollout that continues, `messages` are the environment's messages after the completion. With
     `restarts`, nothing could be appended and `append_token_ids` is the whole next prompt; `divergence` names how the
-    join differs from the chat template (`dialogue`). `end_reason` is the environment's reason when the rollout is done.
+    join differs from the chat template (`rendering`). `end_reason` is the environment's reason when the rollout is
+    done.
     """
 
     done: bool

@@ -1,4 +1,4 @@
-"""An environment whose reward does to its process what the completion says."""
+"""An environment whose reward runs the attack that the completion names."""
 
 import asyncio
 import contextlib

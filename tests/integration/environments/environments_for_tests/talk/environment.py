@@ -1,4 +1,4 @@
-"""A conversation in which each answer of the model says what the environment does next."""
+"""A conversation in which each answer names the environment's next action."""
 
 import asyncio
 import ctypes
