@@ -15,11 +15,11 @@ class ConfigError(UserError):
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on, for a reason that the user can fix. The message is the whole explanation."""
+    """A run cannot continue, and the user can fix the reason. The message explains it."""
 
 
 class DeadlineExceeded(RuntimeError):
-    """A named wait ran out. The message says which wait, how long it lasted, and what the other side last said."""
+    """A deadline has passed. The message names the wait, its length, and the last report of the other side."""
 
 
 class InfrastructureError(RuntimeError):

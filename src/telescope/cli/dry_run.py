@@ -140,7 +140,7 @@ def _print_config(loaded: LoadedConfig, console: Console) -> None:
 
 
 def _source(loaded: LoadedConfig, name: str) -> str:
-    """The source of a value, without the path of the file, which is the same for every line."""
+    """Returns the source of a value, without the path of the file."""
     return loaded.sources.get(name, "").rpartition(", ")[2]
 
 
@@ -157,7 +157,7 @@ def _machine_with(config: TelescopeConfig, gpu_memory_gib: float) -> ClusterReso
 def _plan(
     config: TelescopeConfig, assumed: ClusterResources | None, *, elsewhere: bool
 ) -> tuple[Placement, ClusterResources]:
-    """A placement on this machine, or on an assumed cluster if the run does not fit here or is meant for another."""
+    """Plans the placement here, or on an assumed cluster if the run does not fit."""
     here = local_resources()
     if not elsewhere:
         try:

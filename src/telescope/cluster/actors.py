@@ -49,7 +49,7 @@ DAEMON_EXIT_SECONDS = 0.5
 
 
 def make_actor(actor_class: type, placement: dict[str, Any]) -> Any:
-    """The Ray actor class of a class below, with the options of its `placement`; `.remote(...)` starts an actor."""
+    """Returns the Ray actor class of a class below, with its `placement`; `.remote(...)` starts an actor."""
     options: dict[str, Any] = {**ACTOR_OPTIONS, **placement}
     return ray.remote(**options)(actor_class)
 

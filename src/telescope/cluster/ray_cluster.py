@@ -214,7 +214,7 @@ def _use_private_token(temporary: Path) -> bool:
 
 
 def daemon_failure() -> str | None:
-    """The Ray daemon started by this process that has exited, how, and the end of its log; None while all run."""
+    """Describes a started Ray daemon that has exited, with its log; None while all run."""
     node: Any = ray._private.worker._global_node
     for name in DAEMONS if node is not None else ():
         for daemon in node.all_processes.get(name, []):
@@ -330,7 +330,7 @@ def _end(processes: Sequence[psutil.Process], signal: Callable[[psutil.Process],
 
 
 def _cluster(*, started_here: bool) -> Cluster:
-    """The cluster that this process is connected to, with all resources of its nodes, in use or not."""
+    """Returns the connected cluster with its nodes' total resources."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     resources = tuple(
         NodeResources(
@@ -345,7 +345,7 @@ def _cluster(*, started_here: bool) -> Cluster:
 
 
 def names_of_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The host name of each node by its id, with the address where several nodes share a name."""
+    """Returns host names by node id, with the address where a name repeats."""
     count = Counter(node["NodeManagerHostname"] for node in nodes)
     return {
         node["NodeID"]: name if count[name] == 1 else f"{name} ({node['NodeManagerAddress']})"

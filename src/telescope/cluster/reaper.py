@@ -119,7 +119,7 @@ def inductor_cache(folder: str) -> str:
 
 
 class _Family:
-    """The processes of a run that were seen (pid to start time), and their files in /dev/shm."""
+    """The known processes of a run (pid to start time), and their files in /dev/shm."""
 
     def __init__(self, mark: str) -> None:
         self._entry = f"{MARK_VARIABLE}={mark}".encode()

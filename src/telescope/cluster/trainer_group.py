@@ -236,7 +236,7 @@ class TrainerGroup:
                 task.cancel()
 
     def _exit_report(self, rank: int, what: str) -> str:
-        """How the process of a rank ended, and the end of its log."""
+        """Describes how a rank's process exited, with the end of its log."""
         log = log_tail(self._logs[rank], LOG_TAIL_BYTES, start=self._log_starts[rank])
         where = f"trainer rank {rank} on {self._nodes[rank]}"
         ended = f"{where} {describe_rank_exit(log)} during: {what}. Its log ({self._logs[rank]})"

@@ -52,7 +52,7 @@ def _raise_exception(message: str) -> None:
 
 
 def render_problem(template: str, variables: Mapping[str, Any]) -> str | None:
-    """Why a template that compiles makes no prompt, as the predicate of a sentence; None if it makes one.
+    """Returns why a valid template renders no prompt, as a predicate; None if it does.
 
     `variables` are those that the tokenizer and the configuration add, such as `eos_token`.
     """

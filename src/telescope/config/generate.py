@@ -180,7 +180,7 @@ evals:
 
 
 def main() -> int:
-    """Writes the files into the checkout that this module lies in, or into the folder given as the only argument."""
+    """Writes the files into this checkout, or into the folder in `argv`."""
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[3]
     for path in write_files(root):
         print(path)

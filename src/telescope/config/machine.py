@@ -41,7 +41,7 @@ def local_resources() -> ClusterResources:
 
 
 def visible_gpu_memory() -> list[int]:
-    """Memory in bytes of each NVIDIA GPU that a process started now would see. Empty without GPUs or a driver."""
+    """Returns the memory in bytes of each visible NVIDIA GPU. Empty without GPUs or a driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return []
@@ -58,7 +58,7 @@ def visible_gpu_memory() -> list[int]:
 
 
 def ray_cluster_is_configured(ray_address: str) -> bool:
-    """Returns whether the run would join a cluster rather than start one here, without contacting Ray."""
+    """Returns whether the run would join a cluster, without contacting Ray."""
     if ray_address == "local":
         return False
     if ray_address != "auto" or os.environ.get("RAY_ADDRESS"):
@@ -117,13 +117,13 @@ def hold_port(host: str, port: int, *, server: int, num_servers: int) -> PortHol
 
 
 def require_port(host: str, port: int, *, server: int, num_servers: int) -> None:
-    """Raises `ConfigError`, with the fix, when server `server` of `num_servers` cannot use the port."""
+    """Raises `ConfigError` with the fix when server `server` cannot use the port."""
     if (problem := listen_problem(host, port)) is not None:
         raise ConfigError(_explain(host, port, problem, server, num_servers))
 
 
 def listen_problem(host: str, port: int) -> str | None:
-    """Why a server could not listen there; None if it could."""
+    """Returns why a server could not listen there; None if it could."""
     # In this order: a probe must not disturb the server whose port is reserved.
     return IN_USE if _is_held(port) else _bind_problem(host, port)
 
@@ -183,7 +183,7 @@ def _explain(host: str, port: int, problem: str, server: int, num_servers: int) 
 
 
 def _free_block(host: str, count: int, above: int) -> int | None:
-    """The first port of a block of `count` free ones, in steps of 100 above `above`."""
+    """Returns the first of `count` free ports, in steps of 100 above `above`."""
     for step in range(1, PORTS_TO_TRY + 1):
         base = above + 100 * step
         if base + count - 1 > 65535:

@@ -202,7 +202,7 @@ class EngineMemory:
 
 @dataclass(frozen=True)
 class StagingPlan:
-    """Bytes that a server on a GPU keeps free to receive weights in the background, or why it cannot do that."""
+    """Bytes that a GPU server reserves for receiving weights, or why it cannot."""
 
     num_bytes: int
     in_place_because: str | None = None
@@ -307,7 +307,7 @@ def plan_staging(config: TelescopeConfig, shape: ModelShape | None, memory: int 
 
 
 def trainer_share(config: TelescopeConfig, memory: int) -> int:
-    """Bytes that torch may allocate in a rank that shares a GPU of `memory` bytes with a server.
+    """Bytes that torch may allocate in a rank on a shared GPU of `memory` bytes.
 
     What `gpu_memory_utilization` leaves, less the CUDA contexts of both processes: neither torch nor vLLM counts its
     own, and a server that is started again must find its whole share free.

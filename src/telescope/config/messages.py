@@ -51,7 +51,7 @@ def show(value: Any) -> str:
 
 
 def unknown_field(name: str, known: Iterable[str], source: str | None) -> str:
-    """The message for a name that is no field of the schema."""
+    """Returns the message for an unknown field."""
     where = f" ({source})" if source else ""
     return (
         f"Unknown configuration field '{name}'{where}.{did_you_mean(name, known)} "

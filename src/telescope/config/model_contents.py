@@ -51,7 +51,7 @@ def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def tokenizer_problem(tokenizer: Any) -> str | None:
-    """Why a parsed tokenizer.json is no tokenizer."""
+    """Returns why a parsed tokenizer.json is invalid."""
     if not isinstance(tokenizer, Mapping) or not isinstance(tokenizer.get("model"), Mapping):
         return "it does not describe a tokenizer (it has no `model`)"
     if not tokenizer["model"].get("vocab"):
@@ -60,7 +60,7 @@ def tokenizer_problem(tokenizer: Any) -> str | None:
 
 
 def largest_token_id(tokenizer: Mapping[str, Any], tokenizer_config: Mapping[str, Any], template: str) -> int | None:
-    """The largest id that text can come to, by a tokenizer.json without `tokenizer_problem`; None if it does not say.
+    """Returns the largest token id of a valid tokenizer.json; None if unknown.
 
     That is the largest of the vocabulary, of the special tokens, and of the added tokens that the chat template writes.
     Other added tokens do not count: models for text may keep some of their relatives for images, beyond their own
@@ -82,7 +82,7 @@ def largest_token_id(tokenizer: Mapping[str, Any], tokenizer_config: Mapping[str
 
 
 def token_text(token: Any) -> str | None:
-    """The text of a special token, which a tokenizer_config.json gives as text or as an object."""
+    """Returns the text of a special token, given as text or as an object."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None

@@ -116,7 +116,7 @@ def _files_here(config: TelescopeConfig) -> _Files | None:
 
 
 def check_rendering(config: TelescopeConfig) -> None:
-    """Raises `ConfigError` when the chat template, of the configuration or else of the model, makes no prompt."""
+    """Raises `ConfigError` when the chat template renders no prompt."""
     files = _files_here(config)
     template = config.chat_template
     if template is None and files is not None:
@@ -197,7 +197,7 @@ def _check_architecture(config: TelescopeConfig, data: Mapping[str, Any]) -> Non
 def _check_tensors(
     config: TelescopeConfig, files: _Files, data: Mapping[str, Any], present: Mapping[str, tuple[int, ...]] | None
 ) -> None:
-    """The weight files hold exactly the tensors that config.json describes: a missing one would stay random."""
+    """Checks that the weight files have exactly config.json's tensors; a missing one would stay random."""
     expected = expected_tensors(data)
     if expected is None or present is None or "quantization_config" in data:
         return
@@ -311,7 +311,7 @@ def _check_tokenizer(config: TelescopeConfig, files: _Files, model_config: Mappi
 
 
 def _check_vocabulary(config: TelescopeConfig, files: _Files, model_config: Mapping[str, Any], template: str) -> None:
-    """tokenizer.json, where there is one, is a tokenizer, and the model has an embedding for each of its tokens."""
+    """Checks tokenizer.json, if any, and that every token has an embedding."""
     if "tokenizer.json" not in files.names:
         return
     tokenizer = _parse_json(files, "tokenizer.json")

@@ -91,7 +91,7 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the input embedding, and as many again of the output layer when it is not tied."""
+        """Parameters of the input embedding and of an untied output layer."""
         return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
 
     @property
@@ -162,7 +162,7 @@ class ModelShape:
 
 
 def unsupported_experts(config: Mapping[str, Any]) -> str | None:
-    """The `model_type` of a `config.json` whose experts the weight transfer does not know; None for all others."""
+    """Returns the `model_type` if the weight transfer does not support its experts, else None."""
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config
     feed_forward = config.get("ffn_config")  # of DBRX
@@ -181,7 +181,7 @@ def has_zero_sparse_step(config: Mapping[str, Any]) -> bool:
 
 
 def experts_without_a_layer(config: Mapping[str, Any]) -> str | None:
-    """What of a `config.json` gives experts to no layer although its `model_type` is one with experts; None for all
+    """Describes what in `config.json` gives no layer experts although its type has them; None for all
     others. vLLM refuses such a model when it loads it."""
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config

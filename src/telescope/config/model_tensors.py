@@ -73,7 +73,7 @@ def _mlp(prefix: str, width: int, inner: int, *, bias: bool = False) -> dict[str
 
 
 def tensor_problem(expected: Shapes, present: Shapes, *, tied: bool) -> str | None:
-    """What the weight files lack, hold in other sizes, or hold too much, as the predicate of a sentence; else None."""
+    """Describes missing, misshapen and unknown tensors as a predicate; None if there are none."""
     missing = [name for name in expected if name not in present and not (tied and name == "lm_head.weight")]
     unexpected = [name for name in present if name not in expected and not name.endswith(IGNORED_SUFFIX)]
     mismatched = [

@@ -144,7 +144,7 @@ def plan_placement(config: TelescopeConfig, resources: ClusterResources) -> Plac
 
 
 def _undivided(bundles: Sequence[Bundle], strategy: str) -> tuple[float, float]:
-    """GPUs and cores that must be on one node, negative, so that the largest sorts first."""
+    """Sort key: GPUs and cores that must be on one node, largest first."""
     count = len(bundles) if strategy == "STRICT_PACK" else 1
     return -count * bundles[0].gpus, -count * bundles[0].cpus
 
@@ -176,7 +176,7 @@ def gpus_needed(config: TelescopeConfig) -> int:
 def assumed_cluster(
     config: TelescopeConfig, gpus_per_node: int = 8, *, gpu_memory_bytes: int | None = None
 ) -> ClusterResources:
-    """The smallest cluster of equal nodes that holds the run, for a plan on a machine that cannot.
+    """Returns the smallest cluster of equal nodes that fits the run.
 
     Nodes have at most `gpus_per_node` GPUs (more only if one server needs them), of `gpu_memory_bytes` each where that
     is to be assumed too, and as many cores as their workers ask.
@@ -308,7 +308,7 @@ class _Free:
         return [cls(node, node.cpus, list(range(node.gpus))) for node in resources.nodes]
 
     def capacity(self, bundle: Bundle) -> int:
-        """How many of these bundles still fit."""
+        """Returns how many of these bundles still fit."""
         by_gpus = len(self.gpu_indices) // bundle.gpus if bundle.gpus else None
         by_cpus = int((self.cpus + CPU_TOLERANCE) / bundle.cpus)
         return by_cpus if by_gpus is None else min(by_gpus, by_cpus)
@@ -376,7 +376,7 @@ def _place(bundles: Sequence[Bundle], strategy: str, free: list[_Free]) -> list[
 
 
 def _fitting_share(share: float) -> str:
-    """Advice to give each worker so many cores, rounded down to something a person would type; empty if none fits."""
+    """Suggests cores per worker, rounded down to a usual number; empty if none fits."""
     for step in (1.0, 0.5, 0.1, 0.01):
         if share >= step:
             amount = _amount(int(share / step + CPU_TOLERANCE) * step)

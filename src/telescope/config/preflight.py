@@ -87,7 +87,7 @@ def checks_of_machine() -> tuple[Check, ...]:
 
 
 def why_elsewhere(config: TelescopeConfig) -> str | None:
-    """Why this machine is not the one that the run is meant for, as a sentence; None when the run belongs here.
+    """Returns why the run is meant for another machine, as a sentence; None if it is not.
 
     A run belongs elsewhere when it joins a cluster, or when it may use GPUs, does not fit without any, and this machine
     has none. Too few cores or GPUs are no reason: then the run is one that this machine refuses.
@@ -113,7 +113,7 @@ def why_elsewhere(config: TelescopeConfig) -> str | None:
 
 
 def check_packages(_: TelescopeConfig) -> None:
-    """What trains is installed; a bare `telescope` only reads runs and resolves configurations."""
+    """Checks that the packages that train are installed, which a bare `telescope` lacks."""
     missing = [name for name in TRAINING_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -124,7 +124,7 @@ def check_packages(_: TelescopeConfig) -> None:
 
 
 def plugin_problem() -> str | None:
-    """Why vLLM does not find Telescope's weight transfer, and the fix; None if it does."""
+    """Returns why vLLM does not find Telescope's plugin, and the fix; None if it does."""
     entry_points = importlib.metadata.entry_points(group="vllm.general_plugins", name="telescope")
     fix = "Install Telescope, with `make setup` in a checkout or `pip install -e .`: sources on the path are not enough"
     for entry_point in entry_points:
@@ -135,13 +135,13 @@ def plugin_problem() -> str | None:
 
 
 def check_plugin(_: TelescopeConfig) -> None:
-    """vLLM finds Telescope's weight transfer, which it looks up among installed entry points."""
+    """Checks that vLLM finds Telescope's weight transfer among installed entry points."""
     if problem := plugin_problem():
         raise ConfigError(f"vLLM cannot load Telescope's plugin: {problem}")
 
 
 def check_shared_memory(config: TelescopeConfig) -> None:
-    """There is shared memory for the queues between each server and its workers."""
+    """Checks the shared memory for queues between servers and their workers."""
     resources = local_resources()
     has_queue = config.inference_tensor_parallel_size > 1 or resolve_device(config, resources) == "cpu"
     if ray_cluster_is_configured(config.ray_address) or not has_queue or not SHARED_MEMORY.is_dir():
@@ -156,7 +156,7 @@ def check_shared_memory(config: TelescopeConfig) -> None:
 
 
 def check_environments(config: TelescopeConfig) -> None:
-    """Each environment exists, and the packages it requires are installed."""
+    """Checks that environments exist and that their required packages are installed."""
     from telescope.environments.registry import check_environment
 
     for entry in config.environments:
@@ -164,7 +164,7 @@ def check_environments(config: TelescopeConfig) -> None:
 
 
 def check_evals(config: TelescopeConfig) -> None:
-    """Each eval exists (as an eval or as an environment), and the packages it requires are installed."""
+    """Checks that evals exist (also as environments) and that their packages are installed."""
     from telescope.evals.registry import check_eval
 
     for entry in config.evals:
@@ -172,20 +172,20 @@ def check_evals(config: TelescopeConfig) -> None:
 
 
 def check_ray_address(config: TelescopeConfig) -> None:
-    """RAY_ADDRESS, which "auto" follows, names a cluster as `ray_address` may."""
+    """Checks that RAY_ADDRESS, which "auto" follows, is a valid `ray_address`."""
     address = os.environ.get("RAY_ADDRESS", "")
     if config.ray_address == "auto" and (problem := client_address_problem(address)):
         raise ConfigError(f"RAY_ADDRESS is {address!r}, but {problem}; unset RAY_ADDRESS, or set it to such an address")
 
 
 def check_placement(config: TelescopeConfig) -> None:
-    """The workers fit this machine, unless the run joins a cluster, which is asked when it is connected."""
+    """Checks that the workers fit this machine, unless the run joins a cluster."""
     if not ray_cluster_is_configured(config.ray_address):
         plan_placement(config, local_resources())
 
 
 def check_open_files(config: TelescopeConfig) -> None:
-    """The limit of open files allows a connection for every sample in flight; the driver raises its own limit."""
+    """Checks that the limit of open files, which the driver raises, fits all samples in flight."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lanes = config.num_inference_servers * config.lanes_per_server
     if hard == resource.RLIM_INFINITY or lanes + OTHER_OPEN_FILES <= hard:
@@ -200,7 +200,7 @@ def check_open_files(config: TelescopeConfig) -> None:
 
 
 def check_run_dir(config: TelescopeConfig) -> None:
-    """The run directory can be written, and holds no other run."""
+    """Checks that the run directory is writable and has no other run."""
     run_dir = choose_run_dir(config)
     if (run_dir / "run.json").exists():
         raise ConfigError(
@@ -229,7 +229,7 @@ def _existing_parent(path: Path) -> Path:
 
 
 def check_ports(config: TelescopeConfig) -> None:
-    """The ports of the inference servers are free on this machine."""
+    """Checks that the ports of the inference servers are free on this machine."""
     if ray_cluster_is_configured(config.ray_address):
         return  # the servers may run elsewhere, and each reports its own port
     host = config.inference_host if "inference_host" in config.user_set else LOOPBACK
@@ -239,7 +239,7 @@ def check_ports(config: TelescopeConfig) -> None:
 
 
 def check_model(config: TelescopeConfig) -> None:
-    """The model has a config, weights, a tokenizer and a chat template, and fits this machine as far as is certain."""
+    """Checks the model's files, and that it fits this machine as far as is certain."""
     report = inspect_model(config)
     check_report(config, report)
     check_disk(config, report)
@@ -247,7 +247,7 @@ def check_model(config: TelescopeConfig) -> None:
 
 
 def check_report(config: TelescopeConfig, report: ModelReport) -> None:
-    """The model's files could be looked at, and its sizes are known if a filter asks."""
+    """Checks that the model's files were readable, and its sizes known if a filter asks."""
     if report.unchecked:
         raise ConfigError(
             f"model is {config.model!r}: {report.unchecked}. Set model to a local folder, or connect to the hub, or "
@@ -258,7 +258,7 @@ def check_report(config: TelescopeConfig, report: ModelReport) -> None:
 
 
 def check_disk(config: TelescopeConfig, report: ModelReport) -> None:
-    """The disk of the run directory holds the trained model."""
+    """Checks that the trained model fits on the disk of the run directory."""
     if not config.save_final_model or report.shape is None:
         return
     run_dir = choose_run_dir(config)
@@ -273,13 +273,13 @@ def check_disk(config: TelescopeConfig, report: ModelReport) -> None:
 
 
 def check_fit(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
-    """On `machine`, this one or one that is assumed, the model fits as far as that is certain beforehand."""
+    """Checks that the model fits `machine`, as far as that is certain beforehand."""
     check_kv_cache(config, report, machine)
     check_shared_gpu(config, report, machine)
 
 
 def check_shared_gpu(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
-    """On a shared GPU of `machine`, what a trainer rank always holds fits beside the server's share."""
+    """Checks that a trainer rank fits beside the server on a shared GPU of `machine`."""
     memory = machine.nodes[0].gpu_memory_bytes
     if not config.share_gpus or memory is None or resolve_device(config, machine) != "cuda" or report.shape is None:
         return
@@ -289,7 +289,7 @@ def check_shared_gpu(config: TelescopeConfig, report: ModelReport, machine: Clus
 
 
 def check_kv_cache(config: TelescopeConfig, report: ModelReport, machine: ClusterResources) -> None:
-    """The KV cache holds `max_model_len` tokens: on the CPU, and on GPUs even if nothing but weights were beside it."""
+    """Checks that the KV cache fits `max_model_len` tokens. On GPUs only weights are counted beside it."""
     if ray_cluster_is_configured(config.ray_address) or report.shape is None:
         return
     device = resolve_device(config, machine)

@@ -23,7 +23,7 @@ GSPO_BOUND_THAT_BINDS = 0.01
 
 
 def remarks(config: TelescopeConfig) -> list[str]:
-    """A sentence for each such setting that can be seen in the configuration alone."""
+    """Returns remarks that depend on the configuration alone."""
     found = []
     if config.group_size == 1:
         found.append(
@@ -58,7 +58,7 @@ def remarks(config: TelescopeConfig) -> list[str]:
 def remarks_on_place(
     config: TelescopeConfig, device: Literal["cpu", "cuda"] | None, num_layers: int | None
 ) -> list[str]:
-    """A sentence for each such setting that depends on what the run gets and on its model; None: not known."""
+    """Returns remarks that depend on the placement and the model; None: not known."""
     found = []
     if config.share_gpus and device == "cpu":
         why = 'device is "cpu"' if config.device == "cpu" else "no GPU was found, so that everything runs on CPU cores"
@@ -74,7 +74,7 @@ def remarks_on_place(
 
 
 def _top_p(config: TelescopeConfig, top_p: float) -> str:
-    """What nucleus sampling does to everything that compares the engine's logprobs with the trainer's."""
+    """Explains the effect of top_p on comparisons of engine and trainer logprobs."""
     remark = (
         f"top_p is {top_p:g}: the engine's logprobs are those of the kept tokens, renormalized, and so up to "
         f"{-math.log(top_p):.2g} nats above the trainer's. kl_divergence_inference includes that"
@@ -155,7 +155,7 @@ def has_no_effect(field: str) -> bool:
 
 
 def no_effect_note(config: TelescopeConfig) -> str | None:
-    """One line that names the fields without effect that were set, or whose default asks for one; else None."""
+    """Returns a line that names the set fields without effect, or None."""
     names = {name for name in config.user_set if has_no_effect(name)}
     if config.use_wandb:
         names |= {name for name in ("wandb_upload_code", "wandb_upload_logs") if getattr(config, name)}

@@ -102,7 +102,7 @@ class TelescopeConfig(
 
     @property
     def hash(self) -> str:
-        """12 hex digits of the SHA-256 of the canonical JSON of all values: equal in any process, for equal values."""
+        """12 hex digits of the SHA-256 of all values as canonical JSON."""
         canonical = json.dumps(self.values, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
         return hashlib.sha256(canonical.encode()).hexdigest()[:HASH_LENGTH]
 
@@ -150,5 +150,5 @@ class TelescopeConfig(
 
     @property
     def engine_dtype(self) -> str:
-        """What the engine computes in: `inference_dtype`, else the mixed precision dtype, else the model's."""
+        """Dtype of the engine: `inference_dtype`, else the mixed precision dtype, else the model's."""
         return self.inference_dtype or self.mixed_precision_dtype or self.model_dtype

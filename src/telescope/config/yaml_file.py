@@ -75,7 +75,7 @@ def read_yaml_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"--config {path} does not exist{_neighbours(path)}") from None
+        raise ConfigError(f"--config {path} does not exist{_neighbors(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from None
     try:
@@ -110,8 +110,8 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
     return str(error).splitlines()[0]
 
 
-def _neighbours(path: Path) -> str:
-    """What lies beside a file that does not exist: most often the name is nearly right."""
+def _neighbors(path: Path) -> str:
+    """Lists files beside a missing one, since its name is often nearly right."""
     folder = path.parent
     if not folder.is_dir():
         return f"; neither does the directory {folder}"

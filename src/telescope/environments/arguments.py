@@ -23,7 +23,7 @@ from telescope.utils.suggest import misspelled_name
 
 
 def constructor_arguments(cls: type, root: type) -> set[str]:
-    """Names that `cls(...)` takes, those of `root` included if the constructors pass `**kwargs` up to it."""
+    """Names that `cls(...)` takes, with those of `root` if `**kwargs` reaches it."""
     return _arguments_of(cls, "__init__", root).names
 
 
@@ -33,7 +33,7 @@ def dataset_arguments(cls: type, root: type) -> set[str]:
 
 
 def known_arguments(cls: type, root: type) -> set[str]:
-    """Names that the constructor or `load_dataset` takes, and those that every class below `root` takes."""
+    """Names that the constructor, `load_dataset` or all classes below `root` take."""
     return constructor_arguments(cls, root) | dataset_arguments(cls, root) | _named_parameters(vars(root)["__init__"])
 
 
@@ -44,7 +44,7 @@ def load_arguments(cls: type, given: Mapping[str, Any], root: type) -> dict[str,
 
 
 def refuse_misspelled(cls: type, given: Iterable[str], root: type, *, called: str = "") -> None:
-    """Raises `UserError` for a name that is nearly one that `cls` takes, or that `cls` passes to its base class."""
+    """Raises `UserError` for a misspelled parameter of `cls` or its base class."""
     known = known_arguments(cls, root)
     refuse_near_misses(given, known, called or cls.__name__)
     fixed = [name for name in given if name not in known and name in _arguments_of(cls, "__init__", root).fixed]
@@ -157,7 +157,7 @@ class _Arguments:
 
 
 def _arguments_of(cls: type, method: str, root: type) -> _Arguments:
-    """What `method` of `cls` takes, with all its definitions below `root`."""
+    """Returns the parameters of `method` of `cls`, with all its definitions below `root`."""
     names: set[str] = set()
     fixed: set[str] = set()
     for owner in _owners(cls, method, root):

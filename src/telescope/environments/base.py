@@ -352,7 +352,7 @@ class MultiTurnEnvironment(Environment):
     def env_response(
         self, messages: list[ChatMessage], state: RolloutState
     ) -> list[ChatMessage] | Awaitable[list[ChatMessage]]:
-        """The environment's response to `messages`, the conversation that ends with the model's last answer.
+        """Returns the environment's response to `messages`, which end with the model's answer.
 
         It is called after every answer. An empty list does not end the rollout.
         """
@@ -383,7 +383,7 @@ class MultiTurnEnvironment(Environment):
         return _eval_metrics_later(result)
 
     def end_rollout(self, state: RolloutState) -> Awaitable[None] | None:
-        """Called once when a rollout has ended (scored, failed or cancelled), to release what `state` refers to."""
+        """Releases resources in `state`. Called once when a rollout was scored, failed or cancelled."""
         return None
 
 
@@ -393,7 +393,7 @@ def wrapped_environment(owner: Any) -> Environment | None:
 
 
 def notices_of(owner: Any) -> list[str]:
-    """The texts that an environment, or the one that an eval wraps, has given to `notice`."""
+    """Returns the notices of an environment or of the one that an eval wraps."""
     environment = wrapped_environment(owner)
     return list(environment._notices) if environment is not None else []
 
@@ -412,12 +412,12 @@ def assistant_message(text: str) -> ChatMessage:
 
 
 def with_thinking_prefix(text: str) -> str:
-    """The prompt with an opening `<think>` at its end, unless the chat template has written one."""
+    """Returns the prompt with `<think>` at its end, unless the template wrote it."""
     return text if text.rstrip().endswith(THINKING_PREFIX) else text + THINKING_PREFIX
 
 
 def _with_system_prompt(prompt: str | Sequence[ChatMessage], system_prompt: str | None) -> list[ChatMessage]:
-    """The prompt as messages, with the system prompt in front unless it has its own."""
+    """Returns the prompt as messages, after a system prompt unless it has one."""
     if isinstance(prompt, str):
         messages: list[ChatMessage] = [{"role": "user", "content": prompt}]
     else:

@@ -90,7 +90,7 @@ class Discovery:
         raise UserError(self.no_such(name, sorted(sources)))
 
     def no_such(self, name: str, known: Sequence[str]) -> str:
-        """The message for a name that is not found."""
+        """Returns the message for an unknown name."""
         problem = f"There is no {self.kind} {name!r}.{did_you_mean(name, known)}"
         if name in NOT_YET_SHIPPED:
             problem = f"The {self.kind} {name!r} does not ship with this version yet."
@@ -107,7 +107,7 @@ class Discovery:
         return Packages(tuple(required), tuple(optional))
 
     def check(self, name: str, folders: Sequence[str | Path] = ()) -> Source:
-        """`find`, and `UserError` with the install command when a required package is missing."""
+        """Calls `find`. Raises `UserError` with the install command when a package is missing."""
         source = self.find(name, folders)
         missing = self.packages(source).missing_required
         if missing:
@@ -266,7 +266,7 @@ def _synthetic_package(folder: Path) -> str:
 
 
 def _install_package(folder: Path) -> None:
-    """Makes the folder importable under its synthetic name, so that its files can use relative imports."""
+    """Makes the folder importable under its synthetic name, for relative imports."""
     name = _synthetic_package(folder)
     if name in sys.modules:
         return

@@ -121,7 +121,7 @@ class ToolEnvironment(MultiTurnEnvironment):
     def env_response(
         self, messages: list[ChatMessage], state: RolloutState
     ) -> list[ChatMessage] | Awaitable[list[ChatMessage]]:
-        """Runs the calls of the last answer and responds with their results, in order; without a call, with nothing."""
+        """Runs the calls of the last answer and responds with their results, in order."""
         token = _state.set(state)
         try:
             calls = self.parse_tool_calls(state.trajectory[-1].text)

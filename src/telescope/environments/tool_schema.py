@@ -98,7 +98,7 @@ class Tool:
         return dict(zip(names, arguments, strict=False)), rest
 
     def _loosened(self, by_name: dict[str, Any]) -> dict[str, Any]:
-        """The arguments with JSON strings decoded, and without null where the parameter has a default."""
+        """Returns the arguments with decoded JSON strings, without null for defaults."""
         optional = {p.name for p in self.parameters if p.default is not p.empty}
         return {name: _from_text(value) for name, value in by_name.items() if value is not None or name not in optional}
 
@@ -109,7 +109,7 @@ class Tool:
             return None
 
     def _explain(self, by_name: dict[str, Any]) -> str:
-        """What is wrong with the arguments, for the model."""
+        """Describes what is wrong with the arguments, for the model."""
         try:
             self._model.model_validate(by_name)
         except RecursionError:
@@ -204,7 +204,7 @@ def _join_lines(text: str) -> str:
 
 
 def _shown_parameters(function: Callable[..., Any], name: str) -> tuple[list[inspect.Parameter], str | None]:
-    """The parameters of the schema, with resolved annotations, and the one that receives the state."""
+    """Returns the schema's parameters with annotations, and the state's parameter."""
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
@@ -276,7 +276,7 @@ def _inlined(node: Any, definitions: dict[str, Any], open_names: tuple[str, ...]
 
 
 def _decoded(arguments: Any) -> Any:
-    """The arguments, decoded if they are JSON text, which is how OpenAI's API sends them."""
+    """Returns the arguments, decoded if they are JSON text as in OpenAI's API."""
     if not isinstance(arguments, str):
         return arguments
     if not arguments.strip():

@@ -51,7 +51,7 @@ class Eval(Dataset):
             raise UserError(f"{type(self).__name__} has no keyword argument {', '.join(map(repr, kwargs))}.")
 
     def __getattr__(self, name: str) -> Any:
-        """The attribute of the environment, when the eval has none of that name."""
+        """Returns the environment's attribute if the eval has none of that name."""
         if self.env is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.env, name)

@@ -233,7 +233,7 @@ class InferenceServer:
         )
 
     def _kv_cache_of_a_restart(self) -> int | None:
-        """Returns the current KV cache size if the trainer will share the GPU at the next start, else None."""
+        """Returns the KV cache size for a restart beside a trainer, else None."""
         if not self._config.share_gpus or runs_on_cpu(self._config):
             return None
         assert self._process is not None

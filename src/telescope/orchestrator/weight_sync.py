@@ -126,7 +126,7 @@ class WeightSync:
         self.last_probe: dict[int, ProbeReport] = {}
 
     async def verify_initial(self) -> None:
-        """Checks that every server has loaded the weights that the trainer starts from, before anything is sent.
+        """Checks that every server has loaded the trainer's initial weights.
 
         Raises WeightMismatch when one has loaded others.
         """

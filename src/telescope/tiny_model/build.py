@@ -62,7 +62,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _name_tokenizer_class_for_all_versions(folder: Path) -> None:
-    """Writes the Qwen2 class name, because transformers 4 does not know the base class that version 5 writes."""
+    """Writes the Qwen2 class name, since transformers 4 does not know version 5's."""
     path = folder / "tokenizer_config.json"
     tokenizer_config = json.loads(path.read_text())
     tokenizer_config["tokenizer_class"] = "Qwen2Tokenizer"
@@ -74,7 +74,7 @@ _INITIALIZER_RANGE = 0.05
 
 
 def build_model(settings: TinyModelSettings, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """An untrained float32 model in training mode whose weights follow from `settings.seed` alone."""
+    """Returns an untrained float32 model in training mode, initialized from `settings.seed`."""
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 

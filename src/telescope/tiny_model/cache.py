@@ -89,7 +89,7 @@ def _ensure(target: Path, settings: TinyModelSettings, report: Callable[[WarmSta
 
 
 def is_whole(folder: Path, settings: TinyModelSettings) -> bool:
-    """Returns whether `folder` holds the model of exactly these settings with every file as it was written."""
+    """Returns whether `folder` has the model of these settings with intact files."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         files = dict(manifest["files"])

@@ -72,7 +72,7 @@ class ExampleSource:
 
 
 def countdown_arguments(settings: TinyModelSettings) -> dict[str, Any]:
-    """Arguments of the countdown environment that pose the puzzles which this model was made for.
+    """Arguments of the countdown environment that select this model's puzzles.
 
     `portion` is left to the caller: `train` to train, `heldout` to evaluate.
     """

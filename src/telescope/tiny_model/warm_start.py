@@ -46,7 +46,7 @@ def learning_rate_at(step: int, num_steps: int, peak: float) -> float:
 
 
 def encode_examples(examples: list[Example], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [B, L] padded on the right, and the targets [B, L] of the next token, -100 outside of the answers.
+    """Returns token ids [B, L], padded on the right, and targets [B, L], -100 outside of answers.
 
     Turns are joined as a rollout joins them: the tokens of an answer as they are, and what lies between two answers as
     the template writes it.

@@ -269,7 +269,7 @@ def softmax_sums(
     temperature: float,
     tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the largest logit z, the sum of exp(z - top) and that of exp(z - top) (z - top), by span of the vocabulary:
+    """Returns (top logit z, sum of exp(z - top), sum of exp(z - top) (z - top), by span of the vocabulary:
     [3, S, C]; the target's logit [C], 0 where the target is no column)."""
     tiles = tiles or SUMS
     num_rows, width = hidden_CD.shape
@@ -296,7 +296,7 @@ def gradient(
     temperature: float,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """The gradient in the logits of a block of B vocabulary entries, from whose first `target_C` counts: [C, B], its
+    """Returns the gradient of a block's B logits, from whose first `target_C` counts: [C, B], its
     rows one after the other, with a gap between them where B is no multiple of `STRIDE_MULTIPLE`."""
     tiles = tiles or GRADIENT
     num_rows, width = hidden_CD.shape

@@ -147,7 +147,7 @@ def load_causal_lm(
 
 
 def refuse_other_classes(model: str, architecture: type, config: Any) -> None:
-    """Raises `UserError` when config.json names another class, such as the encoder that BERT is trained as."""
+    """Raises `UserError` when config.json names another class, such as an encoder."""
     named = list(config.architectures or ())
     if architecture.__name__ not in named:
         raise UserError(

@@ -48,7 +48,7 @@ _MODEL = """
 
 
 def try_backend(config: TelescopeConfig) -> None:
-    """Raises `ConfigError` when `train_backend` is a class path behind which there is no training backend.
+    """Raises `ConfigError` when `train_backend` names no training backend class.
 
     The folder that the run is started from is searched as well, as it is in the trainer's processes.
     """
@@ -57,7 +57,7 @@ def try_backend(config: TelescopeConfig) -> None:
 
 
 def try_model(config: TelescopeConfig) -> None:
-    """Raises `ConfigError` when the trainer cannot build the model's architecture, such as one that is not causal.
+    """Raises `ConfigError` when the trainer cannot build the model's architecture.
 
     Architectures whose tensors preflight compares are known to work and are not built.
     """

@@ -21,7 +21,7 @@ def plain(text: str) -> str:
 
 
 def single_line(text: str) -> str:
-    """Returns the first line with visible text, without control characters, at most `LONGEST` characters."""
+    """Returns the first visible line, without control characters, at most `LONGEST` long."""
     line = next((line.strip() for line in plain(text).split("\n") if line.strip()), "")
     return line if len(line) <= LONGEST else line[: LONGEST - 1].rstrip() + "…"
 

@@ -213,7 +213,7 @@ class Communicator:
                 self._in_flight.remove(broadcast)
 
     def _explain(self, error: RuntimeError) -> str:
-        """Returns why the transport failed, preferably as the control channel reports it, which may take a moment."""
+        """Returns why the transport failed, from the control channel if it knows."""
         patience = time.monotonic() + _EXPLANATION_SECONDS
         while (reason := self._failure or self._channel.loss) is None and time.monotonic() < patience:
             time.sleep(_POLL_LAST_SECONDS)
@@ -321,7 +321,7 @@ def _within(
 
 
 def _release(group: Any, in_flight: list[Broadcast], backend: Backend) -> None:
-    """Keeps an aborted group until its operations have ended, so that its destructor does not block."""
+    """Keeps an aborted group until its operations end, since its destructor blocks."""
     if group is None:
         return
     if backend == "nccl":

@@ -136,7 +136,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The location of a trainer tensor in a parameter, from `first_row`, and its range in the trainer's tensor."""
+    """The location of a trainer tensor in a parameter, and its range."""
 
     first_row: int
     rows: tuple[int, int]

@@ -77,7 +77,7 @@ class OverlappedReceive:
         return self._report
 
     def abandon(self, reason: str) -> None:
-        """Aborts the transfer and waits for the end of the thread, after which nothing writes into the buffers."""
+        """Aborts the transfer and waits until the thread has ended."""
         if self._thread.is_alive():
             self._communicator.abort(reason)
             self._thread.join(_JOIN_SECONDS)

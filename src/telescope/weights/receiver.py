@@ -44,7 +44,7 @@ class ReceiveBuffers:
     def take(
         self, index: int, num_elements: int, dtype: torch.dtype, device: torch.device, pinned: bool
     ) -> torch.Tensor:
-        """Returns `num_elements` of buffer `index` mod 2, which is replaced if it is too small or of another kind.
+        """Returns `num_elements` of buffer `index` mod 2, replaced if it does not fit.
 
         A device without an index is the current one.
         """

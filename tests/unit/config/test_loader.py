@@ -243,7 +243,7 @@ def test_flags_that_cannot_be_read(flags, words):
     assert words in error_of(None, *flags)
 
 
-def test_a_file_that_does_not_exist_lists_its_neighbours(run_yaml):
+def test_a_file_that_does_not_exist_lists_its_neighbors(run_yaml):
     message = error_of(run_yaml.with_name("rum.yaml"))
     assert "does not exist" in message
     assert "run.yaml" in message

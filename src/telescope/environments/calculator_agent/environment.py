@@ -150,7 +150,7 @@ class CalculatorAgentEnvironment(ToolEnvironment):
         )
 
     def _turns(self, state: RolloutState, right: bool) -> list[dict[str, Any]]:
-        """Per turn of the shortest solution, the expected call or answer and whether the model wrote it.
+        """Returns per turn the expected call or answer, and whether the model wrote it.
 
         Other solutions earn the full reward too; these records do not affect it.
         """

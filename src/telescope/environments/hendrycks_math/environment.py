@@ -149,7 +149,7 @@ def _own_rows(subset: str | None) -> list[dict[str, Any]]:
 
 
 def _sample(row: dict[str, Any]) -> Sample | None:
-    """A row of the dataset, or of one with `question` and `answer`, as a sample; None when it has no answer."""
+    """Returns a dataset row as a sample; None when it has no answer."""
     answer = row.get("answer") or extract_boxed_answer(str(row.get("solution", "")))
     problem = row.get("problem") or row.get("question")
     if not answer or not problem:

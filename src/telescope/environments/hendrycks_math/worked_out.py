@@ -56,7 +56,7 @@ _HAS_WORK = re.compile(r"[-+*/^!.,_=<>]|\\(?!(?:text|pi|circ|infty)(?![A-Za-z]))
 
 
 def is_worked_out(answer: str, expected: str, problem: str) -> bool:
-    """Returns whether `answer`, which equals `expected`, is a result and not a restatement of `problem`."""
+    """Returns whether `answer` is a result and not a restatement of `problem`."""
     answer_text, expected_text = _plain(answer), _plain(expected)
     if answer_text == expected_text:
         return True
@@ -79,7 +79,7 @@ def _kinds(text: str) -> set[str]:
 
 
 def _is_number(text: str) -> bool:
-    """Returns whether the text is one number, perhaps with a unit, in brackets, or after `x =`."""
+    """Returns whether the text is a number, perhaps with a unit or after `x =`."""
     text = _TEXT.sub("", text).rpartition("=")[2]
     text = _SIGNS.sub("", text)
     text = _unwrapped(text.replace("\\{", "{").replace("\\}", "}"))

@@ -37,7 +37,7 @@ class Arrays:
         self.logprobs_N: np.ndarray | None = None
 
     def take_from(self, output: Any) -> None:
-        """Moves them out of the engine's `RequestOutput` if it is a whole answer with one logprob per token."""
+        """Takes the arrays from the engine's `RequestOutput` if it is a whole answer."""
         if not output.finished or len(output.outputs) != 1:
             return
         answer = output.outputs[0]
@@ -54,7 +54,7 @@ _wanted: ContextVar[Arrays | None] = ContextVar("arrays of the answer to this re
 
 
 class EngineWithArrays:
-    """Wraps vLLM's engine client for the generate route and captures arrays for clients that accept them."""
+    """Wraps vLLM's engine client and captures arrays for clients that accept them."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

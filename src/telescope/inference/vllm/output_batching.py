@@ -89,7 +89,7 @@ class OutputBatcher:
             message.outputs = sent
 
     def release(self, messages: dict[int, Any], new_message: Callable[[], Any]) -> None:
-        """Adds everything that is buffered to one step's messages, before the step's own outputs of a request."""
+        """Adds all buffered outputs to a step's messages, before the step's own outputs."""
         for message in messages.values():
             message.outputs = [
                 output if (buffered := self._buffered.pop(output.request_id, None)) is None else _with(buffered, output)

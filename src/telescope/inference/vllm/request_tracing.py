@@ -80,7 +80,7 @@ def why_not_available() -> str | None:
 
 
 class TraceReceiver:
-    """Listens on `host`:`port` and passes each row of the table `spans` to `write`.
+    """Listens on `host`:`port` and passes rows of the table `spans` to `write`.
 
     If the port is in use it listens on a free one, since two runs may share a machine.
     """

@@ -357,7 +357,7 @@ def undo_unfinished_reload(model: nn.Module) -> None:
 
 
 def remove_expert_kernels(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Removes the kernels of all experts, so that new weights are packed with new kernels as in the first load.
+    """Removes the experts' kernels, so that new weights are packed with new ones.
 
     Only where no CUDA graph refers to a kernel. Returns the methods with their previous kernels.
     """
