@@ -103,7 +103,7 @@ def parse_calls(completion: str, form: ToolCallFormat, tool_names: Collection[st
     """
     text = strip_think_tags(completion)
     calls = _xml_calls(text) if form == "xml" else _function_calls(text) or _call_syntax(text, tool_names)
-    if not calls and looks_like_a_call(text, form):
+    if not calls and _TRACES[form].search(text):
         calls = [ToolCall("", None, text, f"A tool call must have the form {FORM_SHOWN[form]}.")]
     return calls
 
@@ -116,11 +116,6 @@ def parse_xml_tool_calls(text: str) -> list[ToolCall]:
 def parse_function_call_syntax(text: str, tool_names: Collection[str] | None = None) -> list[ToolCall]:
     """The calls `name(arg=1, other="x")` with literal arguments, in their order; of `tool_names` only, if given."""
     return [call for call in _call_syntax(text, tool_names) if call.error is None]
-
-
-def looks_like_a_call(text: str, form: ToolCallFormat) -> bool:
-    """Returns whether the text has a trace of a call, readable or not."""
-    return _TRACES[form].search(text) is not None
 
 
 def _xml_calls(text: str) -> list[ToolCall]:

@@ -168,7 +168,7 @@ async def start_environments(
             enable_thinking=config.enable_thinking,
             trust_remote_code=config.trust_remote_code,
         ),
-        num_workers=config.environment_workers or default_environment_workers(),
+        num_workers=config.environment_workers or min(4, len(os.sched_getaffinity(0))),
         timeout_seconds=config.environment_timeout_seconds,
         environments_path=list(config.environments_path),
         log_dir=directory.path / "logs",
@@ -192,11 +192,6 @@ async def start_environments(
             )  # fmt: skip
             status.messages.append(f"{key}: each turn is a sample of its own (the chat template rewrites history)")
     return environments
-
-
-def default_environment_workers() -> int:
-    """Number of environment workers when `environment_workers` is null: one per core, at most four."""
-    return min(4, len(os.sched_getaffinity(0)))
 
 
 async def _connect(config: TelescopeConfig, directory: RunDirectory, temporary: Path) -> Cluster:

@@ -56,7 +56,8 @@ class PendingRows:
         self.dropped: Counter[str] = Counter()
         self._rows: dict[str, deque[tuple[Row, int]]] = {name: deque() for name in TABLES}
         self._added: Counter[str] = Counter()
-        self._order = sorted((name for name in TABLES if TABLES[name].keep < Keep.ALWAYS), key=_drop_order)
+        droppable = [(table.keep, name) for name, table in TABLES.items() if table.keep < Keep.ALWAYS]
+        self._order = [name for _, name in sorted(droppable)]
 
     def add(self, table: str, row: Row) -> None:
         """Appends a row, and drops rows that no longer fit."""
@@ -113,7 +114,3 @@ class PendingRows:
         _, size = self._rows[table].popleft()
         self.num_rows -= 1
         self.num_bytes -= size
-
-
-def _drop_order(name: str) -> tuple[int, str]:
-    return (TABLES[name].keep, name)

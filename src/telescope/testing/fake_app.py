@@ -15,9 +15,9 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from telescope.inference.auth import Message, Receive, Scope, Send
+from telescope.inference.auth import Receive, Scope, Send, answer_json
 from telescope.inference.vllm import adapter as wire
-from telescope.inference.vllm.policy_version import read_body
+from telescope.inference.vllm.policy_version import read_body, wait_for_disconnect
 from telescope.testing.fake_answers import AnswerWriter
 from telescope.testing.fake_engine import AnswerFunction, FakeEngine, FakeEngineSettings
 
@@ -105,7 +105,7 @@ class FakeEngineApp:
             self.fail_next = max(0, self.fail_next - 1)
             await _send_error(send, 500, "EngineCore encountered an issue.", "InternalServerError")
             return
-        left = asyncio.ensure_future(_until_disconnect(receive))
+        left = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
             if self._due(settings.hang_every) or self.hang_next > 0:
                 self.hang_next = max(0, self.hang_next - 1)
@@ -133,7 +133,7 @@ class FakeEngineApp:
             )
             left.add_done_callback(lambda _: self.engine.abort([request.request_id]))
             reason = await request.done
-            await _send_bytes(send, 200, self._writer.write(request, reason))
+            await answer_json(200, self._writer.write(request, reason), send)
         finally:
             left.cancel()
 
@@ -265,16 +265,4 @@ async def _send_error(send: Send, status: int, message: str, kind: str) -> None:
 
 
 async def _send_json(send: Send, status: int, content: Any) -> None:
-    await _send_bytes(send, status, content if isinstance(content, bytes) else msgspec.json.encode(content))
-
-
-async def _send_bytes(send: Send, status: int, body: bytes) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    start: Message = {"type": "http.response.start", "status": status, "headers": headers}
-    await send(start)
-    await send({"type": "http.response.body", "body": body})
-
-
-async def _until_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
+    await answer_json(status, content if isinstance(content, bytes) else msgspec.json.encode(content), send)

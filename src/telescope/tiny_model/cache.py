@@ -81,7 +81,8 @@ def _ensure(target: Path, settings: TinyModelSettings, report: Callable[[WarmSta
     try:
         scratch.chmod(0o755)
         build_tiny_model(scratch, settings, report)
-        _write_manifest(scratch, settings)
+        manifest = {"key": settings.key, "settings": asdict(settings), "files": _checksums(scratch)}
+        (scratch / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         _install(scratch, target, settings)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -96,11 +97,6 @@ def is_whole(folder: Path, settings: TinyModelSettings) -> bool:
         return manifest["key"] == settings.key and bool(files) and files == _checksums(folder)
     except (OSError, ValueError, KeyError, TypeError):
         return False  # Absent or unreadable is the same as broken here: the caller builds it again.
-
-
-def _write_manifest(folder: Path, settings: TinyModelSettings) -> None:
-    manifest = {"key": settings.key, "settings": asdict(settings), "files": _checksums(folder)}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 
 def _checksums(folder: Path) -> dict[str, str]:

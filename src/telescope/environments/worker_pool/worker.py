@@ -148,7 +148,8 @@ class Worker:
                 header, blob = self.inbox.popleft()
                 self._handle(header, blob)
                 if self.tasks:
-                    self._run_loop_once()
+                    self.loop.call_soon(self.loop.stop)  # one iteration
+                    self.loop.run_forever()
             else:
                 self.loop.run_forever()  # until _readable or _settled stops it
         self._close()
@@ -190,11 +191,6 @@ class Worker:
             self.ended = True
         if self.inbox or self.ended:
             self.loop.stop()
-
-    def _run_loop_once(self) -> None:
-        """Runs one iteration of the event loop for waiting tasks."""
-        self.loop.call_soon(self.loop.stop)
-        self.loop.run_forever()
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         """Attributes tasks that user code starts to the request that started them."""

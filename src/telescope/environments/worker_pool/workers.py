@@ -313,11 +313,8 @@ class WorkerPool:
                     self.queue.requeue(withdrawn)
                     self._schedule_pump()
             elif now - worker.process.started > self._start_timeout_seconds:
-                self._give_up_loading(worker, worker.process)
-
-    def _give_up_loading(self, worker: PoolWorker, process: WorkerProcess) -> None:
-        process.dump_stacks()
-        self._loop.call_later(STACK_SECONDS, self._break_loading, worker, process)
+                worker.process.dump_stacks()
+                self._loop.call_later(STACK_SECONDS, self._break_loading, worker, worker.process)
 
     def _break_loading(self, worker: PoolWorker, process: WorkerProcess) -> None:
         self._break(

@@ -146,7 +146,7 @@ class PolicyVersionMiddleware:
         request = FrozenRequest()
         key = request_id if request_id is not None else f"anonymous-{id(request)}"
         self._waiting[key] = request
-        left = asyncio.ensure_future(_disconnected(receive))
+        left = asyncio.ensure_future(wait_for_disconnect(receive))
         woken = asyncio.ensure_future(request.wake.wait())
         try:
             # A second pause may begin before this task runs again.
@@ -277,7 +277,8 @@ def _text(raw: msgspec.Raw | None) -> str | None:
     return None if value is None else str(value)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Returns when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         continue
 
