@@ -21,7 +21,7 @@ def result(version: int, correct: float, *, name: str = "countdown", held_out: b
 
 
 def summary_of(evals: list[EvalResult] | None = None, **changes: Any) -> RunSummary:
-    status = RunStatus("demo", 100, step=2, num_tokens_generated=1234)
+    status = RunStatus("demo", 100, step=2)
     status.history.extend(StepSummary(step, 0.25 + step / 4, 1.5, 0.0, 100.0, 0.0, 1.0, 1.0, 0.1) for step in range(2))
     arguments: dict[str, Any] = {
         "seconds": 12.34567, "training_seconds": 10.0, "error": None, "interrupted": False, **changes
@@ -36,7 +36,6 @@ def test_a_finished_run_says_what_was_learnt() -> None:
     assert (summary.heldout_items, summary.heldout_temperature) == (500, 1.0)
     assert (summary.steps, summary.seconds, summary.training_seconds) == (2, 12.346, 10.0)
     assert (summary.reward_first, summary.reward_last) == (0.25, 0.5)
-    assert summary.tokens_generated == 1234
     assert "finished 2 steps in 12 s" in summary.sentence
 
 
