@@ -55,7 +55,7 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-def test_a_run_with_a_backend_of_the_user_s_own_reports_every_modifier_and_finishes_on_ctrl_c(
+def test_a_run_with_a_custom_backend_reports_every_modifier_and_finishes_on_ctrl_c(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "own_backend.py").write_text(BACKEND)

@@ -133,7 +133,7 @@ def test_bad_input_is_refused_with_exit_code_2(installed: Path, elsewhere: Path)
     assert "learning_rate" in printed
 
 
-def test_doctor_says_what_is_missing_to_train_and_how_to_get_it(installed: Path, elsewhere: Path):
+def test_doctor_lists_missing_packages_with_install_commands(installed: Path, elsewhere: Path):
     printed = run([str(installed / "telescope"), "doctor", "--json", "--no-hub"], cwd=elsewhere, expect=1)
     answer = json.loads(printed)
     missing = {check["name"]: check["fix"] for check in answer["checks"] if check["status"] == "bad"}

@@ -41,7 +41,7 @@ def test_the_environment_of_the_readme_scores_answers(example_environment: Path)
     assert environment.compute_reward("<answer>1-1</answer>", sample).sample_metrics == {"correct": 0.0}
 
 
-def test_the_environment_of_the_readme_asks_as_the_demo_does(example_environment: Path):
+def test_the_environment_of_the_readme_has_the_demos_prompts(example_environment: Path):
     prompt = get_environment("add_up", environments_path=[example_environment]).get_sample(0).prompt
     *numbers, arrow, target = prompt.split()
     assert arrow == "->"

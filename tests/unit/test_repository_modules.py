@@ -10,7 +10,7 @@ import pytest
 from tests.repository_modules import benchmarks_importable, load_script
 
 
-def test_benchmarks_are_imported_by_their_bare_names_and_gone_afterwards_when_a_test_failed_too() -> None:
+def test_benchmarks_are_imported_by_bare_names_and_removed_after_any_test() -> None:
     before = list(sys.path)
     with pytest.raises(KeyError), benchmarks_importable():  # noqa: PT012
         import demo_runs  # which imports another

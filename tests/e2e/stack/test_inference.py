@@ -114,7 +114,7 @@ async def test_with_top_p_the_engine_reports_renormalized_logprobs(
     assert largest > 0.01, "no token had another one cut off beside it: the test shows nothing"
 
 
-async def test_an_answer_follows_from_its_seed_whatever_comes_beside_it(stack: Stack) -> None:
+async def test_an_answer_depends_on_its_seed_and_not_on_other_requests(stack: Stack) -> None:
     client = client_of(stack)
     order = list(range(64))
     answers = []

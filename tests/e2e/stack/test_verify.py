@@ -42,7 +42,7 @@ async def test_every_check_passes_on_a_healthy_run(stack: Stack) -> None:
 
 
 @in_session_loop
-async def test_a_trainer_that_forgets_the_temperature_fails_parity_and_the_first_step_and_nothing_else(
+async def test_a_trainer_without_temperature_fails_only_parity_and_the_first_step(
     stack: Stack,
 ) -> None:
     """The engine samples at 0.7, the trainer computes at 1: a fault that shows as a wrong KL in every step."""

@@ -63,7 +63,7 @@ def test_an_exited_peer_is_an_error_at_once_and_can_be_replaced(nccl: Engines, f
 
 
 @two_gpus
-def test_a_hanging_peer_costs_the_deadline_or_an_abort_and_this_process_goes_on(nccl: Engines) -> None:
+def test_a_hanging_peer_ends_at_the_deadline_or_an_abort(nccl: Engines) -> None:
     tensors = on_gpu(weights())
     update = update_of(tensors, mode="per_tensor", timeout_seconds=3.0)
     nccl.start(0, [update], devices=("cuda:1",), fault="hang")

@@ -113,7 +113,7 @@ async def test_each_strategy_places_the_workers_accordingly(
         assert sorted(Counter(nodes).values()) == on_each_node
 
 
-async def test_what_must_be_on_one_node_is_reserved_first_whichever_side_it_is(two_nodes: TwoNodes) -> None:
+async def test_workers_that_need_one_node_are_reserved_first(two_nodes: TwoNodes) -> None:
     """Four that are spread would leave no node whole for four that must be together."""
     for role in ROLES:
         (opposite,) = {*ROLES} - {role}
@@ -129,7 +129,7 @@ async def test_what_must_be_on_one_node_is_reserved_first_whichever_side_it_is(t
             assert len(set(together)) == 1
 
 
-async def test_no_two_workers_see_one_gpu_and_a_tensor_parallel_server_has_its_own_on_one_node(
+async def test_workers_see_distinct_gpus_and_a_tensor_parallel_server_is_on_one_node(
     two_nodes: TwoNodes,
 ) -> None:
     config = config_of(
@@ -150,7 +150,7 @@ async def test_no_two_workers_see_one_gpu_and_a_tensor_parallel_server_has_its_o
     assert not network.broadcast_on_loopback
 
 
-async def test_with_share_gpus_rank_and_server_of_one_number_see_one_gpu_that_no_others_see(
+async def test_with_share_gpus_each_rank_sees_the_gpu_of_one_server(
     two_nodes: TwoNodes,
 ) -> None:
     config = config_of(

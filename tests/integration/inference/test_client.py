@@ -162,7 +162,7 @@ async def test_a_server_whose_engine_does_not_answer_is_not_healthy(connect, mon
     assert not await client.health(within=0.2)
 
 
-async def test_refused_requests_are_bugs_with_the_servers_own_words(connect) -> None:
+async def test_refused_requests_raise_with_the_servers_message(connect) -> None:
     server, client = await connect(max_model_len=8, scheduling_policy="fcfs")
     with pytest.raises(EngineRequestError, match="maximum context length is 8"):
         await client.generate(GenerateRequest("long", list(range(9)), 4, 1.0))

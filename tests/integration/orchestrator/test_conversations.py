@@ -41,7 +41,7 @@ def trained(run: Harness) -> dict[str, tuple[list[int], list[int]]]:
     return samples
 
 
-async def test_what_is_trained_of_a_conversation_is_what_was_said_in_it(ground: Ground, tmp_path: Path) -> None:
+async def test_the_trained_tokens_are_those_of_the_conversation(ground: Ground, tmp_path: Path) -> None:
     async with harness(ground, tmp_path, **ROUNDS) as run:
         await run.run()
         batches = trained(run)

@@ -85,7 +85,7 @@ def test_blocks_with_experts_share_one_compilation_in_bfloat16(one_rank, kernels
     assert not counters["graph_break"]
 
 
-def test_blocks_with_experts_are_not_compiled_in_a_dtype_that_their_product_cannot_be_compiled_in(one_rank, kernels):
+def test_experts_are_not_compiled_in_unsupported_dtypes(one_rank, kernels):
     counters.clear()
     gradient_of(one_rank("experts", model_dtype="float32", gradient_checkpointing=True), [5, 31])
     assert counters["stats"]["unique_graphs"] == 0

@@ -51,7 +51,7 @@ def test_on_policy_the_first_step_has_no_kl_and_no_mismatch(one_rank, temperatur
     assert metrics["kl_divergence_inference"] == pytest.approx(0.0, abs=1e-8)
 
 
-def test_mismatch_leaves_out_samples_that_an_older_version_touched(one_rank):
+def test_mismatch_excludes_samples_of_older_versions(one_rank):
     trainer = one_rank()
     samples = with_own_logprobs(trainer, make_samples(LENGTHS, version=3))
     stale = samples[1]
@@ -210,7 +210,7 @@ def test_a_model_that_is_not_there_is_a_user_error(tmp_path):
 @pytest.mark.parametrize(
     "base", ["telescope.trainer.backends.fsdp.backend.FSDPBackend", "telescope.trainer.backends.TrainingBackend"]
 )
-def test_a_backend_of_the_user_s_own_adds_its_metrics(one_rank, tmp_path: Path, monkeypatch, base):
+def test_a_custom_backend_adds_its_metrics(one_rank, tmp_path: Path, monkeypatch, base):
     module, _, name = base.rpartition(".")
     (tmp_path / "own_backend.py").write_text(
         f"from {module} import {name}\n"
@@ -262,7 +262,7 @@ def test_a_collection_of_cycles_between_steps_visits_few_objects_of_a_rank(one_r
     assert gc.get_freeze_count() == 0
 
 
-def test_a_restart_leaves_nothing_of_the_model_before(one_rank):
+def test_a_restart_removes_the_earlier_model(one_rank):
     trainer = one_rank("untied", model_dtype="float32")
     before = weakref.ref(trainer.backend.policy)
     trainer.restart()

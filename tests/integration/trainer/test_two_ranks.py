@@ -190,7 +190,7 @@ def test_sequence_logprobs_agree_between_ranks(both):
     assert len(one["logprobs"]) == len(TEXT) - 1
 
 
-def test_a_checkpoint_of_two_ranks_continues_on_one_as_if_nothing_had_happened(both):
+def test_a_checkpoint_of_two_ranks_continues_identically_on_one(both):
     """Optimizer state and the step's learning rate included."""
     assert relative_error(both.resumed, both.two[0]["weights_3"]) < 1e-10
 

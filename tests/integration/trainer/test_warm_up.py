@@ -118,7 +118,7 @@ def test_a_warm_up_leaves_weights_gradients_optimizer_and_random_numbers(one_ran
     assert span.end > span.start
 
 
-def test_a_row_as_long_as_the_model_is_wide_compiles_nothing_of_its_own(one_rank, kernels):
+def test_a_row_as_long_as_the_hidden_size_compiles_nothing(one_rank, kernels):
     torch._dynamo.reset()
     trainer = one_rank("untied", model_dtype="float32", seq_len=16, pad_to_multiple_of=4)
     assert trainer.backend.policy.causal_lm.config.hidden_size == 16

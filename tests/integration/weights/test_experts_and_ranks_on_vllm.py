@@ -137,7 +137,7 @@ def test_a_transfer_that_failed_half_way_is_repaired_by_the_next_one(server: Ser
     assert worst(server) < equal_within(server)
 
 
-def test_a_worker_that_cannot_load_fails_the_sync_and_leaves_no_update_open_in_the_other(server: Server) -> None:
+def test_a_failed_load_in_one_worker_fails_the_sync_and_closes_every_update(server: Server) -> None:
     disturb(server.model, seed=server.version + 1)
     server.fault("raise", rank=server.tensor_parallel - 1)
     with pytest.raises(InfrastructureError, match="on purpose"):
@@ -148,7 +148,7 @@ def test_a_worker_that_cannot_load_fails_the_sync_and_leaves_no_update_open_in_t
 
 
 @pytest.mark.last_on_its_server
-def test_a_worker_killed_in_the_middle_of_a_sync_is_an_error_at_once_and_ends_its_server(
+def test_killing_a_worker_during_a_sync_fails_at_once_and_ends_its_server(
     server: Server,
 ) -> None:
     started = time.monotonic()

@@ -96,7 +96,7 @@ def test_with_keep_later_tokens_are_sampled_over_what_the_old_weights_made_of_th
     assert worst_difference(server.model, fresh, 0, len(fresh.token_ids_N)) < SAME, "a later request reads no old cache"
 
 
-def test_tokens_of_whole_answers_leave_the_engine_some_at_a_time_and_those_of_others_one_by_one(server: Server) -> None:
+def test_tokens_of_whole_answers_are_batched_and_streamed_tokens_are_not(server: Server) -> None:
     """vLLM measures the time between two messages with tokens of a request, and to the first token by the first."""
     num_tokens = 3 * BATCH_TOKENS + 1
     after_first, between = "vllm:time_to_first_token_seconds_count", "vllm:inter_token_latency_seconds_count"

@@ -13,7 +13,7 @@ FIRST = "test_before_any_sync"
 LAST = ("test_a_worker_killed", "test_killing")
 
 
-def test_who_kills_a_server_is_the_last_that_uses_it_and_who_needs_a_fresh_one_the_first() -> None:
+def test_tests_that_need_a_fresh_server_run_first_and_tests_that_kill_it_last() -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
     files = sorted(map(str, (ROOT / "tests" / "gpu" / "weights").glob("test_*_on_gpu.py")))
     listed = subprocess.run(

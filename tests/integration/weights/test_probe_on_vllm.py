@@ -112,7 +112,7 @@ def test_killing_the_server_in_the_middle_of_a_sync_is_an_error_at_once(server: 
 
 @pytest.mark.last_on_its_server
 @pytest.mark.parametrize("server", ["tied"], indirect=True)
-def test_an_engine_killed_in_the_middle_of_a_sync_leaves_no_request_waiting_and_ends_its_server(
+def test_killing_an_engine_during_a_sync_ends_every_request_and_its_server(
     server: Server,
 ) -> None:
     running = [server.loop.create_task(sample(server, f"running-{i}", max_tokens=200)) for i in range(NUM_RUNNING)]

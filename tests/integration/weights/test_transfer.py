@@ -40,7 +40,7 @@ def test_both_modes_and_dtypes_arrive_bit_for_bit_on_every_worker_of_an_engine(e
         assert answers[index]["loaded"] == answers[index + 3]["loaded"] == report.fingerprints
 
 
-def test_engines_that_die_or_fail_in_a_transfer_are_reported_at_once_and_the_other_gets_its_weights(
+def test_engines_that_exit_or_fail_are_reported_at_once_and_others_get_weights(
     engines: Engines,
 ) -> None:
     tensors = weights()
@@ -57,7 +57,7 @@ def test_engines_that_die_or_fail_in_a_transfer_are_reported_at_once_and_the_oth
     assert [answer["loaded"] for answer in healthy.answers()] == [expected(tensors, torch.float32)] * 2
 
 
-def test_an_engine_that_hangs_costs_the_deadline_and_nothing_else(engines: Engines) -> None:
+def test_a_hanging_engine_only_costs_its_deadline(engines: Engines) -> None:
     tensors = weights()
     update = update_of(tensors, timeout_seconds=2.0)
     engines.start(0, [update], fault="hang")
@@ -93,7 +93,7 @@ def test_a_peer_is_notified_at_once_when_the_sender_exits(engines: Engines) -> N
     assert "the trainer ends" in str(peers.answers()[0]["error"])
 
 
-def test_staging_waits_for_copies_from_the_gpu_that_has_the_weights_not_from_the_current_one(
+def test_staging_waits_for_copies_from_the_gpu_that_has_the_weights(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[torch.device] = []

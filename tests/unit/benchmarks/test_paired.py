@@ -46,7 +46,7 @@ def test_the_confidence_is_that_of_the_signed_rank_test(paired: Any, pairs: int,
 
 
 @pytest.mark.parametrize("pairs", [3, 6, 7, 9])
-def test_the_interval_misses_the_truth_as_often_as_stated(paired: Any, pairs: int) -> None:
+def test_the_interval_has_its_stated_coverage(paired: Any, pairs: int) -> None:
     """With errors of given sizes every choice of signs is as likely as any other: all of them are tried."""
     draw = random.Random(pairs)
     sizes = [draw.uniform(0.01, 0.2) for _ in range(pairs)]

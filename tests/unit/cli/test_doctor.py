@@ -27,7 +27,7 @@ def test_every_check_returns_a_result_and_a_fix_unless_ok(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("note", 0), ("bad", 1)])
-def test_the_exit_code_says_whether_training_can_run(
+def test_the_exit_code_shows_whether_training_can_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: doctor.Status, code: int
 ):
     fix = None if status == "ok" else "do this"
@@ -135,7 +135,7 @@ def test_shared_memory_that_is_missing_keeps_training_from_running(tmp_path: Pat
     assert doctor.check_shared_memory(tmp_path / "shm").status == "bad"
 
 
-def test_an_unreachable_hub_is_a_note_and_says_what_still_works(monkeypatch: pytest.MonkeyPatch):
+def test_an_unreachable_hub_is_a_note_that_names_what_still_works(monkeypatch: pytest.MonkeyPatch):
     def refuse(url: str, timeout: float) -> None:
         raise OSError("no route to host")
 

@@ -134,7 +134,7 @@ async def test_removing_a_placement_gives_both_groups_back(fake: FakePlacementGr
     assert fake.removed == fake.groups
 
 
-async def test_a_server_and_a_rank_that_share_a_gpu_are_one_bundle_and_have_half_of_it_each(
+async def test_a_server_and_a_rank_that_share_a_gpu_have_one_bundle(
     fake: FakePlacementGroups,
 ) -> None:
     shared = config_of(

@@ -93,7 +93,7 @@ def test_everything_of_the_run_ends_with_a_driver_that_is_killed(start_driver) -
     assert is_running(before)
 
 
-def test_what_is_left_at_the_end_of_the_run_is_killed_before_the_driver_goes_on(start_driver) -> None:
+def test_remaining_processes_are_killed_before_the_driver_continues(start_driver) -> None:
     driver, (before, *family) = start_driver("sys.stdin.readline()")
     driver.stdin.write("end\n")
     driver.stdin.flush()

@@ -140,7 +140,7 @@ def test_an_unknown_flag_suggests_the_nearest_name(typed, meant):
     assert f"Did you mean '{meant}'?" in error_of(None, f"--{typed}", "1")
 
 
-def test_nothing_is_suggested_for_what_resembles_nothing():
+def test_unknown_names_without_resemblance_get_no_suggestion():
     message = error_of(None, "--zzzz", "1")
     assert "Did you mean" not in message
     assert "telescope config explain" in message

@@ -56,7 +56,7 @@ def test_config_files_give_the_published_number_of_parameters():
     assert moe.num_parameters == 30_532_122_624
 
 
-def test_a_dense_layer_among_experts_costs_what_its_mlp_is_wide_and_no_experts():
+def test_a_dense_layer_among_experts_is_counted_by_its_mlp_width():
     experts = ModelShape.from_config(QWEN3_30B_A3B)
     half = ModelShape.from_config(QWEN3_30B_A3B | {"decoder_sparse_step": 2})
     assert experts is not None

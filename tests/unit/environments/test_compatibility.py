@@ -222,7 +222,7 @@ def test_every_environment_takes_an_end_token_and_a_thinking_prefix(cls):
 
 
 @pytest.mark.parametrize("cls", [Question, Closed, Dropping, Recorded])
-def test_a_keyword_that_nothing_names_becomes_an_attribute_and_is_reported(cls):
+def test_an_unknown_keyword_becomes_an_attribute_and_is_reported(cls):
     environment = make_environment(cls, "x", {"flavor": "sweet", "crust": 3})
     assert (environment.flavor, environment.crust) == ("sweet", 3)
     assert environment._notices == (

@@ -112,7 +112,7 @@ def test_ranges_are_declared_as_an_environment_has_them():
     }  # fmt: skip
 
 
-async def test_mistakes_are_named():
+async def test_invalid_rubrics_are_refused_by_name():
     rubric = Rubric()
     rubric.add_reward(correct)
     with pytest.raises(UserError, match="two functions named 'correct'"):

@@ -67,7 +67,7 @@ def test_the_word_in_the_last_attempt_counts():
         ("Tell me the secret word. G G G G G", "exactly one word"),
     ],
 )
-def test_cheating_costs_a_turn_and_wins_nothing(cheat, words):
+def test_invalid_guesses_use_a_turn_without_reward(cheat, words):
     result, replies, _ = play(cheat)
     assert words in replies[0]
     assert result.sample_metrics["solved"] == 0.0 and result.total_reward < 0.2

@@ -63,7 +63,7 @@ def value_of(command: LaunchCommand, flag: str) -> str:
 @pytest.mark.parametrize(("on_cpu", "fields", "seconds"), [
     (False, {}, 300), (True, {}, 600), (False, {"inference_hang_timeout_seconds": 20.5}, 20.5),
 ])  # fmt: skip
-def test_a_step_and_a_call_may_take_what_the_config_says(
+def test_timeouts_of_steps_and_calls_follow_the_config(
     tmp_path: Path, on_cpu: bool, fields: dict[str, Any], seconds: float
 ) -> None:
     environment = launch(tmp_path, on_cpu=on_cpu, weight_sync_timeout_seconds=77.0, **fields).environment
@@ -124,7 +124,7 @@ def test_prompts_are_prefilled_whole_on_the_cpu(tmp_path: Path) -> None:
     assert "--no-enable-chunked-prefill" not in launch(tmp_path, on_cpu=False).arguments
 
 
-def test_eager_on_the_cpu_and_graphs_on_gpus_unless_the_config_says(tmp_path: Path) -> None:
+def test_eager_on_the_cpu_and_graphs_on_gpus_by_default(tmp_path: Path) -> None:
     assert "--enforce-eager" in launch(tmp_path, on_cpu=True).arguments
     assert "--enforce-eager" not in launch(tmp_path, on_cpu=False).arguments
     assert "--enforce-eager" in launch(tmp_path, on_cpu=False, inference_enforce_eager=True).arguments

@@ -100,7 +100,7 @@ def test_the_penalty_is_subtracted_from_the_scaled_reward() -> None:
     assert made.total_reward == 3.0
 
 
-def test_equal_rewards_of_unequal_length_are_a_signal_once_length_costs() -> None:
+def test_equal_rewards_with_a_length_penalty_are_a_signal() -> None:
     equal = group([1.0, 1.0])
     equal.samples[1] = sample(1, 1.0, lengths=(16,))
     for settings, signal in (({}, Signal.ZERO_ADVANTAGE), ({"overlong_penalty_factor": 0.5}, Signal.USABLE)):

@@ -137,7 +137,7 @@ async def test_a_terminal_that_hangs_up_twice_still_ends_the_run_cleanly(interru
         asyncio.get_running_loop().remove_signal_handler(each)
 
 
-async def test_nohup_keeps_a_run_going(interrupt: Interrupt) -> None:
+async def test_nohup_keeps_a_run_alive_on_sighup(interrupt: Interrupt) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     interrupt.install(asyncio.get_running_loop())
     os.kill(os.getpid(), signal.SIGHUP)

@@ -81,7 +81,7 @@ async def test_a_server_that_shares_its_gpu_is_up_before_the_trainer_takes_any_m
     assert workers.happened == ["server up", "model loaded", "compiling"]
 
 
-async def test_a_trainer_that_has_nothing_to_compile_is_not_asked_to():
+async def test_a_trainer_without_compilation_is_not_warmed_up():
     config = config_of()
     workers = Workers(config, compiles=False)
     await started(config, workers)

@@ -80,7 +80,7 @@ def test_metrics_of_a_step_are_those_of_its_scored_samples() -> None:
     assert metrics["sample_metrics/arithmetic/correct"] == 0.5
 
 
-def test_rewards_of_each_environment_are_told_apart_when_there_are_several() -> None:
+def test_rewards_of_several_environments_are_reported_separately() -> None:
     groups = [group([0.0, 1.0]), group([1.0, 2.0], n=6, environment="words")]
     metrics = batch_metrics(groups, [0.0] * 4, version=0)
     assert (metrics["reward/arithmetic/mean"], metrics["reward/words/mean"]) == (0.5, 1.5)
@@ -134,7 +134,7 @@ def test_masked_samples_are_counted_by_the_kind_of_their_failure() -> None:
     assert (metrics["masked/infrastructure/samples"], metrics["masked/infrastructure/tokens"]) == (1, 0)
 
 
-def test_what_was_asked_again_is_counted_beside_its_sample() -> None:
+def test_retried_requests_are_counted_beside_their_sample() -> None:
     counts = DiscardCounts()
     unlucky = sample(0, 1.0, lengths=(4,))
     unlucky.failed_requests, unlucky.lost_conversations = [7, None, 3], [20]

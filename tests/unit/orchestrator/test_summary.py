@@ -29,7 +29,7 @@ def summary_of(evals: list[EvalResult] | None = None, **changes: Any) -> RunSumm
     return summarize(config_of(), Path("/runs/demo"), status, evals or [], **arguments)
 
 
-def test_a_finished_run_says_what_was_learnt() -> None:
+def test_the_summary_of_a_finished_run_reports_the_gain() -> None:
     summary = summary_of([result(0, 0.25), result(100, 0.5)])
     assert summary.status == "finished"
     assert (summary.heldout_before, summary.heldout_after) == (0.25, 0.5)
@@ -85,7 +85,7 @@ def test_what_was_not_measured_is_null() -> None:
         ({"error": asyncio.CancelledError()}, "stopped", None),
     ],
 )
-def test_how_a_run_ended_is_said_in_a_word(changes: dict[str, Any], status: str, error: str | None) -> None:
+def test_the_summary_has_one_word_for_the_end_of_a_run(changes: dict[str, Any], status: str, error: str | None) -> None:
     summary = summary_of(**changes)
     assert (summary.status, summary.error) == (status, error)
     assert status.split("ed")[0] in summary.sentence

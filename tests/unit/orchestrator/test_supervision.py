@@ -46,7 +46,7 @@ async def test_the_end_of_the_main_task_ends_the_loops() -> None:
     assert loop.cancelled()
 
 
-async def test_the_watchdog_says_what_each_part_was_waiting_for() -> None:
+async def test_the_watchdog_reports_what_each_component_waited_for() -> None:
     status = RunStatus("run", 10)
     status.set_component("trainer", "waiting for a batch")
 

@@ -24,7 +24,7 @@ from telescope.trainer.batch import Span
 from telescope.weights.fingerprint import to_hex
 
 
-async def test_a_sync_says_when_each_server_received_and_what_the_trainer_did_meanwhile() -> None:
+async def test_a_sync_reports_the_times_of_servers_and_trainer() -> None:
     bench = Bench()
     bench.trainer.spans = [Span("weight_broadcast_gather", 1.0, 2.0, rank=1)]
     before = time.time()
@@ -116,7 +116,7 @@ async def test_a_server_that_receives_in_the_background_is_paused_for_the_swap_a
 
 
 @pytest.mark.parametrize("stage", BACKGROUND_STAGES)
-async def test_a_server_that_fails_at_any_stage_of_a_background_sync_costs_the_other_nothing(stage: str) -> None:
+async def test_a_server_that_fails_in_a_background_sync_does_not_affect_others(stage: str) -> None:
     bench = Bench()
     for client in bench.clients:
         client.background = True
@@ -145,7 +145,7 @@ async def test_with_weight_transfer_in_place_no_answer_changes_that() -> None:
     assert ("mode", 0) in bench.calls, "the call ends an update that failed"
 
 
-async def test_a_sender_is_told_when_its_receiver_is_gone() -> None:
+async def test_a_sender_is_notified_when_its_receiver_exits() -> None:
     bench = Bench()
     bench.clients[0].fails_at = "receive"
     await bench.step()
@@ -153,7 +153,7 @@ async def test_a_sender_is_told_when_its_receiver_is_gone() -> None:
     assert ("abort", 1) not in bench.calls
 
 
-async def test_a_sender_that_waits_to_be_connected_is_told_when_the_engine_will_not_come() -> None:
+async def test_a_connecting_sender_is_notified_when_the_engine_fails() -> None:
     bench = Bench()
     bench.trainer.connecting = asyncio.Event()
     bench.clients[0].fails_at = "init"
@@ -166,7 +166,7 @@ async def test_a_sender_that_waits_to_be_connected_is_told_when_the_engine_will_
     assert bench.reports[0].updated_servers == [1]
 
 
-async def test_versions_before_and_after_a_restart_of_the_trainer_are_not_taken_for_each_other() -> None:
+async def test_versions_before_and_after_a_trainer_restart_are_distinct() -> None:
     bench = Bench()
     await bench.step()  # both servers have version 1
     bench.up = [0]
@@ -176,7 +176,7 @@ async def test_versions_before_and_after_a_restart_of_the_trainer_are_not_taken_
     assert bench.trainer.sent[-1][:2] == (1, [1])
 
 
-async def test_a_transfer_that_the_sender_gave_up_takes_that_server_out() -> None:
+async def test_an_aborted_transfer_drops_its_server() -> None:
     bench = Bench()
     bench.trainer.engine_errors = {1: "no answer within 600 s"}
     await bench.step()
@@ -185,7 +185,7 @@ async def test_a_transfer_that_the_sender_gave_up_takes_that_server_out() -> Non
     assert bench.of(0) == STAGES
 
 
-async def test_a_trainer_that_fails_ends_the_sync_though_engines_still_wait_for_its_weights() -> None:
+async def test_a_failed_trainer_ends_the_sync_while_engines_wait() -> None:
     bench = Bench()
     bench.clients[0].hangs_at = "receive"
     bench.trainer.send_error = ArithmeticError("a rank broke")
@@ -201,7 +201,7 @@ async def test_a_sync_without_servers_does_no_harm() -> None:
     assert metrics["weight_sync/servers"] == 0
 
 
-async def test_nothing_else_is_asked_of_the_trainer_during_a_sync() -> None:
+async def test_the_trainer_runs_no_other_command_during_a_sync() -> None:
     bench = Bench()
     seen: list[int] = []
 
@@ -299,7 +299,7 @@ async def test_a_restarted_server_gets_the_trainers_version_and_is_opened_inside
     assert ("fingerprints", 0) in bench.calls, "the received weights are verified"
 
 
-async def test_a_server_that_still_holds_the_newest_weights_is_sent_nothing() -> None:
+async def test_a_server_with_the_newest_weights_is_sent_nothing() -> None:
     bench = Bench()
     await bench.step()
     del bench.calls[:]
@@ -313,7 +313,7 @@ async def test_a_server_that_still_holds_the_newest_weights_is_sent_nothing() ->
     assert bench.of(1) == STAGES[1:], "it missed a sync"
 
 
-async def test_before_the_first_step_a_server_holds_what_the_trainer_starts_from_unless_it_is_new() -> None:
+async def test_servers_have_the_initial_weights_before_the_first_step() -> None:
     bench = Bench()
     await bench.weights.sync_one(0, lambda: None, fresh=False)
     assert bench.calls == []
@@ -336,7 +336,7 @@ async def test_a_server_that_fails_again_is_not_opened(stage: str) -> None:
     assert "receive" in bench.of(0), "weights that may be missing are sent again"
 
 
-async def test_a_server_that_dies_during_its_probe_is_proven_before_it_serves_again() -> None:
+async def test_a_server_that_exits_during_its_probe_is_verified_before_it_serves_again() -> None:
     bench = Bench()
     bench.clients[0].fails_at = "engine logprobs"
     await bench.step()
@@ -347,7 +347,7 @@ async def test_a_server_that_dies_during_its_probe_is_proven_before_it_serves_ag
     assert ("fingerprints", 0) in bench.calls
 
 
-async def test_a_proof_that_is_asked_for_returns_what_it_found_and_ends_nothing() -> None:
+async def test_a_requested_probe_returns_its_report_and_does_not_end_the_run() -> None:
     bench = Bench(fields={"weight_probe_every": 0})
     await bench.step()
     assert all(probe.ok for probe in (await bench.weights.verify()).values())
@@ -359,7 +359,7 @@ async def test_a_proof_that_is_asked_for_returns_what_it_found_and_ends_nothing(
     assert bench.up == [0, 1]
 
 
-async def test_a_server_that_fails_during_a_proof_that_was_asked_for_has_no_verdict() -> None:
+async def test_a_server_that_fails_during_a_requested_probe_has_no_verdict() -> None:
     bench = Bench()
     bench.clients[0].fails_at = "receive"
     assert list(await bench.weights.verify()) == [1]

@@ -50,7 +50,7 @@ async def test_an_eval_asks_the_environment_for_its_eval_metrics() -> None:
     assert bench.environments.calls[0][-1] is True
 
 
-async def test_a_failed_engine_is_asked_again_on_a_fresh_lane() -> None:
+async def test_a_request_to_a_failed_engine_is_retried_on_another_slot() -> None:
     bench = Bench(FakeEngine([DEAD, DEAD, None]), slots=FakeLanes(num_servers=2))
     sample = await bench.run()
     assert sample.total_reward == 1.0
@@ -93,7 +93,7 @@ async def test_an_answer_of_a_server_that_restarted_unnoticed_is_not_used() -> N
     assert trajectory.failed_requests == [1], "its tokens are counted"
 
 
-async def test_an_environment_that_fails_masks_the_sample_and_is_not_asked_again() -> None:
+async def test_a_failed_environment_masks_the_sample_without_a_retry() -> None:
     bench = Bench(environments=FakeEnvironments([EnvironmentFailure("KeyError: 'numbers'")]))
     sample = await bench.run()
     assert sample.reward is None
@@ -158,7 +158,7 @@ async def test_a_turn_whose_prompt_is_rendered_anew_begins_another_training_samp
     assert sample.num_environment_tokens == 1, "tokens rendered again are not new"
 
 
-async def test_without_interleaving_the_environment_is_asked_to_render_anew() -> None:
+async def test_without_interleaving_every_turn_is_rendered_anew() -> None:
     bench = Bench()
     await bench.run(turns=True, interleaved=False)
     assert bench.environments.interleaved is False

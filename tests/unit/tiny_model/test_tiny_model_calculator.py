@@ -56,7 +56,7 @@ def rewarded(turns: tuple[Turn, ...], question: Question) -> bool:
 
 
 @pytest.mark.parametrize(("share", "low", "high"), [(0.0, 1.0, 1.0), (0.7, 0.4, 0.55), (1.0, 0.2, 0.4)])
-def test_a_conversation_goes_wrong_as_often_as_it_is_meant_to(share, low, high):
+def test_conversations_have_the_set_share_of_errors(share, low, high):
     source = CalculatorExamples(SETTINGS)
     drawn = [source.draw(share).turns for _ in range(1000)]
     right = [rewarded(turns, question_in(turns[0].messages[0]["content"])) for turns in drawn]

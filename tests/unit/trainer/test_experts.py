@@ -27,7 +27,7 @@ def test_names_and_values_are_those_of_the_files_that_transformers_writes(tmp_pa
     assert all(torch.equal(ours[name], written[name]) for name in written)
 
 
-def test_what_is_written_under_these_names_is_the_same_model_again(tmp_path):
+def test_the_saved_names_load_as_the_same_model(tmp_path):
     from safetensors.torch import save_file
 
     model = Qwen3MoeForCausalLM(CONFIG)

@@ -54,7 +54,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return simulated
 
 
-def test_spans_of_a_device_show_when_it_worked_and_not_when_it_was_asked(device: Device) -> None:
+def test_device_spans_show_execution_and_not_launch_times(device: Device) -> None:
     timeline = Timeline(torch.device("cuda"), rank=3)
     with timeline.span("forward", 0):
         device.launch(2.0)
@@ -68,7 +68,7 @@ def test_spans_of_a_device_show_when_it_worked_and_not_when_it_was_asked(device:
     assert (backward.rank, backward.micro_batch) == (3, 0)
 
 
-def test_a_step_that_begins_while_the_device_is_busy_is_laid_by_the_first_moment_that_it_was_idle(
+def test_a_step_that_begins_on_a_busy_device_is_aligned_at_its_first_idle_moment(
     device: Device,
 ) -> None:
     device.launch(5.0)  # of the step before: the first event happens 5 s after the host has asked for it

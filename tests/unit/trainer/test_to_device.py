@@ -56,7 +56,7 @@ def test_read_only_arrays_are_copied():
     assert np.array_equal(row.token_ids_T, before)
 
 
-def test_a_long_row_is_moved_by_the_thread_that_asks():
+def test_a_long_row_is_moved_by_the_calling_thread():
     """torch would wake the threads of a pool for each array, which cost up to 66 ms a row on a machine of 16 cores."""
     host = prepare(row_of(200_000, seq_len=200_000), 2)
     threads: list[int] = []

@@ -11,7 +11,7 @@ LONGEST_PAUSE_CONTAINERS = 6_000
 """What a collection may visit when all that is young is alive, at about 1 us each: 6 ms."""
 
 
-def test_a_collection_that_is_not_full_visits_few_containers_however_many_are_alive() -> None:
+def test_young_collections_visit_few_containers() -> None:
     visited: list[int] = []
 
     def count(phase: str, info: dict[str, int]) -> None:

@@ -20,7 +20,7 @@ def test_a_log_that_was_replaced_by_a_shorter_one_is_read_from_its_end(tmp_path)
     assert log_tail(path, 1000, start=500) == "new"
 
 
-def test_a_folder_that_cannot_be_made_costs_the_lines_and_nothing_else(tmp_path, caplog):
+def test_a_folder_that_cannot_be_made_only_loses_the_log(tmp_path, caplog):
     (tmp_path / "logs").write_text("in the way")
     path = tmp_path / "logs" / "x.log"
     with open_log(path) as log:

@@ -137,7 +137,7 @@ def test_a_layout_that_is_not_known_is_reported_and_not_guessed() -> None:
     assert "layout of experts under FLASHINFER_TRTLLM is not known" in report.unaccounted[0]
 
 
-def test_functions_that_hold_a_matrix_that_was_replaced_in_the_parameters_are_read_and_named() -> None:
+def test_matrices_captured_by_functions_are_read_and_named() -> None:
     tensors = trainer_tensors()
     model = engine(tensors, 0, 1, "CPU, bound")
     old = experts_of(model).down_linear[1].__defaults__[0].clone() + 1.0
@@ -145,7 +145,7 @@ def test_functions_that_hold_a_matrix_that_was_replaced_in_the_parameters_are_re
     assert list(probe([model], tensors).mismatched) == [f"{PLACE}.1.down_proj.weight"]
 
 
-def test_functions_that_hold_no_matrix_are_reported_and_not_guessed() -> None:
+def test_functions_without_a_captured_matrix_are_reported() -> None:
     tensors = trainer_tensors()
     model = engine(tensors, 0, 1, "CPU, bound")
     experts_of(model).down_linear = [lambda x, handle=7, bias=None: x for _ in range(EXPERTS)]

@@ -82,7 +82,7 @@ def test_loading_changes_the_staging_buffers_and_not_the_model() -> None:
     assert torch.equal(model(ids), answer)
 
 
-def test_a_swap_gives_the_model_what_its_own_loader_would_have_and_moves_no_parameter() -> None:
+def test_a_swap_equals_the_models_own_loader_and_moves_no_parameter() -> None:
     model, other = Model(), Model()
     addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
     staging = StagingBuffers(model)
