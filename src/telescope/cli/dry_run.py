@@ -270,16 +270,16 @@ def _engine_rows(config: TelescopeConfig, engine: EngineMemory) -> list[tuple[st
     if engine.tokens is not None:
         full = engine.tokens / config.max_model_len
         rows.append((f"KV cache holds {engine.tokens:,} tokens", f"{full:,.1f} full"))
-    rows.append((f"all {config.lanes_per_server} request slots, full length", _gib(engine.lanes_kv)))
+    rows.append((f"all {config.lanes_per_server} request slots, full length", _gib(engine.all_slots_kv)))
     return rows
 
 
 def _remarks(config: TelescopeConfig, estimate: MemoryEstimate) -> list[str]:
     remarks = list(estimate.problems)
     engine = estimate.engine
-    if engine.kv_cache is not None and engine.longest_sequence_kv <= engine.kv_cache < engine.lanes_kv:
+    if engine.kv_cache is not None and engine.longest_sequence_kv <= engine.kv_cache < engine.all_slots_kv:
         remarks.append(
-            f"The KV cache holds {engine.kv_cache / engine.lanes_kv:.0%} of what all request slots need at full "
+            f"The KV cache fits {engine.kv_cache / engine.all_slots_kv:.0%} of what all request slots need at full "
             "length; longer answers wait for each other. That is fine when most answers are short."
         )
     return remarks

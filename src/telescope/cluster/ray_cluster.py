@@ -254,7 +254,7 @@ def keep_logs(temporary: Path, run_dir: Path) -> Path:
 
 @contextlib.contextmanager
 def _only_loopback() -> Iterator[None]:
-    """Gives a cluster started inside the loopback address, so that it listens nowhere else.
+    """Makes a cluster that is started inside listen on loopback only.
 
     For a node at 127.0.0.1 Ray looks up an address that other machines can reach, unless this switch is off. Ray reads
     the variable when it is imported: it is set for the processes that Ray starts, the constant for this one.

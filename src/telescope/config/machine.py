@@ -125,14 +125,14 @@ def require_port(host: str, port: int, *, server: int, num_servers: int) -> None
 def listen_problem(host: str, port: int) -> str | None:
     """Returns why a server could not listen there; None if it could."""
     # In this order: a probe must not disturb the server whose port is reserved.
-    return IN_USE if _is_held(port) else _bind_problem(host, port)
+    return IN_USE if _is_reserved(port) else _bind_problem(host, port)
 
 
 def _name(port: int) -> str:
     return f"\0telescope/inference-port/{port}"
 
 
-def _is_held(port: int) -> bool:
+def _is_reserved(port: int) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         return probe.connect_ex(_name(port)) == 0
 
@@ -156,7 +156,7 @@ def _try_to_bind(host: str, port: int, *, reuse: bool) -> str | None:
 
 
 def _has_connections(port: int) -> bool:
-    """Returns whether connections use the port on this side, such as those in TIME_WAIT after a server exited.
+    """Returns whether local connections use the port, also those in TIME_WAIT.
 
     They keep a socket without SO_REUSEADDR from binding it, and are nothing to a server.
     """

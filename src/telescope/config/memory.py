@@ -185,8 +185,8 @@ class EngineMemory:
     """None where the GPU's memory is not known: vLLM uses the rest of its share."""
     overhead: int
     kv_bytes_per_token: int
-    lanes_kv: int
-    """KV cache that would hold every lane of the server at `max_model_len`. Less means queueing, not failure."""
+    all_slots_kv: int
+    """KV cache for every request slot of the server at `max_model_len`. Less means queueing, not failure."""
     longest_sequence_kv: int
     """KV cache of one sequence of `max_model_len`: the least that works."""
 
@@ -249,8 +249,8 @@ def _engine_memory(config: TelescopeConfig, shape: ModelShape, device: str, memo
     # KV heads are split over the workers, and repeated where there are fewer heads than workers.
     share = max(shape.num_kv_heads // tensor_parallel, 1) / shape.num_kv_heads
     per_token = int(shape.kv_bytes_per_token(config.engine_dtype) * share)
-    lanes = config.max_num_seqs or config.lanes_per_server
-    lanes_kv = lanes * config.max_model_len * per_token
+    slots = config.max_num_seqs or config.lanes_per_server
+    all_slots_kv = slots * config.max_model_len * per_token
     longest = config.max_model_len * per_token
     overhead = ENGINE_WORKSPACE_BYTES if device == "cuda" else 0
     staging = 0
@@ -262,20 +262,20 @@ def _engine_memory(config: TelescopeConfig, shape: ModelShape, device: str, memo
         elif memory is None:
             kv_cache = None
         else:
-            kv_cache = math.ceil(min(lanes_kv, memory * SHARE_OF_CPU_MEMORY_FOR_KV) / GIB) * GIB
+            kv_cache = math.ceil(min(all_slots_kv, memory * SHARE_OF_CPU_MEMORY_FOR_KV) / GIB) * GIB
     else:
         staging = plan_staging(config, shape, memory).num_bytes
         room = None if memory is None else int(memory * config.gpu_memory_utilization) - weights - overhead
         kv_cache = None if room is None else max(room - staging, 0)
-    return EngineMemory(weights, staging, kv_cache, overhead, per_token, lanes_kv, longest)
+    return EngineMemory(weights, staging, kv_cache, overhead, per_token, all_slots_kv, longest)
 
 
 def plan_staging(config: TelescopeConfig, shape: ModelShape | None, memory: int | None) -> StagingPlan:
     """Resolves `weight_transfer` for a GPU of `memory` bytes.
 
-    `auto` takes the background where that leaves KV cache for all lanes at full length, or half of what there would be.
-    `background` is taken at its word here, so that its price is known even where `memory` is not; a KV cache that is
-    then too small is a problem like any other.
+    `auto` takes the background where that leaves KV cache for all request slots at full length, or half of what there
+    would be. `background` is taken at its word here, so that its price is known even where `memory` is not; a KV cache
+    that is then too small is a problem like any other.
     """
     if config.weight_transfer == "in_place":
         return StagingPlan(0, "weight_transfer is in_place")
@@ -295,9 +295,9 @@ def plan_staging(config: TelescopeConfig, shape: ModelShape | None, memory: int 
     if memory is None or wanted:
         return StagingPlan(needed)
     without = int(memory * config.gpu_memory_utilization) - weights - ENGINE_WORKSPACE_BYTES
-    lanes = config.max_num_seqs or config.lanes_per_server
-    lanes_kv = lanes * config.max_model_len * shape.kv_bytes_per_token(config.engine_dtype)
-    if without - needed < min(lanes_kv, without // 2):
+    slots = config.max_num_seqs or config.lanes_per_server
+    all_slots_kv = slots * config.max_model_len * shape.kv_bytes_per_token(config.engine_dtype)
+    if without - needed < min(all_slots_kv, without // 2):
         return StagingPlan(
             0,
             f"a second copy of the weights takes {needed / GIB:.1f} GiB of the {max(without, 0) / GIB:.1f} GiB that "

@@ -42,7 +42,7 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | 
     width = shape.hidden_size
     query, key_value = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     projections = {"q": (query, width), "k": (key_value, width), "v": (key_value, width), "o": (width, query)}
-    # Qwen2 has these biases whatever its config.json says, and none on the output projection; Mistral has none.
+    # Qwen2 has these biases whatever its config.json has, and none on the output projection; Mistral has none.
     attention_bias = bool(config.get("attention_bias")) and model_type not in ("qwen2", "mistral")
     biased = "qkv" if model_type == "qwen2" else "qkvo" if attention_bias else ""
     mlp_bias = model_type == "llama" and bool(config.get("mlp_bias"))

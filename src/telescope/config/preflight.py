@@ -187,13 +187,13 @@ def check_placement(config: TelescopeConfig) -> None:
 def check_open_files(config: TelescopeConfig) -> None:
     """Checks that the limit of open files, which the driver raises, fits all samples in flight."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lanes = config.num_inference_servers * config.lanes_per_server
-    if hard == resource.RLIM_INFINITY or lanes + OTHER_OPEN_FILES <= hard:
+    slots = config.num_inference_servers * config.lanes_per_server
+    if hard == resource.RLIM_INFINITY or slots + OTHER_OPEN_FILES <= hard:
         return
     most = max(1, (hard - OTHER_OPEN_FILES) // (config.num_inference_servers * config.group_size))
     raise ConfigError(
         f"max_concurrent_prompts_per_server is {config.max_concurrent_prompts_per_server}, which with group_size "
-        f"{config.group_size} and {config.num_inference_servers} servers is {lanes:,} samples in flight, each with a "
+        f"{config.group_size} and {config.num_inference_servers} servers is {slots:,} samples in flight, each with a "
         f"connection, and a process may open {hard:,} files here. Raise that limit (`ulimit -Hn`, or LimitNOFILE of a "
         f"service), or set max_concurrent_prompts_per_server to at most {most}"
     )

@@ -113,11 +113,11 @@ def _evals_over_context(config: TelescopeConfig) -> list[str]:
 
 
 MAX_SAMPLES = 2**20
-"""Samples of a batch, and lanes of a server, beyond which something was mistyped: each is an object in the driver."""
+"""Most samples of a batch, and request slots of a server; more is a typing error, since each is an object."""
 
 
 MOST_OF_SHARED_GPU, SHARE_OF_SHARED_GPU = 0.85, 0.4
-"""Of a shared GPU's memory, for the server: more leaves no trainer room; what the default is adjusted to."""
+"""Largest share of a shared GPU's memory for the server, to which the default is adjusted."""
 
 
 def _shares_gpus(config: TelescopeConfig) -> bool:
@@ -195,7 +195,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("max_concurrent_prompts_per_server", "group_size"),
-        f"must not make a server of more than {MAX_SAMPLES:,} lanes",
+        f"must not make a server of more than {MAX_SAMPLES:,} request slots",
         lambda c: c.lanes_per_server > MAX_SAMPLES,
         lambda c: f"Lower max_concurrent_prompts_per_server to at most {MAX_SAMPLES // c.group_size}",
         lambda c: MAX_SAMPLES // c.group_size,

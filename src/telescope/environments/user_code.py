@@ -1,8 +1,8 @@
 """Runs user code in steps, with deadlines, memory limits and readable errors.
 
 Synchronous code runs outside the event loop, awaitables run inside it. A generator executes a request: it yields each
-awaitable and is resumed with the result, or with the error thrown in; its return value is the answer. So synchronous
-user code may call `asyncio.run` itself, even after an await.
+awaitable and is resumed with the result, or with the error raised inside; its return value is the answer. So
+synchronous user code may call `asyncio.run` itself, even after an await.
 
 `deadline` interrupts Python code in the main thread, where environment workers run synchronous user functions. It
 cannot interrupt a single long operation of C (`95**97**99`, a regular expression); for those the pool's own deadline

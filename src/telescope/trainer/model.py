@@ -162,7 +162,7 @@ def refuse_incomplete(model: str, loaded: Mapping[str, Any]) -> None:
         f"{what}: {listed(sorted(_key_text(key) for key in loaded[kind]))}"
         for kind, what in (
             ("missing_keys", "its weight files lack tensors"),
-            ("mismatched_keys", "tensors in its weight files have other sizes than config.json says"),
+            ("mismatched_keys", "tensors in its weight files have other sizes than in config.json"),
             ("unexpected_keys", "its weight files hold tensors that the architecture does not have"),
         )
         if loaded.get(kind)

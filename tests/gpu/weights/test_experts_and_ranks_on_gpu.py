@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from tests.integration.weights.test_experts_and_ranks_on_vllm import (
-    test_a_transfer_that_failed_half_way_is_repaired_by_the_next_one,
-    test_killing_a_worker_during_a_sync_fails_at_once_and_ends_its_server,
     test_a_failed_load_in_one_worker_fails_the_sync_and_closes_every_update,
+    test_a_transfer_that_failed_half_way_is_repaired_by_the_next_one,
     test_after_a_sync_the_engine_computes_with_the_new_weights,
     test_before_any_sync_it_samples_with_the_logprobs_of_the_model_that_it_loaded,
     test_every_worker_reports_why_it_is_updated_in_place,
+    test_killing_a_worker_during_a_sync_fails_at_once_and_ends_its_server,
     test_the_probe_names_the_wrong_tensors_of_one_worker_and_the_next_sync_repairs_it,
 )
 from tests.integration.weights.vllm_server import (
@@ -25,12 +25,12 @@ from tests.integration.weights.vllm_server import (
 from transformers import PreTrainedModel
 
 __all__ = [
-    "test_a_transfer_that_failed_half_way_is_repaired_by_the_next_one",
-    "test_killing_a_worker_during_a_sync_fails_at_once_and_ends_its_server",
     "test_a_failed_load_in_one_worker_fails_the_sync_and_closes_every_update",
+    "test_a_transfer_that_failed_half_way_is_repaired_by_the_next_one",
     "test_after_a_sync_the_engine_computes_with_the_new_weights",
     "test_before_any_sync_it_samples_with_the_logprobs_of_the_model_that_it_loaded",
     "test_every_worker_reports_why_it_is_updated_in_place",
+    "test_killing_a_worker_during_a_sync_fails_at_once_and_ends_its_server",
     "test_the_probe_names_the_wrong_tensors_of_one_worker_and_the_next_sync_repairs_it",
 ]
 

@@ -9,10 +9,10 @@ import pytest
 from tests.gpu.weights.test_experts_and_ranks_on_gpu import STAGED, case, on_gpus
 from tests.integration.weights.test_experts_and_ranks_on_vllm import (
     test_a_transfer_that_failed_half_way_is_repaired_by_the_next_one,
-    test_killing_a_worker_during_a_sync_fails_at_once_and_ends_its_server,
     test_after_a_sync_the_engine_computes_with_the_new_weights,
     test_before_any_sync_it_samples_with_the_logprobs_of_the_model_that_it_loaded,
     test_every_worker_reports_why_it_is_updated_in_place,
+    test_killing_a_worker_during_a_sync_fails_at_once_and_ends_its_server,
 )
 from tests.integration.weights.test_probe_on_vllm import (
     test_the_probe_names_the_tensors_of_a_corrupted_sync_and_the_next_sync_repairs_it,
@@ -25,10 +25,10 @@ from tests.integration.weights.vllm_server import (
 
 __all__ = [
     "test_a_transfer_that_failed_half_way_is_repaired_by_the_next_one",
-    "test_killing_a_worker_during_a_sync_fails_at_once_and_ends_its_server",
     "test_after_a_sync_the_engine_computes_with_the_new_weights",
     "test_before_any_sync_it_samples_with_the_logprobs_of_the_model_that_it_loaded",
     "test_every_worker_reports_why_it_is_updated_in_place",
+    "test_killing_a_worker_during_a_sync_fails_at_once_and_ends_its_server",
     "test_the_probe_names_the_tensors_of_a_corrupted_sync_and_the_next_sync_repairs_it",
 ]
 

@@ -97,7 +97,7 @@ async def test_an_exhausted_context_scores_the_rollout_so_far(make_pool, encode)
 
 async def test_turns_are_limited_and_the_environment_may_stop_the_rollout(make_pool, encode):
     pool = await make_pool(EnvironmentSpec("talk", {"max_turns": 2}))
-    for rollout, words, reason in (("a", ["x", "y"], "max_turns_reached"), ("b", ["stop at once"], "told so")):
+    for rollout, words, reason in (("a", ["x", "y"], "max_turns_reached"), ("b", ["stop at once"], "requested")):
         await pool.begin(rollout, "talk", 0)
         advance = [await say(pool, encode, rollout, word) for word in words][-1]
         assert (advance.done, advance.end_reason) == (True, reason)

@@ -58,7 +58,7 @@ def settings_job(trainer: Trainer) -> dict[str, Any]:
     return found
 
 
-def held_job(trainer: Trainer) -> dict[str, Any]:
+def gradient_shards_job(trainer: Trainer) -> dict[str, Any]:
     """What is alive after the backward pass of each of six micro-batches, before the first and after the update."""
     backend: Any = trainer.backend
     seen: list[dict[str, Any]] = []
@@ -157,7 +157,7 @@ def results(tmp_path_factory) -> dict[str, Any]:
         path = build_model(root / f"{model}_wider", family="starcoder2", tied=tied, **WIDER)
         dtype, precision = ("bfloat16", BFLOAT16) if tied else ("float64", {})
         for reshard in (True, False):
-            jobs.append((held_job, make_config(path, fsdp_reshard_after_forward=reshard, **precision), ()))
+            jobs.append((gradient_shards_job, make_config(path, fsdp_reshard_after_forward=reshard, **precision), ()))
             names.append((model, dtype, reshard))
     on_two = run_ranks(jobs, num_ranks=2, folder=root / "results")
     return {"one": one, **dict(zip(names, on_two, strict=True))}

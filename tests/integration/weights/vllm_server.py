@@ -347,27 +347,27 @@ class Server:
 
     def break_off(self) -> None:
         """Begin a sync and give it up half way: the sender is aborted while the engine waits for a bucket."""
-        failure, _ = self._spoiled_half_way(lambda: self.sender.abort(0, "half way, on purpose"))
+        failure, _ = self._corrupted_half_way(lambda: self.sender.abort(0, "half way, on purpose"))
         if failure is not None:
             raise failure
 
     def killed_in_a_sync(self) -> tuple[BaseException | None, SendReport]:
         """Begin a sync and kill all of the server's processes half way. Returns the client's error and the report."""
-        return self._spoiled_half_way(self.process.kill)
+        return self._corrupted_half_way(self.process.kill)
 
     def worker_killed_in_a_sync(self) -> tuple[BaseException | None, SendReport]:
         """The same with the process of the last worker alone."""
         pid = self.run(self.client.call_worker("telescope_test_pid"))[-1]["pid"]
-        return self._spoiled_half_way(lambda: os.kill(pid, signal.SIGKILL))
+        return self._corrupted_half_way(lambda: os.kill(pid, signal.SIGKILL))
 
     def core_killed_in_a_sync(self, once_paused: Callable[[], object]) -> tuple[BaseException | None, SendReport]:
         """The same with the process that runs the engine's steps, whose workers it may have with it. `once_paused` is
         called in the loop when the server has paused."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         (core,) = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
-        return self._spoiled_half_way(core.kill, once_paused)
+        return self._corrupted_half_way(core.kill, once_paused)
 
-    def _spoiled_half_way(
+    def _corrupted_half_way(
         self, corrupt: Callable[[], object], once_paused: Callable[[], object] = lambda: None
     ) -> tuple[BaseException | None, SendReport]:
         update = self.next_update(mode="per_tensor")

@@ -289,7 +289,7 @@ def test_a_second_copy_of_the_weights_reduces_the_kv_cache():
         ({}, shape_of("qwen3-14b"), 80 * GIB, r"takes 30\.4 GiB of the 42\.5 GiB"),
     ],
 )
-def test_weights_come_in_place_where_a_second_copy_is_impossible_or_too_dear(values, shape, memory, reason):
+def test_weights_come_in_place_where_a_second_copy_does_not_fit_or_costs_too_much(values, shape, memory, reason):
     plan = plan_staging(config(**values), shape, memory)
     assert plan.num_bytes == 0
     assert re.search(reason, plan.in_place_because)

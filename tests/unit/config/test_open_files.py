@@ -17,7 +17,7 @@ def config_of(**fields: object) -> TelescopeConfig:
     )
 
 
-def test_more_lanes_than_open_files_are_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_request_slots_than_open_files_are_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
     check_open_files(config_of(max_concurrent_prompts_per_server=100))
     with pytest.raises(ConfigError, match=r"per_server is 128.* 4,096 .*ulimit -Hn.* at most 112"):

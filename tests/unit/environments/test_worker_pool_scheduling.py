@@ -26,7 +26,7 @@ def make_call():
     loop.close()
 
 
-def seat_with(calls):
+def state_with(calls):
     state = WorkerState()
     for call_id, call in enumerate(calls, start=1):
         state.sent(call_id, call)
@@ -38,14 +38,14 @@ def test_cheap_calls_are_sent_ahead_and_expensive_ones_one_at_a_time(make_call):
     assert state.admits(100.0)
     state.sent(1, make_call(AHEAD_SECONDS))
     assert not state.admits(0.001)
-    cheap = seat_with([make_call(0.0001) for _ in range(MAX_QUEUED - 1)])
+    cheap = state_with([make_call(0.0001) for _ in range(MAX_QUEUED - 1)])
     assert cheap.admits(0.0001)
     cheap.sent(100, make_call(0.0001))
     assert not cheap.admits(0.0001)
 
 
 def test_a_call_that_waits_in_the_event_loop_frees_the_main_thread(make_call):
-    state = seat_with([make_call(1.0)])
+    state = state_with([make_call(1.0)])
     assert not state.admits(1.0)
     state.park(1)
     assert state.admits(1.0)
@@ -53,7 +53,7 @@ def test_a_call_that_waits_in_the_event_loop_frees_the_main_thread(make_call):
 
 def test_the_deadline_of_a_queued_call_does_not_run(make_call):
     first, second = make_call(), make_call()
-    state = seat_with([first, second])
+    state = state_with([first, second])
     for _ in range(10):
         state.charge((1, 1), 1.0)
     assert (first.used_seconds, second.used_seconds) == (10.0, 0.0)
@@ -62,7 +62,7 @@ def test_the_deadline_of_a_queued_call_does_not_run(make_call):
 
 def test_a_waiting_call_is_not_charged_for_one_that_blocks_the_thread(make_call):
     waiting, blocking = make_call(), make_call()
-    state = seat_with([waiting, blocking])
+    state = state_with([waiting, blocking])
     state.park(1)
     state.charge((0, 1), 1.0)
     for _ in range(5):
@@ -73,7 +73,7 @@ def test_a_waiting_call_is_not_charged_for_one_that_blocks_the_thread(make_call)
 
 def test_an_idle_worker_that_does_not_start_its_call_is_detected(make_call):
     call = make_call()
-    state = seat_with([call])
+    state = state_with([call])
     for _ in range(5):
         state.charge((0, 0), 1.0)
     assert state.overdue(5.0) == [(1, call)]
@@ -81,7 +81,7 @@ def test_an_idle_worker_that_does_not_start_its_call_is_detected(make_call):
 
 def test_calls_behind_a_slow_one_are_withdrawn(make_call):
     calls = [make_call() for _ in range(4)]
-    state = seat_with(calls)
+    state = state_with(calls)
     state.answered(1)
     state.charge((2, 2), 0.05)
     state.charge((2, 2), 0.05)
@@ -94,7 +94,7 @@ def test_calls_of_a_rollout_are_not_withdrawn(make_call):
     slow, begin, respond, pinned, plain = (make_call() for _ in range(5))
     begin.rollout = respond.rollout = Rollout(1, "a rollout")
     respond.worker = pinned.worker = object()
-    state = seat_with([slow, begin, respond, pinned, plain])
+    state = state_with([slow, begin, respond, pinned, plain])
     state.charge((1, 1), 0.05)
     state.charge((1, 1), 0.05)
     assert list(state.withdraw_queued().values()) == [plain]
@@ -102,7 +102,7 @@ def test_calls_of_a_rollout_are_not_withdrawn(make_call):
 
 
 def test_time_of_a_call_withdrawn_too_late_is_counted(make_call):
-    state = seat_with([make_call(), make_call()])
+    state = state_with([make_call(), make_call()])
     state.charge((1, 1), 1.0)
     state.withdraw_queued()
     state.answered(1)
@@ -114,7 +114,7 @@ def test_time_of_a_call_withdrawn_too_late_is_counted(make_call):
 
 def test_the_call_on_the_main_thread_caused_the_exit(make_call):
     waiting, running, queued = make_call(), make_call(), make_call()
-    state = seat_with([waiting, running, queued])
+    state = state_with([waiting, running, queued])
     state.park(1)
     culprit, others = state.worker_ended((2, 2), ExitCause.BY_ITSELF)
     assert culprit is running
@@ -125,7 +125,7 @@ def test_the_call_on_the_main_thread_caused_the_exit(make_call):
 
 def test_an_external_signal_is_counted_on_the_call_on_the_main_thread_only(make_call):
     waiting, running, queued = make_call(), make_call(), make_call()
-    state = seat_with([waiting, running, queued])
+    state = state_with([waiting, running, queued])
     state.park(1)
     assert state.worker_ended((2, 2), ExitCause.BY_SIGNAL) == (None, [waiting, running, queued])
     assert [call.worker_exits for call in (waiting, running, queued)] == [0, 1, 0]
@@ -133,7 +133,7 @@ def test_an_external_signal_is_counted_on_the_call_on_the_main_thread_only(make_
 
 def test_an_exit_while_all_calls_wait_counts_on_each(make_call):
     waiting, queued = make_call(), make_call()
-    state = seat_with([waiting, queued])
+    state = state_with([waiting, queued])
     state.park(1)
     assert state.worker_ended((0, 1), ExitCause.BY_ITSELF) == (None, [waiting, queued])
     assert waiting.worker_exits == 1
@@ -142,14 +142,14 @@ def test_an_exit_while_all_calls_wait_counts_on_each(make_call):
 def test_an_exit_during_an_answer_counts_on_the_first_in_the_queue(make_call):
     """Otherwise a call whose answer ends its process would run again forever."""
     answering, queued = make_call(), make_call()
-    state = seat_with([answering, queued])
+    state = state_with([answering, queued])
     assert state.worker_ended((0, 2), ExitCause.BY_ITSELF) == (None, [answering, queued])
     assert (answering.worker_exits, queued.worker_exits) == (1, 0)
 
 
 def test_a_kill_by_the_pool_counts_on_no_call(make_call):
     waiting, running = make_call(), make_call()
-    state = seat_with([waiting, running])
+    state = state_with([waiting, running])
     state.park(1)
     assert state.worker_ended((2, 2), ExitCause.BY_POOL) == (None, [waiting, running])
     assert waiting.worker_exits == 0
@@ -157,7 +157,7 @@ def test_a_kill_by_the_pool_counts_on_no_call(make_call):
 
 def test_the_end_of_the_fork_server_counts_on_started_calls(make_call):
     waiting, running, queued = make_call(), make_call(), make_call()
-    state = seat_with([waiting, running, queued])
+    state = state_with([waiting, running, queued])
     state.park(1)
     assert state.worker_ended((2, 2), ExitCause.WITH_SERVER) == (None, [waiting, running, queued])
     assert [call.worker_exits for call in (waiting, running, queued)] == [1, 1, 0]

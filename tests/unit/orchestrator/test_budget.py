@@ -109,11 +109,11 @@ def test_each_cause_is_reported_once_with_an_example_item() -> None:
             where = f"compute_reward did not end within 2 seconds; its stack is in /run/environment-{item}.log"
             budget.sample_failed("bad", item, f"environment 'bad', item {item}, rollout '{item}/0.1': {where}")
         for item in range(5):
-            budget.sample_failed("bad", item, f"environment 'bad', item {item}: it died:\nmore\nSegmentation fault")
+            budget.sample_failed("bad", item, f"environment 'bad', item {item}: it exited:\nmore\nSegmentation fault")
     reported = str(caught.value).partition("Most common: ")[2]
     assert reported.startswith(
         f"6 x {broken}, last with item 5; 5 x compute_reward did not end within 2 seconds; its stack is in "
-        "/run/environment-4.log, last with item 4; 5 x it died: ... Segmentation fault, last with item 4. Fix"
+        "/run/environment-4.log, last with item 4; 5 x it exited: ... Segmentation fault, last with item 4. Fix"
     )
 
 

@@ -137,7 +137,7 @@ async def test_an_overlapped_transfer_that_failed_pauses_and_changes_nothing() -
     assert bench.reports[0].updated_servers == [1]
 
 
-async def test_with_weight_transfer_in_place_no_answer_changes_that() -> None:
+async def test_weight_transfer_in_place_is_never_overlapped() -> None:
     bench = Bench(fields={"weight_transfer": "in_place"})
     bench.clients[0].background = True
     await bench.step()
@@ -217,7 +217,7 @@ async def test_the_trainer_runs_no_other_command_during_a_sync() -> None:
 
 
 @pytest.mark.parametrize(("every", "probed"), [(2, [0, 2, 4]), (1, [0, 1, 2, 3, 4]), (0, [0])])
-async def test_weights_are_proven_at_the_first_sync_and_every_so_many(every: int, probed: list[int]) -> None:
+async def test_weights_are_verified_at_the_first_sync_and_at_intervals(every: int, probed: list[int]) -> None:
     bench = Bench(fields={"weight_probe_every": every})
     seen = []
     for step in range(5):
@@ -238,7 +238,7 @@ def hold_one_less(client: FakeClient) -> None:
 
 
 @pytest.mark.parametrize("fault", [hold_another_tensor, hold_one_less])
-async def test_a_tensor_that_is_not_held_as_sent_ends_the_run_with_its_name(
+async def test_a_tensor_that_differs_from_the_sent_one_ends_the_run_with_its_name(
     fault: Callable[[FakeClient], None],
 ) -> None:
     bench = Bench()
@@ -247,7 +247,7 @@ async def test_a_tensor_that_is_not_held_as_sent_ends_the_run_with_its_name(
         await bench.step()
 
 
-async def test_logprobs_that_differ_end_the_run_though_every_tensor_is_held() -> None:
+async def test_differing_logprobs_end_the_run_even_with_equal_tensors() -> None:
     bench = Bench(fields={"inference_dtype": "float32"})
     bench.clients[0].logprobs = [-1.0, -2.1, -0.5]
     with pytest.raises(WeightMismatch, match=r"logprobs of 3 tokens differ by 0\.1"):
@@ -278,7 +278,7 @@ async def test_an_engine_that_keeps_more_digits_than_the_trainer_is_sent_the_fir
     assert bench.of(1) == STAGES
 
 
-async def test_a_proof_is_kept_for_each_server() -> None:
+async def test_the_last_probe_of_each_server_is_kept() -> None:
     bench = Bench()
     await bench.step()
     assert sorted(bench.weights.last_probe) == [0, 1]

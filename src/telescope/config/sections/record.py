@@ -30,7 +30,7 @@ class CheckpointSection(Section):
     checkpoint_keep_last: Steps | None = None
     """Keep only the N most recent checkpoints. null keeps all."""
     checkpoint_keep_every: Steps | None = None
-    """Always keep checkpoints at these step multiples, whatever checkpoint_keep_last says."""
+    """Always keep checkpoints at these step multiples, whatever checkpoint_keep_last is."""
 
     @field_validator("checkpoint_every")
     @classmethod

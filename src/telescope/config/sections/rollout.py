@@ -27,11 +27,12 @@ class InferenceSection(Section):
     when other processes use the GPU."""
     inference_kv_cache_gib: Annotated[float, Field(gt=0, le=65_536)] | None = None
     """KV cache of each server on the CPU, in GiB, shared by its workers and rounded up to a whole number for each.
-    Null: enough for all lanes of a server at full length, at most a quarter of the memory. No effect on GPUs."""
+    Null: enough for all request slots of a server at full length, at most a quarter of the memory. No effect on
+    GPUs."""
     max_model_len: Tokens = 4096
     """Maximum context length for vLLM, in tokens: prompt and answer together."""
     max_num_seqs: Count | None = None
-    """Sequences that the engine runs at once. Null: the lanes of one server."""
+    """Sequences that the engine runs at once. Null: the request slots of one server."""
     max_num_batched_tokens: Tokens | None = None
     """Tokens that the engine processes in one iteration. Null: vLLM's own choice."""
     vllm_scheduling_policy: Literal["priority", "fcfs"] = "priority"
@@ -65,15 +66,15 @@ class TracingSection(Section):
     enable_vllm_tracing: bool = True
     """Enable OpenTelemetry tracing for vLLM: queue, first token, prefill and decode times of each request."""
     otlp_receiver_port: Port = 4318
-    """OTLP HTTP receiver port. Range: [1, 65535]. When it is taken, a free one is used instead."""
+    """OTLP HTTP receiver port. Range: [1, 65535]. When it is in use, another one is used instead."""
 
 
 class OrchestratorSection(Section):
     TITLE: ClassVar[str] = "Orchestrator"
 
     max_concurrent_prompts_per_server: Count = 32
-    """Max concurrent prompts per inference server. A server's lanes are this times `group_size`. Raise it when the
-    engine has KV cache to spare, lower it when requests are preempted."""
+    """Max concurrent prompts per inference server. A server's request slots are this times `group_size`. Raise it when
+    the engine has KV cache to spare, lower it when requests are preempted."""
     prompts_batch_size_for_trainer: Count = 16
     """Number of prompt groups per training batch. A batch trains this times `group_size` samples."""
     number_of_steps: Steps = 300
@@ -88,10 +89,10 @@ class OrchestratorSection(Section):
     prompt_prefetch_buffer_size: Count = 24
     """Number of prompts to prefetch. Raise it when preparing a prompt is slow."""
     enable_individual_sample_lanes: bool = True
-    """Each sample gets its own lane slot instead of one per group. Off: a group holds all its lanes until its last
+    """Each sample gets its own request slot instead of one per group. Off: a group keeps all its slots until its last
     sample ends."""
     free_lane_after_generation: bool = True
-    """Free inference lane after generation completes (before reward computation). Improves throughput when reward
+    """Free the request slot after generation completes (before reward computation). Improves throughput when reward
     computation is slow (e.g., sandbox environments). Requires enable_individual_sample_lanes."""
     max_off_policy_steps: Annotated[int, Field(ge=-1, le=MAX_STEPS)] = 8
     """Cancel in-flight rollouts after this many weight updates: a group whose oldest token is older is dropped, and

@@ -78,7 +78,7 @@ class FilterSection(Section):
     filter_overlong: bool = False
     """Leave answers that were cut off at max_tokens out of training."""
     overlong_penalty_factor: Annotated[float, Field(ge=0)] = 0.0
-    """Largest amount taken off the reward of an answer that ends within overlong_buffer_tokens of max_tokens. 0 =
+    """Largest amount subtracted from the reward of an answer that ends within overlong_buffer_tokens of max_tokens. 0 =
     off."""
     overlong_buffer_tokens: Tokens = 256
     """Tokens before max_tokens over which that penalty grows from 0 to its full amount."""

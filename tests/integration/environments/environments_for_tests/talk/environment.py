@@ -39,7 +39,7 @@ class Talk(MultiTurnEnvironment):
         if heard and heard[-1] == "enough":
             verdict = True, "had enough"
         elif state.trajectory[-1].text == "stop at once":
-            verdict = True, "told so"
+            verdict = True, "requested"
         else:
             verdict = super().is_done(state)
         return self.later(verdict) if self.asynchronous else verdict
