@@ -23,6 +23,7 @@ from typing import NoReturn
 
 from telescope import __version__
 from telescope.errors import ConfigError, RunError, UserError
+from telescope.utils.text import plain
 
 # In the order of the help: what a user needs first comes first.
 COMMANDS = ("train", "verify", "config", "doctor", "tiny_model", "envs", "runs", "query")
@@ -39,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except ConfigError as error:
-        _print_problems(str(error).splitlines())
+        # Two checks may find the same problem. A quoted template or path may contain control sequences.
+        _print_problems(list(dict.fromkeys(plain(str(error)).splitlines())))
         return EXIT_BAD_INPUT
     except UserError as error:
         _print_error(error)
@@ -94,7 +96,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _print_error(error: Exception) -> None:
     """Prints the message of an error and its notes."""
-    print("\n".join([f"telescope: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+    print(plain("\n".join([f"telescope: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr)
 
 
 def _print_problems(problems: list[str]) -> None:
