@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from telescope.config.loader import choose_run_dir
 from telescope.config.machine import LOOPBACK, local_resources, ray_cluster_is_configured, require_port
-from telescope.config.memory import GIB, estimate_memory, trainer_share
+from telescope.config.memory import estimate_memory, trainer_share
 from telescope.config.model_files import ModelReport, check_rendering, inspect_model, vocabulary_size
 from telescope.config.model_shape import DTYPE_BYTES
 from telescope.config.plan import ClusterResources, PlacementError, gpus_needed, plan_placement, resolve_device
@@ -266,8 +266,8 @@ def check_disk(config: TelescopeConfig, report: ModelReport) -> None:
     disk = shutil.disk_usage(_existing_parent(run_dir))
     if disk.total and disk.free < needed:  # what is no disk, such as /proc, has no size
         raise ConfigError(
-            f"run_dir is {str(run_dir)!r}, whose disk has {disk.free / GIB:.1f} GiB free, and the trained model takes "
-            f"{needed / GIB:.1f} GiB. Free some space, set run_dir to a folder of another disk, or set "
+            f"run_dir is {str(run_dir)!r}, whose disk has {disk.free >> 20:,} MiB free, and the trained model takes "
+            f"{-(-needed >> 20):,} MiB. Free some space, set run_dir to a folder of another disk, or set "
             "save_final_model to false"
         )
 

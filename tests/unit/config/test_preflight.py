@@ -203,7 +203,7 @@ def test_a_disk_without_space_for_the_trained_model_is_refused(monkeypatch, tmp_
     report = inspect_model(run)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000, total=2000))
     message = message_of(lambda config: preflight.check_disk(config, report), run)
-    assert "whose disk has 0.0 GiB free, and the trained model takes" in message
+    assert "whose disk has 0 MiB free, and the trained model takes 1 MiB. Free" in message
     assert "save_final_model to false" in message
     preflight.check_disk(run.replace(save_final_model=False), report)
 
