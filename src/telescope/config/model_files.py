@@ -30,6 +30,7 @@ from telescope.config.model_shape import (
     ModelShape,
     experts_without_a_layer,
     has_zero_sparse_step,
+    invalid_size,
     known_shape,
     unsupported_experts,
 )
@@ -145,9 +146,8 @@ def vocabulary_size(config: TelescopeConfig) -> int:
 def _inspect(config: TelescopeConfig, files: _Files) -> ModelReport:
     data = _read_json(files, "config.json")
     if data is None:
-        raise ConfigError(
-            f"model is {config.model!r}, but {files.where} holds no config.json. Give a model in HuggingFace format"
-        )
+        problem = "has a config.json that is no JSON object" if "config.json" in files.names else "holds no config.json"
+        raise ConfigError(f"model is {config.model!r}, but {files.where} {problem}. Give a model in HuggingFace format")
     _check_tokenizer(config, files, data)
     _check_architecture(config, data)
     shapes = _check_weights(config, files)
@@ -168,6 +168,11 @@ def _inspect(config: TelescopeConfig, files: _Files) -> ModelReport:
             f"model is {config.model!r}, a mixture of experts in which no layer has any: config.json has {settings}. "
             "vLLM does not load it. Correct these; or, to drop the experts, remove their number and "
             'set model_type to qwen3 and architectures to ["Qwen3ForCausalLM"]'
+        )
+    if data["model_type"] in CAUSAL_LM_CLASSES and (invalid := invalid_size(data)) is not None:
+        raise ConfigError(
+            f"model is {config.model!r}, whose config.json has {invalid} {show(data[invalid])}, which must be a whole "
+            "number above 0. Download or save the model again"
         )
     shape = ModelShape.from_config(data)
     if shape is not None:
@@ -373,6 +378,13 @@ def _check_weight_files(config: TelescopeConfig, files: _Files, folder: Path) ->
             "Download or save the model again"
         )
     loaded = {"model.safetensors"} & set(present) or listed
+    complete = not files.where.startswith("the hub cache") and not any(name.endswith(".bin") for name in files.names)
+    if present and not loaded and complete:
+        raise ConfigError(
+            f"model is {config.model!r}, but {files.where} has neither model.safetensors nor a "
+            f"model.safetensors.index.json that lists its weight files, such as {present[0]}. Download or save the "
+            "model again"
+        )
     shapes: dict[str, tuple[int, ...]] = {}
     for name in present:
         try:

@@ -17,6 +17,17 @@ EXPERT_MODEL_TYPES = ("qwen3_moe",)
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What architectures call the number of their experts."""
 
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+"""Fields of a `config.json` that loading a model needs as positive whole numbers."""
+
 USUAL_EXPERTS_PER_TOKEN = 8
 """Of Qwen3-MoE, where its `config.json` does not say."""
 
@@ -159,6 +170,15 @@ class ModelShape:
             return None
         sizes = [shape.num_layers, hidden, intermediate, heads, shape.num_kv_heads, shape.head_dim, shape.vocab_size]
         return shape if min(*sizes, shape.sparse_step) > 0 else None
+
+
+def invalid_size(config: Mapping[str, Any]) -> str | None:
+    """Name of the first size in a `config.json` that is not a positive whole number; None if all are."""
+    for name in SIZES:
+        value = config.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            return name
+    return None
 
 
 def unsupported_experts(config: Mapping[str, Any]) -> str | None:

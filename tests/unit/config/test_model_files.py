@@ -135,6 +135,15 @@ def test_every_shard_that_the_index_lists_must_be_there_and_whole(tmp_path):
     assert "lack 1 tensor that config.json describes: model.norm.weight" in error_of(folder)
 
 
+@pytest.mark.parametrize("index", [None, "[1]", "{}"])
+def test_shards_that_no_index_lists_are_refused(tmp_path, index):
+    folder = write_model(tmp_path / "m")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    if index is not None:
+        (folder / "model.safetensors.index.json").write_text(index)
+    assert "has neither model.safetensors nor a model.safetensors.index.json that lists" in error_of(folder)
+
+
 def write_tensors(folder: Path, **changes: list[int] | None) -> Path:
     """A complete model folder, but for some shapes (of the first layer); None leaves the tensor out."""
     write_model(folder)
@@ -355,6 +364,9 @@ def test_a_path_that_cannot_exist_is_refused_briefly(model):
     ("changes", "words"),
     [
         ({"model_type": None}, "does not name its architecture (model_type)"),
+        ({"hidden_size": "many"}, 'has hidden_size "many", which must be a whole number above 0'),
+        ({"num_hidden_layers": -1}, "has num_hidden_layers -1"),
+        ({"num_attention_heads": 0}, "has num_attention_heads 0"),
         ({"architectures": None}, "has architectures null, so that vLLM does not load it as a language model. Set"),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, 'Set architectures to ["Qwen2ForCausalLM"]'),
     ],
