@@ -1,4 +1,4 @@
-"""Runs the demo's config for benchmarks, one `train.py` process each, with a resumable results file.
+"""Runs the demo for benchmarks, with a resumable results file.
 
 Owns the start of a run, the settings that distinguish two runs, and the file. Does not own the comparison. A result is
 stored under its settings, which do not include the commit: the file has the commit of every result, so an interrupted

@@ -110,7 +110,7 @@ def results_of(run: WholeRun, warm_up: int, num_steps: int) -> dict[str, Any]:
 
 
 def paused_share(steps: list[dict[str, Any]], num_servers: int, seconds: float) -> float:
-    """Returns the share of `seconds` between pause and resume of these steps' weight syncs, mean over servers.
+    """Returns the share of `seconds` in pauses for weight syncs, mean over servers.
 
     From the metrics of the steps: the trainer's ranks also have spans named `weight_sync`, which take as long as the
     whole transfer.

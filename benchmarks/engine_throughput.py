@@ -293,7 +293,7 @@ async def empty_prefix_cache(client: EngineClient) -> None:
 
 
 def check_tail(is_left: bool, requests: int) -> None:
-    """Raises RuntimeError unless a request was left when the window closed, so that no slot was empty."""
+    """Raises RuntimeError unless a request was left when the window closed."""
     if not is_left:
         raise RuntimeError(f"all {requests} requests were sent before the window closed: raise --requests")
 

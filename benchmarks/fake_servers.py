@@ -1,4 +1,4 @@
-"""Fake inference servers in separate processes, and a tokenizer with ids as long as a real model's.
+"""Fake inference servers in separate processes, and a tokenizer with long ids.
 
 Separate processes keep their cost apart from the driver's; answers are joined from rendered pieces.
 """

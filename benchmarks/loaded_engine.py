@@ -43,7 +43,7 @@ class Sample:
 
 
 class Server:
-    """The server with its client, and the handle through which the orchestrator's pool asks for its state."""
+    """The server with its client and the handle that the orchestrator's pool uses."""
 
     def __init__(self, server: InferenceServer, url: str, secret: str, meter: Path) -> None:
         self._server = server

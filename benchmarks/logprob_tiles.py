@@ -1,4 +1,4 @@
-"""Finds the fastest tile sizes for the products of the output layer on a Hopper GPU.
+"""Finds the fastest tile sizes of the output layer on a Hopper GPU.
 
     python benchmarks/logprob_tiles.py --json tiles.json
     python benchmarks/logprob_tiles.py --quick            one shape, few configurations

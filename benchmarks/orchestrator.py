@@ -1,4 +1,4 @@
-"""Measures the driver's CPU per finished sample and its event-loop lag with thousands of samples in flight.
+"""Measures the driver's CPU per sample and its event-loop lag.
 
     python benchmarks/orchestrator.py --quick
 

@@ -1,4 +1,4 @@
-"""Builds models of real shapes with random weights, and a small tokenizer of the same vocabulary.
+"""Builds models of real shapes with random weights and a small tokenizer.
 
 Their text is noise, which takes as long as sense. `forced_lengths` sets its length.
 """

@@ -129,7 +129,7 @@ def length_of(seed: int) -> int:
 
 
 def answer(request: FakeRequest) -> list[int]:
-    """Returns an answer whose last token decides the reward, so that rewards do not depend on lengths."""
+    """Returns an answer whose last token decides the reward."""
     return [7] * (length_of(request.seed) - 1) + [2 + zlib.crc32(request.seed.to_bytes(8, "little")) % 2]
 
 

@@ -309,7 +309,7 @@ def fields_of(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def prepare_model(folder: Path, shape: str, *, on_gpu: bool) -> Path:
-    """Builds the model of this shape below `folder` in a separate process, so that no GPU memory stays allocated."""
+    """Builds the model below `folder` in a separate process, which frees its GPU memory."""
     model = folder / f"model-{shape}"
     code = f"from random_model import make_model; from pathlib import Path; make_model(Path({str(model)!r}), {shape!r}"
     code += f", on_gpu={on_gpu})"

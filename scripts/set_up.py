@@ -119,7 +119,7 @@ def find_kind() -> str:
 
 @contextmanager
 def only_one_at_a_time() -> Iterator[None]:
-    """Locks `.venv`, so that `make demo` and `make test` in two terminals do not mix their work."""
+    """Locks `.venv` against a second set-up in another terminal."""
     VENV.mkdir(exist_ok=True)
     with open(VENV / ".telescope-setup.lock", "w") as lock:
         try:

@@ -1,4 +1,4 @@
-"""What all tests share: property tests without a deadline, because a busy machine is not a fault, one thread for each
+"""Settings of all tests: property tests without a deadline, since a busy machine is not a fault, one thread for each
 of several processes of tests, and the first and last tests of a server.
 """
 

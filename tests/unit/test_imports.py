@@ -1,4 +1,4 @@
-"""What has to work without the packages that train: configuration, environments, reading runs, the command line."""
+"""Configuration, environments, run reading and command line work without training packages."""
 
 import subprocess
 import sys

@@ -8,7 +8,7 @@ WORDS = "the target is reached from these numbers with plus and minus and each o
 
 
 class CoinEnvironment(SingleTurnEnvironment):
-    """Reward 1 for an answer of odd length, so that a group's rewards are practically never all equal."""
+    """Reward 1 for an answer of odd length, so that a group's rewards differ."""
 
     def load_dataset(self, num_samples: int = 4096, **_: Any) -> list[Sample]:
         return [Sample(prompt=f"item {index}: {WORDS * 4}") for index in range(num_samples)]

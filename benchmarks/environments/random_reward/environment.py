@@ -9,7 +9,7 @@ WORDS = "the target is reached from these numbers with plus and minus and each o
 
 
 class RandomRewardEnvironment(SingleTurnEnvironment):
-    """A reward between 0 and 1 by the answer's text, so that the rewards of a group are never all equal."""
+    """A reward from 0 to 1 by the answer's text, so that a group's rewards differ."""
 
     def load_dataset(self, num_samples: int = 4096, repeats: int = 4, **_: Any) -> list[Sample]:
         """Returns prompts of about 20 tokens for each of `repeats`."""

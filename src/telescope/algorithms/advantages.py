@@ -34,7 +34,7 @@ class ScoredSample(Protocol):
 
 
 def is_masked(sample: ScoredSample) -> bool:
-    """Returns whether a sample has no trained token, or a reward that is not a finite number."""
+    """Returns whether a sample has no trained token or no finite reward."""
     return sample.num_trained == 0 or not math.isfinite(sample.reward)
 
 

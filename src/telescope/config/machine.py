@@ -84,7 +84,7 @@ CONNECTION_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 
 
 class PortHold:
-    """Reservation of a port for a server, whether or not the server has bound it yet."""
+    """Reservation of a port for a server, before and after it binds the port."""
 
     def __init__(self, port: int) -> None:
         """Raises `OSError` with EADDRINUSE when another process, or another server of this one, reserved it."""

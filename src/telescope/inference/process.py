@@ -66,7 +66,7 @@ class EngineProcess:
         return self.kill()
 
     def kill(self) -> int | None:
-        """Kills every process of the group and waits until they are gone, with their ports and memory.
+        """Kills every process of the group and waits for their exit.
 
         Returns the exit code. Raises `InfrastructureError` when the kernel does not end one of them (a hung device).
         """

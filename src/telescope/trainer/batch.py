@@ -67,7 +67,7 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class OptimizerStepBatch:
-    """One optimizer step of one rank, with the counts of all ranks by which the loss is divided."""
+    """One optimizer step of one rank, with the global counts that divide the loss."""
 
     micro_batches: list[MicroBatch]
     num_trained_tokens: int

@@ -113,7 +113,7 @@ def micro_batch_loss(
     reference_N: torch.Tensor | None = None,
     penalty_share: float = 1.0,
 ) -> tuple[torch.Tensor, LossTerms]:
-    """Sums the token losses of one micro-batch, a scalar with gradient (zero, but connected, without tokens).
+    """Sums the token losses of one micro-batch: a scalar with gradient, zero without tokens.
 
     `reference_N`: the trainer's logprobs from before the first update of the batch, if the configuration asks for them;
     None: the weights have not changed since. `penalty_share`: the step's denominator over its trained tokens, so that

@@ -134,7 +134,7 @@ def timing_metrics(spans: list[Span], num_micro_batches: int) -> dict[str, float
 
 
 def memory_reader(device: torch.device) -> Callable[[], list[Reading]]:
-    """Returns a function that reads torch's allocator on a GPU, and the process's memory on the CPU."""
+    """Returns a function that reads torch's allocator, or on the CPU the process's memory."""
     return (lambda: _of_allocator(device)) if device.type == "cuda" else _of_process()
 
 

@@ -32,7 +32,7 @@ def log_size(path: Path) -> int:
 
 
 def rotate_log(path: Path, max_bytes: int) -> None:
-    """Moves the last `max_bytes` of a longer log to `<path>.1`, which is replaced, and drops the rest.
+    """Replaces `<path>.1` by the last `max_bytes` of a longer log and empties the log.
 
     Processes that have the file open for appending continue at its start. Output written meanwhile may be lost.
     """

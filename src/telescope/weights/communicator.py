@@ -140,7 +140,7 @@ class Communicator:
         return broadcast
 
     def agree(self, digest: str, deadline: float) -> None:
-        """Announces a transfer on rank 0 and compares it on the others, before any tensor is sent.
+        """Announces a transfer on rank 0 and compares it on the other ranks.
 
         Raises `TransferError` on every rank if one disagrees.
         """

@@ -162,7 +162,7 @@ class StagingBuffers:
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Loads tensors with the trainer's names and shapes into the buffers, by the model's own loader."""
+        """Loads tensors into the buffers with the model's own loader."""
         self._tree.load_weights(tensors)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Where Ray puts the workers of a run on two nodes, and what they see there."""
+"""Placement of a run's workers on two Ray nodes, and their environment."""
 
 from __future__ import annotations
 

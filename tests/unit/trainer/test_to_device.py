@@ -1,4 +1,4 @@
-"""Moving a micro-batch: what arrives, and what the move may not do."""
+"""Moving a micro-batch to a device."""
 
 from __future__ import annotations
 

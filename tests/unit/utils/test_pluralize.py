@@ -1,4 +1,4 @@
-"""One of a thing has no plural."""
+"""Counts with nouns."""
 
 from __future__ import annotations
 

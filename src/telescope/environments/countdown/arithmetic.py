@@ -65,7 +65,7 @@ def parse(text: str) -> Expression:
 
 
 class _Parser:
-    """Recursive descent over the tokens, with * and / binding tighter than + and -, all left-associative."""
+    """Recursive descent parser with the usual precedence, left-associative."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens = tokens

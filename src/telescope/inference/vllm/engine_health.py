@@ -101,7 +101,7 @@ LONGEST_LOOK_SECONDS = 10.0
 
 
 class EngineHangMiddleware:
-    """ASGI middleware that answers 503 on the health route once the engine was silent for too long."""
+    """ASGI middleware that answers 503 on the health route when the engine hangs."""
 
     def __init__(self, app: Application, now: Callable[[], float] = time.monotonic) -> None:
         self._app = app

@@ -73,7 +73,7 @@ def stores_failure(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
-    """Receives weights over one communicator per engine (gloo or NCCL), in place or in the background."""
+    """Receives weights over one communicator per engine, in place or overlapped."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo

@@ -179,7 +179,7 @@ class FSDPBackend(TrainingBackend):
     def reference_logprobs(
         self, minibatches: list[OptimizerStepBatch], version: int, timeline: Timeline
     ) -> list[list[torch.Tensor] | None]:
-        """Computes this rank's logprobs under the first weights of the batch, by optimizer step and micro-batch.
+        """Computes this rank's logprobs under the batch's first weights, by step and micro-batch.
 
         None if the loss has no ratio to them, and for the first optimizer step, whose own forward pass computes the
         same numbers. Collective.
