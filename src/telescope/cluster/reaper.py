@@ -13,6 +13,7 @@ the kernel reuses ids. Ray ends the processes on other machines.
 from __future__ import annotations
 
 import getpass
+import math
 import os
 import re
 import select
@@ -63,7 +64,7 @@ class Reaper:
         self.directory = Path(tempfile.mkdtemp(prefix="telescope-", dir=base))  # mode 0700
         clean = {name: value for name, value in os.environ.items() if name != MARK_VARIABLE}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(self.directory)],
+            [sys.executable, "-I", "-S", __file__, str(self.directory), repr(time.time())],
             stdin=subprocess.PIPE,  # closes however the driver ends
             stdout=subprocess.DEVNULL,  # a reader of the driver's output must not wait for this process
             env=clean,
@@ -121,12 +122,14 @@ def inductor_cache(folder: str) -> str:
 class _Family:
     """The known processes of a run (pid to start time), and their files in /dev/shm."""
 
-    def __init__(self, mark: str) -> None:
+    def __init__(self, mark: str, started: float) -> None:
         self._entry = f"{MARK_VARIABLE}={mark}".encode()
+        self._present: set[int] = set()
         self._seen: set[int] = set()
+        """Processes that were looked at twice: at the first look, one may not run its program yet."""
         self.members: dict[int, str] = {}
-        self._looks = dict.fromkeys(_shared_files(), LOOKS_FOR_OWNER)
-        """How often each file was looked at; those that were there before belong to others."""
+        self._looks = dict.fromkeys(_shared_files(changed_before=started), LOOKS_FOR_OWNER)
+        """How often each file was looked at; those from before the run's start belong to others."""
         self._shared: set[tuple[str, int]] = set()
 
     def look(self) -> None:
@@ -143,7 +146,8 @@ class _Family:
                 if pid not in self.members and start and (parent in self.members or self._carries_mark(pid)):
                     self.members[pid] = start
                     found = True
-        self._seen |= present
+        self._seen |= self._present & present
+        self._present = present
         self._look_at_shared_memory()
 
     def _look_at_shared_memory(self) -> None:
@@ -179,14 +183,12 @@ class _Family:
                     continue  # it has just ended
 
 
-def _shared_files() -> set[tuple[str, int]]:
+def _shared_files(changed_before: float = math.inf) -> set[tuple[str, int]]:
     """Names and inodes of this user's files in /dev/shm that a killed process leaves behind."""
     try:
-        return {
-            (entry.name, entry.inode())
-            for entry in os.scandir(SHARED_MEMORY)
-            if entry.name.startswith(SHARED_PREFIXES) and entry.stat(follow_symlinks=False).st_uid == os.getuid()
-        }
+        files = [entry for entry in os.scandir(SHARED_MEMORY) if entry.name.startswith(SHARED_PREFIXES)]
+        found = [(entry.name, entry.inode(), entry.stat(follow_symlinks=False)) for entry in files]
+        return {(name, inode) for name, inode, s in found if s.st_uid == os.getuid() and s.st_ctime < changed_before}
     except OSError:  # one was removed meanwhile: the next look finds the others
         return set()
 
@@ -210,12 +212,12 @@ def _state(pid: int) -> tuple[str, int, str]:
     return ("", 0, "") if fields[0] in "ZX" else (fields[0], int(fields[1]), fields[19])
 
 
-def main(directory: str) -> None:
+def main(directory: str, started: float) -> None:
     """Waits for the end of standard input or the parent, then kills and removes everything."""
     driver = os.getppid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    family = _Family(directory)
+    family = _Family(directory, started)
     # A fork of the driver may keep the pipe open, so its end is not the only sign.
     while not select.select([0], [], [], LOOK_SECONDS)[0] and os.getppid() == driver:
         family.look()
@@ -231,4 +233,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], float(sys.argv[2]))

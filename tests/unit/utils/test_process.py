@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import signal
 import subprocess
 import sys
 
@@ -35,15 +33,19 @@ def test_the_code_is_that_of_subprocess() -> None:
 async def test_a_daemon_thread_returns_values_and_errors_and_outlives_its_call() -> None:
     """The kernel ends child processes with the thread that started them."""
 
+    code = "import ctypes, time; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); print(flush=True); time.sleep(600)"
+
     def start() -> subprocess.Popen[bytes]:
-        prctl = ctypes.CDLL(None).prctl
-        return subprocess.Popen(["sleep", "600"], preexec_fn=lambda: prctl(1, signal.SIGKILL, 0, 0, 0))
+        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        child.stdout.readline()
+        return child
 
     child = await in_daemon_thread(start)
     await asyncio.sleep(0.2)
     assert child.poll() is None
     child.kill()
-    child.wait()
+    child.communicate()
     with pytest.raises(ZeroDivisionError):
         await in_daemon_thread(lambda: 1 // 0)
 
