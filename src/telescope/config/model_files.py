@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 HUB_TIMEOUT_SECONDS = 10.0
 

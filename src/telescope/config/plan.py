@@ -87,10 +87,6 @@ class Placement:
         """The nodes in use, in the cluster's order of first use."""
         return tuple(dict.fromkeys(placed.node for placed in self.bundles))
 
-    @property
-    def is_single_node(self) -> bool:
-        return len({placed.node.name for placed in self.bundles}) == 1
-
 
 def resolve_device(config: TelescopeConfig, resources: ClusterResources) -> Literal["cpu", "cuda"]:
     """`device` with `auto` decided: GPUs if the cluster has any."""

@@ -25,7 +25,7 @@ from typing import Any
 
 from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
-from telescope.errors import DeadlineExceeded, InfrastructureError
+from telescope.errors import DeadlineExceeded, InfrastructureError, RunError
 from telescope.inference.client import EngineClient
 from telescope.trainer.batch import Span
 from telescope.weights.plan import TensorMeta, UpdateInfo, make_update
@@ -89,7 +89,7 @@ class SyncReport:
         return metrics
 
 
-class WeightMismatch(RuntimeError):
+class WeightMismatch(RunError):
     """An engine has not loaded the weights that the trainer sent. The message names the tensors."""
 
 

@@ -105,7 +105,7 @@ def test_a_run_fits_its_assumed_cluster(config):
 def test_the_default_run_fits_one_node_of_four_gpus():
     placement = plan_placement(config(), cluster((16, 4)))
     assert placement.device == "cuda"
-    assert placement.is_single_node
+    assert len(placement.nodes) == 1
     assert [placed.gpu_indices for placed in placement.bundles] == [(0,), (1,), (2,), (3,)]
 
 
