@@ -1,8 +1,8 @@
 """The `telescope` command: runs a subcommand and turns errors into messages and exit codes.
 
 Exit codes: 0 done; 1 failure, with a message or a traceback; 2 bad input, with a message that names the fix, nothing
-started; 130 stopped by Ctrl-C. Each subcommand is a module of this package with `add_parser(subparsers)`, which sets
-`func`. The only argument of the command itself is `--version`.
+started; 130 stopped by Ctrl-C; 143 or 129 by SIGTERM or SIGHUP. Each subcommand is a module of this package with
+`add_parser(subparsers)`, which sets `func`. The only argument of the command itself is `--version`.
 
 Ray leaves native threads behind after `ray.shutdown()`. One of them (`opencensus::stats::DeltaProducer::
 RunHarvesterLoop`) wakes every few seconds and crashes the process if the C++ runtime is destroying its globals then. So
@@ -16,9 +16,11 @@ import argparse
 import atexit
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import NoReturn
 
 from telescope import __version__
@@ -108,9 +110,20 @@ def _print_problems(problems: list[str]) -> None:
         print(f"  - {problem}", file=sys.stderr)
 
 
+def _exit_by_signal(number: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
 def exit_with(command: Callable[[], int]) -> NoReturn:
-    """Runs `command` and exits with its code, or with 1 and a traceback."""
+    """Runs `command` and exits with its code, or with 1 and a traceback.
+
+    SIGTERM and SIGHUP end it with 128 plus their number, after it has removed its temporary files. A run has its own
+    handlers.
+    """
     code = 1
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, _exit_by_signal)
 
     def leave() -> None:
         if "ray" in sys.modules:

@@ -1,7 +1,11 @@
 """A process that has loaded Ray ends with the code of its command, whatever native code does at the very end."""
 
+import signal
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 NATIVE_CRASH = """
 import ctypes
@@ -47,3 +51,22 @@ def test_a_command_without_ray_ends_as_any_python_program():
 def test_a_closed_output_pipe_does_not_change_the_code():
     ended = run("sys.stderr.close(); return 0")
     assert ended.returncode == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_command_that_is_ended_by_a_signal_removes_its_temporary_files(number, code):
+    script = """
+import tempfile, time
+from telescope.cli.main import exit_with
+def command():
+    with tempfile.TemporaryDirectory() as folder:
+        print(folder, flush=True)
+        time.sleep(60)
+exit_with(command)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        process.send_signal(number)
+        assert process.wait(timeout=60) == code
+    assert not folder.exists()
