@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import json
 from collections.abc import Coroutine
 from typing import Any
@@ -18,10 +19,11 @@ from telescope.rollout.types import GenerateRequest, Generation
 pytestmark = pytest.mark.e2e
 
 PROMPT = [(11 * i + 5) % 290 for i in range(40)]
-NUM_REQUESTS = 32
+NUM_RUNNING = 8
+"""As many as the server runs at once."""
 MAX_TOKENS = 200
 TOKENS_BEFORE = 160
-"""Sampled by all requests together before the weights change. The server runs eight at once."""
+"""Sampled by all requests together before the weights change."""
 SAME = 1e-4
 """Nats by which engine and transformers may differ in float32."""
 
@@ -42,19 +44,27 @@ def through_an_update(server: Server, *, drop_caches: bool) -> tuple[Qwen2ForCau
     async def sampled() -> float:
         return (await server.client.metrics())["vllm:generation_tokens_total"]
 
+    seeds = itertools.count()
+    updated = asyncio.Event()
+
+    async def generate_until_updated() -> list[Generation]:
+        answers = []
+        while not updated.is_set():
+            seed = next(seeds)
+            request = GenerateRequest(f"{name}-{seed}", PROMPT, MAX_TOKENS, 1.0, seed=seed, ignore_eos=True)
+            answers.append(await server.client.generate(request))
+        return answers
+
     async def go() -> list[Generation]:
-        disturb(server.model, seed=server.version + 100)  # before the requests, which may end while it computes
         already = await sampled()
-        requests = [
-            GenerateRequest(f"{name}-{seed}", PROMPT, MAX_TOKENS, 1.0, seed=seed, ignore_eos=True)
-            for seed in range(NUM_REQUESTS)
-        ]
-        running = [asyncio.create_task(server.client.generate(request)) for request in requests]
+        running = [asyncio.create_task(generate_until_updated()) for _ in range(NUM_RUNNING)]
         async with asyncio.timeout(60):
             while await sampled() - already < TOKENS_BEFORE:  # noqa: ASYNC110  # an engine sends no notification
                 await asyncio.sleep(0.01)
+        disturb(server.model, seed=server.version + 100)
         await server.in_place(server.next_update(), drop_caches=drop_caches)
-        return list(await asyncio.gather(*running))
+        updated.set()
+        return [answer for answers in await asyncio.gather(*running) for answer in answers]
 
     answers = server.run(go())
     assert {answer.finish_reason for answer in answers} == {"length"}, "the run goes on"
