@@ -19,8 +19,8 @@ from telescope.rollout.types import GenerateRequest, Generation
 pytestmark = pytest.mark.e2e
 
 PROMPT = [(11 * i + 5) % 290 for i in range(40)]
-NUM_RUNNING = 8
-"""As many as the server runs at once."""
+NUM_RUNNING = 64
+"""The server runs eight at once and has the others queued, so it stays busy while its pause is on the way."""
 MAX_TOKENS = 200
 TOKENS_BEFORE = 160
 """Sampled by all requests together before the weights change."""
@@ -40,6 +40,8 @@ def through_an_update(server: Server, *, drop_caches: bool) -> tuple[Qwen2ForCau
     """
     before = copy.deepcopy(server.model)
     name = f"inflight-{server.version}"
+    disturb(server.model, seed=server.version + 100)
+    update = server.next_update()
 
     async def sampled() -> float:
         return (await server.client.metrics())["vllm:generation_tokens_total"]
@@ -61,8 +63,7 @@ def through_an_update(server: Server, *, drop_caches: bool) -> tuple[Qwen2ForCau
         async with asyncio.timeout(60):
             while await sampled() - already < TOKENS_BEFORE:  # noqa: ASYNC110  # an engine sends no notification
                 await asyncio.sleep(0.01)
-        disturb(server.model, seed=server.version + 100)
-        await server.in_place(server.next_update(), drop_caches=drop_caches)
+        await server.in_place(update, drop_caches=drop_caches)
         updated.set()
         return [answer for answers in await asyncio.gather(*running) for answer in answers]
 
