@@ -1,7 +1,7 @@
-"""Shortens the pauses of Python's cycle collector, and formats thread stacks.
+"""Process helpers: garbage collection, thread stacks, exit codes in words, and daemon threads.
 
-A full collection visits every object of the process. With torch, transformers and Ray loaded that is hundreds of
-milliseconds, in which the event loop of the driver reads no answer, or a trainer rank keeps the others waiting. Nearly
+A full garbage collection visits every object of the process. With torch, transformers and Ray loaded it takes hundreds
+of milliseconds, in which the driver's event loop reads no answer, or a trainer rank keeps the others waiting. Nearly
 all of these objects exist before the work begins and are never freed, so they are excluded.
 """
 
