@@ -92,10 +92,10 @@ PARTS = (
         "demo on one gpu",
         f"{RUN} train {DEMO} --share_gpus true --number_of_steps 20 --weight_probe_every 5 --run_dir {{folder}}/run",
         1,
-        200,
+        360,
         "run/summary.json",
     ),
-    Part("verify", f"{RUN} verify {DEMO} --gpu_memory_utilization 0.5 --json {{json}}", 2, 200),
+    Part("verify", f"{RUN} verify {DEMO} --gpu_memory_utilization 0.5 --json {{json}}", 2, 360),
     Part("loss on a shared gpu", f"{PYTEST} tests/gpu/test_shared_gpu.py", 1, 420),
     Part(
         "trainer tests",

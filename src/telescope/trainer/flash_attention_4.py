@@ -21,9 +21,10 @@ import torch
 MIN_COMPUTE_CAPABILITY = 9
 """Hopper. On older GPUs the package is not faster than torch."""
 
-HEAD_DIMS = (32, 64, 96, 128, 192, 256)
+HEAD_DIMS = (32, 64, 96, 128, 256)
 """Head sizes that `tests/gpu` compares with exact attention; others use torch's own kernel. With heads of 8, version
-4.0.0b36 returned wrong gradients (relative error 0.9) without an error."""
+4.0.0b36 returned wrong gradients (relative error 0.9) without an error; with heads of 192 that share keys and values,
+4.0.0b19 fails to compile the gradient."""
 
 NO_WINDOW = -1
 
