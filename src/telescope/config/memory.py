@@ -237,7 +237,7 @@ def estimate_memory(
     trainer = trainer_memory(config, shape, device, recompute_attention=attention)
     engine = _engine_memory(config, shape, device, device_memory_bytes)
     problems = _problems(config, trainer, engine, device, device_memory_bytes)
-    kv_cache_problem = _kv_cache_problem(config, engine)
+    kv_cache_problem = _kv_cache_problem(config, engine, device)
     if kv_cache_problem is not None and device == "cuda":
         problems.append(kv_cache_problem)
     return MemoryEstimate(trainer, engine, tuple(problems), kv_cache_problem)
@@ -350,13 +350,17 @@ def _problems(
     return problems
 
 
-def _kv_cache_problem(config: TelescopeConfig, engine: EngineMemory) -> str | None:
-    if engine.kv_cache is None or engine.kv_cache >= engine.longest_sequence_kv:
+def _kv_cache_problem(config: TelescopeConfig, engine: EngineMemory, device: str) -> str | None:
+    size, workers = engine.kv_cache, config.inference_tensor_parallel_size
+    if device == "cpu" and config.inference_kv_cache_gib is not None:
+        size = int(config.inference_kv_cache_gib / workers * GIB)  # as it is set: vLLM rounds it up
+    if size is None or size >= engine.longest_sequence_kv:
         return None
+    needed = math.ceil(engine.longest_sequence_kv * workers / GIB * 1e4) / 1e4
     return (
-        f"max_model_len is {config.max_model_len}, but the KV cache of a server holds {engine.tokens:,} tokens. Lower "
-        "max_model_len, or raise gpu_memory_utilization (on CPU inference_kv_cache_gib) or "
-        "inference_tensor_parallel_size"
+        f"max_model_len is {config.max_model_len}, but the KV cache of a server holds "
+        f"{size // engine.kv_bytes_per_token:,} tokens; one sequence takes {needed:g} GiB. Lower max_model_len, or "
+        "raise gpu_memory_utilization (on CPU inference_kv_cache_gib) or inference_tensor_parallel_size"
         + (
             f", or set weight_transfer to in_place, which saves {engine.staging / GIB:.1f} GiB"
             if engine.staging

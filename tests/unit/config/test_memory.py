@@ -260,6 +260,21 @@ def test_a_kv_cache_without_room_for_one_sequence_is_certain_on_the_cpu():
     assert "inference_kv_cache_gib" in problem
 
 
+def test_a_kv_cache_set_below_one_sequence_is_refused_with_what_one_takes():
+    """vLLM would round it up to a GiB, which is not what the user set."""
+    shape = shape_of("Qwen/Qwen2.5-0.5B")
+    values = {"max_model_len": 4096, "inference_dtype": "float32"}
+
+    def problem(gib: float) -> str | None:
+        settings = config(**values, inference_kv_cache_gib=gib)
+        return estimate_memory(settings, shape, device="cpu", device_memory_bytes=64 * GIB).kv_cache_problem
+
+    needed = 4096 * 2 * 24 * 2 * 64 * 4 / GIB
+    assert "holds 0 tokens; one sequence takes 0.0938 GiB" in str(problem(0.00001))
+    assert problem(needed * 0.99) is not None
+    assert problem(needed) is None
+
+
 H200 = 140 * GIB
 
 
