@@ -18,10 +18,10 @@ MODEL_CONFIG = {
 TEMPLATE = "{% for message in messages %}<|start|>{{ message.content }}{% endfor %}"
 
 
-def safetensors(shapes: Mapping[str, Sequence[int]], num_bytes: int = 16) -> bytes:
+def safetensors(shapes: Mapping[str, Sequence[int]], num_bytes: int = 16, dtype: str = "F32") -> bytes:
     """A safetensors file whose header lists these shapes, each with the same `num_bytes` bytes of data."""
     header = {
-        name: {"dtype": "F32", "shape": list(shape), "data_offsets": [0, num_bytes]} for name, shape in shapes.items()
+        name: {"dtype": dtype, "shape": list(shape), "data_offsets": [0, num_bytes]} for name, shape in shapes.items()
     }
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + b"\0" * num_bytes

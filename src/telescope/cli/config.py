@@ -98,9 +98,7 @@ def print_train_help(console: Console, *, all_fields: bool = False) -> None:
     options = _grid()
     options.add_row("--config FILE", "YAML file with the fields of this run; -c for short")
     options.add_row("--dry-run", "print the resolved configuration, placement and memory estimate; start nothing")
-    options.add_row(
-        "--gpu-memory-gib N", "with --dry-run: check the plan for GPUs of N GiB each, not for this machine"
-    )
+    options.add_row("--gpu-memory-gib N", "with --dry-run: check the plan for GPUs of N GiB each, not for this machine")
     options.add_row("--help", "this text" if not all_fields else "the most used fields")
     options.add_row("--help-all", "every field" if not all_fields else "this text")
     console.print(options)

@@ -10,7 +10,7 @@ import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HEADER_LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -19,8 +19,19 @@ MAX_HEADER_BYTES = 100_000_000
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each tensor in a safetensors file. Reads the header only.
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+"""Dtypes of weights that are not quantized, as a safetensors header names them."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as the header of its file describes it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def safetensors_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors in a safetensors file by name. Reads the header only.
 
     The format: the header's length as an unsigned 64-bit little-endian number, the header as a JSON object of
     `{name: {dtype, shape, data_offsets: [begin, end]}}`, and the data, which the offsets count from 0.
@@ -41,13 +52,24 @@ def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
         ends = [int(entry["data_offsets"][1]) for entry in entries.values()]
-        shapes = {name: tuple(map(int, entry["shape"])) for name, entry in entries.items()}
+        tensors = {
+            name: StoredTensor(str(entry["dtype"]), tuple(map(int, entry["shape"]))) for name, entry in entries.items()
+        }
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise ValueError("its header does not follow the format: it is damaged, or no safetensors file") from None
     wanted = HEADER_LENGTH_BYTES + length + max(ends, default=0)
     if num_bytes < wanted:
         raise ValueError(f"its header lists {wanted:,} bytes, and the file has {num_bytes:,}: it is cut off")
-    return shapes
+    return tensors
+
+
+def quantized_tensors(tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """Returns the names and dtypes of quantized weights. Buffers, such as masks, may be whole numbers."""
+    return [
+        f"{name} ({tensor.dtype})"
+        for name, tensor in tensors.items()
+        if name.endswith(".weight") and tensor.dtype not in FLOAT_DTYPES
+    ]
 
 
 def tokenizer_problem(tokenizer: Any) -> str | None:

@@ -21,7 +21,8 @@ from telescope.config.messages import show
 from telescope.config.model_contents import (
     SPECIAL_TOKENS,
     largest_token_id,
-    safetensors_shapes,
+    quantized_tensors,
+    safetensors_tensors,
     token_text,
     tokenizer_problem,
 )
@@ -34,7 +35,7 @@ from telescope.config.model_shape import (
     known_shape,
     unsupported_experts,
 )
-from telescope.config.model_tensors import CAUSAL_LM_CLASSES, expected_tensors, tensor_problem
+from telescope.config.model_tensors import CAUSAL_LM_CLASSES, expected_tensors, listed, tensor_problem
 from telescope.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,6 +44,11 @@ if TYPE_CHECKING:
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 HUB_TIMEOUT_SECONDS = 10.0
+
+GENERATING_CLASSES = ("ForCausalLM", "LMHead", "ForConditionalGeneration")
+"""Parts of the class names of models that generate text. Some of the last kind are refused when they are built."""
+
+QUANTIZATION_FIX = "Choose the model that it was quantized from, or save it dequantized, in bfloat16"
 
 
 @dataclass(frozen=True)
@@ -147,8 +153,9 @@ def _inspect(config: TelescopeConfig, files: _Files) -> ModelReport:
     if data is None:
         problem = "has a config.json that is no JSON object" if "config.json" in files.names else "holds no config.json"
         raise ConfigError(f"model is {config.model!r}, but {files.where} {problem}. Give a model in HuggingFace format")
-    _check_tokenizer(config, files, data)
     _check_architecture(config, data)
+    _check_quantization(config, data)
+    _check_tokenizer(config, files, data)
     shapes = _check_weights(config, files)
     unsupported = unsupported_experts(data)
     if unsupported is not None:
@@ -196,6 +203,25 @@ def _check_architecture(config: TelescopeConfig, data: Mapping[str, Any]) -> Non
             f"model is {config.model!r}, whose config.json has architectures {show(named)}, so that vLLM does not load "
             f'it as a language model. Set architectures to ["{class_name}"], or choose a model that generates text'
         )
+    generates = isinstance(named, list) and any(word in str(name) for name in named for word in GENERATING_CLASSES)
+    if data.get("is_encoder_decoder") or not (generates or data.get("auto_map")):
+        raise ConfigError(
+            f"model is {config.model!r}, whose config.json has model_type {show(model_type)} and architectures "
+            f"{show(named)}, which is no causal language model. Choose a model that generates text token by token"
+        )
+
+
+def _check_quantization(config: TelescopeConfig, data: Mapping[str, Any]) -> None:
+    """Refuses quantized models: the trainer computes gradients of, and sends, weights in floating point."""
+    places = [place for place in (data, data.get("text_config")) if isinstance(place, Mapping)]
+    for field in ("quantization_config", "compression_config"):
+        quantization = next((place[field] for place in places if place.get(field) is not None), None)
+        if quantization is not None:
+            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+            raise ConfigError(
+                f"model is {config.model!r}, whose config.json has a {field} ({show(method)}): quantized weights "
+                f"cannot be trained. {QUANTIZATION_FIX}"
+            )
 
 
 def _check_tensors(
@@ -203,7 +229,7 @@ def _check_tensors(
 ) -> None:
     """Checks that the weight files have exactly config.json's tensors; a missing one would stay random."""
     expected = expected_tensors(data)
-    if expected is None or present is None or "quantization_config" in data:
+    if expected is None or present is None:
         return
     problem = tensor_problem(expected, present, tied=bool(data.get("tie_word_embeddings")))
     if problem is not None:
@@ -368,15 +394,15 @@ def _check_weight_files(config: TelescopeConfig, files: _Files, folder: Path) ->
     present = sorted(name for name in files.names if name.endswith(".safetensors"))
     index = _read_json(files, "model.safetensors.index.json") or {}
     weight_map = index.get("weight_map")
-    listed = set(map(str, weight_map.values())) if isinstance(weight_map, Mapping) else set()
-    missing = sorted(listed - set(present))
+    indexed = set(map(str, weight_map.values())) if isinstance(weight_map, Mapping) else set()
+    missing = sorted(indexed - set(present))
     if missing and not files.where.startswith("the hub cache"):  # what the cache lacks is downloaded
         raise ConfigError(
             f"model is {config.model!r}, but {files.where} lacks {', '.join(missing[:3])}"
             f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}, which model.safetensors.index.json lists. "
             "Download or save the model again"
         )
-    loaded = {"model.safetensors"} & set(present) or listed
+    loaded = {"model.safetensors"} & set(present) or indexed
     complete = not files.where.startswith("the hub cache") and not any(name.endswith(".bin") for name in files.names)
     if present and not loaded and complete:
         raise ConfigError(
@@ -387,7 +413,7 @@ def _check_weight_files(config: TelescopeConfig, files: _Files, folder: Path) ->
     shapes: dict[str, tuple[int, ...]] = {}
     for name in present:
         try:
-            found = safetensors_shapes(folder / name)
+            found = safetensors_tensors(folder / name)
         except (OSError, ValueError) as error:
             problem = f"it cannot be read ({error.strerror or error})" if isinstance(error, OSError) else error
             raise ConfigError(
@@ -395,7 +421,12 @@ def _check_weight_files(config: TelescopeConfig, files: _Files, folder: Path) ->
                 "model again"
             ) from None
         if name in loaded:
-            shapes |= found
+            if quantized := quantized_tensors(found):
+                raise ConfigError(
+                    f"model is {config.model!r}, but {name} of {files.where} holds {listed(quantized)}: quantized "
+                    f"weights cannot be trained. {QUANTIZATION_FIX}"
+                )
+            shapes |= {tensor: stored.shape for tensor, stored in found.items()}
     return shapes if loaded and loaded <= set(present) else None
 
 

@@ -172,6 +172,38 @@ def test_weights_that_differ_from_the_config_are_refused_by_name(tmp_path, chang
     assert problem in error_of(write_tensors(tmp_path / "m", **changes))
 
 
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "U8"])
+def test_quantized_weights_are_refused_with_tensor_dtype_and_fix(tmp_path, dtype):
+    folder = write_model(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(safetensors(tensors_of(MODEL_CONFIG), dtype=dtype))
+    message = error_of(folder)
+    assert f"model.safetensors of {folder} holds model.embed_tokens.weight ({dtype}), " in message
+    assert "quantized weights cannot be trained. Choose the model that it was quantized from" in message
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F16", "BF16"])
+def test_weights_in_any_floating_point_dtype_are_accepted(tmp_path, dtype):
+    folder = write_model(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(safetensors(tensors_of(MODEL_CONFIG), dtype=dtype))
+    assert inspect_model(config(folder)).unchecked is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, 'has a quantization_config ("fp8")'),
+        ({"text_config": {"quantization_config": {}}}, "has a quantization_config (null)"),
+        ({"compression_config": "x"}, 'has a compression_config ("x")'),
+    ],
+)
+def test_a_config_with_quantization_is_refused_by_field(tmp_path, changes, words):
+    folder = write_model(tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG | changes))
+    assert words in error_of(folder)
+    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG | {"quantization_config": None}))
+    assert inspect_model(config(folder)).unchecked is None
+
+
 def test_a_tied_output_layer_and_rotary_buffers_may_be_stored(tmp_path):
     stored = {"lm_head.weight": [128, 64], "model.layers.0.self_attn.rotary_emb.inv_freq": [8]}
     assert inspect_model(config(write_tensors(tmp_path / "m", **stored))).unchecked is None
@@ -375,6 +407,22 @@ def test_a_config_without_a_language_model_is_refused(tmp_path, changes, words):
     folder = write_model(tmp_path / "m")
     (folder / "config.json").write_text(json.dumps(MODEL_CONFIG | changes))
     assert words in error_of(folder)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+        {"model_type": "vit", "architectures": None},
+    ],
+)
+def test_a_model_that_does_not_generate_text_is_refused_whatever_its_tokenizer(tmp_path, values):
+    folder = write_model(tmp_path / "m", without="chat_template.jinja")
+    (folder / "config.json").write_text(json.dumps(MODEL_CONFIG | values))
+    message = error_of(folder)
+    assert f'has model_type "{values["model_type"]}"' in message
+    assert "no causal language model. Choose a model that generates text" in message
 
 
 def test_paths_and_hub_identifiers_are_distinguished(tmp_path, monkeypatch):
