@@ -167,6 +167,7 @@ async def fake_run(
             num_workers=config.environment_workers or 1,
             timeout_seconds=config.environment_timeout_seconds,
             environments_path=list(config.environments_path),
+            log_dir=run_dir / "logs",
             launcher=launcher,
         )
         stack.push_async_callback(environments.close)

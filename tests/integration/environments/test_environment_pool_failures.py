@@ -220,12 +220,15 @@ async def test_close_ends_processes_that_are_busy_and_fails_their_calls(make_poo
 
 PARENT = """
 import asyncio, sys
+from pathlib import Path
 from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.environments.worker_pool.messages import EnvironmentSpec, RendererSpec
 
 async def main():
     spec = EnvironmentSpec("echo", {"hold_at": 900})
-    pool = EnvironmentPool([spec], renderer=None, num_workers=2, environments_path=[sys.argv[1]])
+    pool = EnvironmentPool(
+        [spec], renderer=None, num_workers=2, environments_path=[sys.argv[1]], log_dir=Path(sys.argv[3])
+    )
     await pool.start()
     print(*pool.status().pids, flush=True)
     await pool.identities("echo", int(sys.argv[2]), int(sys.argv[2]) + 1)
@@ -236,8 +239,8 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("index", [0, 900], ids=["idle", "in code that holds the interpreter"])
-async def test_workers_end_with_their_parent(index):
-    parent = start_parent(index)
+async def test_workers_end_with_their_parent(index, tmp_path):
+    parent = start_parent(index, tmp_path)
     pids = [int(pid) for pid in (await asyncio.to_thread(parent.stdout.readline)).split()]
     assert [is_running(pid) for pid in pids] == [True, True]
     await asyncio.sleep(0.3)
@@ -245,11 +248,18 @@ async def test_workers_end_with_their_parent(index):
     parent.wait()
     parent.stdout.close()
     await eventually(lambda: not any(is_running(pid) for pid in pids))
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
 
 
-def start_parent(index):
-    arguments = [str(Path(__file__).parent / "environments_for_tests"), str(index)]
-    return subprocess.Popen([sys.executable, "-c", PARENT, *arguments], stdout=subprocess.PIPE, text=True)
+def start_parent(index, folder):
+    """Starts a process with a pool. Its temporary files go to `folder`, beside its logs."""
+    arguments = [str(Path(__file__).parent / "environments_for_tests"), str(index), str(folder / "logs")]
+    return subprocess.Popen(
+        [sys.executable, "-c", PARENT, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(folder)},
+    )
 
 
 @pytest.mark.parametrize("deed", ["wait 0.5", "sleep 0.5"])

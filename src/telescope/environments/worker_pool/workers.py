@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -50,7 +49,7 @@ class WorkerPool:
         num_workers: int,
         timeout_seconds: float,
         start_timeout_seconds: float,
-        log_dir: Path | None,
+        log_dir: Path,
         launcher: Launcher | None,
         make_launcher: Callable[[Path], Launcher],
         on_ended: Callable[[PoolWorker, list[Call], str], list[Call]],
@@ -68,7 +67,6 @@ class WorkerPool:
         self._owns_launcher = launcher is None
         self._make_launcher = make_launcher
         self._on_worker_ended = on_ended
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._started: asyncio.Future[None] | None = None
         self._broken: Exception | None = None
         self._closing = False
@@ -81,9 +79,6 @@ class WorkerPool:
     async def start(self) -> None:
         """Starts all processes and loads all environments; see `EnvironmentPool.start`."""
         assert self._started is None, "the pool was already started"
-        if self._log_dir is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="telescope-environments-")
-            self._log_dir = Path(self._temporary.name)
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.create_future()
@@ -116,8 +111,6 @@ class WorkerPool:
                     process.kill()
         if self._owns_launcher and self._launcher is not None:
             await self._launcher.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
 
     async def _wait_until_all_ended(self) -> None:
         """Waits until no worker has a process. Only while closing: otherwise processes are replaced."""
@@ -184,7 +177,6 @@ class WorkerPool:
     # Processes
 
     def _launch(self, worker: PoolWorker) -> None:
-        assert self._log_dir is not None
         assert self._launcher is not None
         try:
             process = WorkerProcess(
