@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from telescope.errors import UserError
-from telescope.record.files import RunFiles, replace_json
+from telescope.record.files import RunFiles, overwrite_json, replace_json
 from telescope.record.pending import PendingRows
 from telescope.record.run_info import HEARTBEAT_SECONDS
 from telescope.record.table_writer import TableWriter
@@ -267,10 +267,21 @@ class Recorder:
                 self._pending.num_rows,
                 self._error,
             )
+            self._overwrite_run_json()
         else:
             self._final_merge()
         self._report_drops()
         self._writer_lock.release()
+
+    def _overwrite_run_json(self) -> None:
+        """Writes how the run ended over the old `run.json`, so that it is not listed as dead."""
+        ended = self._small_files.get(self.files.run_json)
+        if ended is None or not self._writer_lock.is_held:
+            return
+        try:
+            overwrite_json(self.files.run_json, ended)
+        except OSError as error:
+            logger.error("The end of the run cannot be written to %s: %s", self.files.run_json, error)
 
     def _final_merge(self) -> None:
         try:

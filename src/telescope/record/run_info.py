@@ -4,7 +4,8 @@ Owns what an attempt records about its start, its end, its code, its package ver
 progress (table `steps`), the result (`summary.json`) or the life of the recorder.
 
 Invariant: `run.json` is replaced as a whole at the start and the end of every attempt, and once between, when the
-accuracy before training is known. A status of `running` without a process therefore means that the attempt was killed.
+accuracy before training is known. On a disk that is full at the end, it is overwritten in place. A status of `running`
+without a process therefore means that the attempt was killed.
 """
 
 from __future__ import annotations

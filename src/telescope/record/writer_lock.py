@@ -32,6 +32,11 @@ class WriterLock:
         self._files = files
         self._descriptor: int | None = None
 
+    @property
+    def is_held(self) -> bool:
+        """Returns whether this process may write the directory."""
+        return self._descriptor is not None and not self.is_removed
+
     def acquire(self) -> None:
         """Becomes the only writer, or checks that it still is.
 

@@ -14,6 +14,7 @@ import pytest
 from telescope.errors import UserError
 from telescope.record import Recorder
 from telescope.record.reader import Run
+from telescope.record.run_info import begin_run, end_run, read_run_json, status_now
 from telescope.record.table_writer import TableWriter
 from telescope.record.tables import TABLES
 
@@ -136,6 +137,22 @@ def test_closing_on_a_disk_that_never_works_ends_within_its_deadline(tmp_path, c
     recorder._thread.join(30)
     assert any("is incomplete: 1 rows" in record.message for record in caplog.records)
     assert not recorder._thread.is_alive()
+
+
+def test_a_run_whose_disk_stays_full_is_listed_with_its_end(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path, flush_seconds=0.01)
+    info = begin_run(recorder, name="full", config_hash="", config_json="{}")
+    assert recorder.flush(30)
+
+    def full(self, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(TableWriter, "append", full)
+    end_run(recorder, info, "failed", config_json="{}", error="the disk is full")
+    assert not recorder.close(timeout=2.0)
+    ended = read_run_json(tmp_path)
+    assert (ended.status, ended.error, status_now(tmp_path, ended)) == ("failed", "the disk is full", "failed")
 
 
 def test_a_row_that_cannot_be_written_does_not_stop_others(tmp_path, monkeypatch, caplog):
