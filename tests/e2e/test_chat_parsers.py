@@ -14,7 +14,7 @@ from tests.e2e.scripted_model import make_scripted_model
 from telescope.config import load_config
 from telescope.inference.server import InferenceServer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SECRET = "s" * 32
 THOUGHT = "two and three, so I add them"

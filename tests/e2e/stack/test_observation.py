@@ -40,7 +40,8 @@ async def test_every_part_of_a_run_is_measured_and_every_request_traced(stack: S
     assert {row["node"] for row in gauges if row["component"] in ("host", "trainer", "inference")} != {None}
     trainer = {row["name"] for row in run.record.table("spans").to_pylist() if row["component"] == "trainer"}
     assert {"forward", "backward", "gradient_reduction", "optimizer", "weight_sync", "waiting_for_data"} <= trainer
-    last_steps = [sample for sample in run.samples(status="kept") if sample["step"] >= len(run.steps()) - 4]
+    num_steps = len(run.steps())
+    last_steps = [sample for sample in run.samples(status="kept") if sample["step"] >= num_steps - 4]
     await the_requests_are_traced(stack, last_steps)
 
 

@@ -24,7 +24,7 @@ from telescope.rollout.types import GenerateRequest
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.slow)])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One vLLM process per kind of model; every test brings it to a state of its own by a sync."""
     folder = tmp_path_factory.mktemp(request.param)
