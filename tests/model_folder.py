@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from telescope.config.model_tensors import CAUSAL_LM_CLASSES, expected_tensors
+from telescope.config.model_contents import CAUSAL_LM_CLASSES, expected_tensors
 
 MODEL_CONFIG = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128,

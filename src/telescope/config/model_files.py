@@ -19,10 +19,14 @@ import jinja2
 from telescope.config.chat_template import compile_template, render_problem
 from telescope.config.messages import show
 from telescope.config.model_contents import (
+    CAUSAL_LM_CLASSES,
     SPECIAL_TOKENS,
+    expected_tensors,
     largest_token_id,
+    listed,
     quantized_tensors,
     safetensors_tensors,
+    tensor_problem,
     token_text,
     tokenizer_problem,
 )
@@ -35,7 +39,6 @@ from telescope.config.model_shape import (
     known_shape,
     unsupported_experts,
 )
-from telescope.config.model_tensors import CAUSAL_LM_CLASSES, expected_tensors, listed, tensor_problem
 from telescope.errors import ConfigError
 
 if TYPE_CHECKING:

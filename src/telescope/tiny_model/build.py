@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from telescope.tiny_model.countdown_examples import examples_of, markup_of
+from telescope.tiny_model.examples import examples_of, markup_of
 from telescope.tiny_model.settings import TinyModelSettings
 from telescope.tiny_model.warm_start import WarmStartProgress, warm_start
 

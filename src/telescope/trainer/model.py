@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from telescope.config.model_tensors import listed
+from telescope.config.model_contents import listed
 from telescope.errors import UserError
 from telescope.trainer.attention import ATTENTION_NAME, PackedLayout, register_attention
 from telescope.trainer.logprob import LogprobHead

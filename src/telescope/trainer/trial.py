@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from telescope.config.model_contents import CAUSAL_LM_CLASSES
 from telescope.config.model_files import architecture_of
-from telescope.config.model_tensors import CAUSAL_LM_CLASSES
 from telescope.errors import ConfigError
 from telescope.utils.process import describe_exit
 

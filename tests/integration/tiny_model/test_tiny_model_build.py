@@ -14,7 +14,7 @@ from telescope.cli import main as cli
 from telescope.errors import UserError
 from telescope.tiny_model import cache, warm_start
 from telescope.tiny_model.cache import MANIFEST, ensure_tiny_model, is_whole, write_tiny_model
-from telescope.tiny_model.countdown_examples import ExampleSource
+from telescope.tiny_model.examples import ExampleSource
 from telescope.tiny_model.settings import TinyModelSettings
 from telescope.tiny_model.warm_start import encode_examples
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from telescope.config.model_tensors import CAUSAL_LM_CLASSES, expected_tensors, listed, tensor_problem
+from telescope.config.model_contents import CAUSAL_LM_CLASSES, expected_tensors, listed, tensor_problem
 from telescope.trainer.model import checkpoint_tensors
 
 SIZES: dict[str, Any] = {

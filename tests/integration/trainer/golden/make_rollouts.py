@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from telescope.environments.countdown.environment import CountdownEnvironment
 from telescope.tiny_model.build import build_tiny_model
-from telescope.tiny_model.countdown_examples import countdown_arguments
+from telescope.tiny_model.examples import countdown_arguments
 from telescope.tiny_model.settings import TinyModelSettings
 
 SETTINGS = TinyModelSettings(
