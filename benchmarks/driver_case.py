@@ -26,7 +26,7 @@ from telescope.config import TelescopeConfig
 from telescope.inference.client import EngineClient
 from telescope.inference.vllm.adapter import read_generate
 from telescope.orchestrator.supervision import Supervisor
-from telescope.testing.fake_answers import AnswerWriter
+from telescope.testing.fake_app import AnswerWriter
 from telescope.testing.fake_engine import FakeEngineSettings, FakeRequest
 from telescope.testing.fake_run import FakeRun, FakeTrainer, fake_run
 

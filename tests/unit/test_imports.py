@@ -28,7 +28,7 @@ def run_without_heavy_packages(code: str) -> str:
 def test_every_module_of_config_environments_and_evals_base_imports_without_heavy_packages():
     run_without_heavy_packages("""
 import importlib, pkgutil
-import telescope.config, telescope.environments, telescope.record.reader, telescope.evals.base, telescope.evals.registry
+import telescope.config, telescope.environments, telescope.record.reader, telescope.evals.base, telescope.evals.base
 for package in (telescope.config, telescope.environments):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)

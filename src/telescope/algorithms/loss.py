@@ -1,4 +1,4 @@
-"""The loss of each token, for every algorithm and backend.
+"""The loss of each token, for every algorithm and backend, and the modifiers of an algorithm's loss.
 
     policy    the algorithm's loss, or PPO's clipped ratio instead
     x weight  truncated importance sampling
@@ -8,15 +8,35 @@
 Invariants: an importance ratio is applied once. If the loss has a ratio to the trainer's logprobs at the start of the
 batch, the weight covers the rest, from there to the engine; if it has none, the weight covers everything. The
 configuration refuses invalid combinations (`telescope.config.rules`). Nothing here waits for the device.
+
+The modifiers are pure functions of the trained tokens. All are off by default.
+
+- `use_tis`, truncated importance sampling between engine and trainer: the policy loss of a token is multiplied by a
+  constant weight exp(delta), delta the trainer's logprob minus the engine's, clamped to +-`tis_logprob_clamp`.
+  Ionides, "Truncated Importance Sampling" (2008); between an engine and a trainer, Yao et al., "Your Efficient RL
+  Framework Secretly Brings You Off-Policy RL Training" (2025); masking instead of truncation, IcePop in "Every Step
+  Evolves" (arXiv 2510.18855).
+- KL penalty to the rollout policy and entropy bonus, each a mean over the trained tokens of the optimizer step for
+  every denominator. Estimators k2 and k3: Schulman, "Approximating KL Divergence" (2020); entropy bonus: A3C (arXiv
+  1602.01783). The engine sampled the tokens, so k3 = exp(delta) - 1 - delta estimates KL(engine || trainer), like the
+  metric `kl_divergence_inference`; GRPO's penalty has the inverse ratio and a reference model.
+- `use_ppo_clip`, PPO's clipped ratio instead of the plain policy gradient (arXiv 1707.06347): loss of a token
+  -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A). Asymmetric bounds: DAPO (arXiv 2503.14476). `clip_ratio_c` = c
+  adds the dual clip (arXiv 1912.09729): for A < 0 the loss is at most -c A, which bounds the gradient of an answer that
+  has become much more likely.
+- `seq_is_masking`: an answer whose geometric mean of token ratios, exp(mean over its trained tokens of delta), is
+  outside [`seq_is_mask_low`, `seq_is_mask_high`] contributes nothing; the denominator does not change. delta is the
+  trainer's logprob minus the engine's, clamped to +-20. Liu et al., "When Speed Kills Stability" (2025), with the
+  length-normalized ratio of GSPO (arXiv 2507.18071); DeepSeek-V3.2 (arXiv 2512.02556) has the upper side alone.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from telescope.algorithms.base import Algorithm, ClipSides, TokenBatch
-from telescope.algorithms.modifiers import clipped_ratio_loss, clipped_sides, importance_weight, masked_answers, penalty
+from telescope.algorithms.base import DELTA_CLAMP, Algorithm, ClipSides, TokenBatch, clamped_delta, mean_over_sample
 from telescope.config.algorithms import ALGORITHM_FACTS
 
 if TYPE_CHECKING:
@@ -74,3 +94,70 @@ def loss_terms(algorithm: Algorithm, tokens: TokenBatch, config: Any) -> LossTer
 def _constant(tokens: TokenBatch) -> TokenBatch:
     """Returns the same tokens without gradients."""
     return replace(tokens, logp_N=tokens.logp_N.detach(), entropy_N=tokens.entropy_N.detach())
+
+
+def importance_weight(
+    trainer_logp_N: torch.Tensor, engine_logp_N: torch.Tensor, config: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes weights without gradient, and which ratios are outside [`tis_floor`, `tis_cap`]; both [N].
+
+    `tis_mode: truncate` sets such a ratio to the bound, `icepop` sets the weight to 0.
+    """
+    delta_N = trainer_logp_N.detach() - engine_logp_N
+    floor = 0.0 if config.tis_floor is None else config.tis_floor
+    # Compared before the clamp, which would move any ratio back inside.
+    outside_N = delta_N > math.log(config.tis_cap)
+    if floor > 0.0:
+        outside_N = outside_N | (delta_N < math.log(floor))
+    ratio_N = delta_N.clamp(-config.tis_logprob_clamp, config.tis_logprob_clamp).exp()
+    if config.tis_mode == "icepop":
+        return ratio_N.masked_fill(outside_N, 0.0), outside_N
+    return ratio_N.clamp(floor, config.tis_cap), outside_N
+
+
+def kl_to_rollout_policy(tokens: TokenBatch, config: Any) -> torch.Tensor:
+    """Computes `kl_estimator` of each token, [N]; delta = logp - engine's logprob, clamped to +-20."""
+    delta_N = (tokens.logp_N - tokens.engine_logp_N).clamp(-DELTA_CLAMP, DELTA_CLAMP)
+    if config.kl_estimator == "k2":
+        return 0.5 * delta_N.square()
+    return delta_N.exp() - 1.0 - delta_N
+
+
+def penalty(tokens: TokenBatch, config: Any) -> torch.Tensor | None:
+    """Computes `kl_penalty_tau` KL - `entropy_coef` entropy of each token, [N]; None when both are 0."""
+    total_N = None
+    if config.kl_penalty_tau:
+        total_N = config.kl_penalty_tau * kl_to_rollout_policy(tokens, config)
+    if config.entropy_coef:
+        bonus_N = config.entropy_coef * tokens.entropy_N
+        total_N = -bonus_N if total_N is None else total_N - bonus_N
+    return total_N
+
+
+def clipped_ratio_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
+    """Computes the clipped loss of each token, [N]."""
+    advantage_N = tokens.advantage_N
+    ratio_N = clamped_delta(tokens).exp()
+    clipped_N = ratio_N.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    loss_N = -(ratio_N * advantage_N).minimum(clipped_N * advantage_N)
+    if config.clip_ratio_c is not None:
+        bounded_N = loss_N.minimum(-config.clip_ratio_c * advantage_N)
+        loss_N = bounded_N.where(advantage_N < 0, loss_N)
+    return loss_N
+
+
+def clipped_sides(tokens: TokenBatch, config: Any) -> ClipSides:
+    """Returns which tokens are clipped: below for A < 0, above for A > 0 or by the dual clip."""
+    ratio_N = clamped_delta(tokens).exp()
+    low_N = (ratio_N < 1.0 - config.clip_low) & (tokens.advantage_N < 0)
+    high_N = (ratio_N > 1.0 + config.clip_high) & (tokens.advantage_N > 0)
+    if config.clip_ratio_c is not None:
+        high_N = high_N | ((ratio_N > config.clip_ratio_c) & (tokens.advantage_N < 0))
+    return low_N, high_N
+
+
+def masked_answers(trainer_logp_N: torch.Tensor, tokens: TokenBatch, config: Any) -> torch.Tensor:
+    """Returns whether each token's answer is masked, bool [N]."""
+    delta_N = (trainer_logp_N.detach() - tokens.engine_logp_N).clamp(-DELTA_CLAMP, DELTA_CLAMP)
+    ratio_N = mean_over_sample(delta_N, tokens).exp()
+    return (ratio_N < config.seq_is_mask_low) | (ratio_N > config.seq_is_mask_high)

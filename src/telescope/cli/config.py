@@ -24,7 +24,7 @@ from telescope.config.generate import default_yaml, resolved_yaml
 from telescope.config.rules import RULES
 from telescope.config.sections import SECTIONS
 from telescope.errors import UserError
-from telescope.utils.suggest import nearest_name
+from telescope.utils.text import nearest_name
 
 
 def add_parser(subparsers: Any) -> None:

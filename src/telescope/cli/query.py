@@ -18,8 +18,7 @@ from telescope.cli.runs import DEFAULT_ROOT, warn_of_unreadable, wide_console
 from telescope.errors import UserError
 from telescope.record.query import Database, Result, describe_tables
 from telescope.record.reader import Run, find_runs, is_run
-from telescope.utils.suggest import did_you_mean
-from telescope.utils.text import plain
+from telescope.utils.text import did_you_mean, plain
 
 EXIT_INCOMPLETE = 1
 """Exit code when rows are missing because files are damaged."""

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from telescope.cluster.network import own_host, use_interface_of
+from telescope.cluster.placement import own_host, use_interface_of
 from telescope.cluster.ray_cluster import Cluster, daemon_failure, own_address
 from telescope.config import TelescopeConfig
 from telescope.errors import InfrastructureError, RunError, UserError

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from telescope.cluster.actors import InferenceActor, answer, make_actor
-from telescope.cluster.network import Network
-from telescope.cluster.placement import Placement
+from telescope.cluster.placement import Network, Placement
 from telescope.cluster.ray_cluster import Cluster
 from telescope.config import TelescopeConfig
 from telescope.config.machine import LOOPBACK

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from telescope.config.base import Section, Steps, Text, Tokens
 from telescope.environments.worker_pool.messages import EnvironmentSpec
-from telescope.evals.registry import eval_spec
+from telescope.evals.base import eval_spec
 
 if TYPE_CHECKING:
     from telescope.config import TelescopeConfig

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from telescope.config.base import Section
 from telescope.config.environments import EnvironmentEntry, EvalEntry
-from telescope.utils.suggest import did_you_mean
+from telescope.utils.text import did_you_mean
 
 ENTRY_TYPES: dict[str, type[Section]] = {"environments": EnvironmentEntry, "evals": EvalEntry}
 LONGEST_VALUE = 80  # characters of a wrong value that are worth repeating

@@ -224,17 +224,9 @@ def known_shape(model: str) -> ModelShape | None:
 
 def _qwen2(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int, tied: bool) -> ModelShape:
     return ModelShape(
-        layers,
-        hidden,
-        inner,
-        heads,
-        kv_heads,
-        hidden // heads,
-        vocab,
-        tied,
-        qkv_bias=True,
-        max_position_embeddings=32768,
-    )
+        layers, hidden, inner, heads, kv_heads, hidden // heads, vocab, tied,
+        qkv_bias=True, max_position_embeddings=32768,
+    )  # fmt: skip
 
 
 def _qwen3(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, tied: bool) -> ModelShape:

@@ -165,7 +165,7 @@ def check_environments(config: TelescopeConfig) -> None:
 
 def check_evals(config: TelescopeConfig) -> None:
     """Checks that evals exist (also as environments) and that their packages are installed."""
-    from telescope.evals.registry import check_eval
+    from telescope.evals.base import check_eval
 
     for entry in config.evals:
         check_eval(entry.name, config.environments_path)

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation
 
 from telescope.errors import UserError
-from telescope.utils.suggest import misspelled_name
+from telescope.utils.text import misspelled_name
 
 
 def constructor_arguments(cls: type, root: type) -> set[str]:

@@ -24,11 +24,9 @@ from telescope.config import TelescopeConfig
 from telescope.config.machine import LOOPBACK, PortHold, hold_port, visible_gpu_memory
 from telescope.config.memory import estimate_memory
 from telescope.errors import InfrastructureError, RunError
-from telescope.inference.process import EngineProcess
-from telescope.inference.start_report import start_failure
+from telescope.inference.process import EngineProcess, start_failure
 from telescope.inference.vllm import adapter as wire
-from telescope.inference.vllm.gpu_share import kv_cache_of_a_restart
-from telescope.inference.vllm.launch import LaunchCommand, launch_command, runs_on_cpu, shape_of
+from telescope.inference.vllm.launch import LaunchCommand, kv_cache_of_a_restart, launch_command, runs_on_cpu, shape_of
 from telescope.inference.vllm.request_tracing import TraceTarget
 from telescope.inference.vllm.support import check_supported, installed_version
 from telescope.utils.process import describe_exit

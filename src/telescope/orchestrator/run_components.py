@@ -22,8 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from telescope.cluster.inference_group import InferenceGroup
-from telescope.cluster.network import Network, network_of, own_host
-from telescope.cluster.placement import reserve
+from telescope.cluster.placement import Network, network_of, own_host, reserve
 from telescope.cluster.ray_cluster import Cluster, abandon, connect, disconnect, keep_logs
 from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
@@ -34,7 +33,7 @@ from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.errors import UserError
 from telescope.evals.runner import PlannedEval
-from telescope.inference.start_report import FIRST_STAGE, start_stage
+from telescope.inference.process import FIRST_STAGE, start_stage
 from telescope.inference.vllm.launch import hang_timeout, runs_on_cpu
 from telescope.inference.vllm.request_tracing import TraceReceiver, TraceTarget, why_not_available
 from telescope.orchestrator.evaluation import plan_evals

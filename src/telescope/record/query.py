@@ -26,8 +26,7 @@ from telescope.errors import UserError
 from telescope.record.reader import READ_ATTEMPTS, Run, is_readable
 from telescope.record.segments import superseded_sql
 from telescope.record.tables import IN_FLIGHT, SAMPLES, TABLES
-from telescope.utils.suggest import did_you_mean
-from telescope.utils.text import plain
+from telescope.utils.text import did_you_mean, plain
 
 VIEWS = (*sorted(TABLES), IN_FLIGHT)
 """Views that a query can use."""

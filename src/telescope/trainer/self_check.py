@@ -17,7 +17,7 @@ import torch.distributed as dist
 from telescope.errors import UserError
 from telescope.trainer.backends import TrainingBackend
 from telescope.trainer.backends.fsdp.backend import FSDPBackend
-from telescope.trainer.backends.fsdp.communication import reshard_all
+from telescope.trainer.backends.fsdp.sharding import reshard_all
 from telescope.trainer.batch import StepInput
 from telescope.trainer.loss import denominator
 from telescope.trainer.metrics import StepMetrics

@@ -1,8 +1,10 @@
-"""Formats text and counts for tables, records and messages."""
+"""Formats text and counts for tables, records and messages, and suggests names for mistyped ones."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from difflib import SequenceMatcher
 
 LONGEST = 300
 """Characters of a line; an address, a port and a fix fit."""
@@ -29,3 +31,66 @@ def single_line(text: str) -> str:
 def pluralize(number: int, noun: str) -> str:
     """Returns `1 step` or `2 steps`, for nouns whose plural adds an s."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+# Names in other frameworks that resemble ours too little to be found by spelling.
+ABBREVIATIONS = {
+    "lr": "learning_rate",
+    "wd": "weight_decay",
+    "bs": "prompts_batch_size_for_trainer",
+    "batch_size": "prompts_batch_size_for_trainer",
+    "steps": "number_of_steps",
+    "max_steps": "number_of_steps",
+    "num_steps": "number_of_steps",
+    "tp": "inference_tensor_parallel_size",
+    "env": "environments",
+    "num_generations": "group_size",
+    "max_grad_norm": "grad_clip",
+    "model_name": "model",
+    "max_new_tokens": "max_tokens",
+    "max_completion_length": "max_tokens",
+    "run_name": "wandb_run_name",
+    "scheduler": "lr_scheduler",
+    "output_dir": "run_dir",
+}
+SIMILAR_ENOUGH = 0.6  # below this similarity a suggestion confuses more than it helps
+MISSPELLED = 0.8  # share of matching characters from which two names are one name and its misspelling
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """Returns the most similar known name, or None if nothing is close."""
+    known = list(known)
+    wanted = name.strip().lower().replace("-", "_")
+    if ABBREVIATIONS.get(wanted) in known:
+        return ABBREVIATIONS[wanted]
+    best = max(known, key=lambda candidate: _similarity(wanted, candidate.lower()), default=None)
+    return best if best is not None and _similarity(wanted, best.lower()) >= SIMILAR_ENOUGH else None
+
+
+def misspelled_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` misspells; None for another name, such as `min_size` where `max_size` is known."""
+    nearest = nearest_name(name, known)
+    if nearest is None or _spelling(name.lower(), nearest.lower()) < MISSPELLED:
+        return None
+    words = zip(name.lower().split("_"), nearest.lower().split("_"), strict=False)
+    return nearest if all(_spelling(*pair) > 0.5 for pair in words) else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns ` Did you mean 'x'?` with its leading space, or an empty string."""
+    nearest = nearest_name(name, known)
+    return f" Did you mean '{nearest}'?" if nearest else ""
+
+
+def _similarity(wanted: str, candidate: str) -> float:
+    """Similarity in [0, 1]: by spelling (typing errors) or by shared words (`warmup` for `warmup_steps`)."""
+    spelling = _spelling(wanted, candidate)
+    words, candidate_words = set(wanted.split("_")), set(candidate.split("_"))
+    shared = len(words & candidate_words)
+    by_words = shared / len(words) * (0.7 + 0.3 * shared / len(candidate_words)) if words else 0.0
+    return max(spelling, by_words)
+
+
+def _spelling(one: str, other: str) -> float:
+    """Share of matching characters, between 0 and 1."""
+    return SequenceMatcher(None, one, other).ratio()

@@ -23,8 +23,7 @@ from ray._raylet import AuthenticationTokenLoader
 from tests.integration.cluster.conftest import HEAD, OTHER, TwoNodes, config_of
 
 from telescope.cluster.actors import HostGroup, make_actor
-from telescope.cluster.network import network_of
-from telescope.cluster.placement import Placement, reserve
+from telescope.cluster.placement import Placement, network_of, reserve
 from telescope.cluster.ray_cluster import admits, disconnect, settle_authentication
 from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig

@@ -12,7 +12,7 @@ from telescope.config import load_config
 from telescope.config.environments import environment_keys
 from telescope.environments.worker_pool.messages import EnvironmentSpec
 from telescope.environments.worker_pool.trial import try_environments
-from telescope.evals.registry import eval_spec
+from telescope.evals.base import eval_spec
 from telescope.orchestrator.run_components import start_environments
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus

@@ -26,8 +26,7 @@ from telescope.inference.client import EngineClient
 from telescope.inference.engine_metrics import metrics_reader
 from telescope.inference.process import EngineProcess, group_members
 from telescope.inference.server import EngineStartError, InferenceServer, SupervisionLimits
-from telescope.inference.vllm.gpu_share import ROUNDING_BYTES
-from telescope.inference.vllm.launch import LaunchCommand
+from telescope.inference.vllm.launch import ROUNDING_BYTES, LaunchCommand
 from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.rollout.types import GenerateRequest
 from telescope.testing.fake_engine import FakeEngineSettings
@@ -124,7 +123,7 @@ async def test_killed_engine_is_restarted_and_samples_nothing_until_updated(make
 def test_a_killed_server_on_a_shared_gpu_restarts_with_its_cache_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By then the trainer is on the GPU, and vLLM could measure nothing there (`inference.vllm.gpu_share`)."""
+    """By then the trainer is on the GPU, and vLLM could measure nothing there (`kv_cache_of_a_restart`)."""
     shared = ["--environments", '[{"name": "countdown"}]', "--share_gpus=true"]
     config = load_config(None, [*shared, "--inference_num_workers=1", "--trainer_num_workers=1"]).config
     port = free_port()

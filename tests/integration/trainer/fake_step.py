@@ -26,7 +26,7 @@ from telescope.config.model_shape import ModelShape
 from telescope.trainer import logprob
 from telescope.trainer.backends.fsdp import backend as fsdp_backend
 from telescope.trainer.backends.fsdp import sharding
-from telescope.trainer.backends.fsdp.communication import set_prefetch
+from telescope.trainer.backends.fsdp.sharding import set_prefetch
 from telescope.trainer.batch import TrainSample
 from telescope.trainer.blocks import wrap_blocks
 from telescope.trainer.metrics import StepMetrics

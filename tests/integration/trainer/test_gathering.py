@@ -21,7 +21,7 @@ from tests.integration.trainer.trainer_cases import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-from telescope.trainer.backends.fsdp.communication import units
+from telescope.trainer.backends.fsdp.sharding import units
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.packing import pack_step
 from telescope.trainer.timeline import Timeline

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayTaskError
 
-from telescope.cluster import actors, network
+from telescope.cluster import actors, placement
 from telescope.cluster.actors import InferenceActor, TrainerActor, answer
 from telescope.config import TelescopeConfig
 from telescope.errors import ConfigError, InfrastructureError, RunError
@@ -37,16 +37,16 @@ def own_end() -> Iterator[None]:
 @pytest.fixture
 def on_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node at 10.0.0.4, whose environment sets no interfaces."""
-    for variable in network.INTERFACE_VARIABLES:
+    for variable in placement.INTERFACE_VARIABLES:
         monkeypatch.setenv(variable, "")  # so that it is put back
         monkeypatch.delenv(variable)
-    monkeypatch.setattr(network, "interface_networks", lambda: ADDRESSES)
-    monkeypatch.setattr(network, "own_address", lambda: "10.0.0.4")
+    monkeypatch.setattr(placement, "interface_networks", lambda: ADDRESSES)
+    monkeypatch.setattr(placement, "own_address", lambda: "10.0.0.4")
     monkeypatch.setattr(actors, "own_address", lambda: "10.0.0.4")
 
 
 def interfaces() -> set[str | None]:
-    return {os.environ.get(variable) for variable in network.INTERFACE_VARIABLES}
+    return {os.environ.get(variable) for variable in placement.INTERFACE_VARIABLES}
 
 
 @pytest.mark.parametrize(("loopback", "expected"), [(True, "lo"), (False, "net0")])

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from telescope.cluster import network as network_module
+from telescope.cluster import placement as network_module
 from telescope.cluster.inference_group import bind_host
-from telescope.cluster.network import (
+from telescope.cluster.placement import (
     Network,
+    Placement,
     interface_networks,
     interface_of,
     network_of,
     own_host,
     use_interface_of,
 )
-from telescope.cluster.placement import Placement
 from telescope.config import TelescopeConfig
 from telescope.inference.server import advertised_host
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telescope.inference.vllm import adapter as wire
-from telescope.testing.fake_answers import AnswerWriter
+from telescope.testing.fake_app import AnswerWriter
 from telescope.testing.fake_engine import FakeEngine, FakeEngineSettings, FakeRequest
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from telescope.config import TelescopeConfig
 from telescope.config.memory import CUDA_CONTEXT_BYTES, ENGINE_WORKSPACE_BYTES, GIB, EngineMemory, trainer_share
-from telescope.inference.vllm.gpu_share import kv_cache_of_a_restart, measured_kv_cache, memory_arguments
+from telescope.inference.vllm.launch import kv_cache_of_a_restart, measured_kv_cache, memory_arguments
 
 LOG = [
     "(EngineCore pid=7) INFO 11-21 10:00:01 [gpu_worker.py:759] Available KV cache memory: 23.46 GiB",

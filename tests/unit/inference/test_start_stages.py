@@ -2,7 +2,7 @@
 
 import pytest
 
-from telescope.inference.start_report import start_stage
+from telescope.inference.process import start_stage
 
 
 @pytest.mark.parametrize(

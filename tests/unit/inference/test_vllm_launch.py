@@ -12,10 +12,11 @@ import pytest
 from tests.model_folder import write_model_folder
 
 from telescope.config import TelescopeConfig, load_config
+from telescope.config.model_shape import ModelShape
 from telescope.errors import ConfigError, UserError
 from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.vllm.engine_health import CALL_LIMIT_VARIABLE, STEP_LIMIT_VARIABLE
-from telescope.inference.vllm.launch import LaunchCommand, hint_for, kv_cache_gib, launch_command, read_model_shape
+from telescope.inference.vllm.launch import LaunchCommand, hint_for, kv_cache_gib, launch_command, shape_of
 from telescope.inference.vllm.plugin import TRANSFER_VARIABLE
 from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.inference.vllm.step_meter import STEP_METER_VARIABLE
@@ -215,7 +216,7 @@ def test_every_engine_counts_its_steps_into_a_file_of_its_own(tmp_path: Path) ->
 
 def test_the_cpu_kv_cache_fits_all_slots_but_leaves_most_memory() -> None:
     fields = {"max_model_len": 1024, "max_tokens": 512, "inference_dtype": "float32", "max_num_seqs": 64}
-    shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
+    shape = ModelShape(4, 128, 512, 4, 2, 32, 384, True)
     per_token = 2 * 4 * 2 * 32 * 4
     assert kv_cache_gib(config(**fields), shape, 2**40) == per_token * 1024 * 64 / 2**30
     assert kv_cache_gib(config(**fields), shape, 2**26) == 2**26 / 4 / 2**30
@@ -224,9 +225,13 @@ def test_the_cpu_kv_cache_fits_all_slots_but_leaves_most_memory() -> None:
 
 
 def test_shape_of_a_nested_and_of_an_absent_model(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "x", "text_config": {"num_hidden_layers": 3, "name": "y"}}')
-    assert read_model_shape(str(tmp_path)) == {"num_hidden_layers": 3}
-    assert read_model_shape("someone/some-model") is None
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64)
+    sizes |= {"num_hidden_layers": 3, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": sizes}))
+    shape = shape_of(str(tmp_path))
+    assert shape is not None
+    assert (shape.num_layers, shape.num_kv_heads, shape.head_dim) == (3, 2, 32)
+    assert shape_of("someone/some-model") is None
 
 
 @pytest.mark.parametrize(

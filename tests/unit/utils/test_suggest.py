@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import telescope
-from telescope.utils.suggest import did_you_mean, misspelled_name, nearest_name
+from telescope.utils.text import did_you_mean, misspelled_name, nearest_name
 
 FIELDS = ["learning_rate", "warmup_steps", "weight_decay", "model"]
 
@@ -53,4 +53,4 @@ def test_no_other_module_compares_spellings() -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if "difflib" in names or (isinstance(node, ast.ImportFrom) and node.module == "difflib"):
                 users.append(str(path.relative_to(package)))
-    assert users == ["utils/suggest.py"]
+    assert users == ["utils/text.py"]

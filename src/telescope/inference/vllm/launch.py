@@ -3,6 +3,13 @@
 Owns every flag and environment variable that Telescope passes to vLLM, per supported version, and hints for failed
 starts. Pure except for reading the model's `config.json`; `server` runs the result. The run's secret travels in the
 environment only.
+
+A server that shares its GPU starts alone on it, and vLLM sizes its KV cache from what it measures under
+`gpu_memory_utilization`. At a restart the trainer is there, and two steps of vLLM go wrong (0.26 and 0.32,
+`request_memory` and `Worker.determine_available_memory`): it refuses to start when less than `gpu_memory_utilization`
+of the whole GPU is free after its CUDA context is created, and it counts what the trainer allocates or frees during
+profiling as its own, which gives a smaller cache or a failed assertion. So a restart passes the cache size of the first
+start, with which vLLM measures nothing, and requires less free memory.
 """
 
 from __future__ import annotations
@@ -12,17 +19,24 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from telescope.config import TelescopeConfig
-from telescope.config.memory import StagingPlan, estimate_memory, plan_staging
+from telescope.config.memory import (
+    CUDA_CONTEXT_BYTES,
+    ENGINE_WORKSPACE_BYTES,
+    GIB,
+    EngineMemory,
+    StagingPlan,
+    estimate_memory,
+    plan_staging,
+)
 from telescope.config.model_shape import ModelShape, known_shape
 from telescope.errors import ConfigError
 from telescope.inference.auth import SECRET_VARIABLE
 from telescope.inference.vllm.engine_health import CALL_LIMIT_VARIABLE, STEP_LIMIT_VARIABLE
-from telescope.inference.vllm.gpu_share import memory_arguments
 from telescope.inference.vllm.plugin import TRANSFER_VARIABLE
 from telescope.inference.vllm.policy_version import REQUIRE_UPDATE_VARIABLE
 from telescope.inference.vllm.request_tracing import TraceTarget
@@ -54,8 +68,6 @@ HANG_TIMEOUT_SECONDS = {"cuda": 300.0, "cpu": 600.0}
 """Default of `inference_hang_timeout_seconds`. On GPUs it is vLLM's own limit for a step of several workers. On CPUs a
 prompt is prefilled whole: 8,192 tokens of a 1.5B model take some 300 s at 80 GFLOP/s."""
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +111,8 @@ def launch_command(
     `model` is a local folder or a hub id; `directory` is for small files (the chat template). `restarted`: the server
     refuses to sample until it receives the current weights. `gpu_memory_bytes` is its GPU's memory, part of which stays
     free for a staging buffer. `kv_cache_bytes` is the KV cache size of a server that restarts on a shared GPU
-    (`gpu_share`). `traces` is where it sends request traces, as server `index`. Raises `UserError` for an unsupported
-    vLLM, and `ConfigError` when a required staging buffer leaves no memory for a sequence.
+    (`memory_arguments`). `traces` is where it sends request traces, as server `index`. Raises `UserError` for an
+    unsupported vLLM, and `ConfigError` when a required staging buffer leaves no memory for a sequence.
     """
     version = check_supported(vllm_version)
     arguments = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
@@ -222,7 +234,7 @@ def _environment(config: TelescopeConfig, secret: str, model: str, *, on_cpu: bo
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several servers may share the cores
             # Per worker, which has its share of the heads.
             "VLLM_CPU_KVCACHE_SPACE": str(
-                math.ceil(kv_cache_gib(config, read_model_shape(model)) / config.inference_tensor_parallel_size)
+                math.ceil(kv_cache_gib(config, shape_of(model)) / config.inference_tensor_parallel_size)
             ),
         }
     if config.inference_tensor_parallel_size > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -239,20 +251,7 @@ def shape_of(model: str) -> ModelShape | None:
     return ModelShape.from_config(json.loads(path.read_text(encoding="utf-8")))
 
 
-# --- KV cache on the CPU --------------------------------------------------------------------------------------------
-
-
-def read_model_shape(model: str) -> Mapping[str, int] | None:
-    """Returns the integers of the model's `config.json`; None when it is not on this machine."""
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        return None
-    content = json.loads(path.read_text(encoding="utf-8"))
-    text = content.get("text_config", content)  # multi-modal models nest the language model
-    return {name: value for name, value in text.items() if isinstance(value, int)}
-
-
-def kv_cache_gib(config: TelescopeConfig, shape: Mapping[str, int] | None, memory_bytes: int | None = None) -> float:
+def kv_cache_gib(config: TelescopeConfig, shape: ModelShape | None, memory_bytes: int | None = None) -> float:
     """Returns GiB of KV cache for a server on the CPU: the configured size, else enough for all request slots.
 
     At most a quarter of the machine's memory. vLLM accepts whole GiB only, so the caller rounds up.
@@ -262,13 +261,10 @@ def kv_cache_gib(config: TelescopeConfig, shape: Mapping[str, int] | None, memor
     if memory_bytes is None:
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     ceiling = memory_bytes / 4 / GIB
-    if shape is None or "num_hidden_layers" not in shape or "num_attention_heads" not in shape:
+    if shape is None:
         return min(4.0, ceiling)
-    heads = shape.get("num_key_value_heads", shape["num_attention_heads"])
-    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-    per_token = 2 * shape["num_hidden_layers"] * heads * head_dim * DTYPE_BYTES[config.engine_dtype]
     sequences = config.max_num_seqs or config.lanes_per_server
-    return min(per_token * config.max_model_len * sequences / GIB, ceiling)
+    return min(shape.kv_bytes_per_token(config.engine_dtype) * config.max_model_len * sequences / GIB, ceiling)
 
 
 # --- failures -------------------------------------------------------------------------------------------------------
@@ -309,3 +305,51 @@ def hint_for(log: str) -> str | None:
         if re.search(pattern, log):
             return hint
     return None
+
+
+LEAST_SHARE = 0.01
+KV_CACHE_LINE = re.compile(r"Available KV cache memory: (\d+\.\d+) GiB")
+ROUNDING_BYTES = GIB // 200
+"""The log rounds to hundredths of a GiB, so up to this much of the size may not exist."""
+
+
+def memory_arguments(
+    config: TelescopeConfig,
+    *,
+    staging_bytes: int,
+    gpu_memory_bytes: int | None,
+    kv_cache_bytes: int | None,
+) -> list[str]:
+    """Returns the memory flags of a server on a GPU of `gpu_memory_bytes`, `staging_bytes` of which stay free for its
+    staging buffer.
+
+    `kv_cache_bytes` is set for a restart beside a trainer: the size of the earlier KV cache. None: vLLM measures.
+    """
+    # vLLM sizes its KV cache from the free memory under this bound; the staging buffer is allocated later.
+    reserved = staging_bytes
+    if kv_cache_bytes is not None:
+        # The bound now only sets how much must be free. The context of this process is created before the check;
+        # activations and CUDA graphs are allocated after it.
+        reserved += CUDA_CONTEXT_BYTES + ENGINE_WORKSPACE_BYTES
+    share = reserved / gpu_memory_bytes if gpu_memory_bytes else 0.0
+    arguments = ["--gpu-memory-utilization", f"{max(config.gpu_memory_utilization - share, LEAST_SHARE):.4g}"]
+    if kv_cache_bytes is not None:
+        arguments += ["--kv-cache-memory-bytes", str(kv_cache_bytes)]
+    return arguments
+
+
+def measured_kv_cache(log: Iterable[str]) -> int | None:
+    """Returns the KV cache size in bytes from vLLM's log, or None."""
+    found = [match for line in log if (match := KV_CACHE_LINE.search(line))]
+    if not found:
+        return None
+    size = int(float(found[-1][1]) * GIB) - ROUNDING_BYTES
+    return size if size > 0 else None
+
+
+def kv_cache_of_a_restart(log: Iterable[str], estimate: EngineMemory | None) -> int | None:
+    """Returns the KV cache size for a restart: as measured, else as estimated.
+
+    None when neither is known: vLLM then measures again.
+    """
+    return measured_kv_cache(log) or (estimate.kv_cache if estimate is not None else None) or None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from telescope.config import TelescopeConfig
 from telescope.errors import ConfigError, UserError
-from telescope.utils.suggest import did_you_mean
+from telescope.utils.text import did_you_mean
 
 OLDEST_SUPPORTED = (0, 26)
 NEWEST_TESTED = (0, 32)

@@ -30,13 +30,15 @@ from telescope.algorithms.loss import needs_batch_reference
 from telescope.config.memory import reshards_after_forward
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends.base import TrainingBackend
-from telescope.trainer.backends.fsdp.communication import TimedReduceScatter, reshard_all, stay_gathered
 from telescope.trainer.backends.fsdp.sharding import (
+    TimedReduceScatter,
     build_sharded_policy,
     compiles_blocks,
     compute_dtype,
     gather_full_tensors,
     local_tensor,
+    reshard_all,
+    stay_gathered,
 )
 from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, Span
 from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device

@@ -1,11 +1,13 @@
-"""Loads a model into shards, and gathers full tensors from shards.
+"""Loads a model into shards, gathers full tensors from shards, and sets what FSDP2 gathers and when.
 
-Owns which modules are gathered together and how the weights reach the ranks; `communication` owns when they are
-gathered.
+The units, which are gathered together, are the untied embedding and head, every layer, and the root: the last norm, and
+the shared table if tied. A forward pass ends with the root and the head and its backward pass begins with them, so they
+are not freed in between. The embedding's backward pass does not read its weights.
 
 Invariants of loading: only rank 0 has the whole model, on its CPU; every other rank has its shards and one full tensor
 at a time. The gradient of a parameter is the sum of the ranks' gradients: FSDP's average is off, since the loss is
-divided by a count over all ranks.
+divided by a count over all ranks. After the last backward pass of an optimizer step everything is sharded again, so
+that the next forward pass gathers the updated weights.
 
 Invariants of gathering: every rank yields the same tensors in the same order, bit for bit those of `full_tensor` of the
 cast shards. All ranks must drain the iterator, since it is collective. Besides the yielded tensors at most one group is
@@ -17,21 +19,23 @@ cast, concatenated, gathered at once, and separated.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from telescope.config.memory import num_recomputed, recomputes_attention, reshards_after_forward
 from telescope.config.model_shape import ModelShape
 from telescope.trainer.attention import choose_kernel
-from telescope.trainer.backends.fsdp.communication import set_prefetch, units
 from telescope.trainer.blocks import wrap_blocks
 from telescope.trainer.model import DTYPES, PREFIX, PolicyModel, can_be_compiled, load_causal_lm
+from telescope.trainer.timeline import Timeline
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -192,3 +196,73 @@ def all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGr
     """Gathers with the function of this torch version: 2.13 warns about the only one of 2.11."""
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     gather(received, sent, group=group)
+
+
+def units(policy: PolicyModel) -> Iterator[FSDPModule]:
+    """Yields the modules that are gathered together, the root included."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            yield module
+
+
+def set_prefetch(policy: PolicyModel, num_layers: int) -> None:
+    """Gathers `num_layers` units ahead of the computing one. 0: torch's default, one in backward passes."""
+    embedding = policy.causal_lm.get_input_embeddings()
+    forward = [unit for unit in (embedding, *policy.layers, policy.head) if isinstance(unit, FSDPModule)]
+    backward = [unit for unit in reversed(forward) if unit is not embedding]
+    if isinstance(embedding, FSDPModule):
+        embedding.set_unshard_in_backward(False)
+    if not num_layers:
+        return
+    assert isinstance(policy, FSDPModule)
+    policy.set_modules_to_forward_prefetch([*forward[:num_layers]])
+    for place, unit in enumerate(forward):
+        unit.set_modules_to_forward_prefetch([*forward[place + 1 : place + 1 + num_layers]])
+    for place, unit in enumerate(backward):
+        unit.set_modules_to_backward_prefetch([*backward[place + 1 : place + 1 + num_layers]])
+
+
+def stay_gathered(policy: PolicyModel, stays: bool) -> None:
+    """Sets whether weights stay gathered after the following backward passes."""
+    for unit in units(policy):
+        unit.set_reshard_after_backward(not stays, recurse=False)
+
+
+def reshard_all(policy: PolicyModel) -> None:
+    """Frees gathered weights, which stay after a forward pass without a backward pass."""
+    for unit in units(policy):
+        unit.reshard()
+
+
+class TimedReduceScatter(DefaultReduceScatter):
+    """FSDP2's reduce-scatter, called unchanged and measured while a timeline is set.
+
+    FSDP2 calls it on its communication stream, so that on a GPU the span shows the time of the reduction there, in
+    parallel with the backward pass. One rank has no reductions and no spans.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._timeline: Timeline | None = None
+        self._micro_batch: int | None = None
+
+    def measure(self, policy: nn.Module) -> None:
+        """Sets this as the reduce-scatter of the model's units."""
+        for module in policy.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(self)
+
+    @contextmanager
+    def during(self, timeline: Timeline, micro_batch: int) -> Iterator[None]:
+        """Records the reductions of a backward pass on `timeline`."""
+        self._timeline, self._micro_batch = timeline, micro_batch
+        try:
+            yield
+        finally:
+            self._timeline = self._micro_batch = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._timeline is None:
+            return super().__call__(*args, **kwargs)
+        with self._timeline.span("gradient_reduction", self._micro_batch):
+            return super().__call__(*args, **kwargs)
