@@ -27,7 +27,9 @@ pytestmark = pytest.mark.e2e
 EXPERTS = "model.layers.0.mlp.experts"
 
 
-@pytest.fixture(scope="module", params=["tied, two workers", pytest.param("untied, one worker", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["tied, two workers", pytest.param("untied, one worker", marks=pytest.mark.slow)]
+)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One vLLM server per kind of model; every test brings it to a state of its own by a sync."""
     folder = tmp_path_factory.mktemp("experts")
