@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import sys
 import weakref
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.integration.trainer.trainer_cases import VOCAB, make_config, make_samples, relative_error, weights
 
 from telescope.algorithms import compute_advantages
@@ -203,6 +205,18 @@ def test_the_ranks_meet_on_one_address_and_no_other_interface(one_rank):
 def test_a_model_that_is_not_there_is_a_user_error(tmp_path):
     trainer = Trainer(make_config(str(tmp_path / "missing")), 0, 1, "127.0.0.1", 0)
     with pytest.raises(UserError, match=r"model: .*missing"):
+        trainer.setup()
+    trainer.shutdown()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(models, tmp_path, value):
+    broken = shutil.copytree(models["untied64"], tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.1.mlp.c_fc.weight"][3, 2] = value
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    trainer = Trainer(make_config(str(broken)), 0, 1, "127.0.0.1", 0)
+    with pytest.raises(UserError, match=r"infinite in model_dtype float64: model\.layers\.1\.mlp\.c_fc\.weight\. Down"):
         trainer.setup()
     trainer.shutdown()
 

@@ -18,6 +18,7 @@ cast, concatenated, gathered at once, and separated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +33,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from telescope.config.memory import num_recomputed, recomputes_attention, reshards_after_forward
 from telescope.config.model_shape import ModelShape
+from telescope.config.model_tensors import listed
+from telescope.errors import UserError
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.blocks import wrap_blocks
 from telescope.trainer.model import DTYPES, PREFIX, PolicyModel, can_be_compiled, load_causal_lm
@@ -74,6 +77,7 @@ def build_sharded_policy(config: Any, mesh: DeviceMesh, device: torch.device) ->
         assert isinstance(embedding, nn.Parameter)
         policy.head.weight = embedding
     fill(policy, source, mesh, device)
+    refuse_non_finite(policy, config)
     return policy
 
 
@@ -123,6 +127,21 @@ def fill(policy: PolicyModel, source: nn.Module | None, mesh: DeviceMesh, device
             target.to_local().copy_(local)
         else:
             target.copy_(full)
+
+
+@torch.no_grad()
+def refuse_non_finite(policy: PolicyModel, config: Any) -> None:
+    """Raises `UserError` for NaN or infinite weights, in one pass over this rank's shards."""
+    shards = {name: local_tensor(parameter) for name, parameter in policy.named_parameters()}
+    shards = {name: shard for name, shard in shards.items() if shard.numel()}
+    largest = torch._foreach_norm(list(shards.values()), math.inf)
+    is_finite = torch.stack(largest).isfinite().tolist()
+    if not all(is_finite):
+        names = [name.removeprefix(PREFIX) for name, finite in zip(shards, is_finite, strict=True) if not finite]
+        raise UserError(
+            f"model: {config.model!r} has weights that are NaN or infinite in model_dtype {config.model_dtype}: "
+            f"{listed(names)}. Download or save the model again, or choose a model_dtype with a wider range"
+        )
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
