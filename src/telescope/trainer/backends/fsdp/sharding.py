@@ -32,8 +32,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from telescope.config.memory import num_recomputed, recomputes_attention, reshards_after_forward
+from telescope.config.model_contents import listed
 from telescope.config.model_shape import ModelShape
-from telescope.config.model_tensors import listed
 from telescope.errors import UserError
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.blocks import wrap_blocks
