@@ -69,7 +69,6 @@ HANG_TIMEOUT_SECONDS = {"cuda": 300.0, "cpu": 600.0}
 prompt is prefilled whole: 8,192 tokens of a 1.5B model take some 300 s at 80 GFLOP/s."""
 
 
-
 @dataclass(frozen=True, slots=True)
 class LaunchCommand:
     """Arguments of a process, and what is added to its environment."""

@@ -1,0 +1,99 @@
+"""Statistics of eval results: pass@k, pass^k, and bootstrap confidence intervals. Pure functions.
+
+The unit of every interval is the item. Several completions of one item are averaged first, because they are not
+independent; only items are resampled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+RESAMPLES = 2_000
+"""Bootstrap resamples of an interval: its ends then vary by a few percent of its width."""
+CONFIDENCE = 0.95
+CHUNK_VALUES = 2**20
+"""Values that are resampled at a time, which bounds the memory to some MB."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over items and the ends of its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+    num_items: int
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased probability that at least one of `k` samples is correct: 1 - C(n - c, k) / C(n, k).
+
+    Chen et al. 2021 (https://arxiv.org/abs/2107.03374), eq. 1. The binomials are exact integers, so the result is
+    rounded once. Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
+    """
+    _check_counts(num_samples, num_correct, k)
+    subsets = math.comb(num_samples, k)
+    return (subsets - math.comb(num_samples - num_correct, k)) / subsets
+
+
+def pass_pow_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased probability that all of `k` samples are correct, pass^k: C(c, k) / C(n, k).
+
+    Yao et al. 2024 (https://arxiv.org/abs/2406.12045), section 4. Raises ValueError as `pass_at_k` does.
+    """
+    _check_counts(num_samples, num_correct, k)
+    return math.comb(num_correct, k) / math.comb(num_samples, k)
+
+
+def estimate_mean(values: Sequence[float], *, confidence: float = CONFIDENCE, seed: int = 0) -> Estimate:
+    """Mean of one value per item, with its percentile bootstrap interval.
+
+    The same values and seed give the same interval. Raises ValueError without values, for a value that is not finite,
+    and for a confidence outside (0, 1).
+    """
+    items = np.asarray(values, dtype=np.float64)
+    if items.size == 0:
+        raise ValueError("a confidence interval needs at least one item")
+    if not np.isfinite(items).all():
+        raise ValueError(f"a confidence interval needs finite values, and one is {items[~np.isfinite(items)][0]}")
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence is {confidence}; use a value between 0 and 1, such as {CONFIDENCE}")
+    rng = np.random.default_rng(seed)
+    rows = max(1, CHUNK_VALUES // items.size)
+    means = [
+        items[rng.integers(items.size, size=(min(rows, RESAMPLES - start), items.size))].mean(axis=1)
+        for start in range(0, RESAMPLES, rows)
+    ]
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
+    return Estimate(float(items.mean()), float(low), float(high), items.size)
+
+
+def estimate_difference(
+    values: Mapping[str, float],
+    baseline: Mapping[str, float],
+    *,
+    confidence: float = CONFIDENCE,
+    seed: int = 0,
+) -> Estimate:
+    """Mean of `values` minus `baseline` over the items that both have, with its paired bootstrap interval.
+
+    Keys are item identities (`sample_uid`). Items of one side are left out. Raises ValueError when no item is shared.
+    """
+    shared = sorted(values.keys() & baseline.keys())
+    if not shared:
+        raise ValueError("the results and the baseline have no item in common, so there is no paired difference")
+    return estimate_mean([values[uid] - baseline[uid] for uid in shared], confidence=confidence, seed=seed)
+
+
+def _check_counts(num_samples: int, num_correct: int, k: int) -> None:
+    if not 0 <= num_correct <= num_samples:
+        raise ValueError(f"{num_correct} of {num_samples} samples cannot be correct")
+    if k < 1:
+        raise ValueError(f"k is {k}; use 1 or more")
+    if k > num_samples:
+        raise ValueError(f"k is {k}, and an item has {num_samples} samples; sample it at least {k} times or lower k")

@@ -1,0 +1,142 @@
+"""pass@k and pass^k against brute force, and bootstrap intervals."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telescope.evals.statistics import estimate_difference, estimate_mean, pass_at_k, pass_pow_k
+
+BOTH = (pass_at_k, pass_pow_k)
+
+
+@st.composite
+def counts(draw: st.DrawFn, largest: int = 300) -> tuple[int, int, int]:
+    n = draw(st.integers(1, largest))
+    return n, draw(st.integers(0, n)), draw(st.integers(1, n))
+
+
+@pytest.mark.parametrize(("n", "c"), [(n, c) for n in range(1, 8) for c in range(n + 1)])
+def test_pass_k_is_the_share_of_all_subsets(n: int, c: int) -> None:
+    outcomes = [True] * c + [False] * (n - c)
+    for k in range(1, n + 1):
+        subsets = list(itertools.combinations(outcomes, k))
+        assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-15)
+        assert pass_pow_k(n, c, k) == pytest.approx(sum(map(all, subsets)) / len(subsets), abs=1e-15)
+
+
+@given(counts())
+def test_pass_at_k_equals_the_product_of_the_paper(case: tuple[int, int, int]) -> None:
+    n, c, k = case
+    failing = 0.0 if n - c < k else math.prod(1 - k / i for i in range(n - c + 1, n + 1))
+    assert pass_at_k(n, c, k) == pytest.approx(1 - failing, abs=1e-12)
+
+
+@given(counts())
+def test_one_sample_passes_as_often_as_the_mean(case: tuple[int, int, int]) -> None:
+    n, c, _ = case
+    assert pass_at_k(n, c, 1) == pass_pow_k(n, c, 1) == c / n
+
+
+@given(counts())
+def test_pass_pow_k_is_at_most_pass_at_k_and_both_are_probabilities(case: tuple[int, int, int]) -> None:
+    assert 0 <= pass_pow_k(*case) <= pass_at_k(*case) <= 1
+
+
+@given(counts())
+def test_more_correct_samples_never_lower_either(case: tuple[int, int, int]) -> None:
+    n, c, k = case
+    if c < n:
+        assert all(of(n, c, k) <= of(n, c + 1, k) for of in BOTH)
+
+
+@given(counts())
+def test_a_larger_k_raises_pass_at_k_and_lowers_pass_pow_k(case: tuple[int, int, int]) -> None:
+    n, c, k = case
+    if k < n:
+        assert pass_at_k(n, c, k) <= pass_at_k(n, c, k + 1)
+        assert pass_pow_k(n, c, k) >= pass_pow_k(n, c, k + 1)
+
+
+def test_extreme_counts_are_exact() -> None:
+    assert [of(10_000, 10_000, 5_000) for of in BOTH] == [1.0, 1.0]
+    assert [of(10_000, 0, 5_000) for of in BOTH] == [0.0, 0.0]
+    assert pass_at_k(100_000, 1, 3) == 3e-5
+    assert pass_pow_k(10_000, 9_999, 5_000) == 0.5
+
+
+@pytest.mark.parametrize("of", BOTH)
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ((4, 2, 5), "k is 5, and an item has 4 samples; sample it at least 5 times or lower k"),
+        ((4, 2, 0), "k is 0; use 1 or more"),
+        ((4, 5, 1), "5 of 4 samples cannot be correct"),
+        ((4, -1, 1), "-1 of 4 samples"),
+    ],
+)
+def test_impossible_counts_are_refused(of: object, case: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        of(*case)  # type: ignore[operator]
+
+
+def test_an_interval_of_a_proportion_has_the_normal_width() -> None:
+    estimate = estimate_mean([1.0] * 300 + [0.0] * 700)
+    assert (estimate.mean, estimate.num_items) == (0.3, 1000)
+    half = 1.96 * math.sqrt(0.3 * 0.7 / 1000)
+    assert estimate.low == pytest.approx(0.3 - half, abs=0.004)
+    assert estimate.high == pytest.approx(0.3 + half, abs=0.004)
+
+
+def test_an_interval_covers_the_truth_about_as_often_as_it_claims() -> None:
+    rng = np.random.default_rng(7)
+    runs = [estimate_mean(rng.normal(2.0, 1.0, size=60), confidence=0.8, seed=run) for run in range(200)]
+    assert 0.7 < np.mean([run.low <= 2.0 <= run.high for run in runs]) < 0.9
+
+
+def test_an_interval_depends_on_values_and_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(1).random(50).tolist()
+    assert estimate_mean(values) == estimate_mean(values) != estimate_mean(values, seed=1)
+    assert estimate_mean(values, confidence=0.5).high < estimate_mean(values).high
+    whole = estimate_mean(values)
+    monkeypatch.setattr("telescope.evals.statistics.CHUNK_VALUES", 7 * 50)
+    assert estimate_mean(values) == whole, "resampling in chunks draws the same items"
+
+
+@given(st.floats(-1e6, 1e6), st.integers(1, 20))
+def test_equal_items_have_an_interval_without_width(value: float, count: int) -> None:
+    estimate = estimate_mean([value] * count)
+    assert [estimate.low, estimate.high] == pytest.approx([estimate.mean] * 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "confidence", "message"),
+    [([], 0.95, "at least one item"), ([1.0, math.nan], 0.95, "one is nan"), ([1.0], 95, "confidence is 95")],
+)
+def test_values_without_an_interval_are_refused(values: list[float], confidence: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        estimate_mean(values, confidence=confidence)
+
+
+def test_a_paired_difference_is_narrower_than_two_intervals() -> None:
+    rng = np.random.default_rng(3)
+    before = {f"item {i}": float(value) for i, value in enumerate(rng.random(200))}
+    after = {uid: value + 0.02 for uid, value in before.items()}
+    difference = estimate_difference(after, before)
+    assert [difference.mean, difference.low, difference.high] == pytest.approx([0.02] * 3)
+    assert estimate_mean(list(after.values())).low < estimate_mean(list(before.values())).high
+
+
+def test_a_difference_pairs_items_by_identity_and_leaves_out_the_others() -> None:
+    after = {"c": 1.0, "a": 0.0, "new": 1.0}
+    before = {"a": 1.0, "gone": 0.0, "c": 1.0}
+    difference = estimate_difference(after, before)
+    assert (difference.mean, difference.num_items) == (-0.5, 2)
+    assert estimate_difference(dict(reversed(after.items())), before) == difference
+    with pytest.raises(ValueError, match="no item in common"):
+        estimate_difference({"a": 1.0}, {"b": 1.0})
