@@ -19,10 +19,9 @@ from rich.text import Text
 
 from telescope.config import EnvironmentEntry, EvalEntry, load_config
 from telescope.config.base import Section
-from telescope.config.describe import FieldDescription, describe_all, describe_section
-from telescope.config.generate import default_yaml, resolved_yaml
+from telescope.config.generate import FieldDescription, default_yaml, describe_all, describe_section, resolved_yaml
 from telescope.config.rules import RULES
-from telescope.config.sections import SECTIONS
+from telescope.config.schema import SECTIONS
 from telescope.errors import UserError
 from telescope.utils.text import nearest_name
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from telescope.config import LoadedConfig, TelescopeConfig, preflight
-from telescope.config.describe import yaml_text
+from telescope.config.generate import yaml_text
 from telescope.config.loader import choose_run_dir
 from telescope.config.machine import local_resources
 from telescope.config.memory import (
@@ -31,7 +31,7 @@ from telescope.config.memory import (
 from telescope.config.model_files import ModelReport, inspect_model
 from telescope.config.plan import ClusterResources, Placement, PlacementError, assumed_cluster, plan_placement
 from telescope.config.remarks import remarks_on_place
-from telescope.config.sections import SECTIONS
+from telescope.config.schema import SECTIONS
 from telescope.errors import ConfigError, UserError
 from telescope.utils.text import pluralize
 

@@ -21,7 +21,7 @@ from telescope.config import LoadedConfig, TelescopeConfig, load_config
 from telescope.errors import ConfigError, RunError, UserError
 
 if TYPE_CHECKING:
-    from telescope.orchestrator.summary import RunSummary
+    from telescope.orchestrator.status import RunSummary
 
 PIPE_WIDTH = 120
 LARGEST_GPU_GIB = 100_000  # far above any GPU, to catch a value in bytes

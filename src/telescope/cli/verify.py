@@ -102,7 +102,7 @@ def _load(config_file: str | None, overrides: list[str]) -> LoadedConfig:
 
 
 def _verify(config: TelescopeConfig, notes: Sequence[str], target: Path | None) -> int:
-    from telescope.orchestrator.summary import Interrupted
+    from telescope.orchestrator.status import Interrupted
     from telescope.verify.run import run_verification
 
     view = PhaseView(Console(stderr=True))

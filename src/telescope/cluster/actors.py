@@ -28,8 +28,7 @@ from telescope.inference.vllm.request_tracing import TraceTarget
 from telescope.record.files import RunFiles
 from telescope.record.gauges import ReadingBatch, Sampler
 from telescope.record.system_metrics import MachineSampler
-from telescope.utils.log_file import open_log
-from telescope.utils.process import thread_stacks
+from telescope.utils.process import open_log, thread_stacks
 from telescope.weights.control_channel import listen
 from telescope.weights.plan import UpdateInfo
 

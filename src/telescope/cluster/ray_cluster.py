@@ -41,8 +41,7 @@ from telescope.config.machine import LOOPBACK
 from telescope.config.plan import ClusterResources, NodeResources
 from telescope.errors import RunError, UserError
 from telescope.record.files import RunFiles
-from telescope.utils.log_file import log_tail
-from telescope.utils.process import describe_exit
+from telescope.utils.process import describe_exit, log_tail
 
 logger = logging.getLogger(__name__)
 

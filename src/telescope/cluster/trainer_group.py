@@ -26,7 +26,7 @@ from telescope.errors import DeadlineExceeded, RunError
 from telescope.record.files import RunFiles
 from telescope.record.gauges import ReadingBatch
 from telescope.trainer.batch import Span, StepInput, StepResult
-from telescope.utils.log_file import log_size, log_tail
+from telescope.utils.process import log_size, log_tail
 from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo, sender_rank
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from telescope.config.model_files import ModelReport, check_rendering, inspect_m
 from telescope.config.model_shape import DTYPE_BYTES
 from telescope.config.plan import ClusterResources, PlacementError, gpus_needed, plan_placement, resolve_device
 from telescope.config.remarks import remarks_on_place
-from telescope.config.sections.cluster import client_address_problem
+from telescope.config.sections.general import client_address_problem
 from telescope.errors import ConfigError, UserError
 from telescope.utils.text import pluralize
 

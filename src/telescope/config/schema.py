@@ -20,27 +20,25 @@ from typing import Any
 
 from pydantic import PrivateAttr, ValidationInfo, model_validator
 
+from telescope.config.base import Section
 from telescope.config.rules import apply_rules
-from telescope.config.sections import (
-    AlgorithmSection,
-    CheckpointSection,
+from telescope.config.sections.general import (
     EnvironmentSection,
-    EvalSection,
-    FilterSection,
     GeneralSection,
-    InferenceSection,
-    LoggingSection,
-    MegatronSection,
     ModelSection,
-    OrchestratorSection,
-    PackingSection,
     RaySection,
-    SamplingSection,
-    TracingSection,
-    TrainerSection,
     WeightSection,
     WorkerSection,
 )
+from telescope.config.sections.record import CheckpointSection, EvalSection, LoggingSection
+from telescope.config.sections.rollout import (
+    InferenceSection,
+    OrchestratorSection,
+    PackingSection,
+    SamplingSection,
+    TracingSection,
+)
+from telescope.config.sections.trainer import AlgorithmSection, FilterSection, MegatronSection, TrainerSection
 
 USER_SET_CONTEXT = "user_set"
 HASH_LENGTH = 12  # hex digits: 48 bits, ample to tell the configurations of one project apart
@@ -152,3 +150,7 @@ class TelescopeConfig(
     def engine_dtype(self) -> str:
         """Dtype of the engine: `inference_dtype`, else the mixed precision dtype, else the model's."""
         return self.inference_dtype or self.mixed_precision_dtype or self.model_dtype
+
+
+SECTIONS: tuple[type[Section], ...] = tuple(reversed(TelescopeConfig.__bases__))
+"""The sections in the order of the documentation, the default file and the help."""

@@ -26,7 +26,7 @@ from pathlib import Path
 from telescope.errors import InfrastructureError
 from telescope.inference.vllm.launch import hint_for
 from telescope.utils.child_guard import kill_group
-from telescope.utils.log_file import log_size, log_tail, open_log
+from telescope.utils.process import log_size, log_tail, open_log
 from telescope.utils.text import plain, single_line
 
 TAIL_BYTES = 64 * 1024

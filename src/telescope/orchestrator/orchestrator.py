@@ -19,15 +19,20 @@ import itertools
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from telescope.config import TelescopeConfig
-from telescope.environments.worker_pool.messages import PreparedPrompt
+from telescope.environments.worker_pool.messages import EnvironmentInfo, PreparedPrompt
+from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.errors import InfrastructureError, RunError
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.async_window import MAX_ASYNC, MAX_REQUEUES, TOO_SLOW, AsyncWindow, Ledger, Staleness
 from telescope.orchestrator.budget import ErrorBudget
+from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.groups import Batch, DiscardStreak, Group, Signal, form_batch, zero_advantage_kind
 from telescope.orchestrator.prompt_buffer import PromptBuffer
 from telescope.orchestrator.prompt_sampler import (
@@ -37,12 +42,15 @@ from telescope.orchestrator.prompt_sampler import (
     SamplerPosition,
     request_seed,
 )
-from telescope.orchestrator.services import Services
+from telescope.orchestrator.request_slots import RequestSlotPool
 from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.step_recorder import StepRecorder, TrainedStep
+from telescope.orchestrator.step_recorder import StepLogPort, StepRecorder, TrainedStep
 from telescope.orchestrator.supervision import ChangeNotifier, Supervisor
+from telescope.record.recorder import Recorder
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask
 from telescope.rollout.trajectory import Trajectory
+from telescope.rollout.types import Engine
+from telescope.trainer.batch import StepInput, StepResult
 from telescope.utils.process import rare_full_collections
 
 logger = logging.getLogger(__name__)
@@ -52,6 +60,38 @@ IN_FLIGHT_SECONDS = 2.0
 
 DISCARD_LIMIT_BATCHES = 10
 """Consecutive discards, in batches of groups, after which the run stops with a diagnosis."""
+
+
+class TrainerPort(Protocol):
+    """Interface of the trainer for the loops."""
+
+    async def train_step(self, inputs: list[StepInput]) -> StepResult: ...
+
+
+class WeightSyncPort(Protocol):
+    """Sends the trainer's current weights to every engine that is up. Returns step metrics of the sync."""
+
+    async def sync(self) -> dict[str, float]: ...
+
+
+@dataclass
+class Services:
+    """Services that the loops use and do not own."""
+
+    environments: EnvironmentPool
+    environment_keys: list[str]
+    """The pool's key of each environment entry of the config."""
+    slots: RequestSlotPool
+    engines: Sequence[Engine]
+    trainer: TrainerPort
+    weights: WeightSyncPort
+    recorder: Recorder
+    step_log: StepLogPort
+    filters: SampleFilters
+    """Filters and penalties for scored samples."""
+    infos: Sequence[EnvironmentInfo]
+    """Description of the environment of each entry of the config."""
+    report_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None
 
 
 class Orchestrator:

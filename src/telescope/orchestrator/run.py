@@ -22,15 +22,12 @@ from telescope.orchestrator import record_rows
 from telescope.orchestrator.collectors import Collectors, sources_of
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.filters import SampleFilters
-from telescope.orchestrator.interrupt import Interrupt
-from telescope.orchestrator.orchestrator import Orchestrator
+from telescope.orchestrator.orchestrator import Orchestrator, Services
 from telescope.orchestrator.prompt_sampler import PromptSampler
 from telescope.orchestrator.run_components import RunComponents, start_components
 from telescope.orchestrator.run_directory import RunDirectory, save_where_possible
-from telescope.orchestrator.services import Services
-from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.summary import Interrupted, RunSummary, headline_of, summarize
-from telescope.orchestrator.supervision import Supervisor, watchdog
+from telescope.orchestrator.status import Interrupted, RunStatus, RunSummary, headline_of, summarize
+from telescope.orchestrator.supervision import Interrupt, Supervisor, watchdog
 from telescope.record.files import RunFiles
 from telescope.record.recorder import Recorder
 from telescope.record.system_metrics import MachineSampler

@@ -42,8 +42,7 @@ from telescope.orchestrator.record_rows import trainer_span_row
 from telescope.orchestrator.request_slots import RequestSlotPool, make_request_slots
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.servers import ServerPool
-from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.summary import Interrupted
+from telescope.orchestrator.status import Interrupted, RunStatus
 from telescope.orchestrator.weight_sync import SyncReport, WeightSync
 from telescope.rollout.sample import RolloutSettings
 from telescope.trainer.batch import Span

@@ -19,8 +19,7 @@ from telescope.cluster.reaper import temporary_base
 from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
 from telescope.errors import RunError, UserError
-from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.summary import RunSummary
+from telescope.orchestrator.status import RunStatus, RunSummary
 from telescope.record.files import RunFiles, replace_file, replace_json
 from telescope.record.logging import setup_logging
 from telescope.record.recorder import Recorder

@@ -25,7 +25,7 @@ import pyarrow as pa
 from telescope.errors import UserError
 from telescope.record.reader import READ_ATTEMPTS, Run, is_readable
 from telescope.record.segments import superseded_sql
-from telescope.record.tables import IN_FLIGHT, SAMPLES, TABLES
+from telescope.record.tables import IN_FLIGHT, SAMPLES, TABLES, type_name
 from telescope.utils.text import did_you_mean, plain
 
 VIEWS = (*sorted(TABLES), IN_FLIGHT)
@@ -175,7 +175,7 @@ def _all_rows(run: Run, name: str, files: list[tuple[Run, Path]]) -> str:
 def _empty(name: str) -> str:
     """Returns a query for no rows with the current columns. Older segments may lack some."""
     columns = TABLES.get(name, SAMPLES).columns
-    typed = ", ".join(f'NULL::{_sql_type(column.type)} AS "{column.name}"' for column in columns)
+    typed = ", ".join(f'NULL::{type_name(column.type)} AS "{column.name}"' for column in columns)
     return f"SELECT {typed} LIMIT 0"
 
 
@@ -203,20 +203,6 @@ def describe_tables() -> str:
     lines.append(f"{IN_FLIGHT}: the samples that are being generated now, in the columns of samples.")
     lines.append("Every table also has the column run: the path of the run below the root.")
     return "\n".join(lines)
-
-
-def type_name(arrow_type: pa.DataType) -> str:
-    """Returns a type in DuckDB's notation: `bigint`, `double`, `map(varchar, double)`, `integer[]`."""
-    return _sql_type(arrow_type).lower()
-
-
-def _sql_type(arrow_type: pa.DataType) -> str:
-    if pa.types.is_map(arrow_type):
-        return f"MAP({_sql_type(arrow_type.key_type)}, {_sql_type(arrow_type.item_type)})"
-    if pa.types.is_list(arrow_type):
-        return f"{_sql_type(arrow_type.value_type)}[]"
-    names = {"string": "VARCHAR", "int64": "BIGINT", "int32": "INTEGER", "double": "DOUBLE"}
-    return {**names, "float": "FLOAT", "bool": "BOOLEAN"}[str(arrow_type)]
 
 
 def _connect(runs: Sequence[Run], folder: Path) -> duckdb.DuckDBPyConnection:

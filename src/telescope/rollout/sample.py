@@ -1,7 +1,7 @@
 """One sample from prompt to scored trajectory: the loop of generation and environment replies.
 
-Owns the turn loop and the retries after infrastructure failures. Request slots, servers and environments come in
-through protocols (`rollout.types`). A single-turn sample is a loop that ends after one turn.
+Owns the turn loop and the retries after infrastructure failures. Request slots and servers come in through protocols
+(`rollout.types`). A single-turn sample is a loop that ends after one turn.
 
 Three kinds of failure, never mixed: a bad answer gets a reward; an environment failure masks the sample; an engine
 failure is retried, on another server if necessary, and masks the sample only after the last retry. A conversation whose
@@ -17,13 +17,16 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from telescope.config import TelescopeConfig
 from telescope.environments.worker_pool.messages import PROMPT_TOO_LONG, ROLLOUT_ERROR, Advance
 from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.rollout.trajectory import Trajectory, Turn
-from telescope.rollout.types import Engine, Environments, GenerateRequest, Generation, Lease, RequestId, RequestSlots
+from telescope.rollout.types import Engine, GenerateRequest, Generation, Lease, RequestId, RequestSlots
+
+if TYPE_CHECKING:
+    from telescope.environments.worker_pool.pool import EnvironmentPool
 
 MAX_INFRASTRUCTURE_RETRIES = 3
 """Retries of a sample after infrastructure failures, before it is masked."""
@@ -89,7 +92,7 @@ class RolloutTask:
     prompt_token_ids: list[int]
     seed_of_turn: Callable[[int], int]
     is_multi_turn: bool = False
-    """The environment keeps the state of a conversation (`Environments.begin`)."""
+    """The environment keeps the state of a conversation (`EnvironmentPool.begin`)."""
     slot_key: int | None = None
     """Key of the group for request slots; default: the group id. A requeued prompt gets a new key."""
 
@@ -118,7 +121,7 @@ class Rollout:
         *,
         slots: RequestSlots,
         engine_of: Callable[[int], Engine],
-        environments: Environments,
+        environments: EnvironmentPool,
         settings: RolloutSettings,
         on_engine_failure: Callable[[int, InfrastructureError], None],
     ) -> None:

@@ -1,17 +1,14 @@
-"""Protocols of the engine, the environments and the request slots for rollouts.
+"""Protocols of the engine and the request slots for rollouts.
 
 Fakes implement them in tests and benchmarks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-
-from telescope.environments.worker_pool.messages import Advance, FirstPrompt
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,52 +86,6 @@ class Engine(Protocol):
 
     async def abort(self, request_ids: list[str]) -> None:
         """Aborts these requests in the engine. Ignores unknown ids."""
-        ...
-
-
-class Environments(Protocol):
-    """Interface of the environments for rollouts, implemented by `EnvironmentPool`.
-
-    Each method raises `EnvironmentFailure` for errors of user code, and `InfrastructureError` for other failures.
-    """
-
-    async def advance(
-        self,
-        env_key: str,
-        index: int,
-        completion_token_ids: Sequence[int] | np.ndarray,
-        stop_reason: str,
-        *,
-        for_eval: bool = False,
-    ) -> Advance:
-        """Scores a completion of a single-turn environment."""
-        ...
-
-    async def begin(self, rollout: str, env_key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
-        """Begins a conversation. Its state is kept until it is done, fails, or is cancelled.
-
-        With `interleaved` False every prompt is rendered again. The group shares the first prompt.
-        """
-        ...
-
-    async def respond(
-        self,
-        rollout: str,
-        completion_token_ids: Sequence[int] | np.ndarray,
-        completion_logprobs: Sequence[float] | np.ndarray = (),
-        stop_reason: str = "stop",
-        *,
-        for_eval: bool = False,
-        max_context: int | None = None,
-    ) -> Advance:
-        """Passes the next answer; returns the score, or what follows it in the next prompt.
-
-        If the next prompt would fill `max_context` tokens, the conversation is scored as it is.
-        """
-        ...
-
-    def cancel(self, rollout: str) -> None:
-        """Ends a conversation early. Ignores unknown ids."""
         ...
 
 

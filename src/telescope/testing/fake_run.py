@@ -21,11 +21,10 @@ from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.errors import InfrastructureError
 from telescope.inference.client import EngineClient
 from telescope.orchestrator.filters import SampleFilters
-from telescope.orchestrator.orchestrator import Orchestrator
+from telescope.orchestrator.orchestrator import Orchestrator, Services
 from telescope.orchestrator.prompt_sampler import PromptSampler
 from telescope.orchestrator.request_slots import RequestSlotPool, make_request_slots
 from telescope.orchestrator.servers import ServerHandle, ServerPool
-from telescope.orchestrator.services import Services
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
 from telescope.record.recorder import Recorder

@@ -1,4 +1,7 @@
-"""Process helpers: garbage collection, thread stacks, exit codes in words, and daemon threads.
+"""Process helpers: log files, garbage collection, thread stacks, exit codes in words, and daemon threads.
+
+Log files are for the output of child processes. A failing disk or a removed folder prevents neither the start of a
+process nor the report of its exit.
 
 A full garbage collection visits every object of the process. With torch, transformers and Ray loaded it takes hundreds
 of milliseconds, in which the driver's event loop reads no answer, or a trainer rank keeps the others waiting. Nearly
@@ -11,13 +14,16 @@ import asyncio
 import contextlib
 import faulthandler
 import gc
+import logging
+import os
 import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 T = TypeVar("T")
 
@@ -102,3 +108,52 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="telescope-daemon", daemon=True).start()
     return await result
+
+
+logger = logging.getLogger(__name__)
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Opens the file for appending and makes its folder; on an error, warns and returns a sink."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab")
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): its output is lost", path, error.strerror or error)
+        return open(os.devnull, "ab")
+
+
+def log_size(path: Path) -> int:
+    """Bytes in the file, 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def rotate_log(path: Path, max_bytes: int) -> None:
+    """Replaces `<path>.1` by the last `max_bytes` of a longer log and empties the log.
+
+    Processes that have the file open for appending continue at its start. Output written meanwhile may be lost.
+    """
+    if log_size(path) <= max_bytes:
+        return
+    rotated = path.with_name(f"{path.name}.1")
+    try:
+        with path.open("rb") as log:
+            log.seek(-max_bytes, os.SEEK_END)
+            rotated.write_bytes(log.read(max_bytes))
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): its output is lost", rotated, error.strerror or error)
+    os.truncate(path, 0)
+
+
+def log_tail(path: Path, num_bytes: int, *, start: int = 0) -> str:
+    """The last `num_bytes` of what was written after byte `start`, as text; empty when it cannot be read."""
+    try:
+        with path.open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(start, end - num_bytes) if start <= end else max(0, end - num_bytes))
+            return log.read().decode("utf-8", "replace").strip()
+    except OSError:
+        return ""

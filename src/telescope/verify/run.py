@@ -18,12 +18,11 @@ from pathlib import Path
 
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig
-from telescope.orchestrator.interrupt import Interrupt
 from telescope.orchestrator.run import View
 from telescope.orchestrator.run_components import RunComponents, start_components
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.supervision import Supervisor
+from telescope.orchestrator.supervision import Interrupt, Supervisor
 from telescope.verify.checks import (
     check_corrupted_tensor,
     check_first_step,
@@ -33,9 +32,9 @@ from telescope.verify.checks import (
     check_top_p,
     check_weights,
     packed,
+    sample_groups,
 )
 from telescope.verify.report import Check, Report
-from telescope.verify.samples import sample_groups
 
 
 def run_verification(

@@ -16,8 +16,7 @@ from tests.unit.orchestrator.fakes import config_of
 from telescope.errors import UserError
 from telescope.orchestrator.run import _TrainingRun
 from telescope.orchestrator.run_directory import RunDirectory
-from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.summary import summarize
+from telescope.orchestrator.status import RunStatus, summarize
 from telescope.record.wandb_sink import MAX_WAITING, WandbSink
 
 

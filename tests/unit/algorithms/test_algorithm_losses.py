@@ -13,7 +13,7 @@ from torch.autograd import grad
 
 from telescope.algorithms import TokenBatch, compute_advantages, get_algorithm
 from telescope.config.algorithms import ALGORITHM_FACTS
-from telescope.config.sections import AlgorithmSection
+from telescope.config.sections.trainer import AlgorithmSection
 
 NAMES = list(ALGORITHM_FACTS)
 

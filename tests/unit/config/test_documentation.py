@@ -11,12 +11,19 @@ import yaml
 
 import telescope
 from telescope.config import EnvironmentEntry, EvalEntry, TelescopeConfig
-from telescope.config.describe import FieldDescription, describe_all, describe_section, yaml_text
-from telescope.config.generate import default_yaml, generated_files, resolved_yaml
+from telescope.config.generate import (
+    FieldDescription,
+    default_yaml,
+    describe_all,
+    describe_section,
+    generated_files,
+    resolved_yaml,
+    yaml_text,
+)
 from telescope.config.loader import load_config
 from telescope.config.remarks import AVAILABLE_CHOICES, FIELD_STATUS
 from telescope.config.rules import RULES
-from telescope.config.sections import SECTIONS
+from telescope.config.schema import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = Path(telescope.__file__).parent

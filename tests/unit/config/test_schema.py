@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from telescope.config import EnvironmentEntry, EvalEntry, TelescopeConfig
 from telescope.config.base import Section, accepts, freeze, thaw
-from telescope.config.sections import SECTIONS
+from telescope.config.schema import SECTIONS
 
 COUNTDOWN = [{"name": "countdown"}]
 

@@ -13,10 +13,9 @@ from telescope.config import TelescopeConfig
 from telescope.environments.worker_pool.messages import Advance, EnvironmentInfo, PreparedPrompt, RewardRecord
 from telescope.errors import InfrastructureError
 from telescope.orchestrator.filters import SampleFilters
-from telescope.orchestrator.orchestrator import Orchestrator
+from telescope.orchestrator.orchestrator import Orchestrator, Services
 from telescope.orchestrator.prompt_sampler import FIRST_POSITION, PromptSampler, SamplerPosition
 from telescope.orchestrator.request_slots import make_request_slots
-from telescope.orchestrator.services import Services
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
 from telescope.rollout.sample import RolloutSettings

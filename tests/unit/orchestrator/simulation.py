@@ -29,10 +29,9 @@ from telescope.errors import EnvironmentFailure, InfrastructureError, RolloutLos
 from telescope.orchestrator.async_window import MAX_REQUEUES
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.groups import Group
-from telescope.orchestrator.orchestrator import Orchestrator
+from telescope.orchestrator.orchestrator import Orchestrator, Services
 from telescope.orchestrator.prompt_sampler import PromptSampler
 from telescope.orchestrator.request_slots import make_request_slots
-from telescope.orchestrator.services import Services
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
 from telescope.rollout.sample import Rollout, RolloutSettings

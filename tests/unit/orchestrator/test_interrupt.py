@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 from tests.unit.rollout.fakes import tick
 
-from telescope.orchestrator.interrupt import EXIT_CODE, Interrupt
-from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.summary import Interrupted
+from telescope.orchestrator.status import Interrupted, RunStatus
+from telescope.orchestrator.supervision import EXIT_CODE, Interrupt
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -31,7 +30,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupt]:
     def ended(code: int) -> None:
         raise Exited(code)
 
-    monkeypatch.setattr("telescope.orchestrator.interrupt.os._exit", ended)
+    monkeypatch.setattr("telescope.orchestrator.supervision.os._exit", ended)
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield Interrupt(RunStatus("test", 10, phase="training"))
     for number, handler in handlers.items():
@@ -149,7 +148,7 @@ async def test_nohup_keeps_a_run_alive_on_sighup(interrupt: Interrupt) -> None:
 
 HANGS_UP = """
 import asyncio, os, signal, sys
-from telescope.orchestrator.interrupt import Interrupt
+from telescope.orchestrator.supervision import Interrupt
 from telescope.orchestrator.status import RunStatus
 
 async def main():

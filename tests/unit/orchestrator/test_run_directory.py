@@ -16,8 +16,7 @@ from telescope.errors import RunError
 from telescope.orchestrator import run as run_module
 from telescope.orchestrator import run_directory
 from telescope.orchestrator.run_directory import RunDirectory, save_where_possible
-from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.summary import summarize
+from telescope.orchestrator.status import RunStatus, summarize
 from telescope.record.reader import Run
 
 

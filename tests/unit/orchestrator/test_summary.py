@@ -12,8 +12,7 @@ import pytest
 from tests.unit.orchestrator.fakes import config_of
 
 from telescope.evals.runner import EvalResult
-from telescope.orchestrator.status import RunStatus, StepSummary
-from telescope.orchestrator.summary import Interrupted, RunSummary, summarize
+from telescope.orchestrator.status import Interrupted, RunStatus, RunSummary, StepSummary, summarize
 
 
 def result(version: int, correct: float, *, name: str = "countdown", held_out: bool = True) -> EvalResult:

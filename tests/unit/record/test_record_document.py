@@ -2,16 +2,15 @@
 
 from pathlib import Path
 
-from telescope.record.document import with_reference
 from telescope.record.query import describe_tables
-from telescope.record.tables import TABLES
+from telescope.record.tables import TABLES, with_reference
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "record.md"
 
 
 def test_the_document_lists_the_current_tables():
     text = DOCUMENT.read_text()
-    assert with_reference(text) == text, "run: python -m telescope.record.document docs/record.md"
+    assert with_reference(text) == text, "run: python -m telescope.record.tables docs/record.md"
 
 
 def test_every_table_and_column_is_described():

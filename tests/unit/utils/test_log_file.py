@@ -1,6 +1,6 @@
 """Log files: a failing log prevents neither a start nor the report of an exit."""
 
-from telescope.utils.log_file import log_size, log_tail, open_log, rotate_log
+from telescope.utils.process import log_size, log_tail, open_log, rotate_log
 
 
 def test_lines_are_appended_and_the_tail_is_of_what_came_after_the_start(tmp_path):

@@ -23,8 +23,7 @@ from typing import Any, Protocol
 from telescope.environments.worker_pool.fork_server import PACKET_BYTES
 from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import DeadlineExceeded, InfrastructureError, UserError
-from telescope.utils.log_file import log_tail, open_log
-from telescope.utils.process import describe_exit
+from telescope.utils.process import describe_exit, log_tail, open_log
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "

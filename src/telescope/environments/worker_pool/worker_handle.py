@@ -23,8 +23,7 @@ from telescope.environments.worker_pool.messages import Slot
 from telescope.environments.worker_pool.scheduling import Call, ExitCause, WorkerState
 from telescope.errors import EnvironmentFailure
 from telescope.utils.frames import FrameReader, pack_frame
-from telescope.utils.log_file import log_size, log_tail, open_log, rotate_log
-from telescope.utils.process import describe_exit
+from telescope.utils.process import describe_exit, log_size, log_tail, open_log, rotate_log
 
 _LINGER_SECONDS = 0.5
 """Time for a process to exit after it has closed its socket."""

@@ -29,7 +29,7 @@ from telescope.algorithms import get_algorithm
 from telescope.algorithms.loss import needs_batch_reference
 from telescope.config.memory import reshards_after_forward
 from telescope.trainer.attention import choose_kernel
-from telescope.trainer.backends.base import TrainingBackend
+from telescope.trainer.backends import TrainingBackend
 from telescope.trainer.backends.fsdp.sharding import (
     TimedReduceScatter,
     build_sharded_policy,
@@ -45,7 +45,6 @@ from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_de
 from telescope.trainer.metrics import StepMetrics, environment_names, reduce_max
 from telescope.trainer.model import DTYPES, PREFIX, checkpoint_tensors
 from telescope.trainer.packing import warm_up_row
-from telescope.trainer.schedule import learning_rate
 from telescope.trainer.timeline import Timeline, timing_metrics
 from telescope.weights.plan import TensorMeta
 
@@ -343,3 +342,24 @@ def _write_hf(directory: Path, weights: dict[str, torch.Tensor], model_config: A
         shutil.rmtree(partial, ignore_errors=True)
         num_bytes = sum(tensor.nbytes for tensor in weights.values())
         raise OSError(f"{directory} needs {num_bytes / 2**30:.3g} GiB: {error}") from error
+
+
+def learning_rate(
+    step: int, *, base: float, schedule: str, warmup_steps: int, total_steps: int, min_ratio: float
+) -> float:
+    """Computes the rate of training step `step`, counted from 0.
+
+    `none` ignores the warm-up; `constant` warms up and stays; `linear` and `cosine` warm up, then decay from `base` at
+    step `warmup_steps` to `base * min_ratio`, which they would reach at step `total_steps`. A pure function: there is
+    no scheduler to save or to lose at a resume, and no step has a rate of 0.
+    """
+    if schedule == "none":
+        return base
+    if step < warmup_steps:
+        return base * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return base
+    decay_steps = max(1, total_steps - warmup_steps)
+    progress = min(1.0, (step - warmup_steps) / decay_steps)
+    remaining = 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return base * (min_ratio + (1.0 - min_ratio) * remaining)
