@@ -11,6 +11,7 @@ import faulthandler
 import os
 import signal
 import socket
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -21,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from telescope.cluster.placement import own_host, use_interface_of
 from telescope.cluster.ray_cluster import Cluster, daemon_failure, own_address
+from telescope.cluster.reaper import MARK_VARIABLE, temporary_variables
 from telescope.config import TelescopeConfig
 from telescope.errors import InfrastructureError, RunError, UserError
 from telescope.inference.engine_metrics import metrics_reader
@@ -69,6 +71,17 @@ def exit_on_sigterm(log: BinaryIO | None = None) -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
+def use_temporary_directory() -> None:
+    """Sends temporary files to the run's directory, if this machine has it.
+
+    Actors of a joined cluster have the directory of the cluster, and nothing would remove their files.
+    """
+    directory = os.environ.get(MARK_VARIABLE)
+    if directory and os.access(directory, os.W_OK):
+        os.environ.update(temporary_variables(directory))
+        tempfile.tempdir = None  # read TMPDIR again
+
+
 class InferenceActor:
     """Actor of one vLLM process, supervised by `inference.server.InferenceServer`."""
 
@@ -87,6 +100,7 @@ class InferenceActor:
         from telescope.inference.server import InferenceServer
 
         exit_on_sigterm()
+        use_temporary_directory()
         config = TelescopeConfig.from_json(config_json)
         # vLLM and its workers inherit the environment; their NCCL connects to the trainer's.
         use_interface_of(own_host(loopback=broadcast_on_loopback))
@@ -129,6 +143,7 @@ class TrainerActor:
     """Actor of one trainer rank and its weight sender."""
 
     def __init__(self, config_json: str, rank: int, world_size: int, run_dir: str) -> None:
+        use_temporary_directory()
         config = TelescopeConfig.from_json(config_json)
         if config.trainer_threads is not None:
             # Before torch is imported: it sizes its thread pools once.

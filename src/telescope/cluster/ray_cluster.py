@@ -36,6 +36,7 @@ import ray
 from ray._private import ray_constants, services
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled
 
+from telescope.cluster.reaper import MARK_VARIABLE
 from telescope.config import TelescopeConfig
 from telescope.config.machine import LOOPBACK
 from telescope.config.plan import ClusterResources, NodeResources
@@ -63,7 +64,7 @@ PROBE_METHOD = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 """Answered by a cluster's head node to every authorized client."""
 PROBE_SECONDS = 10.0
 
-FORWARDED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
+FORWARDED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", MARK_VARIABLE)
 """Variables of this process that every actor gets, unless `ray_runtime_env` sets them."""
 
 LOCAL_OBJECT_STORE_BYTES = 1 << 30

@@ -70,13 +70,9 @@ class Reaper:
             env=clean,
             start_new_session=True,  # out of reach of Ctrl-C and of kills of the driver's group
         )
-        usual = os.environ.get("TMPDIR") or "/tmp"
-        self._set(MARK_VARIABLE, str(self.directory))
-        self._set("TMPDIR", str(self.directory))
-        # Ray finds a running cluster by a file in its usual directory.
-        self._set("RAY_TMPDIR", os.environ.get("RAY_TMPDIR") or usual)
-        # Compiled kernels are kept for the next run.
-        self._set("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR") or inductor_cache(usual))
+        variables = {MARK_VARIABLE: str(self.directory), **temporary_variables(str(self.directory))}
+        self._before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
         tempfile.tempdir = None  # read TMPDIR again
         return self
 
@@ -95,9 +91,17 @@ class Reaper:
         self._process.stdin.close()
         self._process.wait(timeout=CLOSE_SECONDS)
 
-    def _set(self, name: str, value: str) -> None:
-        self._before[name] = os.environ.get(name)
-        os.environ[name] = value
+
+def temporary_variables(directory: str) -> dict[str, str]:
+    """Returns the variables that send temporary files of this process and its children to `directory`."""
+    usual = os.environ.get("TMPDIR") or "/tmp"
+    return {
+        "TMPDIR": directory,
+        # Ray finds a running cluster by a file in its usual directory.
+        "RAY_TMPDIR": os.environ.get("RAY_TMPDIR") or usual,
+        # Compiled kernels are kept for the next run.
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or inductor_cache(usual),
+    }
 
 
 def temporary_base() -> str:

@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from ray.exceptions import RayTaskError
 
 from telescope.cluster import actors, placement
 from telescope.cluster.actors import InferenceActor, TrainerActor, answer
+from telescope.cluster.ray_cluster import runtime_environment
+from telescope.cluster.reaper import MARK_VARIABLE, Reaper
 from telescope.config import TelescopeConfig
 from telescope.errors import ConfigError, InfrastructureError, RunError
 from telescope.inference.server import EngineStartError
@@ -125,3 +128,22 @@ def test_an_actor_that_is_ended_in_a_destructor_prints_no_traceback(handler: str
     assert ("SystemExit" in done.stderr) == printed
     assert (done.returncode == 1) != printed
     assert "goes on" not in done.stdout
+
+
+def test_actors_of_a_joined_cluster_use_the_runs_temporary_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Their nodes have that of the cluster; on another machine the run's directory is not there."""
+    for name, value in (("TMPDIR", "/var/tmp"), ("RAY_TMPDIR", ""), ("TORCHINDUCTOR_CACHE_DIR", "")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(tempfile, "tempdir", "/var/tmp")
+    with Reaper() as reaper:
+        mark = runtime_environment(CONFIG, tmp_path)["env_vars"][MARK_VARIABLE]
+        assert mark == str(reaper.directory)
+        monkeypatch.setenv("TMPDIR", "/var/tmp")
+        monkeypatch.setenv(MARK_VARIABLE, mark)
+        actors.use_temporary_directory()
+        assert tempfile.gettempdir() == os.environ["TMPDIR"] == mark
+    monkeypatch.setenv(MARK_VARIABLE, str(tmp_path / "of another machine"))
+    actors.use_temporary_directory()
+    assert tempfile.gettempdir() == os.environ["TMPDIR"] == "/var/tmp"
