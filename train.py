@@ -2,7 +2,8 @@
 
 import sys
 
-from telescope.cli.main import exit_with, main
+from telescope.cli.main import main
+from telescope.utils.process import run_and_exit
 
 if __name__ == "__main__":
-    exit_with(lambda: main(["train", *sys.argv[1:]]))
+    run_and_exit(lambda: main(["train", *sys.argv[1:]]))

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
-from telescope.cli.main import exit_with
 from telescope.cli.main import main as telescope
 from telescope.inference.client import EngineClient
 from telescope.rollout.types import GenerateRequest, Generation
+from telescope.utils.process import run_and_exit
 
 Z99 = 2.3263478740408408
 """99th percentile of the standard normal distribution."""
@@ -72,4 +72,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(lambda: main(sys.argv[1:]))
+    run_and_exit(lambda: main(sys.argv[1:]))

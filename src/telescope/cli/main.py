@@ -3,28 +3,19 @@
 Exit codes: 0 done; 1 failure, with a message or a traceback; 2 bad input, with a message that names the fix, nothing
 started; 130 stopped by Ctrl-C; 143 or 129 by SIGTERM or SIGHUP. Each subcommand is a module of this package with
 `add_parser(subparsers)`, which sets `func`. The only argument of the command itself is `--version`.
-
-Ray leaves native threads behind after `ray.shutdown()`. One of them (`opencensus::stats::DeltaProducer::
-RunHarvesterLoop`) wakes every few seconds and crashes the process if the C++ runtime is destroying its globals then. So
-`exit_with` ends a process that has loaded Ray without that phase, after everything of Python's: non-daemon threads are
-joined, `atexit` handlers run, standard output and error are flushed.
 """
 
 from __future__ import annotations
 
 import argparse
-import atexit
 import importlib
-import os
-import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from types import FrameType
+from collections.abc import Sequence
 from typing import NoReturn
 
 from telescope import __version__
 from telescope.errors import ConfigError, RunError, UserError
+from telescope.utils.process import run_and_exit
 from telescope.utils.text import plain
 
 # In the order of the help: what a user needs first comes first.
@@ -64,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command() -> NoReturn:
     """Entry point of the `telescope` command."""
-    exit_with(main)
+    run_and_exit(main)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -108,36 +99,6 @@ def _print_problems(problems: list[str]) -> None:
     print(f"telescope: {len(problems)} problems:", file=sys.stderr)
     for problem in problems:
         print(f"  - {problem}", file=sys.stderr)
-
-
-def _exit_by_signal(number: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
-
-
-def exit_with(command: Callable[[], int]) -> NoReturn:
-    """Runs `command` and exits with its code, or with 1 and a traceback.
-
-    SIGTERM and SIGHUP end it with 128 plus their number, after it has removed its temporary files. A run has its own
-    handlers.
-    """
-    code = 1
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
-            signal.signal(number, _exit_by_signal)
-
-    def leave() -> None:
-        if "ray" in sys.modules:
-            for stream in (sys.stdout, sys.stderr):
-                # The reader of the output (`head`, a pager) may have exited.
-                with suppress(BrokenPipeError):
-                    if not stream.closed:
-                        stream.flush()
-            os._exit(code)
-
-    # Handlers run in reverse order of registration: this one is registered first and runs last.
-    atexit.register(leave)
-    code = command()
-    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import asyncio
 import logging
 import re
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from telescope.cluster.actors import TERMINATED, ActorExited, TrainerActor, answer, make_actor
 from telescope.cluster.placement import Placement
 from telescope.cluster.ray_cluster import Cluster
+from telescope.cluster.reaper import temporary_base
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded, RunError
 from telescope.record.files import RunFiles
@@ -48,6 +50,11 @@ RANK_EXIT_SECONDS = 2.0
 LOG_TAIL_BYTES = 3000
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """Signals that Python's fault handler writes to the log."""
+
+SAVE_WAIT_SECONDS = 1800.0
+"""How long the run waits for space for the trained model: long enough for a person to free some."""
+
+SAVE_RETRY_SECONDS = 10.0
 
 
 class TrainerGroup:
@@ -256,3 +263,50 @@ def describe_rank_exit(log: str) -> str:
 
 async def _as_future(reference: Any) -> Any:
     return await reference
+
+
+async def save_where_possible(
+    save: Callable[[Path], Awaitable[None]],
+    folder: Path,
+    announce: Callable[[str], None],
+    on_retry: Callable[[], None],
+    *,
+    wait_seconds: float = SAVE_WAIT_SECONDS,
+    retry_seconds: float = SAVE_RETRY_SECONDS,
+) -> Path:
+    """Saves the trained model into `folder`, or else into a temporary folder.
+
+    If neither can, announces it and tries again, after `on_retry`, until `wait_seconds` are over: the weights are lost
+    when the run ends. Returns the folder. Raises `RunError` with both problems.
+    """
+    deadline = time.monotonic() + wait_seconds
+    elsewhere = Path(temporary_base(), f"telescope-model-{folder.parent.name}-{time.time_ns():x}")
+    announced = False
+    while True:
+        problems = []
+        for candidate in (folder, elsewhere):
+            try:
+                await save(candidate)
+            except OSError as error:
+                problems.append(str(error))
+                continue
+            if problems:
+                news = f"the trained model was saved to {candidate}, because {problems[0]}"
+                logger.warning("%s", news)
+                announce(news)
+            return candidate
+        what = f"The trained model cannot be saved. {'. '.join(problems)}"
+        if not announced:
+            announced = True
+            news = (
+                f"{what}. Free space in one of these folders: saving is tried every {retry_seconds:g} s for "
+                f"{wait_seconds / 60:g} min, and the weights are lost after that"
+            )
+            logger.error("%s", news)
+            announce(news)
+        if time.monotonic() + retry_seconds > deadline:
+            raise RunError(
+                f"{what}. Free space in one of these folders before a run ends, or set run_dir to another disk"
+            )
+        on_retry()
+        await asyncio.sleep(retry_seconds)

@@ -26,6 +26,9 @@ CPU_TOLERANCE = 1e-6  # cores are fractions of floats: 5 x 0.2 must fit 1
 class PlacementError(ConfigError):
     """The run does not fit the cluster. The message names the field to lower."""
 
+GPUS_PER_NODE = 8
+"""GPUs of an assumed node, the usual number."""
+
 
 @dataclass(frozen=True)
 class NodeResources:
@@ -169,12 +172,10 @@ def gpus_needed(config: TelescopeConfig) -> int:
     return sum(bundle.gpus for bundles in bundles_of(config, "cuda") for bundle in bundles)
 
 
-def assumed_cluster(
-    config: TelescopeConfig, gpus_per_node: int = 8, *, gpu_memory_bytes: int | None = None
-) -> ClusterResources:
+def assumed_cluster(config: TelescopeConfig, *, gpu_memory_bytes: int | None = None) -> ClusterResources:
     """Returns the smallest cluster of equal nodes that fits the run.
 
-    Nodes have at most `gpus_per_node` GPUs (more only if one server needs them), of `gpu_memory_bytes` each where that
+    Nodes have at most `GPUS_PER_NODE` GPUs (more only if one server needs them), of `gpu_memory_bytes` each where that
     is to be assumed too, and as many cores as their workers ask.
     """
     on_gpu = config.device != "cpu"
@@ -188,7 +189,7 @@ def assumed_cluster(
     size, fewest = 0, 1
     if on_gpu:
         gpus = sum(bundle.gpus for bundle in everything)
-        size = max(min(gpus, gpus_per_node), servers[0].gpus)
+        size = max(min(gpus, GPUS_PER_NODE), servers[0].gpus)
         for bundles, strategy in groups:
             if strategy == "STRICT_PACK":
                 size = max(size, sum(bundle.gpus for bundle in bundles))

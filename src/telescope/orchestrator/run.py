@@ -16,6 +16,7 @@ from typing import Protocol
 from telescope.cluster.actors import HostGroup
 from telescope.cluster.ray_cluster import watch_daemons
 from telescope.cluster.reaper import Reaper
+from telescope.cluster.trainer_group import save_where_possible
 from telescope.config import TelescopeConfig
 from telescope.config.model_files import vocabulary_size
 from telescope.orchestrator import record_rows
@@ -25,7 +26,7 @@ from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.orchestrator import Orchestrator, Services
 from telescope.orchestrator.prompt_sampler import PromptSampler
 from telescope.orchestrator.run_components import RunComponents, start_components
-from telescope.orchestrator.run_directory import RunDirectory, save_where_possible
+from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import Interrupted, RunStatus, RunSummary, headline_of, summarize
 from telescope.orchestrator.supervision import Interrupt, Supervisor, watchdog
 from telescope.record.files import RunFiles
@@ -153,7 +154,8 @@ class _TrainingRun:
             async with components.trainer.queue:
                 await components.trainer.save_hf(folder)
 
-        return await save_where_possible(save, RunFiles(self._directory.path).model, self._status)
+        folder = RunFiles(self._directory.path).model
+        return await save_where_possible(save, folder, self._status.messages.append, self._status.progressed)
 
     async def _take_gauges(self, components: RunComponents) -> None:
         """Updates the live view's numbers and the record's gauges."""

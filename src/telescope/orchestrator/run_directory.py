@@ -5,31 +5,24 @@ Owns the order in which the record is opened and closed. `telescope.record` owns
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import yaml
 
-from telescope.cluster.reaper import temporary_base
 from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
-from telescope.errors import RunError, UserError
-from telescope.orchestrator.status import RunStatus, RunSummary
+from telescope.errors import UserError
+from telescope.orchestrator.status import RunSummary
 from telescope.record.files import RunFiles, replace_file, replace_json
 from telescope.record.logging import setup_logging
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import RunInfo, begin_run, end_run, next_attempt, write_run_json
 from telescope.record.wandb_sink import WandbSink
-
-SAVE_WAIT_SECONDS = 1800.0
-"""How long the run waits for space for the trained model: long enough for a person to free some."""
-
-SAVE_RETRY_SECONDS = 10.0
 
 FLUSH_SECONDS = 5.0
 """Time for the record to write its last rows before the summary; closing allows more."""
@@ -139,49 +132,3 @@ class RunDirectory:
         except OSError as error:
             logger.error("The summary of this run cannot be written: %s", error)
         end_run(self.recorder, self._info, summary.status, config_json=self._config.to_json(), error=summary.error)
-
-
-async def save_where_possible(
-    save: Callable[[Path], Awaitable[None]],
-    folder: Path,
-    status: RunStatus,
-    *,
-    wait_seconds: float = SAVE_WAIT_SECONDS,
-    retry_seconds: float = SAVE_RETRY_SECONDS,
-) -> Path:
-    """Saves the trained model into `folder`, or else into a temporary folder.
-
-    If neither can, tries again until `wait_seconds` are over: the weights are lost when the run ends. Returns the
-    folder. Raises `RunError` with both problems.
-    """
-    deadline = time.monotonic() + wait_seconds
-    elsewhere = Path(temporary_base(), f"telescope-model-{folder.parent.name}-{time.time_ns():x}")
-    announced = False
-    while True:
-        problems = []
-        for candidate in (folder, elsewhere):
-            try:
-                await save(candidate)
-            except OSError as error:
-                problems.append(str(error))
-                continue
-            if problems:
-                news = f"the trained model was saved to {candidate}, because {problems[0]}"
-                logger.warning("%s", news)
-                status.messages.append(news)
-            return candidate
-        what = f"The trained model cannot be saved. {'. '.join(problems)}"
-        if not announced:
-            announced = True
-            news = (
-                f"{what}. Free space in one of these folders: saving is tried every {retry_seconds:g} s for "
-                f"{wait_seconds / 60:g} min, and the weights are lost after that"
-            )
-            logger.error("%s", news)
-            status.messages.append(news)
-        if time.monotonic() + retry_seconds > deadline:
-            raise RunError(
-                f"{what}. Free space in one of these folders before a run ends, or set run_dir to another disk"
-            )
-        status.progressed()
-        await asyncio.sleep(retry_seconds)

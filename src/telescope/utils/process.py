@@ -1,4 +1,4 @@
-"""Process helpers: log files, garbage collection, thread stacks, exit codes in words, and daemon threads.
+"""Process helpers: log files, garbage collection, thread stacks, exit codes, and daemon threads.
 
 Log files are for the output of child processes. A failing disk or a removed folder prevents neither the start of a
 process nor the report of its exit.
@@ -11,19 +11,22 @@ all of these objects exist before the work begins and are never freed, so they a
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import faulthandler
 import gc
 import logging
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from types import FrameType
+from typing import BinaryIO, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -157,3 +160,38 @@ def log_tail(path: Path, num_bytes: int, *, start: int = 0) -> str:
             return log.read().decode("utf-8", "replace").strip()
     except OSError:
         return ""
+
+
+def _exit_by_signal(number: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def run_and_exit(command: Callable[[], int]) -> NoReturn:
+    """Runs `command` and exits with its code, or with 1 and a traceback.
+
+    SIGTERM and SIGHUP end it with 128 plus their number, after it has removed its temporary files. A run has its own
+    handlers.
+
+    Ray leaves native threads behind after `ray.shutdown()`. One of them (`opencensus::stats::DeltaProducer::
+    RunHarvesterLoop`) wakes every few seconds and crashes the process if the C++ runtime is destroying its globals
+    then. So a process that has loaded Ray ends without that phase, after everything of Python's: non-daemon threads are
+    joined, `atexit` handlers run, standard output and error are flushed.
+    """
+    code = 1
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, _exit_by_signal)
+
+    def leave() -> None:
+        if "ray" in sys.modules:
+            for stream in (sys.stdout, sys.stderr):
+                # The reader of the output (`head`, a pager) may have exited.
+                with contextlib.suppress(BrokenPipeError):
+                    if not stream.closed:
+                        stream.flush()
+            os._exit(code)
+
+    # Handlers run in reverse order of registration: this one is registered first and runs last.
+    atexit.register(leave)
+    code = command()
+    sys.exit(code)

@@ -19,14 +19,14 @@ def run(command: str, *, before: str = NATIVE_CRASH, with_ray: bool = True) -> s
     ray = "import types\nsys.modules['ray'] = types.ModuleType('ray')\n" if with_ray else ""
     script = f"""
 import atexit, sys, threading, time
-from telescope.cli.main import exit_with
+from telescope.utils.process import run_and_exit
 {ray}
 {before}
 def command():
     atexit.register(print, "cleaned up")
     threading.Thread(target=lambda: (time.sleep(0.2), print("joined"))).start()
     {command}
-exit_with(command)
+run_and_exit(command)
 """
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
 
@@ -57,12 +57,12 @@ def test_a_closed_output_pipe_does_not_change_the_code():
 def test_a_command_that_is_ended_by_a_signal_removes_its_temporary_files(number, code):
     script = """
 import tempfile, time
-from telescope.cli.main import exit_with
+from telescope.utils.process import run_and_exit
 def command():
     with tempfile.TemporaryDirectory() as folder:
         print(folder, flush=True)
         time.sleep(60)
-exit_with(command)
+run_and_exit(command)
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

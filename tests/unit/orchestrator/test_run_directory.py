@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import time
 from collections.abc import Callable
@@ -14,8 +13,7 @@ from tests.unit.orchestrator.fakes import config_of
 from telescope.cli import main as cli
 from telescope.errors import RunError
 from telescope.orchestrator import run as run_module
-from telescope.orchestrator import run_directory
-from telescope.orchestrator.run_directory import RunDirectory, save_where_possible
+from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus, summarize
 from telescope.record.reader import Run
 
@@ -104,60 +102,3 @@ def test_a_failed_run_reports_its_incomplete_record(
     error = capsys.readouterr().err
     assert "telescope: trainer rank 0 exited\n" in error
     assert f"The record in {tmp_path / 'run'} is incomplete: " in error
-
-
-class Disks:
-    """Saves a model into folders that have space, and fails in the others."""
-
-    def __init__(self, *full: Path) -> None:
-        self.full = list(full)
-        self.saved: list[Path] = []
-
-    async def save(self, folder: Path) -> None:
-        if any(folder.is_relative_to(disk) for disk in self.full):
-            raise OSError(f"{folder} needs 12 GiB: No space left on device")
-        self.saved.append(folder)
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(run_directory, "temporary_base", lambda: str(tmp_path / "temporary"))
-    return tmp_path / "temporary"
-
-
-async def test_a_model_is_saved_into_the_run_directory(tmp_path: Path, temporary: Path) -> None:
-    disks, status = Disks(), RunStatus("demo", 1)
-    folder = await save_where_possible(disks.save, tmp_path / "run" / "model", status)
-    assert (folder, disks.saved, list(status.messages)) == (tmp_path / "run" / "model", [folder], [])
-
-
-async def test_a_model_that_the_run_directory_cannot_take_is_saved_elsewhere(tmp_path: Path, temporary: Path) -> None:
-    disks, status = Disks(tmp_path / "run"), RunStatus("demo", 1)
-    folder = await save_where_possible(disks.save, tmp_path / "run" / "model", status)
-    assert disks.saved == [folder]
-    assert folder.is_relative_to(temporary)
-    (message,) = status.messages
-    assert f"saved to {folder}, because {tmp_path / 'run' / 'model'} needs 12 GiB" in message
-
-
-async def test_without_space_anywhere_a_run_waits_until_there_is_some(tmp_path: Path, temporary: Path) -> None:
-    disks, status = Disks(tmp_path), RunStatus("demo", 1)
-    saving = asyncio.ensure_future(
-        save_where_possible(disks.save, tmp_path / "run" / "model", status, wait_seconds=600, retry_seconds=0.001)
-    )
-    while not status.messages:  # noqa: ASYNC110
-        await asyncio.sleep(0)
-    assert "12 GiB" in status.messages[0] and "Free space" in status.messages[0]
-    disks.full.clear()
-    assert await saving == tmp_path / "run" / "model"
-
-
-async def test_a_run_that_never_gets_space_names_folders_sizes_and_the_fix(tmp_path: Path, temporary: Path) -> None:
-    disks, status = Disks(tmp_path), RunStatus("demo", 1)
-    with pytest.raises(RunError) as caught:
-        await save_where_possible(
-            disks.save, tmp_path / "run" / "model", status, wait_seconds=0.005, retry_seconds=0.001
-        )
-    for text in (f"{tmp_path / 'run' / 'model'} needs 12 GiB", f"{temporary}/telescope-model-run-", "Free space"):
-        assert text in str(caught.value)
-    assert len(status.messages) == 1

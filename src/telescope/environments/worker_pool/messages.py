@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,32 +171,24 @@ def load_header(
     }
 
 
-def pack_ids(token_ids: Iterable[int]) -> bytes:
+def pack_ids(token_ids: Sequence[int] | np.ndarray) -> bytes:
     """Packs token ids [L] as int32."""
-    if isinstance(token_ids, np.ndarray):
-        return token_ids.astype(np.int32, copy=False).tobytes()
-    return array("i", token_ids).tobytes()
+    return np.asarray(token_ids, np.int32).tobytes()
 
 
 def unpack_ids(blob: bytes) -> list[int]:
     """The inverse of `pack_ids`."""
-    ids = array("i")
-    ids.frombytes(blob)
-    return ids.tolist()
+    return np.frombuffer(blob, np.int32).tolist()
 
 
-def pack_floats(values: Iterable[float]) -> bytes:
+def pack_floats(values: Sequence[float] | np.ndarray) -> bytes:
     """Packs logprobs [L] as float32."""
-    if isinstance(values, np.ndarray):
-        return values.astype(np.float32, copy=False).tobytes()
-    return array("f", values).tobytes()
+    return np.asarray(values, np.float32).tobytes()
 
 
 def unpack_floats(blob: bytes) -> list[float]:
     """The inverse of `pack_floats`."""
-    values = array("f")
-    values.frombytes(blob)
-    return values.tolist()
+    return np.frombuffer(blob, np.float32).tolist()
 
 
 _BYTES = 16
