@@ -210,7 +210,7 @@ def test_a_cluster_that_asks_for_its_token_is_joined_by_its_address(two_nodes: T
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_AUTH_MODE")
         patch.setenv("RAY_AUTH_TOKEN", "another")
-        with pytest.raises(UserError, match=r"the cluster at .* asks for its token, .* another.*RAY_AUTH_TOKEN"):
+        with pytest.raises(UserError, match=r"the cluster at .* asks for a token, and rejects the one.*RAY_AUTH_TOKEN"):
             settle_authentication(address)
     AuthenticationTokenLoader.instance().reset_cache()
     assert {(node.name, node.gpus) for node in two_nodes.cluster.resources.nodes} == {(HEAD, 4), (OTHER, 4)}
