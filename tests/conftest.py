@@ -20,6 +20,12 @@ SHARED_SERVERS = ("tests/e2e/stack", "tests/integration/weights")
 """Folders whose files share a fixture that takes long to start."""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def temporary_base(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Makes pytest's temporary folder now: in the middle of a run it would be made in the run's, and end with it."""
+    tmp_path_factory.getbasetemp()
+
+
 @pytest.hookimpl(tryfirst=True)  # pytest itself then groups them by their servers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts marked tests before or after the others of their file.
