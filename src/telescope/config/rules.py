@@ -170,7 +170,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("seq_len", "max_tokens", "max_model_len"),
         "must be at least max_tokens, or the longest answers could not be trained on",
-        lambda c: c.seq_len < c.max_tokens and c.overlong_samples == "error",
+        lambda c: c.seq_len < min(c.max_tokens, c.max_model_len) and c.overlong_samples == "error",
         lambda c: f"Set seq_len to {c.max_model_len}, lower max_tokens, or set overlong_samples to 'truncate'",
         lambda c: c.max_model_len,
     ),

@@ -20,6 +20,7 @@ BROKEN: list[tuple[str, dict[str, object]]] = [
     ("free_lane_after_generation", {"free_lane_after_generation": True, "enable_individual_sample_lanes": False}),
     ("max_tokens", {"max_tokens": 5000, "max_model_len": 4096}),
     ("max_tokens", {"max_tokens": 4097, "max_model_len": 4096}),
+    ("max_tokens", {"max_tokens": 4097, "max_model_len": 64, "seq_len": 64}),
     ("evals", {"evals": [{"name": "math500", "max_tokens": 9000}]}),
     ("evals", {"evals": [{"name": "math500", "max_tokens": 4097}]}),
     ("group_size", {"group_size": 65536, "prompts_batch_size_for_trainer": 32, "max_concurrent_prompts_per_server": 1}),
