@@ -34,8 +34,8 @@ class EnvironmentEntry(Section):
     """Largest reward to expect. Scales charts, and rewards too if `normalize_rewards` is on. Null: what the class
     declares."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment's constructor and `load_dataset`. Unknown ones are an error that lists
-    the known."""
+    """Keyword arguments of the environment's constructor and `load_dataset`. A name that
+    neither declares becomes an attribute; a misspelled one is an error."""
 
     @model_validator(mode="after")
     def _reward_range_is_ordered(self) -> EnvironmentEntry:

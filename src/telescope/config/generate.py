@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from telescope.config.base import Section, member_types, thaw
 from telescope.config.environments import EnvironmentEntry, EvalEntry
 from telescope.config.loader import ENVIRONMENT_VARIABLES
-from telescope.config.remarks import AVAILABLE_CHOICES, FIELD_STATUS
+from telescope.config.remarks import FIELD_STATUS
 from telescope.config.rules import RULES
 from telescope.config.schema import SECTIONS
 
@@ -116,8 +116,6 @@ def _table(fields: list[FieldDescription]) -> str:
         text = field.text
         if field.range and "Range:" not in text:
             text += f" Range: {field.range}."
-        if field.name in AVAILABLE_CHOICES:
-            text += f" In this version only {' or '.join(f'`{choice}`' for choice in AVAILABLE_CHOICES[field.name])}."
         if field.waits_for:
             text += f" *No effect in this version (waits for {field.waits_for}).*"
         cells = (f"`{field.name}`", field.type, f"`{field.default_text}`" if not field.required else "required", text)
@@ -156,7 +154,7 @@ enough GPUs of 80 GiB each, whatever this one has. `telescope config explain FIE
 configuration is frozen, written to the run directory, and handed to every process as it is; the hash, of all values, is
 the same in each.
 
-The upper bounds of numbers are far above anything that runs: they are there to catch a slip.
+The upper bounds of numbers are far above anything that runs: they only catch typing errors.
 
 Fields whose feature is not in this version are accepted and checked, and a run that sets one prints a line. They
 are marked below.
@@ -183,18 +181,6 @@ evals:
     temperature: 1.0
 ```
 """
-
-
-def main() -> int:
-    """Writes the files into this checkout, or into the folder in `argv`."""
-    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[3]
-    for path in write_files(root):
-        print(path)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 NAMES = {type(None): "null", Any: "any"}
@@ -319,3 +305,15 @@ def _range_text(field: FieldInfo) -> str:
 
 def _bound(value: Any) -> str:
     return "2^63" if value == 2**63 else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def main() -> int:
+    """Writes the files into this checkout, or into the folder in `argv`."""
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[3]
+    for path in write_files(root):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,11 @@ def test_every_field_is_described_in_sentences():
         assert field.text.endswith((".", "`.", ")")), f"{field.name}: {field.text!r}"
         assert field.text[0].isupper() or field.text[0] in '`"' or field.name in field.text or field.text[0].islower()
         assert field.summary
+
+
+def test_the_command_writes_the_generated_files(tmp_path):
+    subprocess.run([sys.executable, "-m", "telescope.config.generate", str(tmp_path)], check=True)
+    assert {name: (tmp_path / name).read_text() for name in generated_files()} == generated_files()
 
 
 @pytest.mark.parametrize("path", sorted(generated_files()))

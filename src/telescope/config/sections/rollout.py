@@ -55,8 +55,8 @@ class InferenceSection(Section):
     inference_start_timeout_seconds: Seconds = 900.0
     """Seconds that a server may take from launch until it answers. Raise it for large models on slow disks."""
     inference_hang_timeout_seconds: Seconds | None = None
-    """Seconds for which the process of an engine may give no sign of life before its server is restarted. It gives one
-    between two steps. Null: 300 on GPUs and 600 on CPUs, where a step with a long prompt takes long. A weight sync may
+    """Seconds after which a server is restarted whose engine process does not respond. It responds between two steps.
+    Null: 300 on GPUs and 600 on CPUs, where a step with a long prompt takes long. A weight sync may
     take weight_sync_timeout_seconds all the same. Replaces vLLM's VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS."""
 
 

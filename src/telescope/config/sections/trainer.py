@@ -114,8 +114,8 @@ class TrainerSection(Section):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Minimum LR as a fraction of learning_rate for linear/cosine decay. Range: [0, 1]."""
     train_backend: str = "fsdp"
-    """Training backend: "fsdp", "megatron", or the path of an own subclass, "package.module:Class". FSDP suits
-    models up to about 14B parameters."""
+    """Training backend: "fsdp", "megatron" (not in this version), or the path of your own subclass,
+    "package.module:Class". FSDP suits models up to about 14B parameters."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass (FSDP); what attention returned is kept. Off: faster, and a multiple
     of the activation memory."""
