@@ -160,8 +160,8 @@ def test_an_algorithm_that_does_not_exist(train):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("no_such_package.backend:Mine", ["cannot be imported", "no_such_package"]),
-        ("json:Mine", ["has no Mine"]),
+        ("no_such_package.backend:Mine", ["cannot be imported", "no_such_package", "PYTHONPATH"]),
+        ("json:JSONDecodr", ["has no JSONDecodr", "Did you mean 'JSONDecoder'?"]),
         ("json:JSONDecoder", ["not a subclass of telescope.trainer.backends.TrainingBackend"]),
         ("broken_backend:Mine", ["cannot be imported", "ZeroDivisionError"]),
         ("no-class-path", ["class path"]),

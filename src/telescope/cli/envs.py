@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
     """Registers the subcommand on `telescope`'s parser."""
     parser = subparsers.add_parser(
         "envs",
-        help="list, describe, try or start environments",
+        help="list, describe, try or create environments",
         description="Environments: where prompts come from and how answers are scored.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -16,7 +16,7 @@ from typing import NoReturn
 from telescope import __version__
 from telescope.errors import ConfigError, RunError, UserError
 from telescope.utils.process import run_and_exit
-from telescope.utils.text import plain
+from telescope.utils.text import did_you_mean, plain
 
 # In the order of the help: what a user needs first comes first.
 COMMANDS = ("train", "verify", "config", "doctor", "tiny_model", "envs", "runs", "query")
@@ -62,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser with all subcommands."""
     parser = argparse.ArgumentParser(
         prog="telescope",
-        description="Train language models with reinforcement learning, and look at what happened.",
+        description="Trains language models with reinforcement learning. Reads what runs have recorded.",
         epilog="`telescope COMMAND --help` explains a command.",
         allow_abbrev=False,
     )
@@ -76,6 +76,10 @@ def build_parser() -> argparse.ArgumentParser:
 def _dispatch(arguments: list[str]) -> int:
     if arguments and arguments[0] in OWN_ARGUMENTS:
         return int(importlib.import_module(f"telescope.cli.{arguments[0]}").run(arguments[1:]))
+    names = [name.replace("_", "-") for name in COMMANDS]
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
+        hint = did_you_mean(arguments[0], names)
+        raise UserError(f"There is no command '{arguments[0]}'.{hint} The commands are {', '.join(names)}")
     parser = build_parser()
     if not arguments:
         parser.print_help()

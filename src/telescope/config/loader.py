@@ -90,7 +90,7 @@ def build_config(values: Mapping[str, Any], sources: Mapping[str, str] | None = 
     """Builds a `TelescopeConfig` from plain values. Raises `ConfigError` with readable messages."""
     sources = sources or {}
     known = TelescopeConfig.model_fields
-    unknown = [unknown_field(str(name), known, sources.get(name)) for name in values if name not in known]
+    unknown = [unknown_field(str(name), known, sources.get(name), values[name]) for name in values if name not in known]
     if unknown:
         raise ConfigError("\n".join(unknown))
     try:
@@ -117,7 +117,8 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         typed, equals, text = argument[2:].partition("=")
         name = typed.replace("-", "_")
         if name not in TelescopeConfig.model_fields:
-            raise ConfigError(unknown_field(typed, TelescopeConfig.model_fields, "command line"))
+            known = (*TelescopeConfig.model_fields, "config", "dry-run")
+            raise ConfigError(unknown_field(typed, known, "command line"))
         if not equals:
             if position < len(arguments) and not arguments[position].startswith("--"):
                 text = arguments[position]

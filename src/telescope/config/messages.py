@@ -50,13 +50,12 @@ def show(value: Any) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
 
 
-def unknown_field(name: str, known: Iterable[str], source: str | None) -> str:
-    """Returns the message for an unknown field."""
+def unknown_field(name: str, known: Iterable[str], source: str | None, value: Any = None) -> str:
+    """Returns the message for an unknown field, which may hold fields as a section of another framework's file does."""
     where = f" ({source})" if source else ""
-    return (
-        f"Unknown configuration field '{name}'{where}.{did_you_mean(name, known)} "
-        "`telescope config explain` lists all fields"
-    )
+    inner = [key for key in value if key in known] if isinstance(value, dict) else []
+    hint = f" The file is flat: write {', '.join(inner)} without '{name}'." if inner else did_you_mean(name, known)
+    return f"Unknown configuration field '{name}'{where}.{hint} `telescope config explain` lists all fields"
 
 
 def describe_errors(error: ValidationError, values: Mapping[str, Any], sources: Mapping[str, str]) -> str:

@@ -292,7 +292,7 @@ def find_runs(root: str | os.PathLike[str]) -> list[Run]:
     """
     top = Path(root)
     if not top.is_dir():
-        raise UserError(f"--root {str(root)!r} is not a folder. Name the folder of the run directories.")
+        raise UserError(f"{str(root)!r} is not a folder. Set --root to the folder of the runs.")
     if is_run(top):
         return [Run(top)]
     found: list[Run] = []

@@ -36,6 +36,12 @@ def test_bad_input_exits_with_2(capsys, arguments):
     assert err
 
 
+def test_a_mistyped_command_names_the_nearest(capsys):
+    code, _, err = run(capsys, "tiny-modle", "--output", "x")
+    assert code == 2
+    assert "There is no command 'tiny-modle'. Did you mean 'tiny-model'?" in err
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "words"),
     [

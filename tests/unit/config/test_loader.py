@@ -134,10 +134,18 @@ def test_an_unknown_key_is_reported_with_its_line_and_the_nearest_name(tmp_path)
         ("max_model_length", "max_model_len"),
         ("wandb_name", "wandb_run_name"),
         ("Temperature", "temperature"),
+        ("confg", "config"),
+        ("dryrun", "dry-run"),
     ],
 )
 def test_an_unknown_flag_suggests_the_nearest_name(typed, meant):
     assert f"Did you mean '{meant}'?" in error_of(None, f"--{typed}", "1")
+
+
+def test_fields_in_a_section_are_named_with_the_fix(tmp_path):
+    message = error_of(write(tmp_path, "trainer:\n  learning_rate: 1.0\n  grad_clip: 1.0\n"))
+    assert "'trainer'" in message
+    assert "write learning_rate, grad_clip without 'trainer'" in message
 
 
 def test_unknown_names_without_resemblance_get_no_suggestion():

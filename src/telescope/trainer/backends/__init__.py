@@ -19,6 +19,7 @@ import torch
 
 from telescope.errors import ConfigError
 from telescope.trainer.batch import Span
+from telescope.utils.text import did_you_mean
 from telescope.weights.plan import TensorMeta
 
 __all__ = ["TensorMeta", "TrainingBackend", "find_backend"]
@@ -119,11 +120,19 @@ def find_backend(name: str) -> type[TrainingBackend]:
 def _imported(name: str, module_name: str, class_name: str) -> object:
     try:
         module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"train_backend: {name!r} cannot be imported: {error}. Install it, add its folder to PYTHONPATH, or "
+            "start the run in that folder"
+        ) from error
     except Exception as error:
         # The user's module may raise anything while it is imported.
         raise ConfigError(f"train_backend: {name!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not hasattr(module, class_name):
-        raise ConfigError(f"train_backend: {name!r} cannot be imported: {module.__file__} has no {class_name}")
+        raise ConfigError(
+            f"train_backend: {name!r} cannot be imported: {module.__file__} has no {class_name}."
+            f"{did_you_mean(class_name, vars(module))}"
+        )
     return getattr(module, class_name)
 
 
