@@ -44,7 +44,7 @@ def test_the_shown_conversation_can_be_played(shown):
 def test_the_shown_tool_is_called(shown):
     environment = get_environment("lengths", environments_path=[shown])
     state = environment.create_initial_state(environment.get_sample(0))
-    call = '<tool_call>{"name": "convert", "arguments": {"metres": "2"}}</tool_call>'
+    call = '<tool_call>{"name": "convert", "arguments": {"meters": "2"}}</tool_call>'
     state.trajectory.append(step(call))
     assert environment.env_response(conversation(state), state)[0]["content"].startswith("[convert] 6.56")
     state.trajectory.append(step("They are 6.6 feet."))
