@@ -26,8 +26,5 @@ def soft_gate_loss(tokens: TokenBatch, config: Any) -> torch.Tensor:
 
 
 ALGORITHM = Algorithm(
-    source="SAPO, arXiv 2511.20347",
-    baseline=standardize,
-    token_loss=soft_gate_loss,
-    denominator=token_denominator,
+    source="SAPO, arXiv 2511.20347", baseline=standardize, token_loss=soft_gate_loss, denominator=token_denominator
 )

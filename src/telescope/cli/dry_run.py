@@ -72,10 +72,7 @@ def print_dry_run(
     # `report` is reused, so that the hub is not contacted again.
     files = preflight.find_problems(
         config,
-        [
-            lambda config: preflight.check_report(config, report),
-            lambda config: preflight.check_disk(config, report),
-        ],
+        [lambda config: preflight.check_report(config, report), lambda config: preflight.check_disk(config, report)],
     )
     machine = assumed or local_resources()
     fit = preflight.find_problems(config, [lambda config: preflight.check_fit(config, report, machine)])

@@ -15,12 +15,7 @@ from dataclasses import dataclass, field
 
 import psutil
 import ray
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from telescope.cluster.ray_cluster import daemon_failure, own_address

@@ -158,9 +158,7 @@ class TrainerGroup:
     async def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
         """Logprobs of tokens 1..L-1 of one unpacked text under the trainer's current weights."""
         results = await self._all(
-            "logprobs of a text",
-            lambda rank: self._ranks[rank].sequence_logprobs.remote(token_ids, temperature),
-            300,
+            "logprobs of a text", lambda rank: self._ranks[rank].sequence_logprobs.remote(token_ids, temperature), 300
         )
         return results[0]
 

@@ -26,6 +26,7 @@ CPU_TOLERANCE = 1e-6  # cores are fractions of floats: 5 x 0.2 must fit 1
 class PlacementError(ConfigError):
     """The run does not fit the cluster. The message names the field to lower."""
 
+
 GPUS_PER_NODE = 8
 """GPUs of an assumed node, the usual number."""
 
@@ -180,10 +181,7 @@ def assumed_cluster(config: TelescopeConfig, *, gpu_memory_bytes: int | None = N
     """
     on_gpu = config.device != "cpu"
     servers, ranks = bundles_of(config, "cuda" if on_gpu else "cpu")
-    groups = (
-        (servers, config.ray_inference_placement_strategy),
-        (ranks, config.ray_trainer_placement_strategy),
-    )
+    groups = ((servers, config.ray_inference_placement_strategy), (ranks, config.ray_trainer_placement_strategy))
     everything = servers + ranks
     cpus = sum(bundle.cpus for bundle in everything)
     size, fewest = 0, 1

@@ -70,11 +70,7 @@ class EvalResult:
 
 
 async def plan_eval(
-    entry: EvalEntry,
-    environment_key: str,
-    environments: EnvironmentPool,
-    sampling: SamplingSettings,
-    number: int = 0,
+    entry: EvalEntry, environment_key: str, environments: EnvironmentPool, sampling: SamplingSettings, number: int = 0
 ) -> PlannedEval:
     """Renders the first `num_samples` items (all, when -1). The entry's settings override the run's sampling.
 

@@ -74,11 +74,7 @@ def estimate_mean(values: Sequence[float], *, confidence: float = CONFIDENCE, se
 
 
 def estimate_difference(
-    values: Mapping[str, float],
-    baseline: Mapping[str, float],
-    *,
-    confidence: float = CONFIDENCE,
-    seed: int = 0,
+    values: Mapping[str, float], baseline: Mapping[str, float], *, confidence: float = CONFIDENCE, seed: int = 0
 ) -> Estimate:
     """Mean of `values` minus `baseline` over the items that both have, with its paired bootstrap interval.
 

@@ -107,11 +107,7 @@ def gauge_row(reading: Reading, source: Source, taken: ReadingBatch) -> dict[str
 
 
 def sources_of(
-    config: TelescopeConfig,
-    machine: MachineSampler,
-    trainer: TrainerGroup,
-    inference: InferenceGroup,
-    hosts: HostGroup,
+    config: TelescopeConfig, machine: MachineSampler, trainer: TrainerGroup, inference: InferenceGroup, hosts: HostGroup
 ) -> list[Source]:
     """Returns all sources of a run. `machine` samples the driver's machine, `hosts` the others."""
     seconds = config.system_metrics_collection_interval_seconds

@@ -151,11 +151,7 @@ async def start_components(
 
 
 async def start_environments(
-    config: TelescopeConfig,
-    keys: EnvironmentKeys,
-    directory: RunDirectory,
-    status: RunStatus,
-    stack: AsyncExitStack,
+    config: TelescopeConfig, keys: EnvironmentKeys, directory: RunDirectory, status: RunStatus, stack: AsyncExitStack
 ) -> EnvironmentPool:
     """Loads the environments. Their notices go to the log, and to `status` unless it has them."""
     environments = EnvironmentPool(

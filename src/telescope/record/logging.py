@@ -39,12 +39,7 @@ class LogHandlers:
 
 
 def setup_logging(
-    run_dir: Path | str,
-    component: str,
-    recorder: Recorder | None,
-    *,
-    debug: bool = False,
-    console: bool = True,
+    run_dir: Path | str, component: str, recorder: Recorder | None, *, debug: bool = False, console: bool = True
 ) -> LogHandlers:
     """Sends this process's log lines to its log file and the record.
 

@@ -165,11 +165,7 @@ STEPS = Table(
         Column("num_samples", INTEGER, "Samples trained on."),
         Column("num_groups", INTEGER, "Groups trained on."),
         Column("num_tokens_trained", INTEGER, "Tokens with a loss."),
-        Column(
-            "num_tokens_generated",
-            INTEGER,
-            "Tokens sampled since the previous step, including discarded ones.",
-        ),
+        Column("num_tokens_generated", INTEGER, "Tokens sampled since the previous step, including discarded ones."),
         Column(
             "next_draw",
             INTEGER,
@@ -222,11 +218,7 @@ SAMPLES = Table(
         Column("sample_index", INTEGER, "Place in the group, from 0."),
         Column("environment", TEXT, "Name of the environment."),
         Column("status", TEXT, "`kept`, `discarded`, `cancelled`, `masked`, `eval`; in `in_flight` also `in_flight`."),
-        Column(
-            "reason",
-            TEXT,
-            "Why it was not kept; null if kept. For `masked`, the kind of failure or the filter.",
-        ),
+        Column("reason", TEXT, "Why it was not kept; null if kept. For `masked`, the kind of failure or the filter."),
         Column("step", INTEGER, "Step that trained it; for the others, the step the run was at."),
         Column("reward", NUMBER, "Total reward; null if it was never scored."),
         Column("advantage", NUMBER, "Advantage that it was trained with; null if it was not trained."),
@@ -257,11 +249,7 @@ SAMPLES = Table(
         ),
         Column("environment_tokens", INTEGER, "Tokens that the environment added between turns."),
         Column("info_turns", TEXT, "Notes of the environment per turn, as a JSON list; null without notes."),
-        Column(
-            "divergences",
-            NUMBERS,
-            "Joins between turns that differ from the chat template, counted by kind.",
-        ),
+        Column("divergences", NUMBERS, "Joins between turns that differ from the chat template, counted by kind."),
         Column("num_retries", INTEGER, "Number of failures of an engine, a worker or a sandbox during it."),
         Column(
             "wasted_tokens",

@@ -51,10 +51,7 @@ def ensure_tiny_model(
 
 
 def write_tiny_model(
-    target: Path,
-    settings: TinyModelSettings,
-    *,
-    report: Callable[[WarmStartProgress], None] | None = None,
+    target: Path, settings: TinyModelSettings, *, report: Callable[[WarmStartProgress], None] | None = None
 ) -> Path:
     """Builds the model in a folder of the caller's choice.
 

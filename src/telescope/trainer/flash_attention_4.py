@@ -164,11 +164,7 @@ def _backward_operator(
 
 @_backward_operator.register_fake
 def _(
-    grad_THD: torch.Tensor,
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    *_: Any,
+    grad_THD: torch.Tensor, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q_THD.new_empty(q_THD.shape), k_TKD.new_empty(k_TKD.shape), v_TKD.new_empty(v_TKD.shape)
 

@@ -250,12 +250,7 @@ def _broadcast_options(src: int) -> Any:
 
 
 def _build_group(
-    backend: Backend,
-    store: Any,
-    rank: int,
-    world_size: int,
-    local_address: str,
-    device: torch.device | None,
+    backend: Backend, store: Any, rank: int, world_size: int, local_address: str, device: torch.device | None
 ) -> Any:
     """Builds a separate process group and tests it with one broadcast. Blocks; the caller limits the time."""
     if backend == "gloo":

@@ -156,7 +156,4 @@ def fingerprint_slices(
             exact[name] &= part.dtype == dtype or bool((cast.to(part.dtype) == part).all())
             sums[name].append(partial_fingerprint(cast, where.rows[0], where.columns[0] + first_column))
     for name, where in slices.items():
-        yield (
-            name,
-            Share(place, where.rows, where.columns, to_hex(add_fingerprints(sums[name])), exact[name]),
-        )
+        yield (name, Share(place, where.rows, where.columns, to_hex(add_fingerprints(sums[name])), exact[name]))

@@ -159,13 +159,7 @@ class EnvironmentPool:
         """
         label = f"environment {env_key!r}, item {index}: {'compute_eval_metrics' if for_eval else 'compute_reward'}"
         position = self._position(env_key)
-        header = {
-            "op": "advance",
-            "env": position,
-            "index": index,
-            "stop_reason": stop_reason,
-            "for_eval": for_eval,
-        }
+        header = {"op": "advance", "env": position, "index": index, "stop_reason": stop_reason, "for_eval": for_eval}
         home = await self._resources(position)
         result, _ = await self._call(header, pack_ids(completion_token_ids), label, worker=home)
         return Advance(True, [], result["text"], RewardRecord(**result["score"]), result["seconds"])

@@ -150,10 +150,7 @@ def launch_command(
             if problem is not None:
                 raise ConfigError(problem)
         arguments += memory_arguments(
-            config,
-            staging_bytes=staging.num_bytes,
-            gpu_memory_bytes=gpu_memory_bytes,
-            kv_cache_bytes=kv_cache_bytes,
+            config, staging_bytes=staging.num_bytes, gpu_memory_bytes=gpu_memory_bytes, kv_cache_bytes=kv_cache_bytes
         )
     if config.trust_remote_code:
         arguments.append("--trust-remote-code")
@@ -313,11 +310,7 @@ ROUNDING_BYTES = GIB // 200
 
 
 def memory_arguments(
-    config: TelescopeConfig,
-    *,
-    staging_bytes: int,
-    gpu_memory_bytes: int | None,
-    kv_cache_bytes: int | None,
+    config: TelescopeConfig, *, staging_bytes: int, gpu_memory_bytes: int | None, kv_cache_bytes: int | None
 ) -> list[str]:
     """Returns the memory flags of a server on a GPU of `gpu_memory_bytes`, `staging_bytes` of which stay free for its
     staging buffer.
