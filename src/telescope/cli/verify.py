@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from telescope.cli.live_view import LiveView
 from telescope.config import LoadedConfig, TelescopeConfig, load_config
 from telescope.errors import ConfigError, InfrastructureError, RunError, UserError
 
@@ -148,39 +148,22 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
-class PhaseView:
+class PhaseView(LiveView):
     """Progress of the verification: one redrawn line on a terminal, otherwise a line per phase."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def say(self, text: str) -> None:
         """Prints one line above the redrawn one."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def start(self, status: RunStatus) -> None:
-        """Starts to show `status`."""
-        self._thread = threading.Thread(target=self._show, args=(status,), name="phase view", daemon=True)
-        self._thread.start()
+    def _redraw(self, status: RunStatus) -> None:
+        with self._console.status("") as line:
+            while not self._stop.wait(0.2):
+                parts = ", ".join(f"{part}: {doing}" for part, doing in sorted(status.components.items()))
+                starting = status.phase.startswith("starting the")
+                seconds = time.time() - status.started_at
+                line.update(Text(f"{seconds:.0f} s  {status.phase}" + (f" ({parts})" if starting else "")))
 
-    def stop(self) -> None:
-        """Releases the terminal. Further calls have no effect."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5)
-            self._thread = None
-
-    def _show(self, status: RunStatus) -> None:
-        if self._console.is_terminal:
-            with self._console.status("") as line:
-                while not self._stop.wait(0.2):
-                    parts = ", ".join(f"{part}: {doing}" for part, doing in sorted(status.components.items()))
-                    starting = status.phase.startswith("starting the")
-                    seconds = time.time() - status.started_at
-                    line.update(Text(f"{seconds:.0f} s  {status.phase}" + (f" ({parts})" if starting else "")))
-            return
+    def _print_lines(self, status: RunStatus) -> None:
         shown = ""
         while not self._stop.wait(0.2):
             if status.phase != shown:

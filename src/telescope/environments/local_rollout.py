@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from telescope.environments.base import (
@@ -136,28 +137,21 @@ def _finish(steps: Generator[Awaitable[Any], Any, LocalRollout]) -> LocalRollout
     loop = asyncio.new_event_loop()
     try:
         asyncio.set_event_loop(loop)
-        resume: Callable[[], Awaitable[Any]] = lambda: next(steps)  # noqa: E731
+        resume: Callable[[], Awaitable[Any]] = partial(next, steps)
         while True:
             try:
                 waits_for = resume()
             except StopIteration as end:
                 rollout: LocalRollout = end.value
                 return rollout
-            resume = _resumed(steps, loop, waits_for)
+            try:
+                result = loop.run_until_complete(asyncio.ensure_future(waits_for, loop=loop))
+                resume = partial(steps.send, result)
+            except Exception as error:
+                resume = partial(steps.throw, error)
     finally:
         asyncio.set_event_loop(None)
         loop.close()
-
-
-def _resumed(
-    steps: Generator[Awaitable[Any], Any, LocalRollout], loop: asyncio.AbstractEventLoop, waits_for: Awaitable[Any]
-) -> Callable[[], Awaitable[Any]]:
-    try:
-        result = loop.run_until_complete(asyncio.ensure_future(waits_for, loop=loop))
-    except Exception as error:
-        raised = error
-        return lambda: steps.throw(raised)
-    return lambda: steps.send(result)
 
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"

@@ -45,7 +45,7 @@ class Rubric:
     def add_reward(
         self,
         func: Callable[..., Any],
-        weight: float = 1.0,
+        weight: float | None = 1.0,
         *,
         name: str | None = None,
         golden_answer: Any = None,
@@ -55,10 +55,20 @@ class Rubric:
     ) -> Rubric:
         """Adds a function, plain or async, to the total. Returns the rubric.
 
-        `name` defaults to the name of the function. `golden_answer` is recorded under that name: `"answer"` stands for
-        the answer of the sample, a key of its metadata for that value, anything else for itself.
+        Without `weight` it is a metric. `name` defaults to the name of the function. `golden_answer` is recorded under
+        that name: `"answer"` stands for the answer of the sample, a key of its metadata for that value, anything else
+        for itself.
         """
-        return self._add(func, float(weight), name, golden_answer, range_min, range_max, invert)
+        name = str(name or getattr(func, "__name__", type(func).__name__))
+        if any(term.name == name for term in self._terms):
+            raise UserError(f"The rubric has two functions named {name!r}. Give one of them another name.")
+        if range_min is not None and range_max is not None and range_min >= range_max:
+            raise UserError(f"The rubric's {name!r} has range_min {range_min}, which is not below {range_max}.")
+        chart = {key: value for key, value in (("min", range_min), ("max", range_max)) if value is not None}
+        if invert:
+            chart["invert"] = True
+        self._terms.append(_Term(func, name, None if weight is None else float(weight), golden_answer, chart))
+        return self
 
     def add_metric(
         self,
@@ -71,7 +81,9 @@ class Rubric:
         invert: bool = False,
     ) -> Rubric:
         """Adds a function that is recorded and does not count in the reward. Returns the rubric."""
-        return self._add(func, None, name, golden_answer, range_min, range_max, invert)
+        return self.add_reward(
+            func, None, name=name, golden_answer=golden_answer, range_min=range_min, range_max=range_max, invert=invert
+        )
 
     @property
     def metrics_ranges(self) -> dict[str, dict[str, float]]:
@@ -123,27 +135,6 @@ class Rubric:
             info_turns=list(extra_info_turns or []),
             sample_tags=dict(extra_sample_tags or {}),
         )
-
-    def _add(
-        self,
-        func: Callable[..., Any],
-        weight: float | None,
-        name: str | None,
-        golden_answer: Any,
-        range_min: float | None,
-        range_max: float | None,
-        invert: bool,
-    ) -> Rubric:
-        name = str(name or getattr(func, "__name__", type(func).__name__))
-        if any(term.name == name for term in self._terms):
-            raise UserError(f"The rubric has two functions named {name!r}. Give one of them another name.")
-        if range_min is not None and range_max is not None and range_min >= range_max:
-            raise UserError(f"The rubric's {name!r} has range_min {range_min}, which is not below {range_max}.")
-        chart = {key: value for key, value in (("min", range_min), ("max", range_max)) if value is not None}
-        if invert:
-            chart["invert"] = True
-        self._terms.append(_Term(func, name, weight, golden_answer, chart))
-        return self
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:

@@ -12,11 +12,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from telescope.config import TelescopeConfig
-from telescope.evals.runner import EvalResult
 from telescope.utils.text import pluralize, single_line
+
+if TYPE_CHECKING:
+    from telescope.config import TelescopeConfig
+    from telescope.evals.runner import EvalResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,64 +20,31 @@ TEMPORARY_PREFIX = ".writing-"
 """Name prefix of incomplete files. Readers ignore them, and the next writer removes them."""
 
 
-@dataclass(frozen=True, slots=True)
 class RunFiles:
     """Paths in a run directory. Creates nothing."""
 
-    run_dir: Path
-
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
-        object.__setattr__(self, "run_dir", Path(run_dir))
-
-    @property
-    def config(self) -> Path:
+        self.run_dir = root = Path(run_dir)
+        self.config = root / "config.yaml"
         """The resolved config of the newest attempt."""
-        return self.run_dir / "config.yaml"
-
-    @property
-    def run_json(self) -> Path:
+        self.run_json = root / "run.json"
         """Identity and status of the run."""
-        return self.run_dir / "run.json"
-
-    @property
-    def heartbeat(self) -> Path:
+        self.heartbeat = root / "heartbeat.json"
         """Heartbeat of the recording process."""
-        return self.run_dir / "heartbeat.json"
-
-    @property
-    def summary(self) -> Path:
+        self.summary = root / "summary.json"
         """Result of a run that has ended."""
-        return self.run_dir / "summary.json"
-
-    @property
-    def logs(self) -> Path:
+        self.logs = root / "logs"
         """Log files, one per component."""
-        return self.run_dir / "logs"
-
-    @property
-    def model(self) -> Path:
+        self.model = root / "model"
         """The trained model, in Hugging Face format."""
-        return self.run_dir / "model"
-
-    @property
-    def tables(self) -> Path:
-        """One folder of segments per table."""
-        return self.run_dir / "tables"
-
-    @property
-    def in_flight(self) -> Path:
-        """The samples that are being generated now."""
-        return self.tables / "in_flight.json"
-
-    @property
-    def writer_lock(self) -> Path:
-        """Lock file of the process that writes the tables."""
-        return self.tables / ".writer.lock"
-
-    @property
-    def wandb(self) -> Path:
+        self.wandb = root / "wandb"
         """Folder of W&B's files."""
-        return self.run_dir / "wandb"
+        self.tables = root / "tables"
+        """One folder of segments per table."""
+        self.in_flight = self.tables / "in_flight.json"
+        """The samples that are being generated now."""
+        self.writer_lock = self.tables / ".writer.lock"
+        """Lock file of the process that writes the tables."""
 
     def table(self, name: str) -> Path:
         """The folder of a table's segments."""

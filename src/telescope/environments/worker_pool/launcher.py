@@ -18,12 +18,15 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from telescope.environments.worker_pool.fork_server import PACKET_BYTES
 from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import DeadlineExceeded, InfrastructureError, UserError
 from telescope.utils.process import describe_exit, log_tail, open_log
+
+if TYPE_CHECKING:
+    from telescope.environments.worker_pool.worker_handle import WorkerProcess
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -51,16 +54,6 @@ _LOG_TAIL_BYTES = 4000
 logger = logging.getLogger(__name__)
 
 
-class ForkedProcess(Protocol):
-    """Callbacks of the launcher about one worker."""
-
-    def forked(self, pid: int) -> None: ...
-
-    def ended(self, code: int) -> None: ...
-
-    def lost(self) -> None: ...
-
-
 class Launcher:
     """Keeps a fork server running.
 
@@ -76,10 +69,10 @@ class Launcher:
         """Why the server cannot be restarted; None while it can."""
         self._replacing: asyncio.Task[None] | None = None
         self._restart_times: list[float] = []
-        self._pending: dict[int, ForkedProcess] = {}
+        self._pending: dict[int, WorkerProcess] = {}
         """Requested workers that are not forked yet."""
         self._last_request = 0
-        self._children: dict[int, ForkedProcess] = {}
+        self._children: dict[int, WorkerProcess] = {}
 
     async def start(self, timeout_seconds: float) -> None:
         """Starts the process and loads the tokenizer.
@@ -115,7 +108,7 @@ class Launcher:
             )
         self._loop.add_reader(self._socket.fileno(), self._readable)
 
-    def fork(self, worker: ForkedProcess, descriptors: tuple[int, int, int]) -> None:
+    def fork(self, worker: WorkerProcess, descriptors: tuple[int, int, int]) -> None:
         """Requests a worker that receives the descriptors (socket, slot, log); the caller may close them afterwards.
 
         Raises `InfrastructureError` or `UserError` when the server cannot be restarted.

@@ -84,7 +84,7 @@ class EnvironmentPool:
             make_launcher=lambda folder: Launcher(renderer, folder),
             on_ended=self._on_ended,
         )
-        self._rollouts = PoolRollouts(self._workers.call, self._workers.queue)
+        self._rollouts = PoolRollouts(self._workers)
         self._prepared: dict[int, asyncio.Future[Any]] = {}
         """Resources that are prepared or being prepared, by position of their environment."""
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -30,8 +30,9 @@ from telescope.environments.worker_pool.messages import (
     pack_ids,
     unpack_ids,
 )
-from telescope.environments.worker_pool.scheduling import Call, CallQueue, Rollout, unbind
+from telescope.environments.worker_pool.scheduling import Call, Rollout, unbind
 from telescope.environments.worker_pool.worker_handle import PoolWorker
+from telescope.environments.worker_pool.workers import WorkerPool
 from telescope.errors import EnvironmentFailure, InfrastructureError, RolloutLost
 
 logger = logging.getLogger(__name__)
@@ -39,20 +40,12 @@ logger = logging.getLogger(__name__)
 Answer = tuple[dict[str, Any], bytes]
 
 
-class _Caller(Protocol):
-    """The pool's `call` method."""
-
-    def __call__(
-        self, header: dict[str, Any], blob: bytes, label: str, *, worker: Any = None, rollout: Rollout | None = None
-    ) -> Call: ...
-
-
 class PoolRollouts:
-    """The open rollouts of a pool. `call` sends a request to a worker."""
+    """The open rollouts of a pool."""
 
-    def __init__(self, call: _Caller, queue: CallQueue) -> None:
-        self._call = call
-        self._queue = queue
+    def __init__(self, workers: WorkerPool) -> None:
+        self._call = workers.call
+        self._queue = workers.queue
         self._open: dict[str, tuple[Rollout, int]] = {}
         self._calls: dict[str, Call] = {}
         """The pending call of each rollout."""
