@@ -86,7 +86,7 @@ def _choose(name: str, runs: list[Run]) -> Run:
     if matching:
         labels = ", ".join(run.label for run in matching)
         raise UserError(f"--run {name!r}: {len(matching)} runs have that name. Use one of the folders: {labels}.")
-    known = sorted({run.label for run in runs} | {run.info.name for run in runs if run.info})
+    known = sorted({LATEST} | {run.label for run in runs} | {run.info.name for run in runs if run.info})
     raise UserError(f"--run {name!r}: there is no such run.{did_you_mean(name, known)} `telescope runs` lists them.")
 
 

@@ -152,6 +152,7 @@ def test_several_runs_are_compared(ask):
     [
         (("SELECT 1", "--run", "demo"), ["2 runs have that name", "first, second"]),
         (("SELECT 1", "--run", "thrid"), ["no such run", "Did you mean 'third'?"]),
+        (("SELECT 1", "--run", "latst"), ["no such run", "Did you mean 'latest'?"]),
         (("SELECT reward FROM steps",), ["no column 'reward'", "reward_mean"]),
         (("SELECT * FROM step",), ["no table 'step'", "Did you mean 'steps'?"]),
         (("DROP VIEW steps",), ["read-only"]),
