@@ -163,7 +163,7 @@ def no_effect_note(config: TelescopeConfig) -> str | None:
     set_in_evals |= {name for entry in config.evals for name in entry.model_fields_set}
     names |= {f"evals.{name}" for name in set_in_evals if has_no_effect(f"evals.{name}")}
     ordered = sorted(names, key=lambda name: (name.startswith("evals."), name))
-    return f"No effect in this version: {', '.join(ordered)}." if names else None
+    return f"Fields without effect in this version: {', '.join(ordered)}." if names else None
 
 
 def refuse_unavailable_choices(config: TelescopeConfig) -> None:

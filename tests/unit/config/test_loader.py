@@ -326,14 +326,14 @@ def test_fields_without_effect_are_named_in_one_line():
     )  # fmt: skip
     (note,) = loaded.notes
     named = ["checkpoint_every", "weight_broadcast_free_grad_buffers", "evals.eval_every", "evals.pass_k"]
-    assert note == f"No effect in this version: {', '.join(named)}."
+    assert note == f"Fields without effect in this version: {', '.join(named)}."
 
 
 def test_fields_whose_default_asks_for_an_effect_are_named_too():
     (note,) = load(None, "--environments", "[{name: a}]", "--evals", "[{name: a}]").notes
-    assert note == "No effect in this version: wandb_upload_code, wandb_upload_logs, evals.eval_every."
+    assert note == "Fields without effect in this version: wandb_upload_code, wandb_upload_logs, evals.eval_every."
     (note,) = load(None, *NO_WANDB, "--evals", "[{name: a}]").notes
-    assert note == "No effect in this version: evals.eval_every."
+    assert note == "Fields without effect in this version: evals.eval_every."
     assert load(None, *NO_WANDB).notes == []
 
 
