@@ -99,10 +99,7 @@ def test_an_unknown_algorithm_names_the_known_ones():
 
 
 def test_the_driver_can_import_algorithms_and_packing_without_torch():
-    code = (
-        "import sys; import telescope.algorithms, telescope.trainer.packing; "
-        "sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys; import telescope.algorithms, telescope.trainer.packing; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -1,13 +1,11 @@
 """Countdown: its puzzles, its split and its reward."""
 
-import sys
 from itertools import islice
-from types import SimpleNamespace
 
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.environments.fake_hub import serve_rows
 
 from telescope.environments.base import Sample, sample_uid
 from telescope.environments.countdown.arithmetic import parse
@@ -181,22 +179,8 @@ def test_auto_falls_back_to_generated_puzzles_and_reports_why(monkeypatch, caplo
         len(CountdownEnvironment(dataset="hub", num_samples=3))
 
 
-class FakeHubDataset:
-    """200 rows in the form of the datasets package."""
-
-    def with_format(self, name):
-        assert name == "arrow"
-        return self
-
-    def __getitem__(self, rows):
-        return pa.table(
-            {"nums": [[n, n + 1, 2] for n in range(200)], "target": [2 * n + 3 for n in range(200)]}
-        )  # fmt: skip
-
-
 def test_hub_rows_become_samples_of_the_portion(monkeypatch):
-    fake = SimpleNamespace(load_dataset=lambda name, subset, split: FakeHubDataset())
-    monkeypatch.setitem(sys.modules, "datasets", fake)
+    serve_rows(monkeypatch, lambda *_: [{"nums": [n, n + 1, 2], "target": 2 * n + 3} for n in range(200)])
     held_out = CountdownEnvironment(dataset="hub", portion="heldout")
     train = CountdownEnvironment(dataset="hub", portion="train")
     assert len(held_out) + len(train) == 200
@@ -206,10 +190,7 @@ def test_hub_rows_become_samples_of_the_portion(monkeypatch):
 
 
 def test_generated_puzzles_replace_only_the_default_dataset(monkeypatch, caplog):
-    def load_dataset(*_, **__):
-        raise ConnectionError("no network")
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    serve_rows(monkeypatch, ConnectionError("no network"))
     assert len(CountdownEnvironment(num_samples=3)) == 3
     assert "is not available (ConnectionError: no network)" in caplog.text
     for kwargs in ({"dataset": "hub"}, {"dataset_name": "someone/puzzles"}, {"dataset_split": "test"}):

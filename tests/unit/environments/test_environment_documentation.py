@@ -59,7 +59,9 @@ def test_the_shown_eval_runs_on_the_shown_environment(shown):
     assert result.metrics == {"reward": 1.0, "correct": 1.0}
 
 
-@pytest.mark.parametrize("name", ["countdown", "hendrycks_math", "wordle", "calculator_agent"])
+@pytest.mark.parametrize(
+    "name", ["countdown", "hendrycks_math", "dapo_math", "deepscaler", "wordle", "calculator_agent"]
+)
 def test_the_page_names_every_argument_of_what_ships_here(name):
     known = known_arguments(environment_class(name), Environment)
     assert [argument for argument in known if f"`{argument}`" not in PAGE] == []

@@ -1,14 +1,12 @@
 r"""MATH: the shipped problems have right answers, and only the right answer in the box is rewarded."""
 
 import re
-import sys
-import types
 
 import pytest
+from tests.unit.environments.fake_hub import serve_rows
 
 from telescope.environments.hendrycks_math.environment import SUBJECTS
 from telescope.environments.hendrycks_math.worked_out import is_worked_out
-from telescope.environments.parsers import extract_boxed_answer
 from telescope.environments.registry import get_environment
 from telescope.errors import UserError
 
@@ -135,26 +133,38 @@ def test_the_instruction_may_be_replaced_or_null(environment):
 
 
 def test_the_hubs_rows_become_samples(monkeypatch):
-    requested = []
-
-    def load_dataset(name, subset, split):
-        requested.append((name, subset, split))
-        return [{"problem": f"P {subset}", "level": "Level 4", "type": "Algebra", "solution": r"so \boxed{4}"},
-                {"problem": "no answer", "level": "Level ?", "type": "Algebra", "solution": "none"}]  # fmt: skip
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    hub = serve_rows(
+        monkeypatch,
+        lambda name, subset, split: [
+            {"problem": f"P {subset}", "level": "Level 4", "type": "Algebra", "solution": r"so \boxed{4}"},
+            {"problem": "no answer", "level": "Level ?", "type": "Algebra", "solution": "none"},
+        ],
+    )
     samples = get_environment("hendrycks_math", dataset="hub")._loaded()
-    assert [subset for _, subset, _ in requested] == list(SUBJECTS)
+    assert [subset for _, subset, _ in hub.requested] == list(SUBJECTS)
     assert [(s.prompt, s.answer, s.metadata["level"]) for s in samples[:1]] == [("P algebra", "4", 4)]
     assert len(samples) == len(SUBJECTS)
-    assert extract_boxed_answer(r"so \boxed{4}") == "4"
+
+
+def test_a_dataset_without_its_columns_is_refused_with_those_that_it_has(monkeypatch):
+    serve_rows(monkeypatch, lambda *_: [{"prompt": "1 + 1?", "answer": "2"}])
+    expected = r"'someone/sums' \(split 'train'\) has no column problem or question\. It has: prompt, answer\."
+    with pytest.raises(UserError, match=expected):
+        get_environment("hendrycks_math", dataset_name="someone/sums").get_sample(0)
+
+
+def test_an_answer_of_zero_is_an_answer(monkeypatch):
+    serve_rows(monkeypatch, lambda *_: [{"problem": "1 - 1?", "answer": 0}])
+    assert get_environment("hendrycks_math", dataset_name="someone/sums").get_sample(0).answer == "0"
+
+
+def test_an_instruction_may_follow_the_problem():
+    environment = get_environment("hendrycks_math", instruction_prompt="Before.", instruction_prompt_post="\nAfter.")
+    assert environment.build_messages("Q")[0]["content"] == "Before.\n\nQ\n\nAfter."
 
 
 def test_without_the_hub_the_shipped_problems_replace_it(monkeypatch, caplog):
-    def load_dataset(*_, **__):
-        raise ConnectionError("no network")
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    serve_rows(monkeypatch, ConnectionError("no network"))
     assert len(get_environment("hendrycks_math")) >= 40
     assert "is not available (ConnectionError: no network)" in caplog.text
     chosen = ({"dataset": "hub"}, {"dataset_split": "test"}, {"dataset_name": "someone/exams"})

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
 from telescope.environments.countdown.arithmetic import Expression, ExpressionError, parse
 from telescope.environments.countdown.puzzles import PuzzleSettings, generate_puzzles, in_portion
+from telescope.environments.hub import hub_table
 from telescope.environments.parsers import extract_answer_tags, strip_think_tags
 from telescope.errors import UserError
 
@@ -137,13 +138,7 @@ class CountdownEnvironment(SingleTurnEnvironment):
     def _load_hub(
         self, num_samples: int, portion: str, dataset_name: str, subset: str | None, split: str
     ) -> list[Sample]:
-        try:
-            import datasets
-        except ImportError as error:
-            raise UserError(
-                "countdown: dataset 'hub' needs the package datasets. Install it with: pip install datasets"
-            ) from error
-        table = datasets.load_dataset(dataset_name, subset, split=split).with_format("arrow")[:]
+        table = hub_table("countdown", dataset_name, subset, split, [("nums",), ("target",)])
         pairs: Iterable[tuple[list[int], int]] = zip(
             table["nums"].to_pylist(), table["target"].to_pylist(), strict=True
         )

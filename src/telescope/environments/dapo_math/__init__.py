@@ -1,0 +1,1 @@
+"""Competition mathematics from DAPO-Math-17k, with whole numbers as answers."""

@@ -1,0 +1,91 @@
+"""The DAPO environment: 17,000 competition problems whose answers are whole numbers.
+
+Problems come from the hub (`BytedTsinghua-SIA/DAPO-Math-17k`, the dataset of https://arxiv.org/abs/2503.14476), or are
+those that ship with `hendrycks_math`. The dataset's prompts end with their own instruction, to write `Answer: ...` in
+the last line, so the environment adds none. The reward is that of `hendrycks_math`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+from telescope.environments.base import Sample
+from telescope.environments.hendrycks_math.environment import HendrycksMathEnvironment, own_problems, samples_of
+from telescope.environments.hub import hub_table
+from telescope.environments.parsers import extract_boxed_answer
+
+REQUIRED_PACKAGES = ["math-verify"]
+OPTIONAL_PACKAGES = ["datasets"]
+
+HUB_DATASET = "BytedTsinghua-SIA/DAPO-Math-17k"
+OWN_INSTRUCTION = 'Think step by step. Then write the result in a last line of its own, as "Answer: " and the number.'
+"""Follows the shipped problems, which lack the instruction of the hub's prompts."""
+
+_ANSWER_LINE = re.compile(r"^[ \t*_#]{0,8}answer[ \t*_]{0,8}:(.*)$", re.IGNORECASE | re.MULTILINE)
+
+
+class DapoMathEnvironment(HendrycksMathEnvironment):
+    r"""Competition problems of DAPO-Math-17k, each once. The arguments are those of `hendrycks_math`, without `levels`.
+
+    The answer is the last line `Answer: ...`; without one, the last `\boxed{...}`.
+    """
+
+    metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {
+        "correct": {"min": 0.0, "max": 1.0},
+        "answered": {"min": 0.0, "max": 1.0},
+    }
+    answered_metric = "answered"
+
+    def __init__(self, instruction_prompt: str | None = None, **kwargs: Any) -> None:
+        super().__init__(instruction_prompt=instruction_prompt, **kwargs)
+
+    def load_dataset(  # type: ignore[override]  # `**_` would take the `levels` of the base class
+        self,
+        num_samples: int = -1,
+        dataset: str = "auto",
+        dataset_name: str = HUB_DATASET,
+        dataset_subset: str | None = None,
+        dataset_split: str = "train",
+        seed: int | None = None,
+    ) -> list[Sample]:
+        """The problems as samples. Raises `UserError` when there is none."""
+        return self.hub_or_own(
+            num_samples,
+            seed,
+            dataset,
+            dataset_name,
+            hub=lambda: self._hub_samples(dataset_name, dataset_subset, dataset_split),
+            own=_own_samples,
+            own_replaces_hub=dataset_name == HUB_DATASET and dataset_split == "train",
+            selection=f"an answer in {dataset_name}",
+        )
+
+    def extract_answer(self, text: str) -> str:
+        lines = _ANSWER_LINE.findall(text)
+        if not lines:
+            return extract_boxed_answer(text)
+        return extract_boxed_answer(lines[-1]) or lines[-1].strip(" \t*_").removesuffix(".")
+
+    def _hub_samples(self, name: str, subset: str | None, split: str) -> list[Sample]:
+        """Every problem once: the hub's dataset has each of them a hundred times."""
+        import pyarrow.compute as pc
+
+        table = hub_table(self.name, name, subset, split, [("prompt",), ("reward_model",)])
+        answers: dict[str, str] = {}
+        # By column: 1.8 million rows as dictionaries would take a quarter of a minute in each process.
+        for batch in table.select(["prompt", "reward_model"]).to_batches():
+            prompts = pc.struct_field(pc.list_element(batch["prompt"], 0), "content")
+            truths = pc.struct_field(batch["reward_model"], "ground_truth")
+            for prompt, truth in zip(prompts.to_pylist(), truths.to_pylist(), strict=True):
+                answers.setdefault(prompt, truth)
+        return [Sample(prompt, answer=str(answer)) for prompt, answer in answers.items() if prompt and answer]
+
+
+def _own_samples() -> list[Sample]:
+    """The shipped problems whose answer is a whole number."""
+    return [
+        Sample(f"{sample.prompt}\n\n{OWN_INSTRUCTION}", answer=sample.answer)
+        for sample in samples_of(own_problems())
+        if re.fullmatch(r"-?[0-9]+", sample.answer)
+    ]

@@ -1,0 +1,1 @@
+"""Competition mathematics from DeepScaleR, scored as the environment `hendrycks_math` scores."""
