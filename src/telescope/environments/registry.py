@@ -32,7 +32,7 @@ from telescope.environments.user_code import describe_error
 from telescope.errors import UserError
 from telescope.utils.text import did_you_mean
 
-NOT_YET_SHIPPED = ("dapo_math", "deepscaler", "i3_code", "math500", "aime_2024", "aime_2025", "gpqa_diamond")
+NOT_YET_SHIPPED = ("i3_code",)
 """Names of environments and evals that later versions will ship."""
 
 

@@ -214,7 +214,8 @@ def _make_eval(
     environment_name: str | None,
 ) -> Eval:
     """An instance of `cls` with the environment that it wraps, if any."""
-    own = known_arguments(cls, Eval) | {"system_prompt"}
+    taken = known_arguments(cls, Eval)
+    own = taken | {"system_prompt"}
     environment_type = None
     if environment_name is None:
         refuse_unknown(kwargs, own, f"The eval {name!r}")
@@ -227,7 +228,7 @@ def _make_eval(
             )
         refuse_near_misses(kwargs, own | known_arguments(environment_type, Environment), f"The eval {name!r}")
 
-    evaluation: Eval = instantiate(cls, Eval, name, {key: value for key, value in kwargs.items() if key in own})
+    evaluation: Eval = instantiate(cls, Eval, name, {key: value for key, value in kwargs.items() if key in taken})
     if "system_prompt" in kwargs:
         evaluation.system_prompt = kwargs["system_prompt"]
     if environment_type is not None and environment_name is not None:

@@ -18,13 +18,16 @@ from tests.integration.environments.hub import Hub, serving
 from telescope.environments.hendrycks_math.environment import SUBJECTS
 
 MATH, COUNTDOWN, EXAMS = "EleutherAI/hendrycks_math", "Jiayi-Pan/Countdown-Tasks-3to4", "someone/exams"
+DAPO, DEEPSCALER = "BytedTsinghua-SIA/DAPO-Math-17k", "agentica-org/DeepScaleR-Preview-Dataset"
+MATH500, AIME25, GPQA = "HuggingFaceH4/MATH-500", "opencompass/AIME2025", "Idavidrein/gpqa"
 
 LOAD = """
 import json, sys
 from telescope.environments.registry import get_environment
+from telescope.evals.base import EVALS, get_eval
 for name, kwargs in json.loads(sys.argv[1]):
     try:
-        environment = get_environment(name, **kwargs)
+        environment = get_eval(name, **kwargs) if EVALS.has(name) else get_environment(name, **kwargs)
         samples = [environment.get_sample(i) for i in range(len(environment))]
         print("LOADED", json.dumps([[s.prompt, s.answer, s.metadata] for s in samples]))
     except Exception as error:
@@ -35,6 +38,11 @@ for name, kwargs in json.loads(sys.argv[1]):
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def problem(subject: str, number: int, split: str) -> dict[str, Any]:
@@ -61,6 +69,23 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     write_parquet(root / COUNTDOWN / "data" / "train-00000-of-00001.parquet", puzzles)
     exams = [{"question": f"{n} + 1?", "answer": str(n + 1), "subject": "sums"} for n in range(5)]
     write_parquet(root / EXAMS / "test.parquet", exams)
+    dapo = [
+        {"prompt": [{"content": f"{n % 30} + 1?", "role": "user"}], "reward_model": {"ground_truth": str(n % 30 + 1)}}
+        for n in range(3000)
+    ]
+    write_parquet(root / DAPO / "data" / "train-00000-of-00001.parquet", dapo)
+    write_jsonl(root / DEEPSCALER / "train.jsonl", [{"problem": "1 + 1?", "answer": "2", "solution": ""}])
+    write_jsonl(root / MATH500 / "test.jsonl", [{"problem": "2 + 2?", "answer": "4", "subject": "Algebra", "level": 1}])
+    parts = ["---", "configs:"]
+    for part, name in (("AIME2025-I", "aime2025-I.jsonl"), ("AIME2025-II", "aime2025-II.jsonl")):
+        parts += [f"- config_name: {part}", "  data_files:", "  - split: test", f"    path: {name}"]
+        write_jsonl(root / AIME25 / name, [{"question": f"{part}?", "answer": "70"}])
+    (root / AIME25 / "README.md").write_text("\n".join([*parts, "---"]))
+    subset = ["---", "configs:", "- config_name: gpqa_diamond", "  data_files: gpqa_diamond.csv", "---"]
+    header = "Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer 3"
+    (root / GPQA).mkdir(parents=True)
+    (root / GPQA / "README.md").write_text("\n".join(subset))
+    (root / GPQA / "gpqa_diamond.csv").write_text(f"{header}\n2 + 2?,4,3,5,6\n")
     with serving(root) as made:
         yield made
 
@@ -108,3 +133,23 @@ def test_environments_load_their_datasets_from_the_hub(hub: Hub, tmp_path: Path)
     again = len(hub.asked)
     assert load(hub, tmp_path, ("hendrycks_math", {"dataset": "hub"})) == [everything]
     assert not [path for path in hub.asked[again:] if path.endswith(".parquet")], "what was fetched is kept"
+
+
+def test_math_environments_and_benchmarks_load_their_datasets_from_the_hub(hub: Hub, tmp_path: Path) -> None:
+    dapo, deepscaler, math500, aime, gpqa, wrong = load(
+        hub, tmp_path,
+        ("dapo_math", {"dataset": "hub"}),
+        ("deepscaler", {"dataset": "hub"}),
+        ("math500", {}),
+        ("aime_2025", {}),
+        ("gpqa_diamond", {"instruction_prompt_pre": None}),
+        ("math500", {"dataset_name": GPQA, "dataset_split": "train"}),
+    )  # fmt: skip
+    assert [(prompt, answer) for prompt, answer, _ in dapo] == [(f"{n} + 1?", str(n + 1)) for n in range(30)]
+    assert [(prompt, answer) for prompt, answer, _ in deepscaler] == [("1 + 1?", "2")]
+    assert math500 == [["2 + 2?", "4", {"level": 1, "subject": "Algebra", "_env_name": "hendrycks_math"}]]
+    assert [(prompt, answer) for prompt, answer, _ in aime] == [("AIME2025-I?", "70"), ("AIME2025-II?", "70")]
+    ((question, letter, _),) = gpqa
+    assert question.startswith("2 + 2?\n\nA) ")
+    assert f"\n{letter}) 4" in question
+    assert "has no column problem or question, answer or solution. It has: Question, Correct Answer" in wrong

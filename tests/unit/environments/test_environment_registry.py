@@ -291,10 +291,9 @@ def test_fixture_folders_hold_no_init_files():
     assert not list(here.rglob("__init__.py"))
 
 
-@pytest.mark.parametrize("name", ["dapo_math", "deepscaler", "i3_code", "aime_2024"])
-def test_a_name_that_ships_later_is_reported_as_known(name: str) -> None:
-    with pytest.raises(UserError, match=f"The environment '{name}' does not ship with this version yet. Known: "):
-        check_environment(name)
+def test_a_name_that_ships_later_is_reported_as_known() -> None:
+    with pytest.raises(UserError, match="The environment 'i3_code' does not ship with this version yet"):
+        check_environment("i3_code")
 
 
 @pytest.mark.parametrize(
