@@ -187,9 +187,11 @@ def print_summary(summary: RunSummary, console: Console) -> None:
     console.print(f"[bold]{summary.run_name}[/] {summary.sentence}", highlight=False)
     if summary.heldout_before is not None and summary.heldout_after is not None:
         gain = summary.heldout_after - summary.heldout_before
+        interval = summary.heldout_gain_interval
+        between = "" if interval is None else f", 95 % interval {interval[0]:+.3f} to {interval[1]:+.3f}"
         console.print(
-            f"  held-out accuracy  {summary.heldout_before:.3f} → [bold]{summary.heldout_after:.3f}[/] ({gain:+.3f}; "
-            f"{summary.heldout_items} items, temperature {summary.heldout_temperature:g})",
+            f"  held-out accuracy  {summary.heldout_before:.3f} → [bold]{summary.heldout_after:.3f}[/] "
+            f"({gain:+.3f}{between}; {summary.heldout_items} items, temperature {summary.heldout_temperature:g})",
             highlight=False,
         )
     elif summary.heldout_before is not None:

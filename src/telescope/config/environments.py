@@ -59,7 +59,8 @@ class EvalEntry(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the eval or environment, as in `environments`."""
     pass_k: dict[str, Any] = Field(default_factory=dict)
-    """pass@k and pass^k: `{at_k: {metrics: [correct], k: [1, 8]}, pow_k: {metrics: [correct], k: [8]}}`."""
+    """pass@k and pass^k: `{at_k: {metrics: [correct], k: [1, 8]}, pow_k: {metrics: [correct], k: [8]}}`. Every item is
+    sampled as often as the largest k. A sample passes when the metric is 1 or more."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """Sampling temperature of this eval. 0 is greedy; null takes the training temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -108,7 +108,6 @@ FIELD_STATUS: dict[str, str] = {
     "eval_num_servers": PERIODIC_EVALS,
     "eval_start_end_use_all_servers": PERIODIC_EVALS,
     "evals.eval_every": PERIODIC_EVALS,
-    "evals.pass_k": PERIODIC_EVALS,
     "wandb_upload_code": UPLOADS,
     "wandb_upload_logs": UPLOADS,
     "wandb_upload_logs_detailed": UPLOADS,

@@ -14,7 +14,8 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from telescope.config import EvalEntry
 from telescope.environments.worker_pool.messages import PreparedPrompt
 from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.evals.statistics import Estimate, estimate_mean, metrics_over_items, num_completions
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, SamplingSettings
 from telescope.rollout.trajectory import Trajectory
 from telescope.rollout.types import Engine, RequestSlots
@@ -48,11 +50,27 @@ class PlannedEval:
     number: int = 0
     """Index among the evals of the run, some of which may have the same name."""
     is_multi_turn: bool = False
+    pass_k: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_completions(self) -> int:
+        """Completions of each item."""
+        return num_completions(self.pass_k)
+
+    @property
+    def num_samples(self) -> int:
+        """Completions of all items."""
+        return len(self.items) * self.num_completions
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Averages over the scored samples of one eval at one policy version. `metrics` includes `reward`."""
+    """Means over the items of one eval at one policy version. `metrics` includes `reward`.
+
+    `num_scored` counts samples, of which each item has `num_completions`. `by_item` is the accuracy of each item by its
+    identity, and `estimate` their mean with its confidence interval. `gain` is the paired difference to the first
+    result of the eval in this run. Both are None where they are not defined.
+    """
 
     name: str
     version: int
@@ -62,6 +80,11 @@ class EvalResult:
     metrics: dict[str, float]
     seconds: float
     held_out: bool
+    number: int = 0
+    num_completions: int = 1
+    by_item: dict[str, float] = field(default_factory=dict)
+    estimate: Estimate | None = None
+    gain: Estimate | None = None
 
     @property
     def accuracy(self) -> float:
@@ -87,8 +110,9 @@ async def plan_eval(
     )
     items = [EvalItem(index, prompt) for index, prompt in enumerate(prompts)]
     return PlannedEval(
-        entry.name, environment_key, items, settings, entry.separate_eval_samples, number, info.is_multi_turn
-    )
+        entry.name, environment_key, items, settings, entry.separate_eval_samples, number, info.is_multi_turn,
+        entry.pass_k,
+    )  # fmt: skip
 
 
 async def run_eval(
@@ -99,30 +123,31 @@ async def run_eval(
     engine_of: Callable[[int], Engine],
     environments: EnvironmentPool,
     settings: RolloutSettings,
-    seed_of: Callable[[int, int], int],
+    seed_of: Callable[[int, int, int], int],
     group_ids: itertools.count[int],
     on_engine_failure: Callable[[int, InfrastructureError], None],
     on_sample: Callable[[EvalItem, Trajectory], None],
 ) -> EvalResult:
-    """Samples every item once and averages the metrics.
+    """Samples every item as often as `pass_k` needs, else once, and averages the metrics.
 
-    `seed_of(item, turn)` seeds the requests; `on_sample` is called as each sample ends. Raises EnvironmentFailure when
-    nothing at all could be scored.
+    `seed_of(item, completion, turn)` seeds the requests; `on_sample` is called as each sample ends. Raises
+    EnvironmentFailure when nothing at all could be scored.
     """
     started = time.monotonic()
     settings = dataclasses.replace(settings, sampling=plan.sampling, for_eval=True)
 
-    async def one(item: EvalItem) -> Trajectory:
+    async def one(item: EvalItem, completion: int) -> Trajectory:
         group_id = -1 - next(group_ids)
         task = RolloutTask(
-            sample_id=f"eval{plan.number}-{plan.name}-v{version}-{item.index}",
+            sample_id=f"eval{plan.number}-{plan.name}-v{version}-{item.index}"
+            + (f"-{completion}" if completion else ""),
             group_id=group_id,
-            sample_index=0,
+            sample_index=completion,
             environment=plan.name,
             environment_key=plan.environment_key,
             item_index=item.index,
             prompt_token_ids=item.prompt.token_ids,
-            seed_of_turn=lambda turn: seed_of(item.index, turn),
+            seed_of_turn=lambda turn: seed_of(item.index, completion, turn),
             is_multi_turn=plan.is_multi_turn,
         )
         trajectory = await Rollout(
@@ -133,26 +158,40 @@ async def run_eval(
         on_sample(item, trajectory)
         return trajectory
 
-    trajectories = await asyncio.gather(*(one(item) for item in plan.items))
-    values: dict[str, list[float]] = defaultdict(list)
-    scored = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
-    for reward in scored:
-        if reward.total_reward is not None:
-            values["reward"].append(reward.total_reward)
-        for name, value in reward.sample_metrics.items():
-            values[name].append(value)
-    if not scored:
+    asked = [(item, completion) for item in plan.items for completion in range(plan.num_completions)]
+    trajectories = await asyncio.gather(*(one(item, completion) for item, completion in asked))
+    scores: dict[int, list[dict[str, float]]] = defaultdict(list)
+    for (item, _), trajectory in zip(asked, trajectories, strict=True):
+        if (reward := trajectory.reward) is not None:
+            total = {} if reward.total_reward is None else {"reward": reward.total_reward}
+            scores[item.index].append(total | reward.sample_metrics)
+    if not scores:
         first = next((t.failure_message for t in trajectories), "the eval has no items")
         raise EnvironmentFailure(
-            f"eval {plan.name!r}: none of its {len(plan.items)} samples could be scored; first: {first}"
+            f"eval {plan.name!r}: none of its {len(trajectories)} samples could be scored; first: {first}"
         )
+    metrics = metrics_over_items(list(scores.values()), plan.pass_k)
+    by_item = _accuracies(plan, scores, "correct" if "correct" in metrics else "reward")
+    finite = bool(by_item) and bool(np.isfinite(list(by_item.values())).all())
     return EvalResult(
         name=plan.name,
         version=version,
         num_items=len(plan.items),
-        num_scored=len(scored),
+        num_scored=sum(map(len, scores.values())),
         temperature=plan.sampling.temperature,
-        metrics={name: float(np.mean(column)) for name, column in values.items()},
+        metrics=metrics,
         seconds=time.monotonic() - started,
         held_out=plan.held_out,
+        number=plan.number,
+        num_completions=plan.num_completions,
+        by_item=by_item,
+        estimate=estimate_mean(list(by_item.values())) if finite else None,
     )
+
+
+def _accuracies(plan: PlannedEval, scores: dict[int, list[dict[str, float]]], metric: str) -> dict[str, float]:
+    """Mean of `metric` of each item that has it, by the item's identity; equal items are one."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for item in plan.items:
+        values[item.prompt.sample_uid] += [score[metric] for score in scores.get(item.index, []) if metric in score]
+    return {uid: float(np.mean(found)) for uid, found in values.items() if found}

@@ -7,14 +7,21 @@ independent; only items are resampled.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from telescope.errors import EnvironmentFailure
+from telescope.utils.text import did_you_mean
 
 RESAMPLES = 2_000
 """Bootstrap resamples of an interval: its ends then vary by a few percent of its width."""
 CONFIDENCE = 0.95
+PASSED = 1.0
+"""A sample passes, for pass@k and pass^k, when its metric is at least this."""
 CHUNK_VALUES = 2**20
 """Values that are resampled at a time, which bounds the memory to some MB."""
 
@@ -47,6 +54,38 @@ def pass_pow_k(num_samples: int, num_correct: int, k: int) -> float:
     """
     _check_counts(num_samples, num_correct, k)
     return math.comb(num_correct, k) / math.comb(num_samples, k)
+
+
+def num_completions(pass_k: Mapping[str, Any]) -> int:
+    """Completions per item that `pass_k` of an eval needs: the largest k, or 1."""
+    return max((k for spec in pass_k.values() for k in spec["k"]), default=1)
+
+
+def metrics_over_items(items: Sequence[Sequence[Mapping[str, float]]], pass_k: Mapping[str, Any]) -> dict[str, float]:
+    """Means over items of each metric and of `pass_k`, as `pass@8/correct` and `pass^8/correct`.
+
+    `items` has the metrics of each scored completion of each item. An item with fewer than k of them is left out of
+    pass@k. Raises EnvironmentFailure when no completion has a metric that `pass_k` names.
+    """
+    columns: dict[str, list[list[float]]] = defaultdict(list)
+    for completions in items:
+        for name in dict.fromkeys(name for metrics in completions for name in metrics):
+            columns[name].append([metrics[name] for metrics in completions if name in metrics])
+    means = {name: float(np.mean([np.mean(values) for values in column])) for name, column in columns.items()}
+    passes = dict(means)
+    for key, sign, estimator in (("at_k", "@", pass_at_k), ("pow_k", "^", pass_pow_k)):
+        spec = pass_k.get(key, {"metrics": [], "k": []})
+        for name in spec["metrics"]:
+            if name not in means:
+                raise EnvironmentFailure(
+                    f"pass_k.{key} names the metric {name!r}, which no sample has.{did_you_mean(name, sorted(means))} "
+                    f"The metrics are: {', '.join(sorted(means))}"
+                )
+            for k in spec["k"]:
+                counts = [(len(v), sum(x >= PASSED for x in v)) for v in columns[name] if len(v) >= k]
+                if counts:
+                    passes[f"pass{sign}{k}/{name}"] = float(np.mean([estimator(n, c, k) for n, c in counts]))
+    return passes
 
 
 def estimate_mean(values: Sequence[float], *, confidence: float = CONFIDENCE, seed: int = 0) -> Estimate:

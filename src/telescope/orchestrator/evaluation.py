@@ -6,6 +6,7 @@ as training.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import time
@@ -16,6 +17,7 @@ from telescope.config.environments import EnvironmentKeys
 from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.errors import ConfigError
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval, plan_eval, run_eval
+from telescope.evals.statistics import estimate_difference
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.prompt_sampler import request_seed
 from telescope.orchestrator.request_slots import RequestSlotPool
@@ -39,6 +41,7 @@ class Evaluation:
     recorder: Recorder
     status: RunStatus
     results: list[EvalResult] = field(default_factory=list)
+    group_ids: itertools.count[int] = field(default_factory=itertools.count)
 
     @property
     def held_out_uids(self) -> frozenset[str]:
@@ -52,12 +55,11 @@ class Evaluation:
     async def run_all(self, version: int, settings: RolloutSettings, servers: ServerPool) -> list[EvalResult]:
         """Runs the planned evals in order, with the weights of `version`, on all servers that are up."""
         results = []
-        group_ids = itertools.count(1_000_000 * len(self.results))
         for plan in self.plans:
             self.status.phase = (
                 f"evaluating {plan.name} ({len(plan.items)} items at temperature {plan.sampling.temperature:g})"
             )
-            self.status.eval_done, self.status.eval_total = 0, len(plan.items)
+            self.status.eval_done, self.status.eval_total = 0, plan.num_samples
 
             def on_sample(item: EvalItem, sample: Trajectory, plan: PlannedEval = plan) -> None:
                 self.status.eval_done += 1
@@ -79,11 +81,16 @@ class Evaluation:
                 environments=self.environments,
                 settings=settings,
                 # The same seeds at every version, so that a changed result means a changed policy.
-                seed_of=lambda item, turn, plan=plan: request_seed(self.config.seed, "eval", plan.number, item, turn),  # type: ignore[misc]
-                group_ids=group_ids,
+                seed_of=lambda item, completion, turn, plan=plan: request_seed(  # type: ignore[misc]
+                    self.config.seed, "eval", plan.number, item, completion, turn
+                ),
+                group_ids=self.group_ids,
                 on_engine_failure=servers.report_failure,
                 on_sample=on_sample,
             )
+            baseline = next((earlier for earlier in self.results if earlier.number == plan.number), None)
+            if baseline is not None and _comparable(result, baseline):
+                result = dataclasses.replace(result, gain=estimate_difference(result.by_item, baseline.by_item))
             self.recorder.write(
                 "spans",
                 {
@@ -93,14 +100,23 @@ class Evaluation:
             )  # fmt: skip
             logger.info(
                 "eval %s at version %d: accuracy %.4f (%d of %d scored, temperature %g, %.1f s)",
-                plan.name, version, result.accuracy, result.num_scored, result.num_items, result.temperature,
+                plan.name, version, result.accuracy, result.num_scored, plan.num_samples, result.temperature,
                 result.seconds,
             )  # fmt: skip
-            self.status.messages.append(f"{plan.name} at version {version}: accuracy {result.accuracy:.3f}")
+            self.status.messages.append(
+                f"{plan.name} at version {version}: accuracy {result.accuracy:.3f}"
+                + (f" ({result.estimate.low:.3f} to {result.estimate.high:.3f})" if result.estimate else "")
+            )
             results.append(result)
         self.status.eval_total = 0
         self.results.extend(results)
         return results
+
+
+def _comparable(result: EvalResult, baseline: EvalResult) -> bool:
+    """Returns whether a paired difference is defined: finite accuracies, and an item that both have scored."""
+    finite = result.estimate is not None and baseline.estimate is not None
+    return finite and not result.by_item.keys().isdisjoint(baseline.by_item)
 
 
 async def plan_evals(

@@ -119,6 +119,8 @@ class RunSummary:
     heldout_after: float | None = None
     heldout_temperature: float | None = None
     heldout_items: int | None = None
+    heldout_gain_interval: list[float] | None = None
+    """95 % confidence interval of `heldout_after` minus `heldout_before`, paired over the items."""
     reward_first: float | None = None
     reward_last: float | None = None
     error: str | None = None
@@ -174,7 +176,7 @@ def summarize(
     else:
         outcome, message = "finished", None
     headline = headline_of(evals)
-    of_headline = [r for r in evals if headline is not None and r.name == headline.name]
+    of_headline = [r for r in evals if headline is not None and (r.number, r.name) == (headline.number, headline.name)]
     before = next((r for r in of_headline if r.version == 0), None)
     after = next((r for r in reversed(of_headline) if r.version > 0), None)
     rewards = [step.reward_mean for step in status.history]
@@ -190,6 +192,7 @@ def summarize(
         heldout_after=after.accuracy if after else None,
         heldout_temperature=headline.temperature if headline else None,
         heldout_items=headline.num_items if headline else None,
+        heldout_gain_interval=[after.gain.low, after.gain.high] if before and after and after.gain else None,
         reward_first=rewards[0] if rewards else None,
         reward_last=rewards[-1] if rewards else None,
         error=message,
@@ -199,7 +202,9 @@ def summarize(
             {
                 "name": r.name, "version": r.version, "accuracy": r.accuracy, "items": r.num_items,
                 "scored": r.num_scored, "temperature": r.temperature, "seconds": round(r.seconds, 3),
-                "metrics": r.metrics,
+                "metrics": r.metrics, "completions_per_item": r.num_completions,
+                "accuracy_interval": r.estimate and [r.estimate.low, r.estimate.high],
+                "gain": r.gain and r.gain.mean, "gain_interval": r.gain and [r.gain.low, r.gain.high],
             }
             for r in evals
         ],

@@ -168,6 +168,7 @@ class Summary:
     heldout_after: float | None = 0.53
     heldout_items: int | None = 500
     heldout_temperature: float | None = 1.0
+    heldout_gain_interval: list[float] | None = None
     reward_first: float | None = None
     reward_last: float | None = None
     model_dir: str | None = "/somewhere/else/runs/demo/model"
@@ -191,6 +192,12 @@ def test_the_closing_lines_show_results_and_next_commands(tmp_path):
         "telescope query",
     ):
         assert word in text
+
+
+def test_the_closing_lines_show_the_interval_of_the_gain():
+    assert "(+0.310, 95 % interval +0.270 to +0.352; 500 items" in closing_lines(
+        Summary(heldout_gain_interval=[0.27, 0.352])
+    )
 
 
 def test_the_closing_lines_do_not_point_into_a_run_directory_that_is_gone(tmp_path):

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.evals.statistics import estimate_difference, estimate_mean, pass_at_k, pass_pow_k
+from telescope.evals.statistics import (
+    estimate_difference,
+    estimate_mean,
+    metrics_over_items,
+    num_completions,
+    pass_at_k,
+    pass_pow_k,
+)
 
 BOTH = (pass_at_k, pass_pow_k)
 
@@ -83,6 +90,22 @@ def test_extreme_counts_are_exact() -> None:
 def test_impossible_counts_are_refused(of: object, case: tuple[int, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         of(*case)  # type: ignore[operator]
+
+
+def test_metrics_are_means_over_items_however_often_each_was_scored() -> None:
+    items = [[{"correct": 1.0, "words": 4.0}] * 3, [{"correct": 0.0}, {"correct": 1.0}]]
+    pass_k = {"at_k": {"metrics": ["correct"], "k": [2, 3, 4]}, "pow_k": {"metrics": ["correct"], "k": [2]}}
+    assert num_completions(pass_k) == 4
+    assert num_completions({}) == 1
+    assert metrics_over_items(items, pass_k) == {
+        "correct": 0.75, "words": 4.0, "pass@2/correct": 1.0, "pass@3/correct": 1.0, "pass^2/correct": 0.5
+    }, "the second item was not scored three times, and none four times"  # fmt: skip
+
+
+def test_partial_credit_does_not_pass() -> None:
+    items = [[{"share": 0.9}, {"share": 1.0}]]
+    passes = metrics_over_items(items, {"at_k": {"metrics": ["share"], "k": [1]}})
+    assert passes["pass@1/share"] == 0.5
 
 
 def test_an_interval_of_a_proportion_has_the_normal_width() -> None:

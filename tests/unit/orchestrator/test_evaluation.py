@@ -182,7 +182,7 @@ async def test_an_eval_uses_the_same_seeds_at_every_version() -> None:
     await run_all(evaluation, servers, version=3)
     seeds = {request.prompt_token_ids[0]: request.seed for request in servers.engine.requests[:4]}
     assert seeds == {request.prompt_token_ids[0]: request.seed for request in servers.engine.requests[4:]}
-    assert seeds[1] == request_seed(config.seed, "eval", 0, 0, 0)
+    assert seeds[1] == request_seed(config.seed, "eval", 0, 0, 0, 0)
     assert len({request.request_id for request in servers.engine.requests}) == 8
     assert [result.version for result in evaluation.results] == [0, 3]
 
@@ -221,6 +221,66 @@ async def test_an_eval_without_any_score_is_reported() -> None:
     evaluation = await evaluation_of(config_of(evals=[{"name": "arithmetic", "num_samples": 2}]), Broken())
     with pytest.raises(EnvironmentFailure, match=r"'arithmetic': none of its 2 .*KeyError"):
         await run_all(evaluation, OneServer())
+
+
+class Coin(NumberedItems):
+    """Items whose samples are right by the parity of how many were scored before, of the same item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scored: dict[int, int] = {}
+
+    async def advance(self, key: str, index: int, *arguments: Any, **options: Any) -> Advance:
+        earlier = self.scored[index] = self.scored.get(index, -1) + 1
+        return Advance(True, [], "text", RewardRecord(None, {"correct": float(earlier % 2)}, {}, [], {}))
+
+
+PASS_K = {"at_k": {"metrics": ["correct"], "k": [1, 2, 4]}, "pow_k": {"metrics": ["correct"], "k": [2]}}
+
+
+async def test_pass_k_samples_every_item_as_often_as_its_largest_k() -> None:
+    config = config_of(evals=[{"name": "arithmetic", "num_samples": 3, "pass_k": PASS_K}])
+    evaluation, servers = await evaluation_of(config, Coin()), OneServer()
+    (result,) = await run_all(evaluation, servers)
+    assert (result.num_items, result.num_completions, result.num_scored) == (3, 4, 12)
+    # Two of the four samples of every item are right.
+    assert result.metrics == pytest.approx(
+        {"correct": 0.5, "pass@1/correct": 0.5, "pass@2/correct": 5 / 6, "pass@4/correct": 1.0, "pass^2/correct": 1 / 6}
+    )
+    assert result.accuracy == 0.5
+    assert len({request.seed for request in servers.engine.requests}) == 12, "the samples of an item differ"
+    written: Any = evaluation.recorder
+    rows = written.of("samples", status="eval")
+    assert len({row["sample_id"] for row in rows}) == len({row["group_id"] for row in rows}) == 12
+    assert evaluation.slots.num_used == 0
+
+
+async def test_a_misspelled_metric_of_pass_k_is_reported_with_the_nearest() -> None:
+    wrong = {"at_k": {"metrics": ["corect"], "k": [2]}}
+    evaluation = await evaluation_of(config_of(evals=[{"name": "arithmetic", "num_samples": 2, "pass_k": wrong}]))
+    with pytest.raises(EnvironmentFailure, match=r"'corect', which no sample has\. Did you mean 'correct'\?"):
+        await run_all(evaluation, OneServer())
+
+
+async def test_a_later_result_has_the_paired_gain_over_the_first() -> None:
+    class Learning(NumberedItems):
+        right = 0
+
+        async def advance(self, key: str, index: int, *arguments: Any, **options: Any) -> Advance:
+            correct = float(index < self.right)
+            return Advance(True, [], "text", RewardRecord(None, {"correct": correct}, {}, [], {}))
+
+    environments = Learning()
+    evaluation = await evaluation_of(config_of(evals=[{"name": "arithmetic", "num_samples": 40}]), environments)
+    (before,) = await run_all(evaluation, OneServer())
+    environments.right = 30
+    (after,) = await run_all(evaluation, OneServer(), version=3)
+    assert before.gain is None
+    assert (before.estimate.low, before.estimate.high) == (0.0, 0.0)
+    assert (after.estimate.mean, after.gain.mean, after.gain.num_items) == (0.75, 0.75, 40)
+    assert after.gain.low < 0.75 < after.gain.high
+    written: Any = evaluation.recorder
+    assert len({row["group_id"] for row in written.of("samples")}) == 80
 
 
 def test_accuracy_is_the_reward_of_an_environment_that_names_no_correctness() -> None:

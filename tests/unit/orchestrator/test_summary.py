@@ -12,6 +12,7 @@ import pytest
 from tests.unit.orchestrator.fakes import config_of
 
 from telescope.evals.runner import EvalResult
+from telescope.evals.statistics import Estimate
 from telescope.orchestrator.status import Interrupted, RunStatus, RunSummary, StepSummary, summarize
 
 
@@ -65,6 +66,24 @@ def test_the_headline_is_the_first_eval_whose_items_were_held_out() -> None:
 
 def test_without_held_out_items_it_is_the_first_eval() -> None:
     assert summary_of([result(0, 0.1, held_out=False)]).heldout_before == 0.1
+
+
+def test_the_summary_has_the_intervals_of_accuracy_and_gain() -> None:
+    after = replace(
+        result(2, 0.5), estimate=Estimate(0.5, 0.45, 0.55, 500), gain=Estimate(0.25, 0.2, 0.3, 500), num_completions=4
+    )
+    summary = summary_of([result(0, 0.25), after])
+    assert summary.heldout_gain_interval == [0.2, 0.3]
+    first, last = summary.evals
+    assert (first["accuracy_interval"], first["gain"], first["gain_interval"]) == (None, None, None)
+    assert (last["accuracy_interval"], last["gain"], last["gain_interval"]) == ([0.45, 0.55], 0.25, [0.2, 0.3])
+    assert last["completions_per_item"] == 4
+
+
+def test_two_evals_of_one_name_are_not_compared_with_each_other() -> None:
+    greedy = [replace(result(version, 0.9), number=1) for version in (0, 2)]
+    summary = summary_of([result(0, 0.25), greedy[0], result(2, 0.5), greedy[1]])
+    assert (summary.heldout_before, summary.heldout_after) == (0.25, 0.5)
 
 
 def test_what_was_not_measured_is_null() -> None:
