@@ -27,7 +27,7 @@ class InfrastructureError(RuntimeError):
 
 
 class RolloutLost(InfrastructureError):
-    """The worker of a multi-turn rollout exited for another reason; begin the rollout again."""
+    """The worker of a multi-turn rollout exited for another reason. Begin the rollout again."""
 
 
 class EnvironmentFailure(RuntimeError):

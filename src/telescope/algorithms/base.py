@@ -76,7 +76,7 @@ class Algorithm:
 
 
 def clamped_delta(tokens: TokenBatch) -> torch.Tensor:
-    """Computes logp - ref of each token, clamped to +-20; [N], with gradient inside the bounds."""
+    """Computes logp - ref of each token, clamped to +-20. [N], with gradient inside the bounds."""
     return (tokens.logp_N - tokens.ref_logp_N).clamp(-DELTA_CLAMP, DELTA_CLAMP)
 
 

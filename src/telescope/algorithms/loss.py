@@ -99,7 +99,7 @@ def _constant(tokens: TokenBatch) -> TokenBatch:
 def importance_weight(
     trainer_logp_N: torch.Tensor, engine_logp_N: torch.Tensor, config: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes weights without gradient, and which ratios are outside [`tis_floor`, `tis_cap`]; both [N].
+    """Computes weights without gradient, and which ratios are outside [`tis_floor`, `tis_cap`]. Both [N].
 
     `tis_mode: truncate` sets such a ratio to the bound, `icepop` sets the weight to 0.
     """
@@ -116,7 +116,7 @@ def importance_weight(
 
 
 def kl_to_rollout_policy(tokens: TokenBatch, config: Any) -> torch.Tensor:
-    """Computes `kl_estimator` of each token, [N]; delta = logp - engine's logprob, clamped to +-20."""
+    """Computes `kl_estimator` of each token, [N], with delta = logp - engine's logprob, clamped to +-20."""
     delta_N = (tokens.logp_N - tokens.engine_logp_N).clamp(-DELTA_CLAMP, DELTA_CLAMP)
     if config.kl_estimator == "k2":
         return 0.5 * delta_N.square()
@@ -124,7 +124,7 @@ def kl_to_rollout_policy(tokens: TokenBatch, config: Any) -> torch.Tensor:
 
 
 def penalty(tokens: TokenBatch, config: Any) -> torch.Tensor | None:
-    """Computes `kl_penalty_tau` KL - `entropy_coef` entropy of each token, [N]; None when both are 0."""
+    """Computes `kl_penalty_tau` KL - `entropy_coef` entropy of each token, [N]. None when both are 0."""
     total_N = None
     if config.kl_penalty_tau:
         total_N = config.kl_penalty_tau * kl_to_rollout_policy(tokens, config)

@@ -203,7 +203,7 @@ print(json.dumps({
 
 
 def ask_torch() -> dict[str, object]:
-    """Facts about torch, read in a separate process; `{"error": ...}` if it cannot be imported."""
+    """Facts about torch, read in a separate process. `{"error": ...}` if it cannot be imported."""
     if importlib.util.find_spec("torch") is None:
         return {"error": "not installed"}
     command = [sys.executable, "-c", _TORCH_QUESTION]
@@ -257,7 +257,7 @@ def check_vllm(gpus: list[str]) -> Check:
 
 
 def check_plugin() -> Check:
-    """Checks the entry point through which vLLM finds Telescope's weight transfer; only an installation has it."""
+    """Checks the entry point through which vLLM finds Telescope's weight transfer. Only an installation has it."""
     problem = plugin_problem()
     if problem is None:
         return Check("vllm plugin", "ok", "registered")

@@ -283,7 +283,7 @@ def _remarks(config: TelescopeConfig, estimate: MemoryEstimate) -> list[str]:
 
 
 def _device_memory(placement: Placement, resources: ClusterResources) -> int | None:
-    """Memory of one GPU, or of the node without GPUs; None if unknown."""
+    """Memory of one GPU, or of the node without GPUs. None if unknown."""
     if placement.device == "cuda":
         return min((node.gpu_memory_bytes or 0 for node in placement.nodes), default=0) or None
     return min((node.memory_bytes or 0 for node in resources.nodes), default=0) or None

@@ -171,7 +171,7 @@ def _listed(name: str, path: list[str]) -> dict[str, str]:
 
 
 def _description(cls: type[Environment]) -> str:
-    """The docstring of the class itself or of its module; an inherited one describes another class."""
+    """The docstring of the class itself or of its module. An inherited one describes another class."""
     module = sys.modules.get(cls.__module__)
     return inspect.cleandoc(vars(cls).get("__doc__") or (module.__doc__ if module else None) or "")
 

@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[WarmStartProgress], None]]:
-    """A bar on a terminal, otherwise a line every few seconds; both on stderr, so that stdout has only the path."""
+    """A bar on a terminal, otherwise a line every few seconds. Both on stderr, so that stdout has only the path."""
     if sys.stderr.isatty():
         with _bar() as report:
             yield report

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import tempfile
+from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -50,7 +51,7 @@ DAEMON_EXIT_SECONDS = 0.5
 
 
 def make_actor(actor_class: type, placement: dict[str, Any]) -> Any:
-    """Returns the Ray actor class of a class below, with its `placement`; `.remote(...)` starts an actor."""
+    """Returns the Ray actor class of a class below, with its `placement`. `.remote(...)` starts an actor."""
     options: dict[str, Any] = {**ACTOR_OPTIONS, **placement}
     return ray.remote(**options)(actor_class)
 
@@ -234,7 +235,7 @@ class TrainerActor:
 
     @ray.method(concurrency_group="control")
     def abort_engine(self, engine: int, reason: str) -> None:
-        """Aborts the transfer to one engine; a send that is blocked on it goes on with the others."""
+        """Aborts the transfer to one engine. A send that is blocked on it goes on with the others."""
         self._sender.abort(engine, reason)
 
     def send_weights(
@@ -289,7 +290,7 @@ class HostActor:
 
 
 def placed(batch: ReadingBatch) -> ReadingBatch:
-    """The readings with the GPUs that Ray assigned to this actor; the caller adds its node."""
+    """The readings with the GPUs that Ray assigned to this actor. The caller adds its node."""
     return replace(batch, gpus=tuple(int(gpu) for gpu in ray.get_gpu_ids() if str(gpu).isdigit()))
 
 
@@ -318,6 +319,18 @@ async def answer(reference: Any, what: str) -> Any:
             raise cause from None  # its message explains everything
         # Ray's text holds the traceback in the actor's process.
         raise cause from error
+
+
+async def dump_stacks(calls: Mapping[str, Awaitable[str]]) -> dict[str, str]:
+    """The stacks of each named process, or the reason why there are none."""
+    stacks: dict[str, str] = {}
+    for name, call in calls.items():
+        try:
+            async with asyncio.timeout(5):
+                stacks[name] = await call
+        except Exception as error:
+            stacks[name] = f"no answer: {error!r}"
+    return stacks
 
 
 class HostGroup:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from telescope.cluster.actors import InferenceActor, answer, make_actor
+from telescope.cluster.actors import InferenceActor, answer, dump_stacks, make_actor
 from telescope.cluster.placement import Network, Placement
 from telescope.cluster.ray_cluster import Cluster
 from telescope.config import TelescopeConfig
@@ -44,13 +44,9 @@ class ActorHandle:
                 f"the actor of inference server {self._index} did not answer within {ANSWER_TIMEOUT_SECONDS:g} s"
             ) from None
 
-    async def dump_stacks(self) -> str:
-        """Stacks of the actor's process (vLLM's own are in its log)."""
-        return str(await answer(self._actor.dump_stacks.remote(), f"stacks of server {self._index}"))
-
 
 class InferenceGroup:
-    """The servers of a run, numbered from 0; server i listens on `inference_base_port` + i."""
+    """The servers of a run, numbered from 0. Server i listens on `inference_base_port` + i."""
 
     def __init__(
         self,
@@ -121,15 +117,9 @@ class InferenceGroup:
         return replace(batch, node=self._nodes[index])
 
     async def dump_stacks(self) -> dict[str, str]:
-        """Stacks of each server's actor, or the reason why there are none."""
-        stacks = {}
-        for index, handle in enumerate(self.handles):
-            try:
-                async with asyncio.timeout(5):
-                    stacks[f"inference server {index}"] = await handle.dump_stacks()
-            except Exception as error:
-                stacks[f"inference server {index}"] = f"no answer: {error!r}"
-        return stacks
+        """Stacks of each server's actor, or the reason why there are none. Those of vLLM are in its log."""
+        actors = enumerate(self._actors)
+        return await dump_stacks({f"inference server {index}": a.dump_stacks.remote() for index, a in actors})
 
     async def stop(self) -> None:
         """Stops every vLLM process through its actor."""

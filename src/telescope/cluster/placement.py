@@ -212,7 +212,7 @@ def interface_networks() -> list[tuple[str, str]]:
 
 
 def _prefix(netmask: str) -> str:
-    """A mask in the form that `ipaddress` reads; the kernel writes IPv6 masks out ("ffff:ffff::")."""
+    """A mask in the form that `ipaddress` reads. The kernel writes IPv6 masks out ("ffff:ffff::")."""
     if ":" not in netmask:
         return netmask
     return str(int(ipaddress.IPv6Address(netmask)).bit_count())

@@ -214,7 +214,7 @@ def _use_private_token(temporary: Path) -> bool:
 
 
 def daemon_failure() -> str | None:
-    """Describes a started Ray daemon that has exited, with its log; None while all run."""
+    """Describes a started Ray daemon that has exited, with its log. None while all run."""
     node: Any = ray._private.worker._global_node
     for name in DAEMONS if node is not None else ():
         for daemon in node.all_processes.get(name, []):
@@ -234,7 +234,7 @@ def _last_lines(logs: Path, daemon: str) -> str:
 
 
 async def watch_daemons(poll_seconds: float = 1.0) -> None:
-    """Raises RunError when a Ray daemon that this process started exits; calls to Ray would wait for minutes."""
+    """Raises RunError when a Ray daemon that this process started exits. Calls to Ray would wait for minutes."""
     while True:
         failure = daemon_failure()
         if failure is not None:
@@ -278,7 +278,7 @@ def own_address() -> str:
 
 
 def disconnect(cluster: Cluster, config: TelescopeConfig) -> None:
-    """Leaves the cluster; stops it if it was started here or `ray_shutdown_on_exit` is set."""
+    """Leaves the cluster. Stops it if it was started here or `ray_shutdown_on_exit` is set."""
     if daemon_failure() is not None:
         abandon()
         return
@@ -297,7 +297,7 @@ def disconnect(cluster: Cluster, config: TelescopeConfig) -> None:
 
 
 def abandon() -> None:
-    """Leaves Ray without waiting for its daemons, now or at exit; the run's reaper ends them."""
+    """Leaves Ray without waiting for its daemons, now or at exit. The run's reaper ends them."""
     atexit.unregister(ray.shutdown)
 
 

@@ -207,7 +207,7 @@ def _mapped_inodes(pid: int) -> set[int]:
 
 
 def _state(pid: int) -> tuple[str, int, str]:
-    """State, parent and start time of a process; ("", 0, "") when there is none, or only its zombie."""
+    """State, parent and start time of a process. ("", 0, "") when there is none, or only its zombie."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
             fields = stat.read().rpartition(")")[2].split()

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from telescope.cluster.actors import TERMINATED, ActorExited, TrainerActor, answer, make_actor
+from telescope.cluster.actors import TERMINATED, ActorExited, TrainerActor, answer, dump_stacks, make_actor
 from telescope.cluster.placement import Placement
 from telescope.cluster.ray_cluster import Cluster
 from telescope.cluster.reaper import temporary_base
@@ -111,7 +111,7 @@ class TrainerGroup:
         return StepResult(metrics=results[0].metrics, spans=spans)
 
     async def restart(self) -> None:
-        """Reloads the initial weights as version 0; the engines need a sync afterwards."""
+        """Reloads the initial weights as version 0. The engines need a sync afterwards."""
         async with self.queue:
             await self._all(
                 "restart of the trainer", lambda rank: self._ranks[rank].restart.remote(), SETUP_TIMEOUT_SECONDS
@@ -131,12 +131,12 @@ class TrainerGroup:
         return await self._one(rank, call, f"listening for engine {engine}")
 
     async def connect_engine(self, engine: int) -> None:
-        """Opens the sender's end of a communicator; the engine opens its end at the same time."""
+        """Opens the sender's end of a communicator. The engine opens its end at the same time."""
         rank = sender_rank(engine, self.world_size)
         await self._one(rank, self._ranks[rank].connect_engine.remote(engine), f"connecting engine {engine}")
 
     async def abort_engine(self, engine: int, reason: str) -> None:
-        """Aborts a transfer or connection that is blocked on this engine; sends to other engines go on."""
+        """Aborts a transfer or connection that is blocked on this engine. Sends to other engines go on."""
         rank = sender_rank(engine, self.world_size)
         await self._one(rank, self._ranks[rank].abort_engine.remote(engine, reason), f"abort of engine {engine}")
 
@@ -191,17 +191,10 @@ class TrainerGroup:
 
     async def dump_stacks(self) -> dict[str, str]:
         """Stacks of every rank's process, or the reason why there are none."""
-        stacks: dict[str, str] = {}
-        for rank, actor in enumerate(self._ranks):
-            try:
-                async with asyncio.timeout(5):
-                    stacks[f"trainer rank {rank}"] = await actor.dump_stacks.remote()
-            except Exception as error:
-                stacks[f"trainer rank {rank}"] = f"no answer: {error!r}"
-        return stacks
+        return await dump_stacks({f"trainer rank {rank}": a.dump_stacks.remote() for rank, a in enumerate(self._ranks)})
 
     async def stop(self) -> None:
-        """Lets the ranks close their communicators; Ray ends their processes with the placement group."""
+        """Lets the ranks close their communicators. Ray ends their processes with the placement group."""
         if self._is_warming_up:
             return  # they do not answer before they have compiled, and have no communicator to a server yet
         results = await asyncio.gather(

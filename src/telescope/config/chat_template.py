@@ -52,7 +52,7 @@ def _raise_exception(message: str) -> None:
 
 
 def render_problem(template: str, variables: Mapping[str, Any]) -> str | None:
-    """Returns why a valid template renders no prompt, as a predicate; None if it does.
+    """Returns why a valid template renders no prompt, as a predicate. None if it does.
 
     `variables` are those that the tokenizer and the configuration add, such as `eos_token`.
     """

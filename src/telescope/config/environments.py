@@ -110,7 +110,7 @@ class EnvironmentKeys:
 
 
 def environment_keys(config: TelescopeConfig) -> EnvironmentKeys:
-    """One environment per training entry; an eval of the same name and settings shares it.
+    """One environment per training entry. An eval of the same name and settings shares it.
 
     An eval that names a trained environment and sets no kwargs uses that environment's.
     """

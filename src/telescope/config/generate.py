@@ -43,7 +43,7 @@ def default_yaml() -> str:
 
 
 def resolved_yaml(config: TelescopeConfig) -> str:
-    """A resolved configuration as YAML, section by section; fields that a person chose are marked."""
+    """A resolved configuration as YAML, section by section. Fields that a person chose are marked."""
     values = config.values
     lines = [f"# config hash {config.hash}"]
     for section in SECTIONS:

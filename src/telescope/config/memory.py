@@ -88,7 +88,7 @@ def num_recomputed(config: TelescopeConfig, num_layers: int) -> int:
 def recomputes_attention(
     choice: bool | Literal["auto"], config: TelescopeConfig, shape: ModelShape | None, gpu_memory: int | None
 ) -> bool:
-    """Resolves `recompute_attention` for a GPU of `gpu_memory` bytes; None: no GPU, or its memory is not known."""
+    """Resolves `recompute_attention` for a GPU of `gpu_memory` bytes. None: no GPU, or its memory is not known."""
     if choice != "auto":
         return choice
     if not config.gradient_checkpointing or shape is None or gpu_memory is None:

@@ -132,7 +132,7 @@ MAX_NAMES_IN_MESSAGE = 4
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
-    """Name and shape of each tensor of the model; None for an architecture that is not known here.
+    """Name and shape of each tensor of the model. None for an architecture that is not known here.
 
     Holds the output layer of tied embeddings too, which a checkpoint may leave out.
     """
@@ -174,7 +174,7 @@ def _mlp(prefix: str, width: int, inner: int, *, bias: bool = False) -> dict[str
 
 
 def tensor_problem(expected: Shapes, present: Shapes, *, tied: bool) -> str | None:
-    """Describes missing, misshapen and unknown tensors as a predicate; None if there are none."""
+    """Describes missing, misshapen and unknown tensors as a predicate. None if there are none."""
     missing = [name for name in expected if name not in present and not (tied and name == "lm_head.weight")]
     unexpected = [name for name in present if name not in expected and not name.endswith(IGNORED_SUFFIX)]
     mismatched = [

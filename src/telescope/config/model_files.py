@@ -110,14 +110,14 @@ def inspect_model(config: TelescopeConfig, *, ask_hub: bool = True) -> ModelRepo
 
 
 def architecture_of(config: TelescopeConfig) -> str | None:
-    """The model's `model_type`, from files on this machine; None if they are not here."""
+    """The model's `model_type`, from files on this machine. None if they are not here."""
     files = _files_here(config)
     model_type = None if files is None else (_read_json(files, "config.json") or {}).get("model_type")
     return model_type if isinstance(model_type, str) else None
 
 
 def _files_here(config: TelescopeConfig) -> _Files | None:
-    """The model's files on this machine; None for a hub identifier that is not in the cache."""
+    """The model's files on this machine. None for a hub identifier that is not in the cache."""
     try:
         return _local_files(config) if is_local_path(config.model) else _hub_files(config.model, ask_hub=False)
     except HubUnreachableError:
@@ -230,7 +230,7 @@ def _check_quantization(config: TelescopeConfig, data: Mapping[str, Any]) -> Non
 def _check_tensors(
     config: TelescopeConfig, files: _Files, data: Mapping[str, Any], present: Mapping[str, tuple[int, ...]] | None
 ) -> None:
-    """Checks that the weight files have exactly config.json's tensors; a missing one would stay random."""
+    """Checks that the weight files have exactly config.json's tensors. A missing one would stay random."""
     expected = expected_tensors(data)
     if expected is None or present is None:
         return
@@ -380,7 +380,7 @@ def _chat_template_of(files: _Files) -> str | None:
 
 
 def _check_weights(config: TelescopeConfig, files: _Files) -> dict[str, tuple[int, ...]] | None:
-    """Returns the shapes of all tensors; None where not all headers can be read here."""
+    """Returns the shapes of all tensors. None where not all headers can be read here."""
     if not any(name.endswith(WEIGHT_SUFFIXES) for name in files.names) and not files.where.startswith("the hub cache"):
         raise ConfigError(
             f"model is {config.model!r}, but {files.where} holds no weights (no *.safetensors). Save the model "
@@ -472,7 +472,7 @@ def _check_against_shape(config: TelescopeConfig, shape: ModelShape, *, scaled: 
 
 
 def _read_json(files: _Files, name: str) -> Mapping[str, Any] | None:
-    """The object in a JSON file; None if there is no such file, or something else in it."""
+    """The object in a JSON file. None if there is no such file, or something else in it."""
     data = _parse_json(files, name) if name in files.names else None
     return data if isinstance(data, dict) else None
 

@@ -139,7 +139,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape | None:
-        """The shape that a `config.json` states; None for an architecture whose sizes are not named as expected."""
+        """The shape that a `config.json` states. None for an architecture whose sizes are not named as expected."""
         config = config.get("text_config", config)
         try:
             hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])

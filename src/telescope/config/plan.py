@@ -371,7 +371,7 @@ def _place(bundles: Sequence[Bundle], strategy: str, free: list[_Free]) -> list[
 
 
 def _fitting_share(share: float) -> str:
-    """Suggests cores per worker, rounded down to a usual number; empty if none fits."""
+    """Suggests cores per worker, rounded down to a usual number. Empty if none fits."""
     for step in (1.0, 0.5, 0.1, 0.01):
         if share >= step:
             amount = _amount(int(share / step + CPU_TOLERANCE) * step)

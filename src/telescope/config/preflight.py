@@ -87,7 +87,7 @@ def checks_of_machine() -> tuple[Check, ...]:
 
 
 def why_elsewhere(config: TelescopeConfig) -> str | None:
-    """Returns why the run is meant for another machine, as a sentence; None if it is not.
+    """Returns why the run is meant for another machine, as a sentence. None if it is not.
 
     A run belongs elsewhere when it joins a cluster, or when it may use GPUs, does not fit without any, and this machine
     has none. Too few cores or GPUs are no reason: then the run is one that this machine refuses.
@@ -124,7 +124,7 @@ def check_packages(_: TelescopeConfig) -> None:
 
 
 def plugin_problem() -> str | None:
-    """Returns why vLLM does not find Telescope's plugin, and the fix; None if it does."""
+    """Returns why vLLM does not find Telescope's plugin, and the fix. None if it does."""
     entry_points = importlib.metadata.entry_points(group="vllm.general_plugins", name="telescope")
     fix = "Install Telescope, with `make setup` in a checkout or `pip install -e .`: sources on the path are not enough"
     for entry_point in entry_points:

@@ -58,7 +58,7 @@ def remarks(config: TelescopeConfig) -> list[str]:
 def remarks_on_place(
     config: TelescopeConfig, device: Literal["cpu", "cuda"] | None, num_layers: int | None
 ) -> list[str]:
-    """Returns remarks that depend on the placement and the model; None: not known."""
+    """Returns remarks that depend on the placement and the model. None: not known."""
     found = []
     if config.share_gpus and device == "cpu":
         why = 'device is "cpu"' if config.device == "cpu" else "no GPU was found, so that everything runs on CPU cores"
@@ -119,29 +119,17 @@ FIELD_STATUS: dict[str, str] = {
     "event_upload_interval_seconds": EVENT_UPLOADS,
     "rollout_block_size": EVENT_UPLOADS,
     "fsdp_context_parallel_size": PARALLELISM,
-    "weight_broadcast_free_grad_buffers": MEGATRON,
-    "megatron_tensor_parallel_size": MEGATRON,
-    "megatron_pipeline_parallel_size": MEGATRON,
-    "megatron_context_parallel_size": MEGATRON,
-    "megatron_expert_parallel_size": MEGATRON,
-    "megatron_global_batch_size": MEGATRON,
-    "megatron_disable_unified_memory_jit": MEGATRON,
-    "megatron_optimizer_cpu_offload": MEGATRON,
-    "megatron_optimizer_offload_fraction": MEGATRON,
-    "megatron_overlap_cpu_optimizer_d2h_h2d": MEGATRON,
-    "megatron_use_precision_aware_optimizer": MEGATRON,
-    "megatron_main_grads_dtype": MEGATRON,
-    "megatron_main_params_dtype": MEGATRON,
-    "megatron_exp_avg_dtype": MEGATRON,
-    "megatron_exp_avg_sq_dtype": MEGATRON,
-    "megatron_grad_reduce_in_fp32": MEGATRON,
-    "megatron_gradient_checkpointing": MEGATRON,
-    "megatron_sequence_parallel": MEGATRON,
-    "megatron_use_distributed_optimizer": MEGATRON,
-    "megatron_overlap_grad_reduce": MEGATRON,
-    "megatron_use_transformer_engine": MEGATRON,
-    "megatron_fp8": MEGATRON,
-}
+    **dict.fromkeys((
+        "weight_broadcast_free_grad_buffers", "megatron_tensor_parallel_size", "megatron_pipeline_parallel_size",
+        "megatron_context_parallel_size", "megatron_expert_parallel_size", "megatron_global_batch_size",
+        "megatron_disable_unified_memory_jit", "megatron_optimizer_cpu_offload",
+        "megatron_optimizer_offload_fraction", "megatron_overlap_cpu_optimizer_d2h_h2d",
+        "megatron_use_precision_aware_optimizer", "megatron_main_grads_dtype", "megatron_main_params_dtype",
+        "megatron_exp_avg_dtype", "megatron_exp_avg_sq_dtype", "megatron_grad_reduce_in_fp32",
+        "megatron_gradient_checkpointing", "megatron_sequence_parallel", "megatron_use_distributed_optimizer",
+        "megatron_overlap_grad_reduce", "megatron_use_transformer_engine", "megatron_fp8",
+    ), MEGATRON),
+}  # fmt: skip
 """Field (or `evals.<field>`) to the feature it waits for. Absent: the field works."""
 
 AVAILABLE_CHOICES: dict[str, tuple[Any, ...]] = {"train_backend": ("fsdp",), "resume_from_checkpoint": (False,)}

@@ -123,7 +123,7 @@ class TelescopeConfig(
         )
 
     def model_copy(self, *, update: Any = None, deep: bool = False) -> TelescopeConfig:
-        """As in Pydantic without `update`; with it, refused, because Pydantic would not validate the result."""
+        """As in Pydantic without `update`. With it, refused, because Pydantic would not validate the result."""
         if update:
             raise TypeError("model_copy(update=...) skips validation: use TelescopeConfig.replace(...)")
         return super().model_copy(deep=deep)

@@ -97,7 +97,7 @@ def refuse_wrong_types(cls: type, given: Mapping[str, Any], root: type, *, calle
 
 
 def _type_hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a function; none where they cannot be evaluated at run time."""
+    """The annotations of a function. None where they cannot be evaluated at run time."""
     try:
         return get_type_hints(function)
     except Exception:  # an annotation may be any expression

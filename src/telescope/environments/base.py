@@ -117,7 +117,7 @@ class RolloutState:
         return [token_id for step in self.trajectory for token_id in step.completion_token_ids]
 
     def get_full_logprobs(self) -> list[float]:
-        """Logprobs of all answers, in order; as many as there are completion ids if they were requested."""
+        """Logprobs of all answers, in order. As many as there are completion ids if they were requested."""
         return [logprob for step in self.trajectory for logprob in step.completion_logprobs]
 
 
@@ -242,7 +242,7 @@ class Environment(Dataset, ABC):
         return None
 
     async def close_resources(self) -> None:
-        """Awaited for some seconds when the process ends normally; not called after a crash."""
+        """Awaited for some seconds when the process ends normally. Not called after a crash."""
         return None
 
 
@@ -312,7 +312,7 @@ class SingleTurnEnvironment(Environment):
 
 
 class MultiTurnEnvironment(Environment):
-    """A conversation: the model answers, the environment responds, until it is done; then the whole is scored.
+    """A conversation: the model answers, the environment responds, until it is done. Then the whole is scored.
 
     After each answer, which is then the last step of `state.trajectory`: `env_response`, then `is_done`, then, unless
     done, `get_next_prompt_messages` gives the next prompt. So `env_response` sees every answer, the last one included,
@@ -345,7 +345,7 @@ class MultiTurnEnvironment(Environment):
         return RolloutState(sample=sample, env_name=self.name)
 
     def get_initial_prompt(self, sample: Sample, tokenizer: Any = None) -> list[ChatMessage]:
-        """The first conversation; the same at every call, since all rollouts of a group share it."""
+        """The first conversation. The same at every call, since all rollouts of a group share it."""
         return _with_system_prompt(sample.prompt, self.system_prompt)
 
     @abstractmethod
@@ -399,7 +399,7 @@ def notices_of(owner: Any) -> list[str]:
 
 
 def conversation(state: RolloutState) -> list[ChatMessage]:
-    """The last turn's prompt and answer as messages; empty before the first answer."""
+    """The last turn's prompt and answer as messages. Empty before the first answer."""
     if not state.trajectory:
         return []
     last = state.trajectory[-1]

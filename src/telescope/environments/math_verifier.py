@@ -37,7 +37,7 @@ _BOOT = (
 
 
 def check_equal(answer: str, expected: str, timeout_seconds: float) -> bool:
-    """Returns whether math-verify considers the texts equal; False when it takes longer than `timeout_seconds`."""
+    """Returns whether math-verify considers the texts equal. False when it takes longer than `timeout_seconds`."""
     answer, expected = _tidied(answer), _tidied(expected)
     if not _is_one_expression(answer) or not _is_one_expression(expected):
         return False

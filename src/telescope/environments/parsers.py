@@ -91,7 +91,7 @@ def extract_boxed_answer(text: str) -> str:
 
 
 def extract_code_block(text: str, language: str = "python") -> str:
-    """Content of the last closed fenced block marked with `language`; if there is none, of the last unmarked one.
+    """Content of the last closed fenced block marked with `language`. If there is none, of the last unmarked one.
 
     `""` when there is neither.
     """

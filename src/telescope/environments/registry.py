@@ -75,7 +75,7 @@ class Discovery:
         return sorted(self._sources(folders))
 
     def has(self, name: str, folders: Sequence[str | Path] = ()) -> bool:
-        """Returns whether the search finds `name`; False for a name with a colon."""
+        """Returns whether the search finds `name`. False for a name with a colon."""
         return ":" not in name and name in self._sources(folders)
 
     def find(self, name: str, folders: Sequence[str | Path] = ()) -> Source:
@@ -176,7 +176,7 @@ class Discovery:
             ) from error
 
     def _only_class(self, module: ModuleType, source: Source) -> type:
-        """The concrete subclass that the module defines; of classes that inherit from each other, the most derived."""
+        """The concrete subclass that the module defines. Of classes that inherit from each other, the most derived."""
         defined = [
             c
             for c in vars(module).values()

@@ -113,7 +113,7 @@ class Renderer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, cut_end_token: bool) -> str:
-        """Returns the text of a completion; `cut_end_token` removes a special token at its end."""
+        """Returns the text of a completion. `cut_end_token` removes a special token at its end."""
         if token_ids and cut_end_token and token_ids[-1] in self._special_ids:
             token_ids = token_ids[:-1]
         return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -124,7 +124,7 @@ PLACEHOLDER = "0telescope0answer0"
 
 
 class Divergence(StrEnum):
-    """How a conversation differs from the chat template's rendering; see the module docstring."""
+    """How a conversation differs from the chat template's rendering. See the module docstring."""
 
     WHITESPACE = "whitespace"
     END_TOKEN = "end_token"
@@ -134,7 +134,7 @@ class Divergence(StrEnum):
 
 @dataclass(slots=True, frozen=True)
 class Extension:
-    """Token ids that follow an answer in the next prompt; with `restarts`, the whole next prompt."""
+    """Token ids that follow an answer in the next prompt. With `restarts`, the whole next prompt."""
 
     token_ids: list[int]
     restarts: bool = False
@@ -235,7 +235,7 @@ def _same_but_for_edges(now: str, shown: str, last_answer: tuple[str, str] | Non
 
 
 def why_not_extendable(renderer: Renderer, *, reply_role: str = "user") -> str | None:
-    """Returns why the chat template's conversations cannot be extended token by token; None if they can.
+    """Returns why the chat template's conversations cannot be extended token by token. None if they can.
 
     Tries a conversation in which the model reasons in `<think>` tags before it answers, and `reply_role` replies.
     Raises the template's error when it rejects such messages.

@@ -77,12 +77,12 @@ def _mapping(value: Any, field: str) -> dict[Any, Any]:
 
 
 def _text(value: Any) -> str:
-    """Returns a string that can be written as UTF-8; lone surrogates become question marks."""
+    """Returns a string that can be written as UTF-8. Lone surrogates become question marks."""
     return str(value).encode("utf-8", "replace").decode("utf-8")
 
 
 def as_json(value: Any, field: str) -> Any:
-    """Returns the value as JSON types; values without one, NaN and infinity included, become text."""
+    """Returns the value as JSON types. Values without one, NaN and infinity included, become text."""
     try:
         text = json.dumps(value, default=_text, ensure_ascii=False).encode("utf-8", "replace")
         return json.loads(text, parse_constant=str)

@@ -97,7 +97,7 @@ _FUNCTION_MARKUP = '<function=NAME>{"parameter": value}</function>'
 
 
 def parse_calls(completion: str, form: ToolCallFormat, tool_names: Collection[str] | None = None) -> list[ToolCall]:
-    """All calls in order, unreadable ones with their `error`; empty when there is none.
+    """All calls in order, unreadable ones with their `error`. Empty when there is none.
 
     Only names in `tool_names` (None: all) are read as Python calls.
     """
@@ -114,7 +114,7 @@ def parse_xml_tool_calls(text: str) -> list[ToolCall]:
 
 
 def parse_function_call_syntax(text: str, tool_names: Collection[str] | None = None) -> list[ToolCall]:
-    """The calls `name(arg=1, other="x")` with literal arguments, in their order; of `tool_names` only, if given."""
+    """The calls `name(arg=1, other="x")` with literal arguments, in their order. Of `tool_names` only, if given."""
     return [call for call in _call_syntax(text, tool_names) if call.error is None]
 
 
@@ -217,7 +217,7 @@ def _call_syntax(text: str, tool_names: Collection[str] | None) -> list[ToolCall
 
 
 def _closing_parenthesis(text: str, position: int) -> int:
-    """Where the call ends whose arguments start at `position`; -1 when it does not."""
+    """Where the call ends whose arguments start at `position`. -1 when it does not."""
     depth = 1
     for token in _STRING_OR_BRACKET.finditer(text, position, position + MAX_CALL_CHARACTERS):
         if token[0] in "([{":

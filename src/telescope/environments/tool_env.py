@@ -178,7 +178,7 @@ class ToolEnvironment(MultiTurnEnvironment):
         return ToolResult(tool.name, result)
 
     def format_tool_result(self, result: ToolResult) -> str:
-        """The text of one result: `[name] result` or `[name] Error: ...`; without the name in the tool role."""
+        """The text of one result: `[name] result` or `[name] Error: ...`. Without the name in the tool role."""
         text = as_text(result.result) if result.success else f"Error: {result.error}"
         if len(text) > self.max_result_characters:
             text = f"{text[: self.max_result_characters]}... ({len(text)} characters in all)"
@@ -189,7 +189,7 @@ class ToolEnvironment(MultiTurnEnvironment):
         return "\n".join(f"Tool {i}: {self.format_tool_result(result)}" for i, result in enumerate(results, 1))
 
     def get_tool_metrics(self, state: RolloutState) -> dict[str, float]:
-        """Numbers of a rollout's calls, for `sample_metrics`; `<tool>_calls` for every tool, called or not."""
+        """Numbers of a rollout's calls, for `sample_metrics`. `<tool>_calls` for every tool, called or not."""
         custom = _counts(state)
         total = custom["tool_success_count"] + custom["tool_error_count"]
         return {

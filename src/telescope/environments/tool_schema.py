@@ -74,7 +74,7 @@ class Tool:
         return self._bound(named, rest)
 
     def _bound(self, named: dict[str, Any], rest: list[Any]) -> inspect.BoundArguments:
-        """`named` and the arguments of `*rest` as Python passes them; a missing one gets its default."""
+        """`named` and the arguments of `*rest` as Python passes them. A missing one gets its default."""
         positional: list[Any] = []
         for parameter in inspect.signature(self.function).parameters.values():
             if parameter.kind is _KINDS.VAR_POSITIONAL:

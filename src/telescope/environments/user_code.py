@@ -132,7 +132,7 @@ MAX_CHARACTERS = 2_000
 
 
 def user_code_line(error: BaseException, folder: Path | None = None) -> str | None:
-    """Returns the `file:line` in user code where the error was raised; None without a traceback.
+    """Returns the `file:line` in user code where the error was raised. None without a traceback.
 
     That is the innermost line in `folder`, the environment's folder; or else the innermost outside installed libraries
     and this package; or else the innermost of all.
@@ -147,7 +147,7 @@ def user_code_line(error: BaseException, folder: Path | None = None) -> str | No
 
 
 def _is_ours(filename: str) -> bool:
-    """Returns whether a file is a module of this package; built-in environments are in subfolders."""
+    """Returns whether a file is a module of this package. Built-in environments are in subfolders."""
     return str(Path(filename).parent) == _OWN_FOLDER
 
 

@@ -67,7 +67,7 @@ class Eval(Dataset):
 
     @property
     def uses_chat_template(self) -> bool:
-        """Returns whether prompts go through the chat template; the environment decides if there is one."""
+        """Returns whether prompts go through the chat template. The environment decides if there is one."""
         return self.env.uses_chat_template if self.env is not None else True
 
     @property
@@ -131,7 +131,7 @@ class Eval(Dataset):
         return self.name if self.env is None else self.env.name
 
     def _format(self) -> SingleTurnEnvironment:
-        """The environment that formats the prompt; without one, the question with the eval's system prompt."""
+        """The environment that formats the prompt. Without one, the question with the eval's system prompt."""
         assert not isinstance(self.env, MultiTurnEnvironment), "a multi-turn environment formats its own prompts"
         if self.env is not None:
             return self.env

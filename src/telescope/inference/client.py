@@ -198,7 +198,7 @@ class EngineClient:
     async def call_worker(
         self, method: str, args: list[str] | None = None, *, within: float | None = None
     ) -> list[Any]:
-        """Runs a method of the worker extension on every worker; one result per worker.
+        """Runs a method of the worker extension on every worker. One result per worker.
 
         vLLM passes dicts and lists through and turns every other result into a string.
         """
@@ -207,7 +207,7 @@ class EngineClient:
         return list(msgspec.json.decode(answer)["results"]) if answer else []
 
     async def _check_workers(self) -> None:
-        """Raises `InfrastructureError` for failures in one of several workers; a single worker raises itself."""
+        """Raises `InfrastructureError` for failures in one of several workers. A single worker raises itself."""
         if self._num_workers == 1:
             return
         answers = await self.call_worker("telescope_failure")

@@ -215,7 +215,7 @@ class _Connection(asyncio.BufferedProtocol):
         return whole[: self._num_bytes]
 
     def _look(self) -> None:
-        """Completes the answer if all of it has arrived; otherwise prepares a buffer for the rest."""
+        """Completes the answer if all of it has arrived. Otherwise prepares a buffer for the rest."""
         arrived = self._arrived()
         if self._head is None:
             self._head = parse_head(arrived)

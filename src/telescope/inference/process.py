@@ -172,7 +172,7 @@ _SHARE = re.compile(r"(\d+)% Completed")
 
 
 def start_stage(lines: Sequence[str]) -> str | None:
-    """Returns the stage of the newest matching line; None when no line matches."""
+    """Returns the stage of the newest matching line. None when no line matches."""
     for line in reversed(lines):
         for pattern, stage in reversed(STAGES):
             if re.search(pattern, line):

@@ -141,7 +141,7 @@ class InferenceServer:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def start(self) -> ServerInfo:
-        """Starts the process and waits until it answers; a thread supervises it afterwards.
+        """Starts the process and waits until it answers. A thread supervises it afterwards.
 
         Raises `ConfigError` when the port is in use, `UserError` for an unsupported vLLM, `EngineStartError` when the
         process exits or is not ready within the start timeout.
@@ -334,7 +334,7 @@ class InferenceServer:
             return True
 
     def _health(self, timeout: float) -> tuple[int | None, str]:
-        """Returns the status of the health route and its error message; `NOT_LISTENING`, or None without an answer.
+        """Returns the status of the health route and its error message. `NOT_LISTENING`, or None without an answer.
 
         vLLM answers 503 when its engine has exited, `engine_health` when it does not respond.
         """

@@ -25,7 +25,7 @@ RewardRange = tuple[float | None, float | None]
 
 
 def normalized(reward: float, low: float | None, high: float | None) -> float:
-    """Scales a reward from `low`..`high` to 0..1; unchanged if the range is unknown or empty."""
+    """Scales a reward from `low`..`high` to 0..1. Unchanged if the range is unknown or empty."""
     if low is None or high is None or high <= low:
         return reward
     return (reward - low) / (high - low)
@@ -124,7 +124,7 @@ class SampleFilters:
 
 
 def compression_ratio(text: str) -> float:
-    """Returns bytes of the text over bytes of its zlib compression; 0 for empty text. Prose: 2 to 3, a loop: over
+    """Returns bytes of the text over bytes of its zlib compression. 0 for empty text. Prose: 2 to 3, a loop: over
     10."""
     data = text.encode("utf-8", errors="replace")
     return len(data) / len(zlib.compress(data)) if data else 0.0

@@ -64,7 +64,7 @@ class Group:
         return f"{self.group_id}-{index}{suffix}"
 
     def oldest_version(self) -> int | None:
-        """Returns the policy version of the oldest trained token of this group; None while it has none.
+        """Returns the policy version of the oldest trained token of this group. None while it has none.
 
         Masked samples are not trained; a running sample counts with `Rollout.oldest_version`.
         """

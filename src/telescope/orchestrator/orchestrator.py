@@ -109,7 +109,7 @@ class Orchestrator:
         *,
         max_requeues: int = MAX_REQUEUES,
     ) -> None:
-        """`start` is the sampler position of an earlier attempt; `max_requeues` bounds how often a stale prompt is
+        """`start` is the sampler position of an earlier attempt. `max_requeues` bounds how often a stale prompt is
         requeued."""
         self.config = config
         self.services = services
@@ -176,7 +176,7 @@ class Orchestrator:
     # Groups and samples
 
     async def _dispatch_loop(self) -> None:
-        """Opens groups as the window and the request slots allow; starts a task per sample."""
+        """Opens groups as the window and the request slots allow. Starts a task per sample."""
         assert self._supervisor is not None
         while True:
             await self._notifier.wait_until(self._may_open, "dispatch", "the async window")

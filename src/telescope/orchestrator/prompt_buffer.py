@@ -115,7 +115,7 @@ class PromptBuffer:
             self._notifier.notify()
 
     def _next_number(self) -> int:
-        """Returns the number of the next prompt; unfinished ones of an earlier attempt come first."""
+        """Returns the number of the next prompt. Unfinished ones of an earlier attempt come first."""
         if self._unfinished:
             return self._unfinished.popleft()
         self._next_draw += 1

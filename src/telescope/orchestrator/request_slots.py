@@ -59,7 +59,7 @@ class RequestSlotPool:
         self._on_change = notify
 
     async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
-        """Waits for a slot for a sample of `group`; a later `turn` goes first.
+        """Waits for a slot for a sample of `group`. A later `turn` goes first.
 
         Raises DeadlineExceeded when no slot becomes free within `timeout` seconds.
         """
@@ -126,7 +126,7 @@ class RequestSlotPool:
         )
 
     def _serve(self) -> None:
-        """Assigns free slots to waiters, by turn and then by arrival; a waiter bound to a full server keeps waiting."""
+        """Assigns free slots to waiters, by turn and then by arrival. A waiter bound to a full server keeps waiting."""
         skipped: list[_Waiter] = []
         while self._waiters:
             waiter = heapq.heappop(self._waiters)
@@ -182,7 +182,7 @@ class GroupSlotPool(RequestSlotPool):
         return Lease(lease.server, lease.slot)
 
     def release(self, lease: Lease) -> None:
-        """Ends a sample's use of the slot; the group keeps it until `forget_group`."""
+        """Ends a sample's use of the slot. The group keeps it until `forget_group`."""
         assert not lease.released, "a request slot was released twice"
         lease.released = True
 

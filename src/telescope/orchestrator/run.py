@@ -205,7 +205,7 @@ class _TrainingRun:
 def start_collectors(
     config: TelescopeConfig, components: RunComponents, recorder: Recorder, stack: AsyncExitStack
 ) -> Collectors:
-    """The collectors of all gauges, sampling from now on; what they start ends with `stack`."""
+    """The collectors of all gauges, sampling from now on. What they start ends with `stack`."""
     machine = MachineSampler(config.system_metrics_collection_interval_seconds)
     stack.callback(machine.stop)
     hosts = HostGroup(config, components.cluster)

@@ -71,7 +71,7 @@ class RunComponents:
     settings: RolloutSettings
 
     async def dump_stacks(self) -> dict[str, str]:
-        """Stacks of trainer ranks and inference servers; environment workers write theirs to their logs."""
+        """Stacks of trainer ranks and inference servers. Environment workers write theirs to their logs."""
         self.environments.dump_stacks()
         return {**await self.trainer.dump_stacks(), **await self.inference.dump_stacks()}
 
@@ -290,7 +290,7 @@ async def _all_or_first_failure(*starts: Coroutine[Any, Any, None]) -> None:
 
 
 async def _show_start(inference: InferenceGroup, index: int, status: RunStatus) -> None:
-    """Shows the stage of a starting server in the live view; a large model loads for minutes."""
+    """Shows the stage of a starting server in the live view. A large model loads for minutes."""
     started_at = time.monotonic()
     stage = FIRST_STAGE
     while True:

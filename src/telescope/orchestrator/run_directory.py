@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunDirectory:
-    """`path` is the run directory; `recorder` and `step_log` exist while the record is open."""
+    """`path` is the run directory. `recorder` and `step_log` exist while the record is open."""
 
     recorder: Recorder
     step_log: WandbSink

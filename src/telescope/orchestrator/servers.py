@@ -38,8 +38,6 @@ class ServerHandle(Protocol):
 
     async def status(self) -> Any: ...
 
-    async def dump_stacks(self) -> str: ...
-
 
 class BringWeights(Protocol):
     """Sends the newest weights to one server; calls `on_loaded` once loaded."""
@@ -138,7 +136,7 @@ class ServerPool:
                 continue  # the regular poll
 
     async def _check(self, index: int) -> None:
-        """Closes a server that failed or restarted; brings up one that is down."""
+        """Closes a server that failed or restarted. Brings up one that is down."""
         server = self._servers[index]
         if server.failed is not None or (server.bring_up is not None and not server.bring_up.done()):
             return

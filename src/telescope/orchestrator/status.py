@@ -89,7 +89,7 @@ class RunStatus:
         return sum(count for _, count in recent) / window_seconds if recent else 0.0
 
     def seconds_left(self) -> float | None:
-        """Estimates the remaining time from the median of the last steps; None before the second step."""
+        """Estimates the remaining time from the median of the last steps. None before the second step."""
         if len(self.history) < 2:
             return None
         recent = sorted(summary.seconds for summary in self.history[-20:])

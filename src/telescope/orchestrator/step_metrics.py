@@ -38,7 +38,7 @@ def gini(values: Sequence[float]) -> float:
 
 
 def _moments(values: Iterable[float]) -> dict[str, float]:
-    """Returns mean, standard deviation (ddof 1), minimum and maximum; empty for no values."""
+    """Returns mean, standard deviation (ddof 1), minimum and maximum. Empty for no values."""
     x = np.asarray(list(values), dtype=np.float64)
     if len(x) == 0:
         return {}
@@ -55,7 +55,7 @@ def _spread(prefix: str, values: Iterable[float]) -> dict[str, float]:
 
 
 def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version: int) -> dict[str, float]:
-    """Returns metrics of the groups of one batch; `version` is the policy version that the step starts from."""
+    """Returns metrics of the groups of one batch. `version` is the policy version that the step starts from."""
     samples = [sample for group in groups for sample in group.usable_samples]
     lengths = [[s.num_completion_tokens for s in group.usable_samples] for group in groups]
     metrics = {

@@ -72,7 +72,7 @@ class StepRecorder:
         self._status.num_masked_samples += 1
 
     def discarded(self, group: Group, reason: str, kind: str | None, version: int) -> None:
-        """Counts and writes a group that will not be trained; `kind` refines the reason."""
+        """Counts and writes a group that will not be trained. `kind` refines the reason."""
         self._discards.discarded(reason, kind, group.samples)
         self._discarded_rewards.append(group.rewards_n)
         self._status.num_discarded_groups += 1
@@ -107,7 +107,7 @@ class StepRecorder:
             self._recorder.write("samples", {**row, "prompt_text": group.prompt.text, **fate})
 
     async def trained(self, trained: TrainedStep) -> None:
-        """Counts, writes and shows a finished step; yields to the event loop after each group."""
+        """Counts, writes and shows a finished step. Yields to the event loop after each group."""
         ended_at = time.time()
         # The clock may have been set back in between.
         seconds = max(ended_at - trained.started_at, 1e-6)

@@ -61,7 +61,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes `content` to `path`; readers see the old bytes or the new ones. Raises `OSError`."""
+    """Writes `content` to `path`. Readers see the old bytes or the new ones. Raises `OSError`."""
     temporary = temporary_name(path)
     try:
         temporary.write_bytes(content)

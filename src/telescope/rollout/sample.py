@@ -176,7 +176,7 @@ class Rollout:
         return None
 
     def oldest_version(self) -> int | None:
-        """Returns the policy version of the sample's oldest trained token; None while it has none.
+        """Returns the policy version of the sample's oldest trained token. None while it has none.
 
         A request in the engine counts with the version that its server had when it was sent.
         """
@@ -272,7 +272,7 @@ class Rollout:
             )
 
     async def _environment_reply(self, generation: Generation) -> Advance:
-        """Passes an answer to the environment; returns the score or the environment's messages."""
+        """Passes an answer to the environment. Returns the score or the environment's messages."""
         task, trajectory, settings = self.task, self.trajectory, self._settings
         if self._conversation_id is not None:
             begun, self._conversation_id = self._conversation_id, None
@@ -357,7 +357,7 @@ class Rollout:
 
 
 def _problem_with(generation: Generation, loaded_version: int) -> str | None:
-    """Returns what is wrong with an answer; None if it can be used.
+    """Returns what is wrong with an answer. None if it can be used.
 
     `loaded_version` is the policy version of the server when the request was sent. An older answer comes from a server
     that has restarted with the initial weights and is not detected yet.

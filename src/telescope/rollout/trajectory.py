@@ -162,7 +162,7 @@ class Trajectory:
         return [self._train_sample(f"{self.sample_id}/{part}", turns) for part, turns in enumerate(segments)]
 
     def _segments(self) -> list[list[Turn]]:
-        """Splits the turns where one restarts; returns at least one segment, which may be empty."""
+        """Splits the turns where one restarts. Returns at least one segment, which may be empty."""
         segments: list[list[Turn]] = [[]]
         for turn in self.turns:
             if turn.restarts and segments[-1]:

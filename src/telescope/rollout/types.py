@@ -77,7 +77,7 @@ class Engine(Protocol):
 
     @property
     def loaded_version(self) -> int:
-        """Newest policy version known to be loaded; a request sent now is sampled with this or a newer version."""
+        """Newest policy version known to be loaded. A request sent now is sampled with this or a newer version."""
         ...
 
     async def generate(self, request: GenerateRequest) -> Generation:
@@ -102,7 +102,7 @@ class RequestSlots(Protocol):
     """Interface of the request slots for rollouts."""
 
     async def acquire(self, group: int, *, turn: int = 0, timeout: float) -> Lease:
-        """Waits for a slot; `turn` counts from 0 and later turns go first. Raises DeadlineExceeded."""
+        """Waits for a slot. `turn` counts from 0 and later turns go first. Raises DeadlineExceeded."""
         ...
 
     def release(self, lease: Lease) -> None:

@@ -40,7 +40,7 @@ def ensure_tiny_model(
     report: Callable[[WarmStartProgress], None] | None = None,
     **other_settings: Any,
 ) -> Path:
-    """Returns the folder of the tiny model with these settings; builds it unless the cache has a complete one.
+    """Returns the folder of the tiny model with these settings. Builds it unless the cache has a complete one.
 
     `other_settings` are fields of `TinyModelSettings`. `report` is called after every warm-start step, so never when
     the cache answers. Raises `UserError` for settings that make no model or a cache folder that cannot be written.

@@ -37,7 +37,7 @@ the activations, so the output is kept and the rest recomputed."""
 
 
 def wrap_blocks(policy: PolicyModel, *, num_recomputed: int, recompute_attention: bool, compiled: bool) -> None:
-    """Makes the first `num_recomputed` blocks keep only their input and attention's output; may compile all blocks.
+    """Makes the first `num_recomputed` blocks keep only their input and attention's output. May compile all blocks.
 
     The first ones, since backward passes begin at the end: when they are recomputed, the activations of the last ones
     are already freed.

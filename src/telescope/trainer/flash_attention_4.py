@@ -73,37 +73,17 @@ def _segments(cu_seqlens: torch.Tensor, max_seqlen: int, scale: float, behind: i
 
 @functools.cache
 def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns the package's forward and backward functions."""
+    """Returns the package's forward and backward functions.
+
+    The first returns the output [T, H, D] and the log-sum-exp of the scores [H, T], the second the gradients of query,
+    key and value.
+    """
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     # A warning about an unused argument, for every kernel on every rank (version 4.0.0b36). Process-wide, because
     # `catch_warnings` around each call would race with autograd's threads and repeat all other warnings.
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted", category=UserWarning)
     return _flash_attn_fwd, _flash_attn_bwd
-
-
-def run_forward(
-    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, options: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs the package's kernel. Returns the output [T, H, D] and the log-sum-exp of the scores [H, T]."""
-    forward, _ = _kernels()
-    out_THD, lse_HT, *_ = forward(q_THD, k_TKD, v_TKD, return_lse=True, **options)
-    return out_THD, lse_HT
-
-
-def run_backward(
-    grad_THD: torch.Tensor,
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    out_THD: torch.Tensor,
-    lse_HT: torch.Tensor,
-    options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Runs the package's kernel. Returns the gradients of query, key and value."""
-    _, backward = _kernels()
-    grad_q, grad_k, grad_v, *_ = backward(q_THD, k_TKD, v_TKD, out_THD, grad_THD, lse_HT, **options)
-    return grad_q, grad_k, grad_v
 
 
 @torch.library.custom_op("telescope::flash_attention_4", mutates_args=())
@@ -116,23 +96,15 @@ def _forward_operator(
     scale: float,
     behind: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out_THD, lse_HT = run_forward(
-        q_THD.contiguous(), k_TKD.contiguous(), v_TKD.contiguous(), _segments(cu_seqlens, max_seqlen, scale, behind)
-    )
+    tensors = (q_THD.contiguous(), k_TKD.contiguous(), v_TKD.contiguous())
+    options = _segments(cu_seqlens, max_seqlen, scale, behind)
+    out_THD, lse_HT, *_ = _kernels()[0](*tensors, return_lse=True, **options)
     return out_THD.contiguous(), lse_HT.contiguous()
 
 
 @_forward_operator.register_fake
-def _(
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-    behind: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_tokens, num_heads, _ = q_THD.shape
+def _(q_THD: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens, num_heads = q_THD.shape[:2]
     return q_THD.new_empty(q_THD.shape), q_THD.new_empty((num_heads, num_tokens), dtype=torch.float32)
 
 
@@ -149,17 +121,9 @@ def _backward_operator(
     scale: float,
     behind: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    gradients = run_backward(
-        grad_THD.contiguous(),
-        q_THD.contiguous(),
-        k_TKD.contiguous(),
-        v_TKD.contiguous(),
-        out_THD,
-        lse_HT,
-        _segments(cu_seqlens, max_seqlen, scale, behind),
-    )
-    grad_q, grad_k, grad_v = (gradient.contiguous() for gradient in gradients)
-    return grad_q, grad_k, grad_v
+    tensors = (q_THD.contiguous(), k_TKD.contiguous(), v_TKD.contiguous(), out_THD, grad_THD.contiguous(), lse_HT)
+    grad_q, grad_k, grad_v, *_ = _kernels()[1](*tensors, **_segments(cu_seqlens, max_seqlen, scale, behind))
+    return grad_q.contiguous(), grad_k.contiguous(), grad_v.contiguous()
 
 
 @_backward_operator.register_fake

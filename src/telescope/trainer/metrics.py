@@ -220,7 +220,7 @@ def percentile(histogram: list[float], share: float) -> float:
 
 
 def reduce_max(values: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Returns the maximum of each value over all ranks; others wait for the slowest rank."""
+    """Returns the maximum of each value over all ranks. Others wait for the slowest rank."""
     names = sorted(values)
     stacked = torch.tensor([values[name] for name in names], dtype=torch.float64, device=device)
     dist.all_reduce(stacked, op=dist.ReduceOp.MAX)

@@ -40,7 +40,7 @@ def pack_step(
     pad_to_multiple_of: int = 1,
     num_minibatches: int = 1,
 ) -> list[StepInput]:
-    """Packs one training batch for all ranks; element r of the result is for rank r.
+    """Packs one training batch for all ranks. Element r of the result is for rank r.
 
     Samples without a trained token are left out, also of the counts. With fewer groups than `num_minibatches` there are
     as many optimizer steps as groups, and none without trained tokens. Raises `ValueError` for a sample longer than

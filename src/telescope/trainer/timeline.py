@@ -111,7 +111,7 @@ class Timeline:
         return self._first.event.elapsed_time(moment.event) / 1000
 
     def _offset(self, times: list[tuple[float, float]]) -> float:
-        """Returns the offset from the device's time to `time.perf_counter()`; 0 on the CPU."""
+        """Returns the offset from the device's time to `time.perf_counter()`. 0 on the CPU."""
         if not self._on_gpu:
             return 0.0
         found = [self._first.host]

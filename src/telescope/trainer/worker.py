@@ -123,7 +123,7 @@ class Trainer:
         )
 
     def _open_store(self) -> dist.TCPStore:
-        """Opens the store through which the ranks find each other; waits for rank 0."""
+        """Opens the store through which the ranks find each other. Waits for rank 0."""
         host, port = self._meeting_place
         descriptor = None
         if self.rank == 0:

@@ -71,7 +71,7 @@ def _exists(pid: int) -> bool:
 
 
 def kill_group(group: int) -> None:
-    """Sends SIGKILL to every process of the group; a group that is already gone is not an error."""
+    """Sends SIGKILL to every process of the group. A group that is already gone is not an error."""
     try:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:

@@ -74,7 +74,7 @@ def thread_stacks() -> str:
 
 
 def describe_exit(code: int) -> str:
-    """The end of a process in words; `code` is as `subprocess` reports it, negative for a signal.
+    """The end of a process in words. `code` is as `subprocess` reports it, negative for a signal.
 
     "ended with exit code 3", "was killed by SIGKILL".
     """
@@ -117,7 +117,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_log(path: Path) -> BinaryIO:
-    """Opens the file for appending and makes its folder; on an error, warns and returns a sink."""
+    """Opens the file for appending and makes its folder. On an error, warns and returns a sink."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("ab")
@@ -152,7 +152,7 @@ def rotate_log(path: Path, max_bytes: int) -> None:
 
 
 def log_tail(path: Path, num_bytes: int, *, start: int = 0) -> str:
-    """The last `num_bytes` of what was written after byte `start`, as text; empty when it cannot be read."""
+    """The last `num_bytes` of what was written after byte `start`, as text. Empty when it cannot be read."""
     try:
         with path.open("rb") as log:
             end = log.seek(0, os.SEEK_END)

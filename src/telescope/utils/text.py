@@ -68,7 +68,7 @@ def nearest_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def misspelled_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` misspells; None for another name, such as `min_size` where `max_size` is known."""
+    """The known name that `name` misspells. None for another name, such as `min_size` where `max_size` is known."""
     nearest = nearest_name(name, known)
     if nearest is None or _spelling(name.lower(), nearest.lower()) < MISSPELLED:
         return None

@@ -194,7 +194,7 @@ async def check_weights(components: RunComponents, when: str) -> Check:
 
 
 async def check_corrupted_tensor(components: RunComponents) -> Check:
-    """Syncs with one changed bit, which every probe must name; then restores the weights by a correct sync."""
+    """Syncs with one changed bit, which every probe must name. Then restores the weights by a correct sync."""
     async with components.trainer.queue:
         name = tensor_to_corrupt(await components.trainer.weight_metadata())
     probes = await components.weights.verify(corrupt=name)
@@ -247,7 +247,7 @@ FIRST_GROUP = -1_000_000_000
 async def sample_groups(
     components: RunComponents, *, top_p: float | None, on_sample: Callable[[], None] = lambda: None
 ) -> list[TrainSample]:
-    """Samples whole groups at the run's temperature, at least one per server; `top_p` replaces the run's.
+    """Samples whole groups at the run's temperature, at least one per server. `top_p` replaces the run's.
 
     Raises RunError when too few samples were scored.
     """

@@ -39,7 +39,7 @@ _GLOO_LIMIT = timedelta(hours=1)
 
 
 def backend_for(device: torch.device, *, cpu_staging: bool) -> Backend:
-    """Returns NCCL between GPUs; gloo on the CPU, and with staging in host memory."""
+    """Returns NCCL between GPUs, gloo elsewhere and with staging in host memory."""
     return "nccl" if device.type == "cuda" and not cpu_staging else "gloo"
 
 
@@ -91,7 +91,7 @@ class Communicator:
         device: torch.device | None = None,
         rendezvous: Rendezvous | None = None,
     ) -> Communicator:
-        """Connects to the other ranks at `host:port` and builds the group; all ranks call it within `timeout` seconds.
+        """Connects to the other ranks at `host:port` and builds the group. All ranks call it within `timeout` seconds.
 
         Rank 0 passes the `Rendezvous` that listens there. `device` is the CUDA device for NCCL. A first broadcast
         tests the connection. Raises `DeadlineExceeded` or `TransferError`.
@@ -275,7 +275,7 @@ def _build_group(
 
 
 def _nccl_group(store: Any, rank: int, world_size: int, options: Any) -> Any:
-    """Builds a `ProcessGroupNCCL` that raises errors; by default an aborted collective ends the process."""
+    """Builds a `ProcessGroupNCCL` that raises errors. By default an aborted collective ends the process."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"

@@ -90,7 +90,7 @@ class Rendezvous:
         return ControlChannel(peers)
 
     def _admit(self, connection: socket.socket, missing: list[int], greeting: Message, deadline: float) -> int | None:
-        """Returns the rank of a peer with the right token; None for any other connection."""
+        """Returns the rank of a peer with the right token. None for any other connection."""
         connection.settimeout(min(_left(deadline), _HELLO_SECONDS))
         try:
             hello = receive_frame(connection, MAX_FRAME_BYTES)

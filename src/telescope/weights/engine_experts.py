@@ -47,7 +47,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def layout_of(module: nn.Module) -> str | None:
-    """Returns the layout of the experts: `loaded`, `exchanged`, `packed` or `bound`; None if unknown."""
+    """Returns the layout of the experts: `loaded`, `exchanged`, `packed` or `bound`. None if unknown."""
     name = _backend(module)
     if name in LOADED_LAYOUTS:
         return "loaded"

@@ -150,7 +150,7 @@ def _fused_slices(module: nn.Module, names: list[str], shapes: Mapping[str, tupl
 
 
 def _tensor_parallel(module: nn.Module) -> tuple[int, int]:
-    """Returns (rank, size) of the layer's partition; (0, 1) for a layer that every rank has completely."""
+    """Returns (rank, size) of the layer's partition. (0, 1) for a layer that every rank has completely."""
     return int(getattr(module, "tp_rank", 0)), int(getattr(module, "tp_size", 1))
 
 

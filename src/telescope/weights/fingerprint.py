@@ -41,7 +41,7 @@ _VIEWS: dict[torch.dtype, tuple[torch.dtype, int]] = {
 
 
 def as_matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the matrix shape for hashing: the first dimension by the rest; a scalar is 1 x 1."""
+    """Returns the matrix shape for hashing: the first dimension by the rest. A scalar is 1 x 1."""
     if not shape:
         return 1, 1
     return shape[0], math.prod(shape[1:])
@@ -54,7 +54,7 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 @torch.no_grad()
 def partial_fingerprint(part: torch.Tensor, row_offset: int = 0, column_offset: int = 0) -> int:
-    """Computes the share of `part` in the fingerprint; its first element is (row_offset, column_offset) of the whole.
+    """Computes the share of `part` in the fingerprint. Its first element is (row_offset, column_offset) of the whole.
 
     The shares of disjoint parts that cover a tensor add up to the tensor's fingerprint, modulo 2^64.
     """
@@ -86,7 +86,7 @@ def to_hex(value: int) -> str:
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Returns the mixed bits of the elements as int64; zeros of either sign and subnormals are 0.
+    """Returns the mixed bits of the elements as int64. Zeros of either sign and subnormals are 0.
 
     Mixing spreads bits over the word: typical weights end in zero bits (bfloat16 values in float32, round numbers), and
     without it so would all products.

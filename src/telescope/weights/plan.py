@@ -30,7 +30,7 @@ ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def sender_rank(engine: int, world_size: int) -> int:
-    """Returns the trainer rank that sends to an engine; engines are spread evenly over the ranks."""
+    """Returns the trainer rank that sends to an engine. Engines are spread evenly over the ranks."""
     return engine % world_size
 
 
@@ -178,7 +178,7 @@ def plan_buckets(update: UpdateInfo) -> list[Bucket]:
 
 
 def _fill(metas: list[TensorMeta], limit: int, step: int) -> Iterator[Bucket]:
-    """Fills buckets greedily in order; offsets are multiples of `step` elements, buckets end before `limit`."""
+    """Fills buckets greedily in order. Offsets are multiples of `step` elements, buckets end before `limit`."""
     entries: list[BucketEntry] = []
     used = 0
     for meta in metas:

@@ -138,7 +138,7 @@ def _reported(loaded: Sequence[Mapping[str, Any]]) -> set[str]:
 
 
 def _mismatch(name: str, sent: str | None, loaded: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why the workers do not hold `name` as it was sent; None when they do."""
+    """Why the workers do not hold `name` as it was sent. None when they do."""
     if sent is None:
         return "the engine expects it, but it was not sent"
     shape = next((worker["shapes"][name] for worker in loaded if name in worker.get("shapes", {})), None)

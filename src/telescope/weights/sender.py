@@ -157,7 +157,7 @@ class WeightSender:
         fingerprints: bool = False,
         corrupt: str | None = None,
     ) -> SendReport:
-        """Sends one sync to those of `engines` that belong to this rank; collective over all trainer ranks.
+        """Sends one sync to those of `engines` that belong to this rank. Collective over all trainer ranks.
 
         `named_weights` yields (name, full tensor) in the order of `update.names`, tied duplicates left out or listed in
         `update.tied`. Engine failures are in the report; exceptions of the iterator are raised. `corrupt` names a
@@ -229,7 +229,7 @@ class _Send:
         self.report.wait_seconds += time.monotonic() - waiting
 
     def _fill(self, bucket: Bucket, slot: int, buckets: list[Bucket]) -> torch.Tensor | None:
-        """Gathers the bucket's tensors; a rank that sends casts them into its buffer."""
+        """Gathers the bucket's tensors. A rank that sends casts them into its buffer."""
         dtype: torch.dtype = getattr(torch, self.update.dtype)
         flat: torch.Tensor | None = None
         if self.live:

@@ -30,12 +30,13 @@ class PlainKernels:
         scores = torch.einsum("thd,shd->hts", q_THD, k_TKD[:, key_head_H]) * options["softmax_scale"]
         return scores.masked_fill(~is_seen, float("-inf")).softmax(dim=-1), key_head_H
 
-    def run_forward(self, q_THD, k_TKD, v_TKD, options):
+    def forward(self, q_THD, k_TKD, v_TKD, *, return_lse, **options):
+        assert return_lse
         self.calls["forward"] += 1
         p, key_head_H = self.probabilities(q_THD, k_TKD, options)
         return torch.einsum("hts,shd->thd", p, v_TKD[:, key_head_H]), p.new_zeros(p.shape[:2])
 
-    def run_backward(self, grad_THD, q_THD, k_TKD, v_TKD, out_THD, lse_HT, options):
+    def backward(self, q_THD, k_TKD, v_TKD, out_THD, grad_THD, lse_HT, **options):
         self.calls["backward"] += 1
         p, key_head_H = self.probabilities(q_THD, k_TKD, options)
         grad_p = torch.einsum("thd,shd->hts", grad_THD, v_TKD[:, key_head_H])
@@ -49,8 +50,7 @@ class PlainKernels:
 def use_plain_kernels(patch: pytest.MonkeyPatch) -> PlainKernels:
     """Let the trainers that are set up from now on take these for the package's kernels, and compile their blocks."""
     plain = PlainKernels()
-    patch.setattr(flash_attention_4, "run_forward", plain.run_forward)
-    patch.setattr(flash_attention_4, "run_backward", plain.run_backward)
+    patch.setattr(flash_attention_4, "_kernels", lambda: (plain.forward, plain.backward))
     for module in (fsdp_backend, sharding):
         patch.setattr(module, "choose_kernel", lambda *_: "flash_attn_4")
     # Traced, differentiated and partitioned as on a GPU, but without a C++ compiler's minutes.

@@ -100,7 +100,7 @@ LEAST_CORES = 0.0001
 
 
 def client_address_problem(address: str) -> str | None:
-    """Returns why a cluster's address cannot be used, and the fix; None if it can."""
+    """Returns why a cluster's address cannot be used, and the fix. None if it can."""
     if "://" not in address:
         return None
     return (

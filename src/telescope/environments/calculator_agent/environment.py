@@ -185,7 +185,7 @@ def calculate(expression: str, state: RolloutState) -> str:
 
 
 def _short_calls(text: str) -> list[ToolCall]:
-    """Calls between `<call>` and `</call>`; other text with one of the tags is a call that cannot be read."""
+    """Calls between `<call>` and `</call>`. Other text with one of the tags is a call that cannot be read."""
     calls: list[ToolCall] = []
     position = 0
     while (start := text.find(CALL_OPEN, position)) != -1:

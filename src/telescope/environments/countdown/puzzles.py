@@ -79,7 +79,7 @@ class _Term:
 
 
 def _random_puzzle(settings: PuzzleSettings, rng: random.Random) -> Puzzle | None:
-    """Combines random numbers in pairs and random order; None when the result is not a valid target."""
+    """Combines random numbers in pairs and random order. None when the result is not a valid target."""
     count = rng.randint(settings.min_numbers, settings.max_numbers)
     numbers = tuple(rng.randint(settings.min_number, settings.max_number) for _ in range(count))
     terms = [_Term(Fraction(number), str(number), "") for number in numbers]

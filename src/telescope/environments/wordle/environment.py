@@ -80,7 +80,7 @@ class WordleEnvironment(MultiTurnEnvironment):
         self.partial_reward = float(partial_reward)
 
     def load_dataset(self, num_samples: int = -1, seed: int = 0, **_: Any) -> list[Sample]:
-        """One item per secret word, shuffled by `seed`; with more samples than words, the list repeats."""
+        """One item per secret word, shuffled by `seed`. With more samples than words, the list repeats."""
         words = list(secret_words(self.word_source))
         random.Random(f"wordle {seed}").shuffle(words)
         count = len(words) if num_samples < 0 else num_samples

@@ -64,7 +64,7 @@ class Reply:
 
 
 def take_turn(environment: MultiTurnEnvironment, state: RolloutState) -> Generator[Awaitable[Any], Any, Reply]:
-    """Lets the environment respond to the last step of the trajectory; fixes the order of its method calls."""
+    """Lets the environment respond to the last step of the trajectory. Fixes the order of its method calls."""
     if environment.checks_done_first:
         done, reason = check_verdict((yield from settled(environment.is_done(state))))
         if done:

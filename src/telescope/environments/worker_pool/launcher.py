@@ -109,7 +109,7 @@ class Launcher:
         self._loop.add_reader(self._socket.fileno(), self._readable)
 
     def fork(self, worker: WorkerProcess, descriptors: tuple[int, int, int]) -> None:
-        """Requests a worker that receives the descriptors (socket, slot, log); the caller may close them afterwards.
+        """Requests a worker that receives the descriptors (socket, slot, log). The caller may close them afterwards.
 
         Raises `InfrastructureError` or `UserError` when the server cannot be restarted.
         """

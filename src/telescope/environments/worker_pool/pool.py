@@ -165,7 +165,7 @@ class EnvironmentPool:
         return Advance(True, [], result["text"], RewardRecord(**result["score"]), result["seconds"])
 
     async def begin(self, rollout: str, env_key: str, index: int, *, interleaved: bool = True) -> FirstPrompt:
-        """Begins a multi-turn rollout over a dataset item; one process keeps its state.
+        """Begins a multi-turn rollout over a dataset item. One process keeps its state.
 
         `rollout` is any id that no open rollout of the pool has. The prompt is the one that `prepare` returns.
         `interleaved` False renders the conversation again for every turn. Raises `EnvironmentFailure`.
@@ -224,7 +224,7 @@ class EnvironmentPool:
         return self._workers.call(header, blob, label, worker=worker).future
 
     async def _resources(self, position: int) -> PoolWorker | None:
-        """Returns the worker with the environment's prepared resources; None when it needs none."""
+        """Returns the worker with the environment's prepared resources. None when it needs none."""
         assert self._workers.infos is not None, "the pool is not started"
         if not self._workers.infos[position].shares_resources:
             return None

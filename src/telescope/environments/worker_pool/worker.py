@@ -85,7 +85,7 @@ async def _attributed(coroutine: Coroutine[Any, Any, Any], request_id: int, work
 
 
 class _OnMainThread:
-    """Context in which a request occupies the main thread; adds up the time."""
+    """Context in which a request occupies the main thread. Adds up the time."""
 
     def __init__(self, worker: Worker, request_id: int) -> None:
         self.worker, self.request_id = worker, request_id
@@ -342,7 +342,7 @@ def _prefer_for_oom_kill() -> None:
 
 
 def run_worker(descriptor: int, slot_descriptor: int, renderer: Renderer | None) -> None:
-    """Serves on the socket until it is closed; called in a forked process (`fork_server`)."""
+    """Serves on the socket until it is closed. Called in a forked process (`fork_server`)."""
     _prefer_for_oom_kill()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     slot = Slot(slot_descriptor)

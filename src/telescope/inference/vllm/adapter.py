@@ -201,7 +201,7 @@ def read_generate(body: bytes | memoryview, *, spans_header: str | None = None) 
 
 
 def resolve_versions(answer: LabelledAnswer, *, initial_version: int = 0) -> ParsedAnswer:
-    """Converts labels to policy versions; `initial_version` is that of the weights at the server's start.
+    """Converts labels to policy versions. `initial_version` is that of the weights at the server's start.
 
     Raises `InfrastructureError` when a token's weights are unknown.
     """
@@ -258,7 +258,7 @@ def unpack_answer(data: bytes | memoryview) -> LabelledAnswer:
 
 
 def format_spans_header(starts: list[tuple[str, int]]) -> str:
-    """Formats (label, first token) pairs as a header value; labels are version numbers or `default`."""
+    """Formats (label, first token) pairs as a header value. Labels are version numbers or `default`."""
     return ",".join(f"{label}:{start}" for label, start in starts)
 
 

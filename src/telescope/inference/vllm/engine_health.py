@@ -30,7 +30,7 @@ ANSWER = b'{"error":{"message":"the engine process of this inference server has 
 
 
 class EngineExitMiddleware:
-    """ASGI middleware inside the secret check and outside everything that waits; one per server process."""
+    """ASGI middleware inside the secret check and outside everything that waits. One per server process."""
 
     def __init__(self, app: Application) -> None:
         self._app = app

@@ -192,7 +192,7 @@ def _batch_arguments(config: TelescopeConfig, *, on_cpu: bool) -> list[str]:
 
 
 def _chat_arguments(config: TelescopeConfig, directory: Path) -> list[str]:
-    """Returns template and parser flags of the OpenAI-compatible API; rollouts send token ids and need none."""
+    """Returns template and parser flags of the OpenAI-compatible API. Rollouts send token ids and need none."""
     arguments: list[str] = []
     if config.chat_template is not None:
         directory.mkdir(parents=True, exist_ok=True)

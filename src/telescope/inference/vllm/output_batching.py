@@ -67,7 +67,7 @@ class OutputBatcher:
         return len(self._buffered)
 
     def buffer(self, messages: dict[int, Any], may_wait: Callable[[Any], bool]) -> None:
-        """Removes from one step's messages, by client, what can wait; adds what has waited long enough.
+        """Removes from one step's messages, by client, what can wait. Adds what has waited long enough.
 
         `may_wait(output)` decides for a request with nothing buffered. This runs for every token of every request in
         the engine's own loop, so it is optimized for speed.

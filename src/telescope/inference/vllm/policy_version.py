@@ -67,7 +67,7 @@ class FrozenRequest:
 
 
 class PolicyVersionMiddleware:
-    """ASGI middleware inside the secret check and outside vLLM; one per server process."""
+    """ASGI middleware inside the secret check and outside vLLM. One per server process."""
 
     def __init__(self, app: Application, note_spans: bool | None = None) -> None:
         self._app = app
@@ -213,7 +213,7 @@ class PolicyVersionMiddleware:
     async def _forward(
         self, scope: Scope, receive: Receive, send: Send, *, before_answer: Callable[[int], None] | None = None
     ) -> int:
-        """Forwards a request; `before_answer(status)` runs after vLLM is done and before the caller is notified."""
+        """Forwards a request. `before_answer(status)` runs after vLLM is done and before the caller is notified."""
         status = 500
 
         async def watching_send(message: Message) -> None:
@@ -238,7 +238,7 @@ def token_counts(app: Any) -> dict[str, int]:
 
 
 async def read_body(receive: Receive) -> bytes:
-    """Reads the whole body of a request; empty when the caller disconnects first."""
+    """Reads the whole body of a request. Empty when the caller disconnects first."""
     chunks: list[bytes] = []
     while True:
         message = await receive()

@@ -87,6 +87,6 @@ class BatchingAsyncScheduler(BatchingScheduler, AsyncScheduler):
 
 
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
-    """Returns the scheduler that vLLM would choose, with these additions; the target of `--scheduler-cls`."""
+    """Returns the scheduler that vLLM would choose, with these additions. The target of `--scheduler-cls`."""
     chosen = BatchingAsyncScheduler if vllm_config.scheduler_config.async_scheduling else BatchingScheduler
     return chosen(vllm_config=vllm_config, **kwargs)

@@ -101,7 +101,7 @@ class StepMeter:
 
 
 def read_meter(path: Path) -> StepReading | None:
-    """Returns the counters; None before an engine has created the file, and after its exit."""
+    """Returns the counters. None before an engine has created the file, and after its exit."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), _LAYOUT.size, access=mmap.ACCESS_READ) as memory:
             for _ in range(READ_ATTEMPTS):
@@ -128,7 +128,7 @@ def _runs(pid: int) -> bool:
 
 
 def meter_path(directory: Path, port: int) -> Path:
-    """Returns the meter path of the server on `port`; `directory` is the servers' own in the run directory."""
+    """Returns the meter path of the server on `port`. `directory` is the servers' own in the run directory."""
     return directory / f"steps-{port}"
 
 

@@ -121,7 +121,7 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         )
 
     def make_staging(self) -> str | None:
-        """Allocates the staging buffer if allowed; returns why weights come in place, else None.
+        """Allocates the staging buffer if allowed. Returns why weights come in place, else None.
 
         Raises `RuntimeError` when memory is missing and the config requires background transfer.
         """
@@ -292,7 +292,7 @@ class WeightsWorkerExtension:
         return {"started": True}
 
     def telescope_fingerprints(self, initial: str | None = None) -> dict[str, Any]:
-        """Returns fingerprints of the tensors of this worker's last update; input of `weights.probe.compare`.
+        """Returns fingerprints of the tensors of this worker's last update. Input of `weights.probe.compare`.
 
         `initial` is the `UpdateInfo` (JSON) that would send the weights that the engine has loaded by itself, if there
         was no update yet. Keys: `version`, `tensors`, `shapes`, `unaccounted`, `moved`, and `seconds` of the reading.
@@ -346,7 +346,7 @@ def _form(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch
 
 
 def undo_unfinished_reload(model: nn.Module) -> None:
-    """Restores the tensors of layers whose reload did not finish; does nothing after a complete update."""
+    """Restores the tensors of layers whose reload did not finish. Does nothing after a complete update."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if not info.can_load():

@@ -182,7 +182,7 @@ def gather_full_tensors(
 
 
 def cut_by_rows(tensor: torch.Tensor) -> DTensor | None:
-    """Returns the tensor if it is divided by rows, as FSDP2 does; None otherwise."""
+    """Returns the tensor if it is divided by rows, as FSDP2 does. None otherwise."""
     if not isinstance(tensor, DTensor) or tuple(tensor.placements) != (Shard(0),):
         return None
     return tensor if tensor.device_mesh.size() > 1 else None
