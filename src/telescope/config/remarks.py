@@ -50,6 +50,12 @@ def remarks(config: TelescopeConfig) -> list[str]:
         found.append(
             f"max_tokens equals max_model_len ({config.max_model_len}): each answer is shorter by its prompt's length."
         )
+    for entry in config.evals:
+        if entry.pass_k and (config.temperature if entry.temperature is None else entry.temperature) == 0:
+            found.append(
+                f"evals: {entry.name!r} has pass_k and temperature 0: all samples of an item are the same greedy "
+                "answer, so pass@k is the accuracy. Set its temperature above 0, or remove pass_k."
+            )
     if config.top_p is not None and config.top_p < 1:
         found.append(_top_p(config, config.top_p))
     return found

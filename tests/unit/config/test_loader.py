@@ -308,6 +308,13 @@ def test_an_answer_may_be_as_long_as_the_context(tmp_path):
     assert note.startswith("max_tokens equals max_model_len (512): each answer is shorter by its prompt's length")
 
 
+def test_pass_at_k_of_greedy_answers_gets_a_remark():
+    pass_k = "pass_k: {at_k: {metrics: [correct], k: [8]}}"
+    evals = f"[{{name: a, temperature: 0, {pass_k}}}, {{name: b, {pass_k}}}, {{name: c, temperature: 0}}]"
+    (note, _) = load(None, *NO_WANDB, "--evals", evals).notes
+    assert note.startswith("evals: 'a' has pass_k and temperature 0: all samples of an item are the same")
+
+
 def test_gradient_clipping_can_be_switched_off():
     assert load(None, *NO_WANDB, "--grad_clip", "0").config.grad_clip == 0
 
