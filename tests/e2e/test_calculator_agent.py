@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from telescope.environments.calculator_agent.environment import CALL_CLOSE, CALL_OPEN
-from telescope.environments.countdown.arithmetic import parse
+from telescope.environments.countdown.puzzles import parse
 from telescope.record.reader import Run
 from telescope.tiny_model.cache import ensure_tiny_model
 

@@ -14,8 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from telescope.tiny_model.cache import ensure_tiny_model, write_tiny_model
-from telescope.tiny_model.settings import TinyModelSettings
+from telescope.tiny_model.cache import TinyModelSettings, ensure_tiny_model, write_tiny_model
 
 if TYPE_CHECKING:
     from telescope.tiny_model.warm_start import WarmStartProgress

@@ -27,12 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from telescope.errors import UserError
-from telescope.record.files import RunFiles, overwrite_json, replace_json
+from telescope.record.files import ProcessIdentity, RunFiles, WriterLock, overwrite_json, replace_json
 from telescope.record.pending import PendingRows
 from telescope.record.run_info import HEARTBEAT_SECONDS
 from telescope.record.table_writer import TableWriter
 from telescope.record.tables import COLUMN_NAMES, TABLES, Keep
-from telescope.record.writer_lock import ProcessIdentity, WriterLock
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from telescope.record.files import RunFiles, read_json, replace_json
-from telescope.record.writer_lock import ProcessIdentity
+from telescope.record.files import ProcessIdentity, RunFiles, read_json, replace_json
 from telescope.utils.text import single_line
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ or network. A training run sees an ordinary Hugging Face model folder and uses n
 `ensure_tiny_model` is the entry point. Importing this package loads neither torch nor transformers.
 """
 
-from telescope.tiny_model.cache import ensure_tiny_model
-from telescope.tiny_model.settings import TinyModelSettings
+from telescope.tiny_model.cache import TinyModelSettings, ensure_tiny_model
 
 __all__ = ["TinyModelSettings", "ensure_tiny_model"]

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from telescope.tiny_model.cache import TinyModelSettings
 from telescope.tiny_model.examples import examples_of, markup_of
-from telescope.tiny_model.settings import TinyModelSettings
 from telescope.tiny_model.warm_start import WarmStartProgress, warm_start
 
 if TYPE_CHECKING:

@@ -1,5 +1,6 @@
-"""Cache of built tiny models, one folder per settings.
+"""Settings of tiny models, and the cache of built ones: one folder per settings.
 
+Equal keys give the same model on the same machine, because every random choice of the build is drawn from `seed`.
 Invariants: a folder with its final name is complete, because it is filled under another name and then renamed; a folder
 whose files do not match their checksums is removed and built again. Of two processes that build the same model at the
 same time, both get the folder of the one that finished first.
@@ -13,15 +14,105 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from telescope.errors import UserError
-from telescope.tiny_model.settings import TinyModelSettings
 
 if TYPE_CHECKING:
     from telescope.tiny_model.warm_start import WarmStartProgress
+
+RECIPE_VERSIONS = MappingProxyType({"countdown": 1, "calculator_agent": 2})
+"""For each task a part of the cache key: raise it when the code makes another model from the same settings."""
+
+TASKS = tuple(RECIPE_VERSIONS)
+
+MIN_VOCAB_SIZE = 265
+"""256 bytes, the seven special and markup tokens of the tokenizer, and two of a task's own."""
+
+_HEAD_SIZES = (32, 64, 96, 128)
+"""Widths of a head that the engine's attention handles on CPU and GPU alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModelSettings:
+    """Shape, data and length of the warm start. The defaults are those that `make demo` trains."""
+
+    task: str = "countdown"
+    """What it can just about do: `countdown`, or `calculator_agent`, a conversation with a tool."""
+    seed: int = 0
+    tied: bool = False
+    """Input and output embeddings are one tensor. Weight updates differ between the two kinds, so both are made."""
+
+    hidden_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    intermediate_size: int = 512
+    vocab_size: int = 384
+    max_position_embeddings: int = 2048
+
+    num_numbers: int = 3
+    max_number: int = 10
+    """Puzzles have `num_numbers` numbers from 1 to `max_number`, to be added and subtracted; questions for the
+    calculator up to `num_numbers`, to be multiplied as well."""
+    num_turns: int = 1
+    """Puzzles in one conversation. Questions for the calculator take the turns that they take."""
+
+    warm_start_steps: int = 560
+    warm_start_batch_size: int = 32
+    """Answers per step, in conversations of one turn or several; only answers are trained."""
+    warm_start_learning_rate: float = 2e-3
+    wrong_share: float = 0.7
+    clean_share: float = 0.75
+    """The first `clean_share` of the steps shows right answers only; in the rest, a share of `wrong_share` (of answers
+    or, for the calculator, that many turns of a conversation) is in the right form and arbitrary otherwise. The model
+    then knows more than its answers show: they are varied and mostly wrong, and reinforcement learning has something to
+    tell apart."""
+
+    def __post_init__(self) -> None:
+        """Raises `UserError` for values that cannot make a model."""
+        self._require(self.task in TASKS, "task", f"use one of {', '.join(TASKS)}")
+        for name in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size"):
+            self._require(getattr(self, name) >= 1, name, "use 1 or more")
+        head_size, rest = divmod(self.hidden_size, self.num_heads)
+        self._require(
+            rest == 0 and head_size in _HEAD_SIZES,
+            "hidden_size",
+            f"with num_heads {self.num_heads} it must give heads of a width among {', '.join(map(str, _HEAD_SIZES))}",
+        )
+        self._require(
+            self.num_heads % self.num_kv_heads == 0, "num_kv_heads", f"it must divide num_heads, {self.num_heads}"
+        )
+        self._require(
+            self.vocab_size >= MIN_VOCAB_SIZE, "vocab_size", f"use {MIN_VOCAB_SIZE} or more: bytes come first"
+        )
+        self._require(self.max_position_embeddings >= 64, "max_position_embeddings", "use 64 or more")
+        self._require(2 <= self.num_numbers <= 6, "num_numbers", "use 2 to 6")
+        self._require(1 <= self.num_turns <= 8, "num_turns", "use 1 to 8")
+        self._require(self.max_number >= 2, "max_number", "use 2 or more")
+        self._require(self.warm_start_steps >= 0, "warm_start_steps", "use 0 for an untrained model, or more")
+        self._require(self.warm_start_batch_size >= 1, "warm_start_batch_size", "use 1 or more")
+        self._require(self.warm_start_learning_rate > 0, "warm_start_learning_rate", "use a number above 0")
+        for name in ("wrong_share", "clean_share"):
+            self._require(0.0 <= getattr(self, name) <= 1.0, name, "use a share, from 0 to 1")
+
+    def _require(self, holds: bool, name: str, fix: str) -> None:
+        if not holds:
+            raise UserError(f"tiny model: {name} is {getattr(self, name)}; {fix}.")
+
+    @property
+    def key(self) -> str:
+        """16 hexadecimal digits that name these settings under this version of the recipe."""
+        fields = asdict(self)
+        for name, first in (("task", TASKS[0]), ("num_turns", 1)):
+            if fields[name] == first:
+                del fields[name]  # models that were made before there was a choice keep their key
+        text = json.dumps({"recipe": RECIPE_VERSIONS[self.task], **fields}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
 
 MANIFEST = "tiny_model.json"
 """Settings of the model, and the SHA-256 of every other file beside it."""

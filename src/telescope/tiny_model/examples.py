@@ -17,7 +17,7 @@ from telescope.environments.calculator_agent.environment import CALL_CLOSE, CALL
 from telescope.environments.calculator_agent.questions import Question, QuestionSettings
 from telescope.environments.countdown.environment import CountdownEnvironment
 from telescope.environments.countdown.puzzles import is_held_out
-from telescope.tiny_model.settings import TinyModelSettings
+from telescope.tiny_model.cache import TinyModelSettings
 
 
 @dataclass(frozen=True, slots=True)

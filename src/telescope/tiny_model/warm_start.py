@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from telescope.tiny_model.cache import TinyModelSettings
 from telescope.tiny_model.examples import Example, Examples, examples_of
-from telescope.tiny_model.settings import TinyModelSettings
 
 if TYPE_CHECKING:
     import torch

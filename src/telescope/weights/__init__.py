@@ -1,6 +1,6 @@
 """Transfers new weights from the trainer to running engines, and verifies them.
 
 `plan` describes a sync, `communicator` and `control_channel` connect one engine, `sender` and `receiver` are the two
-ends, `overlapped_update` receives while the engine samples, and `fingerprint`, `engine_weights`, `engine_experts` and
-`probe` verify the result. vLLM's side is `telescope.inference.vllm.weights`.
+ends, and `fingerprint`, `engine_weights`, `engine_experts` and `probe` verify the result. vLLM's side is
+`telescope.inference.vllm.weights`.
 """

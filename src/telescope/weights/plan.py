@@ -103,7 +103,7 @@ class UpdateInfo:
     tied: list[str] = field(default_factory=list)
     """Names that are not sent because another tensor is the same parameter (see `make_update`)."""
     background: bool = False
-    """Whether the engine receives it while it samples (`weights.overlapped_update`). The sender does not differ."""
+    """Whether the engine receives it while it samples (`weights.receiver`). The sender does not differ."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from telescope.cli import main as cli
 from telescope.errors import UserError
 from telescope.tiny_model import cache, warm_start
-from telescope.tiny_model.cache import MANIFEST, ensure_tiny_model, is_whole, write_tiny_model
+from telescope.tiny_model.cache import MANIFEST, TinyModelSettings, ensure_tiny_model, is_whole, write_tiny_model
 from telescope.tiny_model.examples import ExampleSource
-from telescope.tiny_model.settings import TinyModelSettings
 from telescope.tiny_model.warm_start import encode_examples
 
 SMALL = {"warm_start_steps": 2, "warm_start_batch_size": 4, "hidden_size": 64, "num_heads": 2, "num_layers": 2}

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from tests.unit.environments.fake_hub import serve_rows
 
 from telescope.environments.base import Sample, sample_uid
-from telescope.environments.countdown.arithmetic import parse
 from telescope.environments.countdown.environment import CountdownEnvironment
-from telescope.environments.countdown.puzzles import PuzzleSettings, generate_puzzles, is_held_out
+from telescope.environments.countdown.puzzles import PuzzleSettings, generate_puzzles, is_held_out, parse
 from telescope.errors import UserError
 
 SMALL = {"dataset": "generated", "max_numbers": 3, "max_number": 9, "operations": "+-", "max_target": 27}

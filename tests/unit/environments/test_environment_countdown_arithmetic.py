@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.environments.countdown.arithmetic import ExpressionError, parse
+from telescope.environments.countdown.puzzles import ExpressionError, parse
 
 
 @pytest.mark.parametrize(

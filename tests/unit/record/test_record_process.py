@@ -3,9 +3,8 @@
 import time
 from dataclasses import replace
 
-from telescope.record.files import RunFiles, replace_json
+from telescope.record.files import ProcessIdentity, RunFiles, replace_json
 from telescope.record.run_info import STALE_SECONDS, RunInfo, next_attempt, read_run_json, status_now, write_run_json
-from telescope.record.writer_lock import ProcessIdentity
 
 ELSEWHERE = ProcessIdentity("other", 12, "34", "another boot", "another namespace")
 

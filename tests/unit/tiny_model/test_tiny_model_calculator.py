@@ -12,8 +12,8 @@ from telescope.environments.calculator_agent.questions import Question, is_held_
 from telescope.environments.registry import get_environment
 from telescope.errors import UserError
 from telescope.tiny_model.build import build_tokenizer
+from telescope.tiny_model.cache import TinyModelSettings
 from telescope.tiny_model.examples import CalculatorExamples, Turn, examples_of, markup_of, question_settings
-from telescope.tiny_model.settings import TinyModelSettings
 from telescope.tiny_model.warm_start import encode_examples
 
 SETTINGS = TinyModelSettings(task="calculator_agent")

@@ -8,7 +8,7 @@ import pytest
 
 from telescope.cli.tiny_model import _HELP
 from telescope.errors import UserError
-from telescope.tiny_model.settings import TinyModelSettings
+from telescope.tiny_model.cache import TinyModelSettings
 from telescope.tiny_model.warm_start import learning_rate_at
 
 

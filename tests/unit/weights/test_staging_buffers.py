@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from telescope.weights.overlapped_update import StagingBuffers, why_in_place
-from telescope.weights.receiver import ReceiveBuffers
+from telescope.weights.receiver import ReceiveBuffers, StagingBuffers, why_in_place
 
 
 class UnquantizedLinearMethod:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from telescope.environments.base import RewardResult, RolloutState, Sample
 from telescope.environments.calculator_agent.questions import Question, QuestionSettings, generate_questions
-from telescope.environments.countdown.arithmetic import ExpressionError, parse
+from telescope.environments.countdown.puzzles import ExpressionError, parse
 from telescope.environments.parsers import extract_answer_tags, strip_think_tags
 from telescope.environments.tool_env import ToolCall, ToolEnvironment, ToolResult
 from telescope.errors import UserError

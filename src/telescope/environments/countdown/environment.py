@@ -13,8 +13,14 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
-from telescope.environments.countdown.arithmetic import Expression, ExpressionError, parse
-from telescope.environments.countdown.puzzles import PuzzleSettings, generate_puzzles, in_portion
+from telescope.environments.countdown.puzzles import (
+    Expression,
+    ExpressionError,
+    PuzzleSettings,
+    generate_puzzles,
+    in_portion,
+    parse,
+)
 from telescope.environments.hub import hub_table
 from telescope.environments.parsers import extract_answer_tags, strip_think_tags
 from telescope.errors import UserError

@@ -43,9 +43,16 @@ from telescope.inference.vllm.plugin import TRANSFER_VARIABLE
 from telescope.weights.communicator import Communicator
 from telescope.weights.control_channel import TransferError
 from telescope.weights.engine_weights import engine_weights, tied_names
-from telescope.weights.overlapped_update import OverlappedReceive, StagingBuffers, why_in_place
 from telescope.weights.plan import InitInfo, UpdateInfo
-from telescope.weights.receiver import NamedTensors, ReceiveBuffers, ReceiveReport, receive
+from telescope.weights.receiver import (
+    NamedTensors,
+    OverlappedReceive,
+    ReceiveBuffers,
+    ReceiveReport,
+    StagingBuffers,
+    receive,
+    why_in_place,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from telescope.environments.countdown.environment import CountdownEnvironment
 from telescope.tiny_model.build import build_tiny_model
+from telescope.tiny_model.cache import TinyModelSettings
 from telescope.tiny_model.examples import countdown_arguments
-from telescope.tiny_model.settings import TinyModelSettings
 
 SETTINGS = TinyModelSettings(
     hidden_size=32, num_layers=2, num_heads=1, num_kv_heads=1, intermediate_size=64, max_position_embeddings=64
