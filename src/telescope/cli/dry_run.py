@@ -211,7 +211,7 @@ def _print_memory(
     worker = "GPU" if placement.device == "cuda" else "process"
     table = Table(box=None, padding=(0, 3, 0, 2))
     for side in ("trainer", "engine"):
-        table.add_column(f"{side}, per {worker}", header_style="dim", no_wrap=True)
+        table.add_column(f"{side}, per {worker}", header_style="dim")
         table.add_column("", justify="right", no_wrap=True)
     trainer_rows = _trainer_rows(config, estimate.trainer, report.shape.num_layers)
     engine_rows = _engine_rows(config, estimate.engine)
@@ -222,7 +222,7 @@ def _print_memory(
     console.print(table)
     if memory is None and placement.device == "cuda":
         console.print(
-            "  GPU memory is not known here: --gpu-memory-gib 80 judges the plan for such GPUs.", highlight=False
+            "  GPU memory is not known here: --gpu-memory-gib 80 checks the plan for such GPUs.", highlight=False
         )
     remarks = list(_remarks(config, estimate))
     in_place = plan_staging(config, report.shape, memory).in_place_because

@@ -46,7 +46,9 @@ def dry_run(tmp_path: Path, tried: list[bool]):
     and, where it was refused, the error."""
     model = write_model_folder(tmp_path / "model")
 
-    def run(*, config: Path | None = None, gpu: float | None = None, **values: object) -> tuple[str, str | None]:
+    def run(
+        *, config: Path | None = None, gpu: float | None = None, width: int = 1000, **values: object
+    ) -> tuple[str, str | None]:
         settings = {"model": str(model), "environments": "[{name: countdown}]", "run_dir": str(tmp_path / "run")}
         flags = [f"--{name}={value}" for name, value in {**settings, **values}.items()]
         out = io.StringIO()
@@ -57,7 +59,7 @@ def dry_run(tmp_path: Path, tried: list[bool]):
 
         try:
             loaded = load_config(config, flags, {})
-            print_dry_run(loaded, Console(file=out, width=1000), try_user_code, gpu_memory_gib=gpu)
+            print_dry_run(loaded, Console(file=out, width=width), try_user_code, gpu_memory_gib=gpu)
         except ConfigError as error:
             return out.getvalue(), str(error)
         return out.getvalue(), None
@@ -248,7 +250,7 @@ FOUR_B = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 3
           "num_key_value_heads": 8, "vocab_size": 151936}  # fmt: skip
 ONE_GPU = {"inference_num_workers": 1, "trainer_num_workers": 1, "share_gpus": "true"}
 DOES_NOT_FIT = "A trainer worker needs about"
-UNKNOWN = "GPU memory is not known here: --gpu-memory-gib 80 judges the plan for such GPUs."
+UNKNOWN = "GPU memory is not known here: --gpu-memory-gib 80 checks the plan for such GPUs."
 
 
 def memory_of(printed: str) -> list[str]:
@@ -267,6 +269,12 @@ def test_a_plan_that_fits_the_assumed_gpus_is_printed_in_full(dry_run):
     assert re.search(r"total +72\.00 GiB", printed)
     for words in (UNKNOWN, "what is left", DOES_NOT_FIT, "would be refused"):
         assert words not in printed
+
+
+def test_the_memory_estimate_is_never_cut_off(dry_run):
+    shared = {"share_gpus": True, "inference_num_workers": 1, "trainer_num_workers": 1}
+    printed, _ = dry_run(config=EXAMPLE, gpu=80, width=80, **shared)
+    assert "…" not in "".join(memory_of(printed))
 
 
 def test_without_an_assumption_the_option_is_named_and_known_sizes_are_listed(dry_run, tmp_path):
