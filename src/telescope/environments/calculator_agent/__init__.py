@@ -1,1 +1,0 @@
-"""Calculator agent: work out an expression step by step with a calculator that takes one step at a time."""

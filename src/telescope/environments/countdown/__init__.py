@@ -1,1 +1,0 @@
-"""Countdown: combine given numbers, each exactly once, to reach a target."""

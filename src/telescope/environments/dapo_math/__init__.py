@@ -1,1 +1,0 @@
-"""Competition mathematics from DAPO-Math-17k, with whole numbers as answers."""

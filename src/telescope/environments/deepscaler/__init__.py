@@ -1,1 +1,0 @@
-"""Competition mathematics from DeepScaleR, scored as the environment `hendrycks_math` scores."""

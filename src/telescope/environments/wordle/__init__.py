@@ -1,1 +1,0 @@
-"""Wordle: guess a word of five letters in six attempts."""
