@@ -19,6 +19,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -56,6 +57,9 @@ DAEMONS = ("gcs_server", "raylet")
 """Ray's processes that a run cannot go on without. The raylet exits when one of its agents does."""
 
 DAEMON_LOG_LINES = 8
+DAEMON_MESSAGE = re.compile(r"\[\d{4}-\d\d-\d\d ")
+"""Start of a message in a daemon's log. Every minute it also writes its state, in lines without a time."""
+DAEMON_STATE = re.compile(r"\[state-dump\]|(stats|state):\s*$")
 
 MODE_VARIABLE = "RAY_AUTH_MODE"
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
@@ -227,9 +231,11 @@ def daemon_failure() -> str | None:
 
 
 def _last_lines(logs: Path, daemon: str) -> str:
-    """The end of a daemon's log: its errors if it wrote any, else its output without dumps of its state."""
-    text = log_tail(logs / f"{daemon}.err", 4000) or log_tail(logs / f"{daemon}.out", 32_000)
-    lines = [line for line in text.splitlines() if line.strip() and "[state-dump]" not in line]
+    """The end of a daemon's log: its errors if it wrote any, else its messages without dumps of its state."""
+    lines = [line for line in log_tail(logs / f"{daemon}.err", 4000).splitlines() if line.strip()]
+    if not lines:
+        output = log_tail(logs / f"{daemon}.out", 64_000).splitlines()
+        lines = [line for line in output if DAEMON_MESSAGE.match(line) and not DAEMON_STATE.search(line)]
     return "\n".join(lines[-DAEMON_LOG_LINES:])
 
 

@@ -338,7 +338,11 @@ def daemons(fake_ray: FakeRay, tmp_path: Path) -> Iterator[dict[str, subprocess.
 async def test_a_killed_ray_daemon_is_named_with_its_signal_and_log(
     fake_ray: FakeRay, daemons: dict[str, subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
-    (tmp_path / "raylet.out").write_text("last words\n[state-dump] noise\n")
+    time = "[2026-11-22 13:50:24,210 I 13038 13038] (raylet) node_manager.cc:1307:"
+    dump = (
+        f"{time} Debug state:\nGcsActorManager: \n- actors: 0\n{time} Main service Event stats:\n\tProbe - 60 total\n"
+    )
+    (tmp_path / "raylet.out").write_text(f"{time} last words\n{time} [state-dump] Node:\n[state-dump] noise\n{dump}")
     watching = asyncio.create_task(ray_cluster.watch_daemons(poll_seconds=0.01))
     await asyncio.sleep(0.05)
     assert not watching.done()
@@ -346,7 +350,7 @@ async def test_a_killed_ray_daemon_is_named_with_its_signal_and_log(
     with pytest.raises(RunError) as raised:
         await asyncio.wait_for(watching, 10)
     assert str(raised.value) == (
-        f"Ray's raylet (process {daemons['raylet'].pid}) was killed by SIGKILL. Its log ends:\nlast words"
+        f"Ray's raylet (process {daemons['raylet'].pid}) was killed by SIGKILL. Its log ends:\n{time} last words"
     )
     disconnect(cluster_of(started_here=True), config_of())
     assert fake_ray.num_shutdowns == 0, "Ray would wait for its daemon"
