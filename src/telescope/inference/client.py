@@ -17,6 +17,7 @@ import asyncio
 import math
 import resource
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ import msgspec
 import numpy as np
 
 from telescope.errors import InfrastructureError
+from telescope.inference.engine_metrics import parse
 from telescope.inference.http import Answer, HttpClient
 from telescope.inference.vllm import adapter as wire
 from telescope.rollout.types import GenerateRequest, Generation
@@ -232,7 +234,11 @@ class EngineClient:
 
     async def metrics(self) -> dict[str, float]:
         """Returns vLLM's own metrics by name, summed over labels (`vllm:num_requests_running`, ...)."""
-        return wire.parse_metrics((await self._control("GET", wire.METRICS_ROUTE)).decode())
+        text = (await self._control("GET", wire.METRICS_ROUTE)).decode()
+        totals: dict[str, float] = defaultdict(float)
+        for reading in parse(text, 0.0, with_buckets=False):
+            totals[reading.name] += reading.value
+        return totals
 
     async def close(self) -> None:
         """Closes the connections. Requests in flight fail with `InfrastructureError`."""

@@ -23,11 +23,14 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from telescope.record.files import RunFiles
 from telescope.record.run_info import read_run_json
+
+if TYPE_CHECKING:
+    from telescope.config import TelescopeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -35,20 +38,6 @@ MAX_WAITING = 10_000
 """Messages that wait for W&B at most. Later ones are dropped and counted."""
 
 _DEFAULT_URL = "https://api.wandb.ai"
-
-
-class WandbSettings(Protocol):
-    """The config fields that W&B needs."""
-
-    @property
-    def use_wandb(self) -> bool: ...
-    @property
-    def wandb_project(self) -> str: ...
-    @property
-    def wandb_run_name(self) -> str: ...
-    @property
-    def wandb_tags(self) -> Any: ...
-    def to_json(self) -> str: ...
 
 
 def has_credentials(environment: Mapping[str, str]) -> bool:
@@ -78,7 +67,7 @@ def wandb_mode(environment: Mapping[str, str]) -> str:
 class WandbSink:
     """Copies step metrics to W&B. Does nothing if `use_wandb` is false, W&B is missing, or `WANDB_MODE=disabled`."""
 
-    def __init__(self, config: WandbSettings, run_dir: Path | str) -> None:
+    def __init__(self, config: TelescopeConfig, run_dir: Path | str) -> None:
         self._files = RunFiles(run_dir)
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
         self._process: subprocess.Popen[bytes] | None = None
@@ -149,7 +138,7 @@ class WandbSink:
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
 
-    def _first_message(self, config: WandbSettings) -> dict[str, Any]:
+    def _first_message(self, config: TelescopeConfig) -> dict[str, Any]:
         info = read_run_json(self._files.run_dir)
         return {
             "kind": "init",

@@ -127,10 +127,10 @@ class StepMetrics:
             top_N2 = torch.stack([difference_N * counted_N, age_N], dim=1)
             self._maxima.scatter_reduce_(0, row_N[:, None].expand(-1, 2), top_N2, "amax")
 
-    def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+    def reduce(self) -> dict[str, float]:
         """Returns the metrics over all ranks, equal on each. Collective; waits for the device."""
-        dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=group)
-        dist.all_reduce(self._maxima, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(self._sums, op=dist.ReduceOp.SUM)
+        dist.all_reduce(self._maxima, op=dist.ReduceOp.MAX)
         sums, maxima = self._sums.cpu(), self._maxima.cpu()
         by_environment = slice(0, len(self._environments))
         metrics = self._of_step(_Row(sums[by_environment].sum(dim=0), maxima[by_environment].amax(dim=0)))

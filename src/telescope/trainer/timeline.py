@@ -27,15 +27,9 @@ from telescope.record.gauges import Reading
 from telescope.trainer.batch import Span
 
 OPERATIONS = (
-    "forward",
-    "backward",
-    "loss_computation",
-    "compute_kl",
-    "compute_entropy",
-    "data_to_device",
-    "prepare_tensors",
-    "gradient_reduction",
-)
+    "forward", "backward", "loss_computation", "compute_kl", "compute_entropy", "data_to_device",
+    "prepare_tensors", "gradient_reduction",
+)  # fmt: skip
 """Operations that are measured per micro-batch. `compute_entropy` is the fused pass for logprob and entropy;
 `gradient_reduction` overlaps `backward`, on a separate stream on a GPU."""
 

@@ -156,8 +156,3 @@ def test_supported_versions(version: str, parsed: tuple[int, int]) -> None:
 def test_other_versions_are_refused_with_the_fix(version: str | None) -> None:
     with pytest.raises(UserError, match="install"):
         support.check_supported(version)
-
-
-def test_metrics_are_summed_over_labels() -> None:
-    text = '# HELP x\nx{a="1"} 2.0\nx{a="2"} 3.0\ny 1\nz_bucket{le="1"} 4\nz_count 5\n'
-    assert wire.parse_metrics(text) == {"x": 5.0, "y": 1.0, "z_count": 5.0}

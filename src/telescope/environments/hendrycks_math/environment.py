@@ -24,14 +24,9 @@ OPTIONAL_PACKAGES = ["datasets"]
 
 HUB_DATASET = "EleutherAI/hendrycks_math"
 SUBJECTS = (
-    "algebra",
-    "counting_and_probability",
-    "geometry",
-    "intermediate_algebra",
-    "number_theory",
-    "prealgebra",
+    "algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory", "prealgebra",
     "precalculus",
-)
+)  # fmt: skip
 """Subsets of the hub's dataset."""
 COLUMNS = (("problem", "question"), ("answer", "solution"))
 """Columns of a dataset of problems. Without an answer, it is the last box of the solution."""

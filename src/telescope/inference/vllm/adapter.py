@@ -332,17 +332,3 @@ def error_message(body: bytes) -> str:
             error = error.get("message", error)
         return str(error)
     return str(decoded)
-
-
-def parse_metrics(text: str) -> dict[str, float]:
-    """Parses Prometheus text to name -> value, summed over labels, without histogram buckets and comments."""
-    values: dict[str, float] = {}
-    for line in text.splitlines():
-        if not line or line.startswith("#"):
-            continue
-        name, _, value = line.rpartition(" ")
-        name = name.partition("{")[0]
-        if not name or name.endswith(("_bucket", "_created")):
-            continue
-        values[name] = values.get(name, 0.0) + float(value)
-    return values

@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -56,14 +57,12 @@ REQUIRE_UPDATE_VARIABLE = "TELESCOPE_REQUIRE_WEIGHT_UPDATE"
 STALE = b'{"error":{"message":"this server was restarted and has not received the current weights yet","code":503}}'
 
 
+@dataclass(eq=False, slots=True)
 class FrozenRequest:
     """A request that waits for the end of a pause."""
 
-    __slots__ = ("aborted", "wake")
-
-    def __init__(self) -> None:
-        self.wake = asyncio.Event()
-        self.aborted = False
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: bool = False
 
 
 class PolicyVersionMiddleware:

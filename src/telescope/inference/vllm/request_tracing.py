@@ -37,12 +37,9 @@ EXPORT_QUEUE_SIZE = 16_384
 """Interval between a server's exports, and the traces that may wait until then; vLLM drops the rest."""
 
 PACKAGES = (
-    "opentelemetry.sdk",
-    "opentelemetry.proto",
-    "opentelemetry.exporter.otlp.proto.http",
-    "opentelemetry.exporter.otlp.proto.grpc",
-    "grpc",
-)
+    "opentelemetry.sdk", "opentelemetry.proto", "opentelemetry.exporter.otlp.proto.http",
+    "opentelemetry.exporter.otlp.proto.grpc", "grpc",
+)  # fmt: skip
 """Packages of both ends. They come with vLLM, which refuses to start with tracing without any one of them, gRPC
 included."""
 
