@@ -223,7 +223,6 @@ class Interrupt:
         self._count += 1
         if self._count == 1:
             self._status.phase = "stopping after this step (Ctrl-C again: at once)"
-            self._status.messages.append("interrupted: finishing cleanly; press Ctrl-C again to end at once")
             actions, self._on_first = self._on_first, []
             for action in actions:
                 action()
