@@ -36,6 +36,7 @@ from telescope.environments.registry import (
     missing_packages,
 )
 from telescope.environments.scaffold import KINDS, write_scaffold
+from telescope.environments.serialization import MalformedResultError
 from telescope.environments.tool_env import ToolEnvironment
 from telescope.errors import UserError
 from telescope.utils.text import pluralize
@@ -125,6 +126,8 @@ def run_try(arguments: argparse.Namespace) -> int:
         console.print(Text(f"{arguments.name}, item {item} of {len(environment)}", style="bold underline"))
         try:
             played = roll_out_item(environment, item, answerer, lambda message: _print_message(console, message))
+        except MalformedResultError as error:
+            raise UserError(f"{arguments.name}, item {item}: {error}.") from None
         except NoAnswerError:
             if not records:
                 raise
@@ -237,7 +240,7 @@ class _Script:
 
 
 def _by_hand(_: list[ChatMessage]) -> Answer | None:
-    print("Your answer (end it with an empty line; Ctrl-D ends the game):", file=sys.stderr)
+    print("Your answer (end it with an empty line; Ctrl-D ends the rollout):", file=sys.stderr)
     lines: list[str] = []
     while line := sys.stdin.readline():
         if line == "\n":

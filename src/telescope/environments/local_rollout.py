@@ -69,7 +69,7 @@ def roll_out_item(
     Raises what the environment's code or `answer` raises, `UserError` when there is no such item, and `NoAnswerError`.
     """
     if not 0 <= index < len(environment):
-        raise UserError(f"There is no item {index}: the dataset has {len(environment)}, counted from 0.")
+        raise UserError(f"There is no item {index}: the dataset has {len(environment)} items, counted from 0.")
     if isinstance(environment, MultiTurnEnvironment):
         return _finish(_several_turns(environment, index, answer, on_message))
     assert isinstance(environment, SingleTurnEnvironment)

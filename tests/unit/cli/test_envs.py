@@ -108,7 +108,7 @@ def test_the_end_of_the_input_ends_an_interactive_rollout(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Terminal("[crane]\n\n[sla\nte]\n\n"))
     code, out, err = run(capsys, "try", "wordle")
     assert code == 0 and "(2 turns, no_more_answers)" in out
-    assert "Ctrl-D ends the game" in err
+    assert "Ctrl-D ends the rollout" in err
     monkeypatch.setattr(sys, "stdin", Terminal(""))
     assert run(capsys, "try", "wordle")[0] == 2
 
@@ -127,6 +127,13 @@ class Own(ToolEnvironment):
     def compute_reward(self, state, eos_token=""):
         return RewardResult(1.0)
 """
+
+
+def test_a_malformed_reward_is_a_message(capsys, tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "environment.py").write_text(OWN_TOOLS.replace("RewardResult(1.0)", "1.0"))
+    code, _, err = run(capsys, "try", "own", "--path", str(tmp_path), "--answer", "x")
+    assert code == 2 and "own, item 0: compute_reward returned float 1.0, not a RewardResult." in err
 
 
 def test_arguments_set_by_the_class_and_the_docstring_of_its_base_are_not_shown(capsys, tmp_path):
