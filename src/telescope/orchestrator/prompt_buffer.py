@@ -10,10 +10,10 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterable
-from typing import Protocol
 
 from telescope.config import TelescopeConfig
 from telescope.environments.worker_pool.messages import PreparedPrompt
+from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.errors import EnvironmentFailure, RunError
 from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.prompt_sampler import PromptSampler, SampledPrompt, SamplerPosition
@@ -29,19 +29,13 @@ MAX_UNUSABLE_PROMPTS = 10_000
 """Consecutive unusable prompts after which the run stops."""
 
 
-class PromptSource(Protocol):
-    """Renders prompts; implemented by the environment pool."""
-
-    async def prepare(self, env_key: str, index: int) -> PreparedPrompt: ...
-
-
 class PromptBuffer:
     """Buffers up to `prompt_prefetch_buffer_size` prompts; `fill` keeps it full. `max_context` is in tokens."""
 
     def __init__(
         self,
         config: TelescopeConfig,
-        source: PromptSource,
+        source: EnvironmentPool,
         environment_keys: list[str],
         sampler: PromptSampler,
         held_out_uids: frozenset[str],

@@ -39,12 +39,6 @@ class ServerHandle(Protocol):
     async def status(self) -> Any: ...
 
 
-class BringWeights(Protocol):
-    """Sends the newest weights to one server; calls `on_loaded` once loaded."""
-
-    def __call__(self, server: int, on_loaded: Callable[[], None], *, fresh: bool) -> Awaitable[None]: ...
-
-
 @dataclass
 class _Server:
     handle: ServerHandle
@@ -59,7 +53,7 @@ class _Server:
 class ServerPool:
     """All servers of the run. Set `bring_weights` (`WeightSync.sync_one`) before `watch`."""
 
-    bring_weights: BringWeights
+    bring_weights: Callable[..., Awaitable[None]]
 
     def __init__(
         self,
