@@ -212,7 +212,7 @@ class TrainerActor:
         self._trainer.restart()
 
     def weight_metadata(self) -> Any:
-        return self._trainer.weight_metadata()
+        return self._trainer.backend.weight_metadata()
 
     @ray.method(concurrency_group="control")
     def listen_for_engine(self, engine: int, num_workers: int, loopback: bool) -> Any:
@@ -248,7 +248,7 @@ class TrainerActor:
         return self._sender.send(weights, update, engines, fingerprints=fingerprints, corrupt=corrupt)
 
     def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-        return list(self._trainer.sequence_logprobs(token_ids, temperature))
+        return list(self._trainer.backend.sequence_logprobs(token_ids, temperature))
 
     def packed_logprobs(self, step_input: Any) -> Any:
         """See `trainer.self_check`."""
@@ -263,7 +263,7 @@ class TrainerActor:
         return compare_gradients(self._trainer.backend, first, second)
 
     def save_hf(self, directory: str) -> None:
-        self._trainer.save_hf(Path(directory))
+        self._trainer.backend.save_hf(Path(directory))
 
     @ray.method(concurrency_group="control")
     def dump_stacks(self) -> str:

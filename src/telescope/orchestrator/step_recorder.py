@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,7 +77,7 @@ class StepRecorder:
         self._discards.discarded(reason, kind, group.samples)
         self._discarded_rewards.append(group.rewards_n)
         self._status.num_discarded_groups += 1
-        self._write_group(group, status="discarded", reason=reason, step=version, version=version, advantages=[])
+        self._write_group(group, version, status="discarded", reason=reason, step=version)
 
     def withdrawn(self, group: Group, reason: str, version: int) -> None:
         """Counts and writes the finished samples of a requeued group.
@@ -87,12 +88,12 @@ class StepRecorder:
         self._discards.discarded(reason, None, group.samples)
         self._discarded_rewards.append(group.rewards_n)
         self._status.num_requeued_groups += 1
-        self._write_samples(group, status="discarded", reason=reason, step=version, version=version, advantages=[])
+        self._write_samples(group, version, status="discarded", reason=reason, step=version)
 
     def cancelled(self, group: Group, sample: Trajectory, reason: str, version: int) -> None:
         """Counts and writes an aborted sample of a withdrawn group."""
         self._discards.cancelled(sample, requeued=group.requeued)
-        self._write_sample(group, sample, status="cancelled", reason=reason, step=version, version=version)
+        self._write_sample(group, sample, version, status="cancelled", reason=reason, step=version)
 
     def write_unfinished(self, group: Group, version: int) -> None:
         """Writes a group that is open or unused when the run ends.
@@ -102,7 +103,7 @@ class StepRecorder:
         fate: dict[str, Any] = {"status": "cancelled", "reason": RUN_ENDED, "step": version}
         self._recorder.write("groups", record_rows.group_row(group, **fate))
         if not group.withdrawn:
-            self._write_samples(group, **fate, version=version, advantages=[])
+            self._write_samples(group, version, **fate)
         for row in record_rows.in_flight_rows([group]):
             self._recorder.write("samples", {**row, "prompt_text": group.prompt.text, **fate})
 
@@ -179,58 +180,32 @@ class StepRecorder:
         for group in trained.groups:
             count = len(group.usable_samples)
             advantages = trained.advantages[position : position + count].tolist()
-            self._write_group(
-                group, status="kept", reason=None, step=trained.step, version=trained.step, advantages=advantages
-            )
+            self._write_group(group, trained.step, advantages, status="kept", reason=None, step=trained.step)
             position += count
             await asyncio.sleep(0)
         for span in trained.result.spans:
             self._recorder.write("spans", record_rows.trainer_span_row(span, trained.step))
 
-    def _write_group(
-        self, group: Group, *, status: str, reason: str | None, step: int, version: int, advantages: list[float]
-    ) -> None:
-        """Writes a group with its samples, turns and spans. Ages are relative to `version`."""
-        self._recorder.write("groups", record_rows.group_row(group, status=status, reason=reason, step=step))
-        self._write_samples(group, status=status, reason=reason, step=step, version=version, advantages=advantages)
+    def _write_group(self, group: Group, version: int, advantages: Sequence[float] = (), **outcome: Any) -> None:
+        """Writes a group with its samples, turns and spans. Ages are relative to `version`.
 
-    def _write_samples(
-        self, group: Group, *, status: str, reason: str | None, step: int, version: int, advantages: list[float]
-    ) -> None:
+        `outcome`: its status, reason and step.
+        """
+        self._recorder.write("groups", record_rows.group_row(group, **outcome))
+        self._write_samples(group, version, advantages, **outcome)
+
+    def _write_samples(self, group: Group, version: int, advantages: Sequence[float] = (), **outcome: Any) -> None:
         advantage_of: dict[str, float] = {}
         if advantages:
             advantage_of = {s.sample_id: a for s, a in zip(group.usable_samples, advantages, strict=True)}
         for sample in group.samples:
-            advantage = advantage_of.get(sample.sample_id)
-            self._write_sample(
-                group, sample, status=status, reason=reason, step=step, version=version, advantage=advantage
-            )
+            self._write_sample(group, sample, version, advantage=advantage_of.get(sample.sample_id), **outcome)
 
-    def _write_sample(
-        self,
-        group: Group,
-        sample: Trajectory,
-        *,
-        status: str,
-        reason: str | None,
-        step: int,
-        version: int,
-        advantage: float | None = None,
-    ) -> None:
+    def _write_sample(self, group: Group, sample: Trajectory, version: int, **outcome: Any) -> None:
         write = self._recorder.write
         oldest = sample.version_range[0]
-        write(
-            "samples",
-            record_rows.sample_row(
-                sample,
-                group.prompt.text,
-                status=status,
-                reason=reason,
-                step=step,
-                advantage=advantage,
-                age=version - oldest if oldest >= 0 else None,
-            ),
-        )
+        age = version - oldest if oldest >= 0 else None
+        write("samples", record_rows.sample_row(sample, group.prompt.text, age=age, **outcome))
         for row in record_rows.turn_rows(sample):
             write("turns", row)
         for row in record_rows.request_span_rows(sample):

@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from telescope.trainer.backends import TrainingBackend, find_backend
 from telescope.trainer.batch import Span, StepInput, StepResult
 from telescope.trainer.metrics import reduce_max
 from telescope.utils.process import leave_out_nothing, leave_out_what_exists
-from telescope.weights.plan import TensorMeta
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 """Limit for one collective: longer than loading a model from a slow disk."""
@@ -198,26 +196,6 @@ class Trainer:
         self._sync_seconds += ended - started
         self._sync_spans.append(Span("weight_sync", started, ended, self.rank))
         self._idle_since = ended
-
-    def weight_metadata(self) -> list[TensorMeta]:
-        """Returns names, shapes and dtypes of `named_weights`, in its order. No communication."""
-        return self.backend.weight_metadata()
-
-    def sequence_logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """Computes the logprob of each token except the first. Collective."""
-        return self.backend.sequence_logprobs(token_ids, temperature)
-
-    def save_hf(self, directory: str | Path) -> None:
-        """Writes a Hugging Face checkpoint. Collective; rank 0 writes."""
-        self.backend.save_hf(Path(directory))
-
-    def save_checkpoint(self, step: int, directory: str | Path) -> None:
-        """Writes weights and optimizer state. Collective."""
-        self.backend.save_checkpoint(step, Path(directory))
-
-    def load_checkpoint(self, step: int, directory: str | Path) -> None:
-        """Loads a checkpoint. Collective."""
-        self.backend.load_checkpoint(step, Path(directory))
 
     def shutdown(self) -> None:
         """Leaves the process group. Idempotent."""

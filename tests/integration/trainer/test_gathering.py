@@ -52,7 +52,7 @@ def settings_job(trainer: Trainer) -> dict[str, Any]:
     found["gathered_after"] = sum(not group_of(unit).is_sharded for unit in units(backend.policy))
     found["gradient"] = gradients(trainer)
     trainer.train_step(packed(trainer, step=0))
-    found["logprobs"] = trainer.sequence_logprobs([1, 5, 9, 2, 60, 33])
+    found["logprobs"] = trainer.backend.sequence_logprobs([1, 5, 9, 2, 60, 33])
     trainer.train_step(packed(trainer, step=1, num_minibatches=2))
     found["weights"] = weights(trainer)
     return found

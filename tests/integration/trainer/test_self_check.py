@@ -22,7 +22,7 @@ def test_packed_logprobs_are_those_of_each_sample_by_itself(one_rank):
     found = packed_logprobs(trainer.backend, step_input)
     assert found.keys() == {sample.sample_id for sample in samples}
     for sample in samples:
-        alone = np.array(trainer.sequence_logprobs(sample.token_ids_L.tolist(), temperature=0.7))
+        alone = np.array(trainer.backend.sequence_logprobs(sample.token_ids_L.tolist(), temperature=0.7))
         assert found[sample.sample_id] == pytest.approx(alone[sample.trained_L[1:]], abs=1e-12)
 
 

@@ -27,7 +27,7 @@ class Tokens:
     def __init__(self, trainer: Trainer, samples: list[Any]) -> None:
         columns: dict[str, list[Any]] = {"delta": [], "age": [], "environment": [], "advantage": [], "sample": []}
         for index, sample in enumerate(samples):
-            own_L = np.array([0.0, *trainer.sequence_logprobs(sample.token_ids_L.tolist())])
+            own_L = np.array([0.0, *trainer.backend.sequence_logprobs(sample.token_ids_L.tolist())])
             delta = (own_L - sample.engine_logprob_L)[sample.trained_L]
             columns["delta"] += delta.tolist()
             columns["age"] += (VERSION - sample.version_L[sample.trained_L]).tolist()

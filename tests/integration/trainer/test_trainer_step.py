@@ -37,7 +37,7 @@ def packed(samples: list[TrainSample], *, step: int = 0, version: int = 0, num_m
 def with_own_logprobs(trainer: Trainer, samples: list[TrainSample], temperature: float = 1.0) -> list[TrainSample]:
     """As if the engine had computed the trainer's own numbers."""
     for sample in samples:
-        logprobs = np.array([0.0, *trainer.sequence_logprobs(sample.token_ids_L.tolist(), temperature)])
+        logprobs = np.array([0.0, *trainer.backend.sequence_logprobs(sample.token_ids_L.tolist(), temperature)])
         sample.engine_logprob_L = np.where(sample.trained_L, logprobs, 0.0)
     return samples
 
@@ -78,7 +78,7 @@ def test_mismatch_is_absent_when_nothing_is_on_policy(one_rank):
 def test_entropy_and_kl_are_means_over_trained_tokens(one_rank):
     trainer = one_rank()
     samples = make_samples(LENGTHS)
-    own = [trainer.sequence_logprobs(sample.token_ids_L.tolist()) for sample in samples]
+    own = [trainer.backend.sequence_logprobs(sample.token_ids_L.tolist()) for sample in samples]
     delta = np.concatenate(
         [(np.array([0.0, *o]) - s.engine_logprob_L)[s.trained_L] for o, s in zip(own, samples, strict=True)]
     )
@@ -164,24 +164,24 @@ def test_rewarded_tokens_become_likelier(one_rank):
         compute_advantages(samples)
         return samples
 
-    before = trainer.sequence_logprobs([3, 1, 4, 7])[-1] - trainer.sequence_logprobs([3, 1, 4, 8])[-1]
+    before = trainer.backend.sequence_logprobs([3, 1, 4, 7])[-1] - trainer.backend.sequence_logprobs([3, 1, 4, 8])[-1]
     for step in range(10):
         trainer.train_step(packed(two_answers(), step=step, version=step))
-    after = trainer.sequence_logprobs([3, 1, 4, 7])[-1] - trainer.sequence_logprobs([3, 1, 4, 8])[-1]
+    after = trainer.backend.sequence_logprobs([3, 1, 4, 7])[-1] - trainer.backend.sequence_logprobs([3, 1, 4, 8])[-1]
     assert after > before + 1.0
 
 
 @pytest.mark.parametrize("model_dtype", ["float32", "bfloat16"])
 def test_mixed_precision_keeps_logprobs_close_to_float32(one_rank, model_dtype):
     tokens = make_samples([60])[0].token_ids_L.tolist()
-    exact = np.array(one_rank("untied", model_dtype="float32").sequence_logprobs(tokens))
+    exact = np.array(one_rank("untied", model_dtype="float32").backend.sequence_logprobs(tokens))
     trainer = one_rank("untied", model_dtype=model_dtype, mixed_precision_dtype="bfloat16")
-    difference_N = abs(np.array(trainer.sequence_logprobs(tokens)) - exact)
+    difference_N = abs(np.array(trainer.backend.sequence_logprobs(tokens)) - exact)
     assert difference_N.mean() < 0.05
     assert np.quantile(difference_N, 0.99) < 0.2
     result = trainer.train_step(packed(make_samples(LENGTHS)))
     assert np.isfinite(result.metrics["grad_norm"])
-    assert {meta.dtype for meta in trainer.weight_metadata()} == {model_dtype}
+    assert {meta.dtype for meta in trainer.backend.weight_metadata()} == {model_dtype}
 
 
 def test_half_precision_does_not_lose_small_gradients(one_rank):

@@ -59,17 +59,17 @@ def whole_job(trainer: Trainer, folder: Path) -> dict[str, Any]:
         found[f"metrics_{name}"] = sums.reduce()
         found[f"dummies_{name}"] = sum(not row.sample_ids for mb in mine.minibatches for row in mb.micro_batches)
     results = [trainer.train_step(_packed(trainer, BATCHES["even"], step=step)) for step in range(2)]
-    trainer.save_checkpoint(2, folder / "checkpoint")
+    trainer.backend.save_checkpoint(2, folder / "checkpoint")
     found["save_error"] = _save_without_space(trainer, folder / "hf")
-    trainer.save_hf(folder / "hf")
+    trainer.backend.save_hf(folder / "hf")
     found["weights_2"] = weights(trainer)
     results.append(trainer.train_step(_packed(trainer, BATCHES["even"], step=2)))
     found["weights_3"] = weights(trainer)
     found["weights_3_half"] = {name: tensor.clone() for name, tensor in trainer.named_weights(torch.bfloat16)}
     found["step_metrics"] = [result.metrics for result in results]
     found["spans"] = results[-1].spans
-    found["metadata"] = trainer.weight_metadata()
-    found["logprobs"] = trainer.sequence_logprobs(TEXT)
+    found["metadata"] = trainer.backend.weight_metadata()
+    found["logprobs"] = trainer.backend.sequence_logprobs(TEXT)
     return found
 
 
@@ -78,7 +78,7 @@ def _save_without_space(trainer: Trainer, folder: Path) -> str | None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        trainer.save_hf(folder)
+        trainer.backend.save_hf(folder)
     except OSError as error:
         return str(error)
     finally:
@@ -88,7 +88,7 @@ def _save_without_space(trainer: Trainer, folder: Path) -> str | None:
 
 def resume_job(trainer: Trainer, folder: Path) -> dict[str, torch.Tensor]:
     """The third step again, from the checkpoint after the second."""
-    trainer.load_checkpoint(2, folder / "checkpoint")
+    trainer.backend.load_checkpoint(2, folder / "checkpoint")
     trainer.train_step(_packed(trainer, BATCHES["even"], step=2))
     return weights(trainer)
 

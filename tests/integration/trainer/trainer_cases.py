@@ -107,7 +107,9 @@ def near_policy(samples: list[TrainSample], trainer: Trainer, noise: float = 0.3
     """The samples with engine logprobs that are the trainer's own and some noise. Collective."""
     rng = np.random.default_rng(1)
     for sample in samples:
-        own_L = np.array([0.0, *trainer.sequence_logprobs(sample.token_ids_L.tolist(), trainer.config.temperature)])
+        own_L = np.array(
+            [0.0, *trainer.backend.sequence_logprobs(sample.token_ids_L.tolist(), trainer.config.temperature)]
+        )
         sample.engine_logprob_L = np.where(sample.trained_L, own_L + rng.normal(0, noise, sample.length), 0.0)
     return samples
 
