@@ -59,7 +59,7 @@ DAEMONS = ("gcs_server", "raylet")
 DAEMON_LOG_LINES = 8
 DAEMON_MESSAGE = re.compile(r"\[\d{4}-\d\d-\d\d ")
 """Start of a message in a daemon's log. Every minute it also writes its state, in lines without a time."""
-DAEMON_STATE = re.compile(r"\[state-dump\]|(stats|state):\s*$")
+DAEMON_STATE = re.compile(r"\[state-dump\]|(stats|state|dump):\s*$")
 
 MODE_VARIABLE = "RAY_AUTH_MODE"
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
