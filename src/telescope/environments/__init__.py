@@ -37,32 +37,12 @@ if TYPE_CHECKING:
     from telescope.environments.tool_env import ToolCall, ToolEnvironment, ToolResult, func_to_tool_schema
 
 __all__ = [
-    "BaseEnvironment",
-    "ChatMessage",
-    "Environment",
-    "EvalMetricsResult",
-    "Messages",
-    "MultiTurnEnvironment",
-    "RewardResult",
-    "RolloutState",
-    "Rubric",
-    "Sample",
-    "SingleTurnEnvironment",
-    "ToolCall",
-    "ToolEnvironment",
-    "ToolResult",
-    "TrajectoryStep",
-    "extract_answer_tags",
-    "extract_boxed_answer",
-    "extract_code_block",
-    "extract_xml_tag",
-    "func_to_tool_schema",
-    "get_environment",
-    "list_environments",
-    "strip_think_tags",
-    "verify_exact_match",
-    "verify_math_answer",
-]
+    "BaseEnvironment", "ChatMessage", "Environment", "EvalMetricsResult", "Messages", "MultiTurnEnvironment",
+    "RewardResult", "RolloutState", "Rubric", "Sample", "SingleTurnEnvironment", "ToolCall", "ToolEnvironment",
+    "ToolResult", "TrajectoryStep", "extract_answer_tags", "extract_boxed_answer", "extract_code_block",
+    "extract_xml_tag", "func_to_tool_schema", "get_environment", "list_environments", "strip_think_tags",
+    "verify_exact_match", "verify_math_answer",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -26,10 +26,10 @@ import signal
 import socket
 import sys
 import traceback
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import psutil
 
 from telescope.environments.rendering import Renderer
 from telescope.environments.worker_pool.messages import RendererSpec
@@ -140,22 +140,10 @@ class ForkServer:
 
 def _kill_children() -> None:
     """Kills and reaps all children, and the descendants that they leave."""
-    while children := _children():
-        for pid in children:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
-def _children() -> list[int]:
-    children = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has just ended
-        if parent == os.getpid():
-            children.append(int(stat.parent.name))
-    return children
+    while children := psutil.Process().children():
+        for child in children:
+            os.kill(child.pid, signal.SIGKILL)
+            os.waitpid(child.pid, 0)
 
 
 def main(arguments: list[str]) -> None:

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from telescope.inference.auth import Application, Message, Receive, Scope, Send
 from telescope.inference.vllm import adapter as wire
 
@@ -107,7 +109,7 @@ def read_meter(path: Path) -> StepReading | None:
             for _ in range(READ_ATTEMPTS):
                 writes, pid, busy_seconds, busy_since, *counters = _LAYOUT.unpack_from(memory)
                 clock = time.monotonic()
-                if not _runs(pid):
+                if not psutil.pid_exists(pid):
                     return None  # killed during a step, it would stay busy
                 if writes % 2 == 0 and _WRITES.unpack_from(memory)[0] == writes:
                     busy = busy_seconds + (max(clock - busy_since, 0.0) if busy_since else 0.0)
@@ -115,16 +117,6 @@ def read_meter(path: Path) -> StepReading | None:
     except (FileNotFoundError, ValueError):  # not created yet, or still empty
         return None
     return None
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's process
-        return True
-    return True
 
 
 def meter_path(directory: Path, port: int) -> Path:
