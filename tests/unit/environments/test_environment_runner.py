@@ -10,21 +10,27 @@ from telescope.errors import UserError
 
 class Broken(SingleTurnEnvironment):
     def load_dataset(self, num_samples=-1):
-        raise ValueError("no such file")
+        raise self.error
 
     def compute_reward(self, completion, sample, eos_token=""):
         return RewardResult(1.0)
 
 
-def make(name, *, environments_path):
-    return Broken()
+def make(name, *, environments_path, error):
+    return Broken(error=error)
 
 
 def test_the_dataset_is_loaded_in_its_own_stage_and_its_error_names_the_environment():
     stages = []
-    spec = EnvironmentSpec("broken", factory=f"{__name__}:make")
+    spec = EnvironmentSpec("broken", {"error": ValueError("no such file")}, factory=f"{__name__}:make")
     runner = EnvironmentRunner([spec], None, [], on_stage=lambda stage, description: stages.append(stage))
     assert stages == ["making"]
     with pytest.raises(UserError, match="Loading the dataset of the environment 'broken' failed: ValueError: no such"):
         runner.describe(0)
     assert stages == ["making", "dataset"]
+
+
+def test_a_dataset_that_the_network_does_not_reach_is_an_error_with_the_fix():
+    spec = EnvironmentSpec("broken", {"error": ConnectionError("no hub")}, factory=f"{__name__}:make")
+    with pytest.raises(UserError, match=r"ConnectionError: no hub.* Connect this machine, or download the dataset"):
+        EnvironmentRunner([spec], None, []).describe(0)

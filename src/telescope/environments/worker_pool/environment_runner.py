@@ -71,7 +71,10 @@ class EnvironmentRunner:
             raise
         except BaseException as error:
             traceback.print_exc()
-            raise UserError(f"{doing.capitalize()} the {kind} {spec.name!r} failed: {describe_error(error)}") from error
+            what = f"{doing.capitalize()} the {kind} {spec.name!r} failed: {describe_error(error)}"
+            if isinstance(error, ConnectionError):  # which the package datasets raises without the hub
+                what += ". Connect this machine, or download the dataset beforehand (`hf download --repo-type dataset`)"
+            raise UserError(what) from error
 
     def _make(self, spec: EnvironmentSpec, path: Sequence[str]) -> Any:
         module, _, function = spec.factory.partition(":")
