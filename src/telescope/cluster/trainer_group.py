@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 SETUP_TIMEOUT_SECONDS = 1800.0
 """Loading a large model from a slow disk; compiling its blocks on a slow CPU."""
 
+CHECKPOINT_TIMEOUT_SECONDS = 3600.0
+"""Hundreds of gigabytes on a slow network drive."""
+
 STOP_TIMEOUT_SECONDS = 20.0
 
 RANK_EXIT_SECONDS = 2.0
@@ -179,6 +182,33 @@ class TrainerGroup:
             2 * self._step_timeout,
         )
         return results[0]
+
+    async def save_checkpoint(self, step: int, directory: Path) -> None:
+        """Copies weights and optimizer state, which are then written to `directory`. The caller has locked `queue`."""
+        await self._all(
+            f"copying the checkpoint after step {step}",
+            lambda rank: self._ranks[rank].save_checkpoint.remote(step, str(directory)),
+            SETUP_TIMEOUT_SECONDS,
+        )
+
+    async def finish_checkpoint(self) -> None:
+        """Waits until the files of the last checkpoint are complete. The ranks run other commands meanwhile."""
+        await self._all(
+            "writing a checkpoint",
+            lambda rank: self._ranks[rank].finish_checkpoint.remote(),
+            CHECKPOINT_TIMEOUT_SECONDS,
+        )
+
+    async def load_checkpoint(self, step: int, directory: Path) -> None:
+        """Loads a checkpoint as version `step`; the engines need a sync afterwards."""
+        async with self.queue:
+            await self._all(
+                f"loading {directory}",
+                lambda rank: self._ranks[rank].load_checkpoint.remote(step, str(directory)),
+                SETUP_TIMEOUT_SECONDS,
+            )
+            self.version = step
+            self._num_restarts += 1
 
     async def save_hf(self, directory: Path) -> None:
         """Writes the current weights as a Hugging Face model folder."""

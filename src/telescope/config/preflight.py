@@ -202,9 +202,10 @@ def check_open_files(config: TelescopeConfig) -> None:
 def check_run_dir(config: TelescopeConfig) -> None:
     """Checks that the run directory is writable and has no other run."""
     run_dir = choose_run_dir(config)
-    if (run_dir / "run.json").exists():
+    if (run_dir / "run.json").exists() and not config.resume_from_checkpoint:
         raise ConfigError(
-            f"run_dir is {str(run_dir)!r}, which already holds a run. Choose another directory (or leave run_dir null "
+            f"run_dir is {str(run_dir)!r}, which already holds a run. Continue it with resume_from_checkpoint: true, or "
+            "choose another directory (or leave run_dir null "
             "for a new one each time), or remove that run"
         )
     place = _existing_parent(run_dir)

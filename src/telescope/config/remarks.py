@@ -98,7 +98,6 @@ def _top_p(config: TelescopeConfig, top_p: float) -> str:
     return f"{remark}; the loss does not."
 
 
-CHECKPOINTS = "checkpoints and resuming"
 PERIODIC_EVALS = "evals during training"
 UPLOADS = "upload of code and logs"
 EVENT_UPLOADS = "upload of events and samples"
@@ -106,11 +105,6 @@ PARALLELISM = "context parallelism"
 MEGATRON = "the Megatron backend"
 
 FIELD_STATUS: dict[str, str] = {
-    "checkpoint_every": CHECKPOINTS,
-    "checkpoint_save_training_state": CHECKPOINTS,
-    "checkpoint_dir": CHECKPOINTS,
-    "checkpoint_keep_last": CHECKPOINTS,
-    "checkpoint_keep_every": CHECKPOINTS,
     "eval_num_servers": PERIODIC_EVALS,
     "eval_start_end_use_all_servers": PERIODIC_EVALS,
     "evals.eval_every": PERIODIC_EVALS,
@@ -138,7 +132,7 @@ FIELD_STATUS: dict[str, str] = {
 }  # fmt: skip
 """Field (or `evals.<field>`) to the feature it waits for. Absent: the field works."""
 
-AVAILABLE_CHOICES: dict[str, tuple[Any, ...]] = {"train_backend": ("fsdp",), "resume_from_checkpoint": (False,)}
+AVAILABLE_CHOICES: dict[str, tuple[Any, ...]] = {"train_backend": ("fsdp",)}
 """Fields of which only these values can be run in this version."""
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from telescope.orchestrator.groups import Group
 
@@ -96,6 +97,25 @@ class Ledger:
         self.open.remove(n)
         self._num_requeues.pop(n, None)
         self.dropped[reason] += 1
+
+    def state_dict(self, open_prompts: Iterable[int]) -> dict[str, Any]:
+        """Returns the counts for a run that continues with these open prompts only; the others are opened again."""
+        kept = sorted(open_prompts)
+        return {
+            "open": kept,
+            "num_opened": self.num_opened - (len(self.open) - len(kept)),
+            "num_trained": self.num_trained,
+            "dropped": dict(self.dropped),
+            "num_requeued": self.num_requeued,
+        }
+
+    @classmethod
+    def load_state_dict(cls, values: dict[str, Any]) -> Ledger:
+        """Inverse of `state_dict`."""
+        return cls(
+            set(values["open"]), values["num_opened"], values["num_trained"], Counter(values["dropped"]),
+            values["num_requeued"],
+        )  # fmt: skip
 
     @property
     def waiting(self) -> frozenset[int]:

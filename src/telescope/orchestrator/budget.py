@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from dataclasses import dataclass
+from typing import Any
 
 from telescope.errors import RunError
 from telescope.utils.text import plain, single_line
@@ -65,6 +66,19 @@ class ErrorBudget:
     def prompt_failed(self, environment: str, item: int, message: str) -> None:
         """Counts an item without a usable prompt."""
         self._failed("prompts", environment, item, message)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the outcomes in the windows, as JSON values."""
+        return {
+            f"{what}/{environment}": [None if o is None else [o.item, o.message] for o in outcomes]
+            for (what, environment), outcomes in self._outcomes.items()
+        }
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        for name, outcomes in values.items():
+            what, _, environment = name.partition("/")
+            self._window(what, environment).extend(None if o is None else _Failure(*o) for o in outcomes)
 
     def _window(self, what: str, environment: str) -> deque[_Failure | None]:
         return self._outcomes.setdefault((what, environment), deque(maxlen=WINDOW))

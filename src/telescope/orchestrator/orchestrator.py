@@ -19,7 +19,7 @@ import itertools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,13 +36,13 @@ from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.groups import Batch, DiscardStreak, Group, Signal, form_batch, zero_advantage_kind
 from telescope.orchestrator.prompt_buffer import PromptBuffer
 from telescope.orchestrator.prompt_sampler import (
-    FIRST_POSITION,
     PromptSampler,
     SampledPrompt,
     SamplerPosition,
     request_seed,
 )
 from telescope.orchestrator.request_slots import RequestSlotPool
+from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.step_recorder import StepLogPort, StepRecorder, TrainedStep
 from telescope.orchestrator.supervision import ChangeNotifier, Supervisor
@@ -74,6 +74,9 @@ class WeightSyncPort(Protocol):
     async def sync(self) -> dict[str, float]: ...
 
 
+AfterStep = Callable[[int, Callable[[], RunState]], Awaitable[None]]
+
+
 @dataclass
 class Services:
     """Services that the loops use and do not own."""
@@ -92,6 +95,8 @@ class Services:
     infos: Sequence[EnvironmentInfo]
     """Description of the environment of each entry of the config."""
     report_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None
+    after_step: AfterStep | None = None
+    """Called after every step with the number of finished steps; the next one waits for it (checkpoints)."""
 
 
 class Orchestrator:
@@ -105,38 +110,43 @@ class Orchestrator:
         held_out_uids: frozenset[str],
         rollout_settings: RolloutSettings,
         status: RunStatus,
-        start: SamplerPosition = FIRST_POSITION,
+        start: RunState | None = None,
         *,
         max_requeues: int = MAX_REQUEUES,
     ) -> None:
-        """`start` is the sampler position of an earlier attempt. `max_requeues` bounds how often a stale prompt is
-        requeued."""
+        """`start` is the state of the checkpoint that the run continues from; `max_requeues` bounds how often a stale
+        prompt is requeued."""
+        start = start or RunState()
         self.config = config
         self.services = services
         self.status = status
-        self.window = AsyncWindow(config.prompts_batch_size_for_trainer, config.max_async_rollout)
-        self.ledger = Ledger()
+        batch_size = config.prompts_batch_size_for_trainer
+        self.window = AsyncWindow(
+            batch_size, config.max_async_rollout, start.step, start.step * batch_size + len(start.groups)
+        )
+        self.ledger = Ledger.load_state_dict(start.ledger) if start.ledger else Ledger()
         self._settings = rollout_settings
         self._notifier = ChangeNotifier(status)
         services.slots.on_change(self._notifier.notify)
         self._budget = ErrorBudget(config.environment_error_budget)
+        self._budget.load_state_dict(start.errors)
         self._prompts = PromptBuffer(
-            config, services.environments, services.environment_keys, sampler, held_out_uids, start,
+            config, services.environments, services.environment_keys, sampler, held_out_uids, start.sampler,
             max_context=rollout_settings.sampling.max_context, budget=self._budget, notifier=self._notifier,
             status=status,
         )  # fmt: skip
         self._open: dict[int, Group] = {}
-        self._finished: list[Group] = []
-        self._unsettled: dict[int, Group] = {}
+        self._finished: list[Group] = list(start.groups)
+        self._unsettled: dict[int, Group] = {group.group_id: group for group in start.groups}
         """The newest group of every prompt that is neither trained nor dropped."""
         self._has_ended = False
         self._batch: Batch | None = None
         """A packed batch that waits for the trainer."""
-        self._num_taken = 0
+        self._first_step = self._num_taken = start.step
         """Batches that the trainer has received; also the policy version that the next batch starts from."""
         self._staleness = Staleness(config.max_off_policy_steps)
         self._max_returns = max_requeues
-        self._openings = itertools.count()
+        self._openings = itertools.count(start.num_openings)
         self._step_recorder = StepRecorder(services.recorder, services.step_log, status)
         self._streak = DiscardStreak(DISCARD_LIMIT_BATCHES * config.prompts_batch_size_for_trainer)
         self._stop_requested = False
@@ -150,6 +160,24 @@ class Orchestrator:
     def position(self) -> SamplerPosition:
         """Returns the sampler position: every prompt that is neither trained nor dropped is unfinished."""
         return self._prompts.position(self.ledger.open)
+
+    def run_state(self) -> RunState:
+        """Returns the state after the last finished step, from which another attempt can continue.
+
+        Finished groups are kept, also while they are packed; prompts in flight are unfinished.
+        """
+        kept = [group for group in self._unsettled.values() if group.is_finished and not group.withdrawn]
+        kept_ids = {group.group_id for group in kept}
+        num_openings = next(self._openings)
+        self._openings = itertools.count(num_openings)
+        return RunState(
+            step=self.window.version,
+            sampler=self._prompts.position(self.ledger.open - kept_ids),
+            ledger=self.ledger.state_dict(kept_ids),
+            errors=self._budget.state_dict(),
+            num_openings=num_openings,
+            groups=kept,
+        )
 
     async def run(self, supervisor: Supervisor) -> None:
         """Trains `number_of_steps` steps, or until a stop is requested. Raises the first error of any loop."""
@@ -394,7 +422,7 @@ class Orchestrator:
 
     async def _train_loop(self) -> None:
         """Trains, syncs and counts until the last step."""
-        for step in range(self.config.number_of_steps):
+        for step in range(self._first_step, self.config.number_of_steps):
             if self._stop_requested:
                 return
             started_at = time.time()
@@ -425,6 +453,8 @@ class Orchestrator:
                     self.position(),
                 )
             )
+            if self.services.after_step is not None:
+                await self.services.after_step(step + 1, self.run_state)
 
     async def _next_batch(self) -> Batch | None:
         """Returns the next batch, or None when a stop is requested first."""

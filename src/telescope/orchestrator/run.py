@@ -18,15 +18,18 @@ from telescope.cluster.ray_cluster import watch_daemons
 from telescope.cluster.reaper import Reaper
 from telescope.cluster.trainer_group import save_where_possible
 from telescope.config import TelescopeConfig
+from telescope.config.loader import choose_run_dir
 from telescope.config.model_files import vocabulary_size
 from telescope.orchestrator import record_rows
+from telescope.orchestrator.checkpoints import Checkpoint, Checkpointer, CheckpointFolder
 from telescope.orchestrator.collectors import Collectors, sources_of
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.filters import SampleFilters
-from telescope.orchestrator.orchestrator import Orchestrator, Services
+from telescope.orchestrator.orchestrator import AfterStep, Orchestrator, Services
 from telescope.orchestrator.prompt_sampler import PromptSampler
 from telescope.orchestrator.run_components import RunComponents, start_components
 from telescope.orchestrator.run_directory import RunDirectory
+from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import Interrupted, RunStatus, RunSummary, headline_of, summarize
 from telescope.orchestrator.supervision import Interrupt, Supervisor, watchdog
 from telescope.record.files import RunFiles
@@ -59,7 +62,10 @@ class _TrainingRun:
     def __init__(self, config: TelescopeConfig, notes: list[str], view: View | None) -> None:
         self._config = config
         self._view = view
-        self._directory = RunDirectory.create(config, notes)
+        path = choose_run_dir(config)
+        self._checkpoints = CheckpointFolder.of_run(config, path)
+        self._resumed = self._checkpoints.load(config.resume_from_checkpoint) if config.resume_from_checkpoint else None
+        self._directory = RunDirectory.create(config, notes, first_step=self._resumed.step if self._resumed else 0)
         self._status = RunStatus(config.wandb_run_name, config.number_of_steps)
         self._status.run_dir = str(self._directory.path)
         self._status.messages.extend(notes)
@@ -127,18 +133,27 @@ class _TrainingRun:
         )
         status.phase = "verifying the weights of the servers"
         await self._interrupt.run_until_first(components.weights.verify_initial())
-        if evaluation.plans and config.eval_before_training:
+        if self._resumed is not None:
+            await self._interrupt.run_until_first(self._load_checkpoint(components, self._resumed))
+        elif evaluation.plans and config.eval_before_training:
             results = await self._interrupt.run_until_first(
                 evaluation.run_all(0, components.settings, components.servers)
             )
             if (headline := headline_of(results)) is not None:
                 self._directory.evaluated_before(headline.accuracy)
         status.phase = "training"
-        orchestrator = await make_orchestrator(config, components, evaluation, self._directory, status)
+        self._checkpoints.remove_partial()
+        checkpointer = Checkpointer(config, self._checkpoints, components.trainer, status)
+        orchestrator = await make_orchestrator(
+            config, components, evaluation, self._directory, status,
+            start=self._resumed.state if self._resumed else None, after_step=checkpointer.after_step,
+        )  # fmt: skip
         self._interrupt.on_first(orchestrator.request_stop)
         started_at = time.time()
         await orchestrator.run(supervisor)
         self._training_seconds = time.time() - started_at
+        status.phase = "writing the last checkpoint"
+        await checkpointer.save_last(status.version, orchestrator.run_state)
         if config.save_final_model and status.version > 0:
             status.phase = "saving the trained model"
             self._model_dir = await self._save_model(components)
@@ -146,6 +161,16 @@ class _TrainingRun:
             await self._interrupt.run_until_first(
                 evaluation.run_all(status.version, components.settings, components.servers)
             )
+
+    async def _load_checkpoint(self, components: RunComponents, checkpoint: Checkpoint) -> None:
+        """Gives trainer and engines the weights of a checkpoint."""
+        status = self._status
+        status.phase = f"loading the checkpoint after step {checkpoint.step}"
+        await components.trainer.load_checkpoint(checkpoint.step, checkpoint.path)
+        if not checkpoint.meta["training_state"]:
+            status.messages.append(f"{checkpoint.path.name} holds weights only: the optimizer starts anew")
+        await components.weights.sync()
+        status.step = status.version = checkpoint.step
 
     async def _save_model(self, components: RunComponents) -> Path:
         """Writes the trained model; returns its folder."""
@@ -219,8 +244,14 @@ async def make_orchestrator(
     evaluation: Evaluation,
     directory: RunDirectory,
     status: RunStatus,
+    *,
+    start: RunState | None = None,
+    after_step: AfterStep | None = None,
 ) -> Orchestrator:
-    """The loops over started components. Items that an eval holds out are never sampled."""
+    """The loops over started components, from the state of a checkpoint or from the beginning.
+
+    Items that an eval holds out are never sampled.
+    """
     infos = [await components.environments.describe(key) for key in components.keys.training]
     for key, entry, info in zip(components.keys.training, config.environments, infos, strict=True):
         directory.recorder.write("environments", record_rows.environment_row(key, entry.name, entry.weight, info))
@@ -246,5 +277,6 @@ async def make_orchestrator(
         filters=SampleFilters.from_config(config, vocabulary_size(config) if config.filter_gibberish else None),
         infos=infos,
         report_engine_failure=components.servers.report_failure,
+        after_step=after_step,
     )
-    return Orchestrator(config, services, sampler, evaluation.held_out_uids, components.settings, status)
+    return Orchestrator(config, services, sampler, evaluation.held_out_uids, components.settings, status, start)

@@ -36,16 +36,20 @@ class RunDirectory:
     recorder: Recorder
     step_log: WandbSink
 
-    def __init__(self, path: Path, config: TelescopeConfig, notes: list[str]) -> None:
+    def __init__(self, path: Path, config: TelescopeConfig, notes: list[str], first_step: int = 0) -> None:
         self.path = path
+        self._first_step = first_step
         self._config = config
         self._notes = notes
         self._info: RunInfo | None = None
         self._known_problem: str | None = None
 
     @classmethod
-    def create(cls, config: TelescopeConfig, notes: list[str]) -> RunDirectory:
-        """Creates the directory. Raises UserError when it cannot be written."""
+    def create(cls, config: TelescopeConfig, notes: list[str], first_step: int = 0) -> RunDirectory:
+        """Creates the directory, or reopens that of a run which continues at `first_step`.
+
+        Raises UserError when it cannot be written.
+        """
         path = choose_run_dir(config)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -55,7 +59,7 @@ class RunDirectory:
                 f"run_dir: {str(path)!r} cannot be written ({error.strerror or error}). Choose another folder with "
                 "--run_dir or TELESCOPE_RUN_DIR, or fix its permissions."
             ) from error
-        return cls(path, config, notes)
+        return cls(path, config, notes, first_step)
 
     @contextmanager
     def open_record(self, *, console: bool) -> Iterator[Recorder]:
@@ -77,7 +81,7 @@ class RunDirectory:
                 project=config.wandb_project,
                 tags=list(config.wandb_tags),
                 notes=self._notes,
-                first_step=0,
+                first_step=self._first_step,
                 num_steps=config.number_of_steps,
             )
             self.step_log = WandbSink(config, self.path)

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from telescope.config.memory import trainer_share
 from telescope.errors import ConfigError
 from telescope.trainer.backends import TrainingBackend, find_backend
+from telescope.trainer.backends.fsdp.checkpoint import share_store
 from telescope.trainer.batch import Span, StepInput, StepResult
 from telescope.trainer.metrics import reduce_max
 from telescope.utils.process import leave_out_nothing, leave_out_what_exists
@@ -131,6 +132,7 @@ class Trainer:
             )
             port = listener.getsockname()[1]
             descriptor = listener.detach()
+        share_store(host, port)
         return dist.TCPStore(
             host,
             port,

@@ -60,6 +60,7 @@ def whole_job(trainer: Trainer, folder: Path) -> dict[str, Any]:
         found[f"dummies_{name}"] = sum(not row.sample_ids for mb in mine.minibatches for row in mb.micro_batches)
     results = [trainer.train_step(_packed(trainer, BATCHES["even"], step=step)) for step in range(2)]
     trainer.backend.save_checkpoint(2, folder / "checkpoint")
+    trainer.backend.finish_checkpoint()
     found["save_error"] = _save_without_space(trainer, folder / "hf")
     trainer.backend.save_hf(folder / "hf")
     found["weights_2"] = weights(trainer)

@@ -52,7 +52,16 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def save_checkpoint(self, step: int, directory: Path) -> None:
-        """Writes this rank's weights and optimizer state after `step` steps into `directory`. Collective."""
+        """Writes this rank's weights and optimizer state after `step` steps into `directory`. Collective.
+
+        Returns when the weights may change again. The files need not be complete before `finish_checkpoint` returns.
+        """
+
+    def finish_checkpoint(self) -> None:  # noqa: B027  # a subclass that saves at once needs nothing here
+        """Waits until the files of the last `save_checkpoint` are complete. Raises `OSError` if they cannot be.
+
+        Called in another thread, while this rank trains on. By default `save_checkpoint` has written them.
+        """
 
     @abstractmethod
     def load_checkpoint(self, step: int, directory: Path) -> None:

@@ -12,7 +12,6 @@ is not finite ends the run before it reaches the weights.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -21,8 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from telescope.algorithms import get_algorithm
@@ -30,6 +27,12 @@ from telescope.algorithms.loss import needs_batch_reference
 from telescope.config.memory import reshards_after_forward
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends import TrainingBackend
+from telescope.trainer.backends.fsdp.checkpoint import (
+    OPTIMIZER,
+    BackgroundSaver,
+    load_training_state,
+    training_state,
+)
 from telescope.trainer.backends.fsdp.sharding import (
     TimedReduceScatter,
     build_sharded_policy,
@@ -77,6 +80,7 @@ class FSDPBackend(TrainingBackend):
         self.reduction.measure(self.policy)
         self._keeps_gathered = not reshards_after_forward(config.fsdp_reshard_after_forward, self.device.type)
         self._spans: list[Span] = []
+        self.saver = BackgroundSaver(self.device)
 
     def warm_up(self) -> None:
         on_gpu = self.device.type == "cuda"
@@ -267,19 +271,16 @@ class FSDPBackend(TrainingBackend):
                 yield name.removeprefix(PREFIX), buffer
 
     def save_checkpoint(self, step: int, directory: Path) -> None:
-        model, optimizer = get_state_dict(self.policy, self.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=str(directory))
-        if self.rank == 0:
-            (directory / "trainer.json").write_text(json.dumps({"step": step}))
-        dist.barrier()
+        state = training_state(self.policy, self.optimizer)
+        if not self.config.checkpoint_save_training_state:
+            del state[OPTIMIZER]
+        self.saver.start(state, directory)
+
+    def finish_checkpoint(self) -> None:
+        self.saver.wait()
 
     def load_checkpoint(self, step: int, directory: Path) -> None:
-        model, optimizer = get_state_dict(self.policy, self.optimizer)
-        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-        dcp.load(state, checkpoint_id=str(directory))
-        set_state_dict(
-            self.policy, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        load_training_state(self.policy, self.optimizer, directory)
 
     def save_hf(self, directory: Path) -> None:
         weights: dict[str, torch.Tensor] = {}

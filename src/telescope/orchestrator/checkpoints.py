@@ -1,0 +1,252 @@
+"""Checkpoints of a run: when they are written, where, and which are kept.
+
+    checkpoints/step_N/         after N finished training steps
+        meta.json               what it is: step, model, ranks, versions; written last
+        orchestrator_state.json the state of the loops (`run_state`)
+        hf_meta/                config and tokenizer of the model
+        *.distcp, .metadata     weights and optimizer state (`trainer.backends.fsdp.checkpoint`)
+
+Training stands still while the ranks copy their state to host memory; a task then waits for the files. Invariants: one
+checkpoint is written at a time. `step_N` is complete or absent: it is written under another name and renamed. A failed
+write costs that checkpoint only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import telescope
+from telescope.config import TelescopeConfig
+from telescope.errors import UserError
+from telescope.orchestrator.run_state import RunState
+from telescope.orchestrator.status import RunStatus
+from telescope.record.files import RunFiles, read_json, replace_json
+from telescope.utils.text import pluralize
+
+logger = logging.getLogger(__name__)
+
+META = "meta.json"
+STATE = "orchestrator_state.json"
+PARTIAL = ".partial-"
+"""Name prefix of an incomplete checkpoint, which the next start removes."""
+
+CHECKPOINT_DIR_VARIABLE = "TELESCOPE_CHECKPOINT_DIR"
+
+_COMPLETE = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    path: Path
+    step: int
+    meta: dict[str, Any]
+    state: RunState
+
+
+class CheckpointFolder:
+    """The checkpoints of one run on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def of_run(cls, config: TelescopeConfig, run_dir: Path) -> CheckpointFolder:
+        """The folder of `checkpoint_dir`, `TELESCOPE_CHECKPOINT_DIR` or the run directory."""
+        chosen = config.checkpoint_dir or os.environ.get(CHECKPOINT_DIR_VARIABLE)
+        return cls(Path(chosen).expanduser() if chosen else RunFiles(run_dir).run_dir / "checkpoints")
+
+    def steps(self) -> list[int]:
+        """Returns the steps of the complete checkpoints, in order."""
+        if not self.path.is_dir():
+            return []
+        names = (_COMPLETE.fullmatch(entry.name) for entry in self.path.iterdir() if (entry / META).is_file())
+        return sorted(int(match[1]) for match in names if match)
+
+    def of_step(self, step: int) -> Path:
+        """Returns the folder of a step."""
+        return self.path / f"step_{step}"
+
+    def begin(self, step: int) -> Path:
+        """Makes the empty folder in which the checkpoint of a step is written. Raises `OSError`."""
+        partial = self.path / f"{PARTIAL}step_{step}"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        return partial
+
+    def complete(self, partial: Path, step: int, meta: dict[str, Any]) -> Path:
+        """Gives a written checkpoint its name. Raises `OSError`."""
+        replace_json(partial / META, meta)
+        folder = self.of_step(step)
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier attempt, which this one continues differently
+        partial.rename(folder)
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return folder
+
+    def prune(self, keep_last: int | None, keep_every: int | None) -> list[int]:
+        """Removes all but the newest `keep_last` and the multiples of `keep_every`. Returns the removed steps."""
+        removed = superfluous(self.steps(), keep_last, keep_every)
+        for step in removed:
+            # Renamed first, so that a kill in between leaves no checkpoint that looks complete.
+            doomed = self.path / f"{PARTIAL}step_{step}"
+            self.of_step(step).rename(doomed)
+            shutil.rmtree(doomed)
+        return removed
+
+    def remove_partial(self) -> None:
+        """Removes what an interrupted write or removal left."""
+        for left in self.path.glob(f"{PARTIAL}step_*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def load(self, wanted: bool | int) -> Checkpoint:
+        """Reads the newest checkpoint (true) or that of a step, without its weights. Raises `UserError`."""
+        steps = self.steps()
+        if not steps:
+            raise UserError(
+                f"resume_from_checkpoint is {wanted}, but {self.path} holds no complete checkpoint. Set run_dir (or "
+                "checkpoint_dir) to a run that has one, or resume_from_checkpoint: false in an empty run_dir"
+            )
+        step = steps[-1] if wanted is True else int(wanted)
+        if step not in steps:
+            raise UserError(
+                f"resume_from_checkpoint is {step}, but {self.path} has no such checkpoint. It has "
+                f"{', '.join(f'step_{known}' for known in steps)}"
+            )
+        path = self.of_step(step)
+        try:
+            meta, state = read_json(path / META), read_json(path / STATE)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read: {error}. Resume from another step") from error
+        if state is None:
+            raise UserError(f"{path} has no {STATE}: it can be converted and evaluated, but no run can resume from it")
+        return Checkpoint(path, step, meta, RunState.load_state_dict(state))
+
+
+def superfluous(steps: Iterable[int], keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Returns the steps that are neither among the newest `keep_last` nor multiples of `keep_every`."""
+    ordered = sorted(steps)
+    if keep_last is None:
+        return []
+    newest = ordered[-keep_last:]
+    return [step for step in ordered if step not in newest and not (keep_every and step % keep_every == 0)]
+
+
+class CheckpointTrainer(Protocol):
+    """The trainer's ranks; implemented by `cluster.trainer_group`."""
+
+    queue: asyncio.Lock
+    world_size: int
+
+    async def save_checkpoint(self, step: int, directory: Path) -> None: ...
+
+    async def finish_checkpoint(self) -> None: ...
+
+
+class Checkpointer:
+    """Writes the checkpoints of a running run."""
+
+    def __init__(
+        self, config: TelescopeConfig, folder: CheckpointFolder, trainer: CheckpointTrainer, status: RunStatus
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._trainer = trainer
+        self._status = status
+        self._writing: asyncio.Task[None] | None = None
+        self._last_step = 0
+        """Step of the newest checkpoint that was begun."""
+
+    async def after_step(self, step: int, state: Callable[[], RunState]) -> None:
+        """Begins the checkpoint of a finished step, if one is due. Skips it while the last one is being written."""
+        every = int(self._config.checkpoint_every)
+        if not every or step % every:
+            return
+        if self._writing is not None and not self._writing.done():
+            self._announce(
+                f"no checkpoint after step {step}: that of step {self._last_step} is still being written. "
+                "Raise checkpoint_every, or use a faster disk"
+            )
+            return
+        await self._begin(step, state())
+
+    async def save_last(self, step: int, state: Callable[[], RunState]) -> None:
+        """Writes the checkpoint of the last step, unless it exists, and waits until it is complete."""
+        if self._config.checkpoint_every and step > self._last_step:
+            await self.wait()
+            await self._begin(step, state())
+        await self.wait()
+
+    async def wait(self) -> None:
+        """Waits until no checkpoint is being written."""
+        if self._writing is not None:
+            await self._writing
+
+    async def _begin(self, step: int, state: RunState) -> None:
+        """Copies the state of loops and ranks; a task writes it. The ranks must not train meanwhile."""
+        started_at = time.time()
+        self._last_step = step
+        try:
+            partial = await asyncio.to_thread(self._folder.begin, step)
+            # Encoded here, in one piece with the copy of the weights: the loops change these objects.
+            values = state.state_dict()
+            async with self._trainer.queue:
+                await self._trainer.save_checkpoint(step, partial)
+        except OSError as error:
+            self._failed(step, error)
+            return
+        logger.info("Training stood still for %.2f s for the checkpoint after step %d", time.time() - started_at, step)
+        self._writing = asyncio.create_task(self._write(step, partial, values), name=f"checkpoint {step}")
+
+    async def _write(self, step: int, partial: Path, values: dict[str, Any]) -> None:
+        started_at = time.time()
+        try:
+            await self._trainer.finish_checkpoint()
+            await asyncio.to_thread(self._complete, step, partial, values)
+        except OSError as error:
+            await asyncio.to_thread(shutil.rmtree, partial, True)
+            self._failed(step, error)
+            return
+        logger.info("The checkpoint after step %d was written in %.1f s", step, time.time() - started_at)
+
+    def _complete(self, step: int, partial: Path, values: dict[str, Any]) -> None:
+        replace_json(partial / STATE, values, indent=None)
+        config = self._config
+        self._folder.complete(
+            partial,
+            step,
+            {
+                "step": step,
+                "time": time.time(),
+                "model": config.model,
+                "train_backend": config.train_backend,
+                "ranks": self._trainer.world_size,
+                "training_state": config.checkpoint_save_training_state,
+                "config_hash": config.hash,
+                "config": config.values,
+                "telescope": telescope.__version__,
+            },
+        )
+        removed = self._folder.prune(config.checkpoint_keep_last, config.checkpoint_keep_every)
+        if removed:
+            logger.info("Removed %s (checkpoint_keep_last)", pluralize(len(removed), "checkpoint"))
+
+    def _failed(self, step: int, error: OSError) -> None:
+        self._announce(f"the checkpoint after step {step} was not written: {error}. Training continues")
+
+    def _announce(self, news: str) -> None:
+        logger.warning("%s", news)
+        self._status.messages.append(news)

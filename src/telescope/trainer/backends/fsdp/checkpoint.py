@@ -1,0 +1,98 @@
+"""Checkpoints of the FSDP backend: sharded weights and optimizer state, written in the background.
+
+Owns the format, that of `torch.distributed.checkpoint` (DCP), which loads on any number of ranks. A save copies the
+shards of this rank into host memory that a second process shares (pinned on a GPU, allocated once). Training stands
+still for the copy only; the second process then writes the files.
+
+Invariants: one save at a time. A save that fails leaves its folder incomplete and changes nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+MODEL, OPTIMIZER = "model", "optimizer"
+"""Keys of the saved state. A checkpoint without training state has the first only."""
+
+
+def share_store(address: str, port: int) -> None:
+    """Lets the writing processes find each other through the ranks' own store.
+
+    By default DCP opens another store, on every interface.
+    """
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), DCP_USE_PREFIX_STORE="1")
+
+
+class BackgroundSaver:
+    """The saves of one rank. Make it once: the memory of the copy and the writing process are kept."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_gpu, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=on_gpu
+            )
+        )
+        self._pending: Future[Any] | None = None
+
+    def start(self, state: dict[str, Any], directory: Path) -> None:
+        """Copies `state` and starts to write it. Collective. The last save must have been waited for."""
+        assert self._pending is None, "the last checkpoint is still being written"
+        result = dcp.async_save(
+            state,
+            storage_writer=dcp.FileSystemWriter(directory),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            async_stager=self._stager,
+        )
+        assert isinstance(result, Future)
+        self._pending = result
+
+    def wait(self) -> None:
+        """Waits until the files of the last save are on disk. Raises `OSError` if they cannot be written."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except dcp.CheckpointException as error:
+            reasons = sorted({str(failure[0]) for failure in error.failures.values()})
+            raise OSError("; ".join(reasons)) from None
+        except (EOFError, RuntimeError) as error:
+            raise OSError(f"the process that writes the checkpoint has ended: {error}") from error
+
+    def close(self) -> None:
+        """Frees the memory of the copy, after the last save."""
+        self.wait()
+        self._stager.close()
+
+
+def training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns weights and optimizer state by their names in the model. Collective."""
+    model_state, optimizer_state = get_state_dict(policy, optimizer)
+    return {MODEL: model_state, OPTIMIZER: optimizer_state}
+
+
+def load_training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> bool:
+    """Loads a checkpoint, saved by any number of ranks. Collective.
+
+    Returns whether it had the optimizer's state; if not, the optimizer stays as it is.
+    """
+    state = training_state(policy, optimizer)
+    saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    has_optimizer = any(name.startswith(f"{OPTIMIZER}.") for name in saved)
+    if not has_optimizer:
+        del state[OPTIMIZER]
+    dcp.load(state, checkpoint_id=str(directory))
+    set_state_dict(
+        policy, optimizer, model_state_dict=state[MODEL], optim_state_dict=state.get(OPTIMIZER, {})
+    )
+    return has_optimizer
