@@ -204,9 +204,8 @@ def check_run_dir(config: TelescopeConfig) -> None:
     run_dir = choose_run_dir(config)
     if (run_dir / "run.json").exists() and not config.resume_from_checkpoint:
         raise ConfigError(
-            f"run_dir is {str(run_dir)!r}, which already holds a run. Continue it with resume_from_checkpoint: true, or "
-            "choose another directory (or leave run_dir null "
-            "for a new one each time), or remove that run"
+            f"run_dir is {str(run_dir)!r}, which already holds a run. Continue it with resume_from_checkpoint: "
+            "true, choose another directory (or leave run_dir null for a new one each time), or remove that run"
         )
     place = _existing_parent(run_dir)
     fix = "Set run_dir (or TELESCOPE_RUN_DIR) to a directory that you may write"

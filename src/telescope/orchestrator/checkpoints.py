@@ -39,6 +39,9 @@ STATE = "orchestrator_state.json"
 PARTIAL = ".partial-"
 """Name prefix of an incomplete checkpoint, which the next start removes."""
 
+SLOW_SECONDS = 5.0
+"""A longer wait for the disk is reported."""
+
 CHECKPOINT_DIR_VARIABLE = "TELESCOPE_CHECKPOINT_DIR"
 
 _COMPLETE = re.compile(r"step_(\d+)")
@@ -167,21 +170,15 @@ class Checkpointer:
         self._trainer = trainer
         self._status = status
         self._writing: asyncio.Task[None] | None = None
-        self._last_step = 0
+        self._last_step = -1
         """Step of the newest checkpoint that was begun."""
 
     async def after_step(self, step: int, state: Callable[[], RunState]) -> None:
-        """Begins the checkpoint of a finished step, if one is due. Skips it while the last one is being written."""
+        """Begins the checkpoint of a finished step, if one is due. Waits while the last one is being written."""
         every = int(self._config.checkpoint_every)
-        if not every or step % every:
-            return
-        if self._writing is not None and not self._writing.done():
-            self._announce(
-                f"no checkpoint after step {step}: that of step {self._last_step} is still being written. "
-                "Raise checkpoint_every, or use a faster disk"
-            )
-            return
-        await self._begin(step, state())
+        if every and step % every == 0:
+            await self.wait()
+            await self._begin(step, state())
 
     async def save_last(self, step: int, state: Callable[[], RunState]) -> None:
         """Writes the checkpoint of the last step, unless it exists, and waits until it is complete."""
@@ -193,7 +190,15 @@ class Checkpointer:
     async def wait(self) -> None:
         """Waits until no checkpoint is being written."""
         if self._writing is not None:
+            started_at = time.time()
             await self._writing
+            self._writing = None
+            waited = time.time() - started_at
+            if waited > SLOW_SECONDS:
+                logger.warning(
+                    "Training waited %.1f s, because the checkpoint after step %d was still being written. Raise "
+                    "checkpoint_every, or use a faster disk", waited, self._last_step
+                )  # fmt: skip
 
     async def _begin(self, step: int, state: RunState) -> None:
         """Copies the state of loops and ranks; a task writes it. The ranks must not train meanwhile."""

@@ -94,11 +94,12 @@ class StrictRecorder:
 
 
 class StepLog:
-    """Keeps what W&B would get."""
+    """Keeps what W&B would get, from `first_step` on."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_step: int = 0) -> None:
+        self.first_step = first_step
         self.metrics: list[dict[str, float]] = []
 
     def log_step(self, step: int, metrics: dict[str, float]) -> None:
-        assert step == len(self.metrics)
+        assert step == self.first_step + len(self.metrics)
         self.metrics.append(metrics)

@@ -13,9 +13,10 @@ from telescope.config import TelescopeConfig
 from telescope.environments.worker_pool.messages import Advance, EnvironmentInfo, PreparedPrompt, RewardRecord
 from telescope.errors import InfrastructureError
 from telescope.orchestrator.filters import SampleFilters
-from telescope.orchestrator.orchestrator import Orchestrator, Services
-from telescope.orchestrator.prompt_sampler import FIRST_POSITION, PromptSampler, SamplerPosition
+from telescope.orchestrator.orchestrator import AfterStep, Orchestrator, Services
+from telescope.orchestrator.prompt_sampler import PromptSampler
 from telescope.orchestrator.request_slots import make_request_slots
+from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Supervisor
 from telescope.rollout.sample import RolloutSettings
@@ -102,14 +103,15 @@ class InMemoryRun:
         *,
         held_out: frozenset[str] = frozenset(),
         first_index: int = 0,
-        start: SamplerPosition = FIRST_POSITION,
+        start: RunState | None = None,
+        after_step: AfterStep | None = None,
     ) -> None:
         self.config = config
         self.environments = cast(Any, NumberedItems())
-        self.trainer = CountingTrainer()
+        self.trainer = CountingTrainer(version=start.step if start else 0)
         self.engine = CountingEngine(self.trainer)
         self.recorder = cast(Any, StrictRecorder())
-        self.step_log = StepLog()
+        self.step_log = StepLog(start.step if start else 0)
         self.status = RunStatus("test", config.number_of_steps)
         self.slots = make_request_slots(
             individual=config.enable_individual_sample_lanes,
@@ -137,6 +139,7 @@ class InMemoryRun:
                     for entry in config.environments
                 ],
                 report_engine_failure=lambda server, error: self.failures.append((server, error)),
+                after_step=after_step,
             ),
             PromptSampler(
                 config.seed,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,6 +22,7 @@ from telescope.orchestrator import orchestrator
 from telescope.orchestrator.filters import normalized
 from telescope.orchestrator.groups import Batch, Group
 from telescope.orchestrator.run import make_orchestrator
+from telescope.orchestrator.run_state import RunState
 from telescope.rollout.sample import RolloutSettings
 from telescope.trainer.batch import StepInput, StepResult, TrainSample
 from telescope.utils.process import rare_full_collections
@@ -75,23 +78,38 @@ async def test_nothing_is_generated_beyond_the_last_step() -> None:
     assert len(run.recorder.of("groups")) == ledger.num_opened, "every group is recorded"
 
 
-async def test_a_run_resumed_at_a_position_uses_every_other_prompt_once() -> None:
-    first = InMemoryRun(config_of(number_of_steps=4, max_async_rollout=2, prompt_prefetch_buffer_size=5))
-    running = asyncio.create_task(first.run())
-    while first.status.step < 2:
-        await tick(1)
-    position = first.orchestrator.position()
-    settled = {row["group_id"] for row in first.recorder.of("groups")}
-    assert set(position.unfinished) | settled == set(range(position.next_draw)), "no prompt is skipped"
-    assert not set(position.unfinished) & settled, "none is used twice"
-    await running
-    second = InMemoryRun(config_of(number_of_steps=4), start=position)
+@pytest.mark.parametrize("resumed_after", [1, 2, 3])
+@pytest.mark.parametrize("max_async_rollout", [0, 2])
+async def test_a_run_resumed_after_any_step_trains_every_prompt_exactly_once(
+    resumed_after: int, max_async_rollout: int
+) -> None:
+    states: dict[int, dict[str, Any]] = {}
+    settled: dict[int, set[int]] = {}
+
+    async def after_step(step: int, state: Callable[[], RunState]) -> None:
+        await tick(step)  # a batch may be packed meanwhile
+        states[step] = json.loads(json.dumps(state().state_dict()))
+        settled[step] = {row["group_id"] for row in first.recorder.of("groups")}
+
+    config = config_of(number_of_steps=6, max_async_rollout=max_async_rollout, prompt_prefetch_buffer_size=5)
+    first = InMemoryRun(config, after_step=after_step)
+    await first.run()
+    state = RunState.load_state_dict(states[resumed_after])
+    assert state.step == resumed_after
+    left = {group.group_id for group in state.groups} | set(state.sampler.unfinished)
+    assert left | settled[resumed_after] == set(range(state.sampler.next_draw)), "no prompt is skipped"
+    assert not left & settled[resumed_after], "none is used twice"
+
+    second = InMemoryRun(config, start=state)
     await second.run()
-    asked = [row["group_id"] for row in second.recorder.of("groups")]
-    assert not set(asked) & settled
-    assert len(set(asked)) == len(asked)
-    still_to_ask = set(second.orchestrator.position().unfinished)
-    assert set(position.unfinished) <= set(asked) | still_to_ask, "and none is forgotten"
+    trained = [row["group_id"] for row in second.recorder.of("groups", status="kept")]
+    assert len(set(trained)) == len(trained) == (6 - resumed_after) * 2
+    assert not set(trained) & settled[resumed_after]
+    recorded = {row["group_id"] for row in second.recorder.of("groups")}
+    assert recorded | set(second.orchestrator.position().unfinished) >= left, "none is forgotten"
+    assert second.orchestrator.ledger.is_balanced()
+    assert second.orchestrator.ledger.num_trained == 6 * 2, "the counts go on"
+    assert [row["step"] for row in second.recorder.of("steps")] == list(range(resumed_after, 6))
 
 
 async def test_every_step_records_the_sampler_position() -> None:

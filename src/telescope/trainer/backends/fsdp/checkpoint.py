@@ -9,6 +9,7 @@ Invariants: one save at a time. A save that fails leaves its folder incomplete a
 
 from __future__ import annotations
 
+import logging
 import os
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -32,10 +34,20 @@ def share_store(address: str, port: int) -> None:
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), DCP_USE_PREFIX_STORE="1")
 
 
+_write_requests = _AsyncCheckpointProcess._checkpointing_subprocess
+
+
+def _write_quietly(*arguments: Any) -> None:
+    """The main function of the writing process, which would log every request to the terminal."""
+    logging.disable(logging.INFO)
+    _write_requests(*arguments)
+
+
 class BackgroundSaver:
     """The saves of one rank. Make it once: the memory of the copy and the writing process are kept."""
 
     def __init__(self, device: torch.device) -> None:
+        _AsyncCheckpointProcess._checkpointing_subprocess = staticmethod(_write_quietly)  # type: ignore[method-assign]
         on_gpu = device.type == "cuda"
         self._stager = DefaultStager(
             StagingOptions(

@@ -1,0 +1,159 @@
+"""Checkpoints on disk: complete or absent, pruned as configured, and read again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.orchestrator.fakes import config_of
+from tests.unit.rollout.fakes import tick
+
+from telescope.errors import UserError
+from telescope.orchestrator.checkpoints import META, STATE, Checkpointer, CheckpointFolder, superfluous
+from telescope.orchestrator.prompt_sampler import SamplerPosition
+from telescope.orchestrator.run_state import STATE_VERSION, RunState
+from telescope.orchestrator.status import RunStatus
+from telescope.record.files import read_json, replace_json
+
+
+class FileTrainer:
+    """Writes one file per checkpoint; `finish_checkpoint` waits for `may_finish`, and fails with `error`."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self.queue = asyncio.Lock()
+        self.may_finish = asyncio.Event()
+        self.may_finish.set()
+        self.error: OSError | None = None
+        self.saved: list[int] = []
+
+    async def save_checkpoint(self, step: int, directory: Path) -> None:
+        assert self.queue.locked(), "a rank would train meanwhile"
+        (directory / "shard").write_text(str(step))
+        self.saved.append(step)
+
+    async def finish_checkpoint(self) -> None:
+        await self.may_finish.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class Saving:
+    """A checkpointer in `folder` over a trainer of files."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        self.folder = CheckpointFolder(folder)
+        self.trainer = FileTrainer()
+        self.status = RunStatus("test", 10)
+        self.checkpointer = Checkpointer(config_of(**changes), self.folder, self.trainer, self.status)
+
+    async def steps(self, last: int) -> None:
+        for step in range(1, last + 1):
+            await self.checkpointer.after_step(step, lambda step=step: RunState(step=step))
+
+
+async def test_every_nth_step_and_the_last_one_are_saved(tmp_path: Path) -> None:
+    saving = Saving(tmp_path, checkpoint_every=2)
+    await saving.steps(5)
+    await saving.checkpointer.save_last(5, lambda: RunState(step=5))
+    await saving.checkpointer.save_last(5, lambda: RunState(step=5))
+    assert saving.folder.steps() == [2, 4, 5]
+    assert saving.trainer.saved == [2, 4, 5], "the last one once"
+
+
+async def test_without_checkpoint_every_nothing_is_saved(tmp_path: Path) -> None:
+    saving = Saving(tmp_path, checkpoint_every=0)
+    await saving.steps(3)
+    await saving.checkpointer.save_last(3, lambda: RunState(step=3))
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_checkpoint_has_its_name_only_when_its_files_are_complete(tmp_path: Path) -> None:
+    saving = Saving(tmp_path, checkpoint_every=1)
+    saving.trainer.may_finish.clear()
+    await saving.steps(1)
+    await tick(20)
+    assert saving.folder.steps() == []
+    assert not saving.folder.of_step(1).exists()
+    saving.trainer.may_finish.set()
+    await saving.checkpointer.wait()
+    assert saving.folder.steps() == [1]
+    assert read_json(saving.folder.of_step(1) / META)["ranks"] == 2
+
+
+async def test_a_failed_write_costs_that_checkpoint_only(tmp_path: Path) -> None:
+    saving = Saving(tmp_path, checkpoint_every=1)
+    await saving.steps(1)
+    await saving.checkpointer.wait()
+    saving.trainer.error = OSError(28, "No space left on device")
+    await saving.checkpointer.after_step(2, lambda: RunState(step=2))
+    await saving.checkpointer.wait()
+    saving.trainer.error = None
+    await saving.checkpointer.after_step(3, lambda: RunState(step=3))
+    await saving.checkpointer.wait()
+    assert saving.folder.steps() == [1, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_3"], "nothing of the failed one is left"
+    assert any("after step 2 was not written" in text and "No space" in text for text in saving.status.messages)
+
+
+@given(st.sets(st.integers(1, 60)), st.integers(1, 5), st.none() | st.integers(1, 7))
+def test_the_newest_and_the_multiples_are_kept(steps: set[int], keep_last: int, keep_every: int | None) -> None:
+    removed = superfluous(steps, keep_last, keep_every)
+    kept = steps - set(removed)
+    assert set(sorted(steps)[-keep_last:]) <= kept
+    for step in steps - set(sorted(steps)[-keep_last:]):
+        assert (step in kept) == (keep_every is not None and step % keep_every == 0)
+
+
+async def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
+    saving = Saving(tmp_path, checkpoint_every=1, checkpoint_keep_last=2, checkpoint_keep_every=3)
+    await saving.steps(7)
+    await saving.checkpointer.wait()
+    assert saving.folder.steps() == [3, 6, 7]
+
+
+async def test_the_state_is_read_back(tmp_path: Path) -> None:
+    saving = Saving(tmp_path, checkpoint_every=1)
+    state = RunState(step=1, sampler=SamplerPosition(9, (3, 5)), num_openings=4)
+    await saving.checkpointer.after_step(1, lambda: state)
+    await saving.checkpointer.wait()
+    checkpoint = saving.folder.load(True)
+    assert (checkpoint.step, checkpoint.state) == (1, state)
+    assert saving.folder.load(1).path == checkpoint.path
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [(True, "holds no complete checkpoint"), (3, "has no such checkpoint. It has step_1, step_2")],
+)
+async def test_resuming_where_nothing_is_names_what_there_is(tmp_path: Path, wanted: bool | int, message: str) -> None:
+    saving = Saving(tmp_path, checkpoint_every=1)
+    if wanted is not True:
+        await saving.steps(2)
+        await saving.checkpointer.wait()
+    with pytest.raises(UserError, match=message):
+        saving.folder.load(wanted)
+
+
+async def test_a_state_of_another_version_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    saving = Saving(tmp_path, checkpoint_every=1)
+    await saving.steps(1)
+    await saving.checkpointer.wait()
+    path = saving.folder.of_step(1) / STATE
+    replace_json(path, {**read_json(path), "version": 99})
+    with pytest.raises(UserError, match=rf"version 99.*version {STATE_VERSION}"):
+        saving.folder.load(True)
+
+
+def test_what_an_interrupted_write_left_is_no_checkpoint_and_is_removed(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    (folder.begin(4) / "shard").write_text("half")
+    (tmp_path / "step_9").mkdir()  # without meta.json, as a copy that was broken off
+    assert folder.steps() == []
+    folder.remove_partial()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_9"]
