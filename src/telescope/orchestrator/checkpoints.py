@@ -42,7 +42,8 @@ PARTIAL = ".partial-"
 SLOW_SECONDS = 5.0
 """A longer wait for the disk is reported."""
 
-CHECKPOINT_DIR_VARIABLE = "TELESCOPE_CHECKPOINT_DIR"
+FIXED_FIELDS = ("model", "model_dtype", "train_backend", "seed")
+"""Fields that a resumed run cannot change: weights and optimizer state, and the order of prompts, depend on them."""
 
 _COMPLETE = re.compile(r"step_(\d+)")
 
@@ -65,9 +66,9 @@ class CheckpointFolder:
 
     @classmethod
     def of_run(cls, config: TelescopeConfig, run_dir: Path) -> CheckpointFolder:
-        """The folder of `checkpoint_dir`, `TELESCOPE_CHECKPOINT_DIR` or the run directory."""
-        chosen = config.checkpoint_dir or os.environ.get(CHECKPOINT_DIR_VARIABLE)
-        return cls(Path(chosen).expanduser() if chosen else RunFiles(run_dir).run_dir / "checkpoints")
+        """The folder of `checkpoint_dir`, by default in the run directory."""
+        chosen = config.checkpoint_dir
+        return cls(Path(chosen).expanduser().absolute() if chosen else RunFiles(run_dir).checkpoints)
 
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, in order."""
@@ -146,6 +147,21 @@ def superfluous(steps: Iterable[int], keep_last: int | None, keep_every: int | N
         return []
     newest = ordered[-keep_last:]
     return [step for step in ordered if step not in newest and not (keep_every and step % keep_every == 0)]
+
+
+def refuse_changes(config: TelescopeConfig, checkpoint: Checkpoint) -> None:
+    """Raises `UserError` for a changed field on which the checkpoint depends. Names it with both values."""
+    saved = checkpoint.meta["config"]
+    changes = [(name, saved[name], getattr(config, name)) for name in FIXED_FIELDS]
+    for what in ("name", "weight"):
+        before = [entry[what] for entry in saved["environments"]]
+        changes.append((f"environments ({what}s)", before, [getattr(entry, what) for entry in config.environments]))
+    changed = [f"{name} was {before!r} and is {now!r}" for name, before, now in changes if before != now]
+    if changed:
+        raise UserError(
+            f"{checkpoint.path} cannot be resumed with this config: {'; '.join(changed)}. Restore the old values, or "
+            "start another run in another run_dir"
+        )
 
 
 class CheckpointTrainer(Protocol):

@@ -21,7 +21,7 @@ from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
 from telescope.config.model_files import vocabulary_size
 from telescope.orchestrator import record_rows
-from telescope.orchestrator.checkpoints import Checkpoint, Checkpointer, CheckpointFolder
+from telescope.orchestrator.checkpoints import Checkpoint, Checkpointer, CheckpointFolder, refuse_changes
 from telescope.orchestrator.collectors import Collectors, sources_of
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.filters import SampleFilters
@@ -64,7 +64,10 @@ class _TrainingRun:
         self._view = view
         path = choose_run_dir(config)
         self._checkpoints = CheckpointFolder.of_run(config, path)
-        self._resumed = self._checkpoints.load(config.resume_from_checkpoint) if config.resume_from_checkpoint else None
+        self._resumed: Checkpoint | None = None
+        if config.resume_from_checkpoint:
+            self._resumed = self._checkpoints.load(config.resume_from_checkpoint)
+            refuse_changes(config, self._resumed)
         self._directory = RunDirectory.create(config, notes, first_step=self._resumed.step if self._resumed else 0)
         self._status = RunStatus(config.wandb_run_name, config.number_of_steps)
         self._status.run_dir = str(self._directory.path)

@@ -46,6 +46,8 @@ class RunFiles:
         """Result of a run that has ended."""
         self.logs = root / "logs"
         """Log files, one per component."""
+        self.checkpoints = root / "checkpoints"
+        """One folder per checkpoint, see `orchestrator.checkpoints`."""
         self.model = root / "model"
         """The trained model, in Hugging Face format."""
         self.wandb = root / "wandb"

@@ -20,6 +20,7 @@ import pytest_asyncio
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig, load_config
 from telescope.evals.runner import EvalResult
+from telescope.orchestrator.checkpoints import Checkpoint, Checkpointer, CheckpointFolder
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.orchestrator import Orchestrator
 from telescope.orchestrator.run import make_orchestrator, start_collectors
@@ -67,13 +68,18 @@ class Stack:
         timeout: float = 240,
         environment: str = "countdown",
         after_step: tuple[int, Callable[[], object]] | None = None,
+        checkpoint: Checkpoint | None = None,
         **changes: Any,
     ) -> Outcome:
-        """Train on one of the environments from the first weights, with `changes` of the config's loop settings.
+        """Train on one of the environments, with `changes` of the config's loop settings.
 
-        `after_step` is a number of steps, and what to do when so many are done.
+        It begins with the first weights, or continues from a checkpoint. `after_step` is a number of steps, and what to
+        do when so many are done.
         """
-        await self.parts.trainer.restart()
+        if checkpoint is None:
+            await self.parts.trainer.restart()
+        else:
+            await self.parts.trainer.load_checkpoint(checkpoint.step, checkpoint.path)
         await self.parts.weights.sync()
         entries = self.parts.config.environments
         position = [entry.name for entry in entries].index(environment)
@@ -87,7 +93,12 @@ class Stack:
         async with AsyncExitStack() as exit_stack:
             exit_stack.enter_context(directory.open_record(console=True))
             evaluation = Evaluation([], config, self.parts.environments, self.parts.slots, directory.recorder, status)
-            orchestrator = await make_orchestrator(config, parts, evaluation, directory, status)
+            folder = CheckpointFolder.of_run(config, directory.path)
+            checkpointer = Checkpointer(config, folder, parts.trainer, status)
+            orchestrator = await make_orchestrator(
+                config, parts, evaluation, directory, status,
+                start=checkpoint.state if checkpoint else None, after_step=checkpointer.after_step,
+            )  # fmt: skip
             supervisor = Supervisor()
             supervisor.spawn(self.parts.servers.watch(), "server watch")
             collectors = start_collectors(config, parts, directory.recorder, exit_stack)
@@ -96,6 +107,7 @@ class Stack:
                 if after_step is not None:
                     group.create_task(act_after_step(status, *after_step))
                 await supervisor.run_until(orchestrator.run(supervisor))
+                await checkpointer.wait()
         return Outcome(orchestrator, status, Run(directory.path))
 
     async def evaluate(self) -> EvalResult:

@@ -10,6 +10,8 @@ import pytest
 import pytest_asyncio
 from tests.e2e.stack.conftest import LongRun, Outcome, Stack
 
+from telescope.orchestrator.checkpoints import CheckpointFolder
+
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
 
@@ -34,13 +36,13 @@ async def test_asynchronous_mode_records_the_version_of_each_token(stack: Stack)
 
 
 NUM_SYNCHRONOUS_STEPS = 3
+SYNCHRONOUS = {"number_of_steps": NUM_SYNCHRONOUS_STEPS, "max_async_rollout": 0, "seed": 11}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def synchronous_runs(stack: Stack) -> list[Outcome]:
-    """Two with one seed."""
-    changes = {"number_of_steps": NUM_SYNCHRONOUS_STEPS, "max_async_rollout": 0, "seed": 11}
-    return [await stack.run(**changes) for _ in range(2)]
+    """Two with one seed; the first writes a checkpoint after every step."""
+    return [await stack.run(**SYNCHRONOUS, checkpoint_every=every) for every in (1, 0)]
 
 
 async def test_the_first_step_is_on_policy_up_to_rounding(synchronous_runs: list[Outcome]) -> None:
@@ -63,6 +65,25 @@ async def test_two_synchronous_runs_with_one_seed_give_the_same_samples_and_loss
     for name in ("grad_norm", "entropy", "kl_divergence_inference", "reward/total/mean"):
         first, second = ([row["metrics"][name] for row in run.steps()] for run in runs)
         assert first == pytest.approx(second, rel=1e-5, abs=1e-9), name
+
+
+async def test_a_run_resumed_after_one_step_samples_and_trains_as_one_that_was_not_interrupted(
+    stack: Stack, synchronous_runs: list[Outcome]
+) -> None:
+    straight = synchronous_runs[0]
+    folder = CheckpointFolder(straight.record.files.checkpoints)
+    assert folder.steps() == [1, 2, 3]
+    resumed = await stack.run(checkpoint=folder.load(1), **SYNCHRONOUS)
+    runs = [resumed, straight]
+    texts = [sorted((s["sample_id"], s["completion_text"]) for s in run.samples() if s["step"] > 0) for run in runs]
+    assert texts[0] == texts[1]
+    steps = [{row["step"]: row["metrics"] for row in run.steps()} for run in runs]
+    assert sorted(steps[0]) == [1, 2]
+    for step in (1, 2):
+        for name in ("grad_norm", "entropy", "loss/policy", "learning_rate", "reward/total/mean"):
+            assert steps[0][step][name] == pytest.approx(steps[1][step][name], rel=1e-5, abs=1e-9), (step, name)
+    assert resumed.orchestrator.ledger.num_trained == straight.orchestrator.ledger.num_trained
+    assert resumed.orchestrator.position() == straight.orchestrator.position()
 
 
 @pytest.mark.parametrize("what", ["its server is killed", pytest.param("its process hangs", marks=pytest.mark.slow)])

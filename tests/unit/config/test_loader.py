@@ -328,11 +328,11 @@ def test_yaml_anchors_and_merges_work(tmp_path):
 
 def test_fields_without_effect_are_named_in_one_line():
     loaded = load(
-        None, *NO_WANDB, "--weight_broadcast_free_grad_buffers", "--checkpoint_every", "50",
+        None, *NO_WANDB, "--weight_broadcast_free_grad_buffers", "--fsdp_context_parallel_size", "1",
         "--evals", "[{name: a, eval_every: 5}]", "--seed", "1",
     )  # fmt: skip
     (note,) = loaded.notes
-    named = ["checkpoint_every", "weight_broadcast_free_grad_buffers", "evals.eval_every"]
+    named = ["fsdp_context_parallel_size", "weight_broadcast_free_grad_buffers", "evals.eval_every"]
     assert note == f"Fields without effect in this version: {', '.join(named)}."
 
 
@@ -357,13 +357,9 @@ def test_max_off_policy_steps_below_max_async_rollout_is_remarked():
         assert load(None, *NO_WANDB, *flags).notes == []
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("train_backend", "megatron"), ("resume_from_checkpoint", "true"), ("resume_from_checkpoint", "3")],
-)
-def test_a_choice_that_would_compute_something_else_is_refused(field, value):
-    message = error_of(None, "--environments", "[{name: a}]", f"--{field}", value)
-    assert message.replace('"', "").startswith(f"{field} is {value}, ")
+def test_a_choice_that_would_compute_something_else_is_refused():
+    message = error_of(None, "--environments", "[{name: a}]", "--train_backend", "megatron")
+    assert message.replace('"', "").startswith("train_backend is megatron, ")
     assert "not available in this version" in message
 
 

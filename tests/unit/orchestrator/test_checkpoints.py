@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.unit.orchestrator.fakes import config_of
 from tests.unit.rollout.fakes import tick
 
 from telescope.errors import UserError
-from telescope.orchestrator.checkpoints import META, STATE, Checkpointer, CheckpointFolder, superfluous
+from telescope.orchestrator.checkpoints import META, STATE, Checkpointer, CheckpointFolder, refuse_changes, superfluous
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.run_state import STATE_VERSION, RunState
 from telescope.orchestrator.status import RunStatus
@@ -70,7 +71,7 @@ async def test_without_checkpoint_every_nothing_is_saved(tmp_path: Path) -> None
     saving = Saving(tmp_path, checkpoint_every=0)
     await saving.steps(3)
     await saving.checkpointer.save_last(3, lambda: RunState(step=3))
-    assert list(tmp_path.iterdir()) == []
+    assert os.listdir(tmp_path) == []
 
 
 async def test_a_checkpoint_has_its_name_only_when_its_files_are_complete(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ async def test_a_failed_write_costs_that_checkpoint_only(tmp_path: Path) -> None
     await saving.checkpointer.after_step(3, lambda: RunState(step=3))
     await saving.checkpointer.wait()
     assert saving.folder.steps() == [1, 3]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_3"], "nothing of the failed one is left"
+    assert sorted(os.listdir(tmp_path)) == ["step_1", "step_3"], "nothing of the failed one is left"
     assert any("after step 2 was not written" in text and "No space" in text for text in saving.status.messages)
 
 
@@ -138,6 +139,28 @@ async def test_resuming_where_nothing_is_names_what_there_is(tmp_path: Path, wan
         await saving.checkpointer.wait()
     with pytest.raises(UserError, match=message):
         saving.folder.load(wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 7}, r"seed was 0 and is 7"),
+        ({"environments": [{"name": "countdown"}, {"name": "wordle"}]}, r"environments \(names\) was"),
+        ({"learning_rate": 1e-3, "number_of_steps": 99, "trainer_num_workers": 1}, None),
+    ],
+)
+async def test_what_the_checkpoint_depends_on_cannot_change(
+    tmp_path: Path, changes: dict[str, Any], message: str | None
+) -> None:
+    saving = Saving(tmp_path, checkpoint_every=1, seed=0)
+    await saving.steps(1)
+    await saving.checkpointer.wait()
+    config = config_of(**{"checkpoint_every": 1, "seed": 0, **changes})
+    if message is None:
+        refuse_changes(config, saving.folder.load(True))
+    else:
+        with pytest.raises(UserError, match=message):
+            refuse_changes(config, saving.folder.load(True))
 
 
 async def test_a_state_of_another_version_is_refused_with_both_numbers(tmp_path: Path) -> None:

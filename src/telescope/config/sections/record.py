@@ -19,12 +19,12 @@ class CheckpointSection(Section):
     TITLE: ClassVar[str] = "Checkpointing"
 
     checkpoint_every: int | bool = False
-    """Save every N steps. 0 or false to disable."""
+    """Save every N steps, and after the last one. 0 or false to disable."""
     checkpoint_save_training_state: bool = True
-    """Include optimizer/scheduler state for resume. false = weights-only: a third of the size or less, and no
-    resume."""
+    """Include the optimizer's state. false = weights only: a third of the size or less; a resumed run starts with a
+    new optimizer."""
     resume_from_checkpoint: bool | int = False
-    """true = resume from latest; integer = resume from specific step. Refused until checkpoints can be resumed."""
+    """true = continue the run in run_dir from its newest checkpoint; integer = from the checkpoint after that step."""
     checkpoint_dir: Text | None = None
     """Custom checkpoint path. Default: RUN_DIR/checkpoints, or the value of `TELESCOPE_CHECKPOINT_DIR`."""
     checkpoint_keep_last: Steps | None = None

@@ -12,6 +12,7 @@ is not finite ends the run before it reaches the weights.
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 from collections.abc import Iterator
@@ -80,7 +81,6 @@ class FSDPBackend(TrainingBackend):
         self.reduction.measure(self.policy)
         self._keeps_gathered = not reshards_after_forward(config.fsdp_reshard_after_forward, self.device.type)
         self._spans: list[Span] = []
-        self.saver = BackgroundSaver(self.device)
 
     def warm_up(self) -> None:
         on_gpu = self.device.type == "cuda"
@@ -269,6 +269,11 @@ class FSDPBackend(TrainingBackend):
         for name, buffer in self.policy.named_buffers():
             if name in persistent:
                 yield name.removeprefix(PREFIX), buffer
+
+    @functools.cached_property
+    def saver(self) -> BackgroundSaver:
+        """Writes checkpoints; made for the first one, and kept when the weights are loaded again."""
+        return BackgroundSaver(self.device)
 
     def save_checkpoint(self, step: int, directory: Path) -> None:
         state = training_state(self.policy, self.optimizer)
