@@ -263,15 +263,15 @@ class TrainerActor:
         return compare_gradients(self._trainer.backend, first, second)
 
     def save_checkpoint(self, step: int, directory: str) -> None:
-        self._trainer.save_checkpoint(step, directory)
+        self._trainer.backend.save_checkpoint(step, Path(directory))
 
     @ray.method(concurrency_group="control")
     def finish_checkpoint(self) -> None:
         """Waits until the files of the last checkpoint are complete; this rank trains meanwhile."""
-        self._trainer.finish_checkpoint()
+        self._trainer.backend.finish_checkpoint()
 
     def load_checkpoint(self, step: int, directory: str) -> None:
-        self._trainer.load_checkpoint(step, directory)
+        self._trainer.backend.load_checkpoint(step, Path(directory))
 
     def save_hf(self, directory: str) -> None:
         self._trainer.backend.save_hf(Path(directory))

@@ -88,10 +88,18 @@ def _save_without_space(trainer: Trainer, folder: Path) -> str | None:
 
 
 def resume_job(trainer: Trainer, folder: Path) -> dict[str, torch.Tensor]:
-    """The third step again, from the checkpoint after the second."""
+    """The third step again, from the checkpoint after the second. Then its weights once more, from weights alone."""
     trainer.backend.load_checkpoint(2, folder / "checkpoint")
     trainer.train_step(_packed(trainer, BATCHES["even"], step=2))
-    return weights(trainer)
+    trained = weights(trainer)
+    trainer.config.checkpoint_save_training_state = False
+    trainer.backend.save_checkpoint(3, folder / "weights_only")
+    trainer.backend.finish_checkpoint()
+    trainer.restart()
+    assert relative_error(weights(trainer), trained) > 0
+    trainer.backend.load_checkpoint(3, folder / "weights_only")
+    assert relative_error(weights(trainer), trained) == 0
+    return trained
 
 
 def _packed(trainer: Trainer, lengths: list[int], *, step: int):
