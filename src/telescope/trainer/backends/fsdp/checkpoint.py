@@ -19,7 +19,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -47,7 +51,7 @@ class BackgroundSaver:
     """The saves of one rank. Make it once: the memory of the copy and the writing process are kept."""
 
     def __init__(self, device: torch.device) -> None:
-        _AsyncCheckpointProcess._checkpointing_subprocess = staticmethod(_write_quietly)  # type: ignore[method-assign]
+        _AsyncCheckpointProcess._checkpointing_subprocess = staticmethod(_write_quietly)  # type: ignore[assignment,method-assign]
         on_gpu = device.type == "cuda"
         self._stager = DefaultStager(
             StagingOptions(
@@ -104,7 +108,7 @@ def load_training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimize
     if not has_optimizer:
         del state[OPTIMIZER]
     dcp.load(state, checkpoint_id=str(directory))
-    set_state_dict(
-        policy, optimizer, model_state_dict=state[MODEL], optim_state_dict=state.get(OPTIMIZER, {})
-    )
+    set_model_state_dict(policy, state[MODEL])
+    if has_optimizer:
+        set_optimizer_state_dict(policy, optimizer, state[OPTIMIZER])
     return has_optimizer
