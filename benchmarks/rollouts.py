@@ -292,8 +292,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--steps", type=int, default=120, help="training steps of each run (default: 120)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument("--quick", action="store_true", help="one seed and few steps, to see that it runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, FILE.md and FILE.svg too")
     arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.steps, arguments.seeds = WARM_UP_STEPS + 5, [0]
     if arguments.steps <= WARM_UP_STEPS:
         parser.error(f"--steps {arguments.steps}: use more than {WARM_UP_STEPS}, which do not count")
     made, results = provenance(PACKAGES), []
