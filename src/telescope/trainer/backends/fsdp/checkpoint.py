@@ -47,13 +47,24 @@ def _write_quietly(*arguments: Any) -> None:
     _write_requests(*arguments)
 
 
+class _KeptStager(DefaultStager):
+    """A stager for many saves: torch 2.11 closes the one that it is given after each, 2.13 leaves it to its owner."""
+
+    def close(self) -> None:
+        """Keeps the memory for the next save."""
+
+    def free(self) -> None:
+        """Frees the memory of the copy."""
+        super().close()
+
+
 class BackgroundSaver:
     """The saves of one rank. Make it once: the memory of the copy and the writing process are kept."""
 
     def __init__(self, device: torch.device) -> None:
         _AsyncCheckpointProcess._checkpointing_subprocess = staticmethod(_write_quietly)  # type: ignore[assignment,method-assign]
         on_gpu = device.type == "cuda"
-        self._stager = DefaultStager(
+        self._stager = _KeptStager(
             StagingOptions(
                 use_pinned_memory=on_gpu, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=on_gpu
             )
@@ -88,7 +99,7 @@ class BackgroundSaver:
     def close(self) -> None:
         """Frees the memory of the copy, after the last save."""
         self.wait()
-        self._stager.close()
+        self._stager.free()
 
 
 def training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
