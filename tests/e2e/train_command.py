@@ -21,7 +21,7 @@ MARK = "TELESCOPE_TEST_MARK"
 class Command:
     """A running `train.py` on the demo's config, and every process that descends from it."""
 
-    def __init__(self, model: Path, folder: Path, port: int, *flags: str) -> None:
+    def __init__(self, model: Path, folder: Path, port: int, *flags: str, number_of_steps: int = 500) -> None:
         self.run_dir = folder / "run"
         self.log = folder / "output.txt"
         self.mark = uuid.uuid4().hex
@@ -30,7 +30,7 @@ class Command:
         command = [sys.executable, str(ROOT / "train.py")]
         command += ["--config", str(ROOT / "configs" / "examples" / "demo_countdown.yaml")]
         command += [f"--model={model}", f"--run_dir={self.run_dir}", f"--inference_base_port={port}"]
-        command += ["--use_wandb=false", "--number_of_steps=500", "--eval_before_training=false", *flags]
+        command += ["--use_wandb=false", f"--number_of_steps={number_of_steps}", "--eval_before_training=false", *flags]
         environment = {**os.environ, MARK: self.mark}
         with self.log.open("w") as output:
             self.process = subprocess.Popen(

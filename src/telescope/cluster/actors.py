@@ -38,7 +38,7 @@ from telescope.weights.plan import UpdateInfo
 ACTOR_OPTIONS: dict[str, Any] = {
     "max_restarts": 0,
     "max_task_retries": 0,
-    "concurrency_groups": {"control": 4, "observe": 1},
+    "concurrency_groups": {"control": 4, "observe": 1, "checkpoint": 1},
 }
 """Ray never restarts an actor: its state is weights and processes. Calls in the concurrency groups are answered while
 the actor works; those of `observe` also while calls of `control` wait for engines."""
@@ -265,7 +265,7 @@ class TrainerActor:
     def save_checkpoint(self, step: int, directory: str) -> None:
         self._trainer.backend.save_checkpoint(step, Path(directory))
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="checkpoint")
     def finish_checkpoint(self) -> None:
         """Waits until the files of the last checkpoint are complete; this rank trains meanwhile."""
         self._trainer.backend.finish_checkpoint()

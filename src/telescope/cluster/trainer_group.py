@@ -192,7 +192,7 @@ class TrainerGroup:
         )
 
     async def finish_checkpoint(self) -> None:
-        """Waits until the files of the last checkpoint are complete. The ranks run other commands meanwhile."""
+        """Waits until the files of the last checkpoint are complete. Not a collective: needs no lock."""
         await self._all(
             "writing a checkpoint",
             lambda rank: self._ranks[rank].finish_checkpoint.remote(),

@@ -207,6 +207,12 @@ def check_run_dir(config: TelescopeConfig) -> None:
             f"run_dir is {str(run_dir)!r}, which already holds a run. Continue it with resume_from_checkpoint: "
             "true, choose another directory (or leave run_dir null for a new one each time), or remove that run"
         )
+    folder = config.checkpoint_dir and Path(config.checkpoint_dir).expanduser()
+    if folder and any(folder.glob("step_*")) and not config.resume_from_checkpoint:
+        raise ConfigError(
+            f"checkpoint_dir is {str(folder)!r}, which already holds checkpoints. Continue their run with "
+            "resume_from_checkpoint: true, or choose another folder"
+        )
     place = _existing_parent(run_dir)
     fix = "Set run_dir (or TELESCOPE_RUN_DIR) to a directory that you may write"
     if not place.is_dir():

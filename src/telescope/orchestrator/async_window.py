@@ -107,6 +107,7 @@ class Ledger:
             "num_trained": self.num_trained,
             "dropped": dict(self.dropped),
             "num_requeued": self.num_requeued,
+            "requeues": [[n, count] for n, count in sorted(self._num_requeues.items()) if count],
         }
 
     @classmethod
@@ -114,7 +115,7 @@ class Ledger:
         """Inverse of `state_dict`."""
         return cls(
             set(values["open"]), values["num_opened"], values["num_trained"], Counter(values["dropped"]),
-            values["num_requeued"],
+            values["num_requeued"], _num_requeues=Counter(dict(values["requeues"])),
         )  # fmt: skip
 
     @property

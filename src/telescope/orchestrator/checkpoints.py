@@ -1,12 +1,11 @@
 """Checkpoints of a run: when they are written, where, and which are kept.
 
     checkpoints/step_N/         after N finished training steps
-        meta.json               what it is: step, model, ranks, versions; written last
+        meta.json               step, model, ranks, versions and config; written last
         orchestrator_state.json the state of the loops (`run_state`)
-        hf_meta/                config and tokenizer of the model
         *.distcp, .metadata     weights and optimizer state (`trainer.backends.fsdp.checkpoint`)
 
-Training stands still while the ranks copy their state to host memory; a task then waits for the files. Invariants: one
+Training pauses while the ranks copy their state to host memory; a task then waits for the files. Invariants: one
 checkpoint is written at a time. `step_N` is complete or absent: it is written under another name and renamed. A failed
 write costs that checkpoint only.
 """
@@ -20,6 +19,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,11 +39,14 @@ STATE = "orchestrator_state.json"
 PARTIAL = ".partial-"
 """Name prefix of an incomplete checkpoint, which the next start removes."""
 
+PROGRESS_SECONDS = 5.0
+"""How often a wait for the disk resets the watchdog."""
+
 SLOW_SECONDS = 5.0
 """A longer wait for the disk is reported."""
 
 FIXED_FIELDS = ("model", "model_dtype", "train_backend", "seed")
-"""Fields that a resumed run cannot change: weights and optimizer state, and the order of prompts, depend on them."""
+"""Fields that a resumed run cannot change, besides the environments' names and weights."""
 
 _COMPLETE = re.compile(r"step_(\d+)")
 
@@ -65,7 +68,7 @@ class CheckpointFolder:
         self.path = path
 
     @classmethod
-    def of_run(cls, config: TelescopeConfig, run_dir: Path) -> CheckpointFolder:
+    def for_run(cls, config: TelescopeConfig, run_dir: Path) -> CheckpointFolder:
         """The folder of `checkpoint_dir`, by default in the run directory."""
         chosen = config.checkpoint_dir
         return cls(Path(chosen).expanduser().absolute() if chosen else RunFiles(run_dir).checkpoints)
@@ -77,7 +80,7 @@ class CheckpointFolder:
         names = (_COMPLETE.fullmatch(entry.name) for entry in self.path.iterdir() if (entry / META).is_file())
         return sorted(int(match[1]) for match in names if match)
 
-    def of_step(self, step: int) -> Path:
+    def folder_of(self, step: int) -> Path:
         """Returns the folder of a step."""
         return self.path / f"step_{step}"
 
@@ -91,8 +94,7 @@ class CheckpointFolder:
     def complete(self, partial: Path, step: int, meta: dict[str, Any]) -> Path:
         """Gives a written checkpoint its name. Raises `OSError`."""
         replace_json(partial / META, meta)
-        folder = self.of_step(step)
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier attempt, which this one continues differently
+        folder = self.folder_of(step)
         partial.rename(folder)
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
@@ -103,18 +105,24 @@ class CheckpointFolder:
 
     def prune(self, keep_last: int | None, keep_every: int | None) -> list[int]:
         """Removes all but the newest `keep_last` and the multiples of `keep_every`. Returns the removed steps."""
-        removed = superfluous(self.steps(), keep_last, keep_every)
+        removed = steps_to_remove(self.steps(), keep_last, keep_every)
         for step in removed:
-            # Renamed first, so that a kill in between leaves no checkpoint that looks complete.
-            doomed = self.path / f"{PARTIAL}step_{step}"
-            self.of_step(step).rename(doomed)
-            shutil.rmtree(doomed)
+            self._remove(step)
         return removed
 
-    def remove_partial(self) -> None:
-        """Removes what an interrupted write or removal left."""
+    def continue_after(self, step: int) -> None:
+        """Removes later checkpoints, of an attempt that is not continued, and what an interrupted write left."""
+        for later in [known for known in self.steps() if known > step]:
+            self._remove(later)
         for left in self.path.glob(f"{PARTIAL}step_*"):
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(left)
+
+    def _remove(self, step: int) -> None:
+        # Renamed first, so that a kill in between leaves no checkpoint that looks complete.
+        renamed = self.path / f"{PARTIAL}step_{step}"
+        shutil.rmtree(renamed, ignore_errors=True)
+        self.folder_of(step).rename(renamed)
+        shutil.rmtree(renamed)
 
     def load(self, wanted: bool | int) -> Checkpoint:
         """Reads the newest checkpoint (true) or that of a step, without its weights. Raises `UserError`."""
@@ -130,17 +138,17 @@ class CheckpointFolder:
                 f"resume_from_checkpoint is {step}, but {self.path} has no such checkpoint. It has "
                 f"{', '.join(f'step_{known}' for known in steps)}"
             )
-        path = self.of_step(step)
+        path = self.folder_of(step)
         try:
             meta, state = read_json(path / META), read_json(path / STATE)
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read: {error}. Resume from another step") from error
         if state is None:
-            raise UserError(f"{path} has no {STATE}: it can be converted and evaluated, but no run can resume from it")
+            raise UserError(f"{path} has no {STATE}, so no run can resume from it. Resume from another step")
         return Checkpoint(path, step, meta, RunState.load_state_dict(state))
 
 
-def superfluous(steps: Iterable[int], keep_last: int | None, keep_every: int | None) -> list[int]:
+def steps_to_remove(steps: Iterable[int], keep_last: int | None, keep_every: int | None) -> list[int]:
     """Returns the steps that are neither among the newest `keep_last` nor multiples of `keep_every`."""
     ordered = sorted(steps)
     if keep_last is None:
@@ -179,57 +187,71 @@ class Checkpointer:
     """Writes the checkpoints of a running run."""
 
     def __init__(
-        self, config: TelescopeConfig, folder: CheckpointFolder, trainer: CheckpointTrainer, status: RunStatus
+        self,
+        config: TelescopeConfig,
+        folder: CheckpointFolder,
+        trainer: CheckpointTrainer,
+        status: RunStatus,
+        *,
+        last_step: int = 0,
     ) -> None:
+        """`last_step` is that of the checkpoint from which the run continues."""
         self._config = config
         self._folder = folder
         self._trainer = trainer
         self._status = status
         self._writing: asyncio.Task[None] | None = None
-        self._last_step = -1
-        """Step of the newest checkpoint that was begun."""
+        self._last_step = last_step
+        """Step of the newest complete checkpoint."""
 
     async def after_step(self, step: int, state: Callable[[], RunState]) -> None:
         """Begins the checkpoint of a finished step, if one is due. Waits while the last one is being written."""
         every = int(self._config.checkpoint_every)
         if every and step % every == 0:
             await self.wait()
-            await self._begin(step, state())
+            await self._begin(step, state().state_dict())  # encoded now: the loops change these objects
 
     async def save_last(self, step: int, state: Callable[[], RunState]) -> None:
         """Writes the checkpoint of the last step, unless it exists, and waits until it is complete."""
-        if self._config.checkpoint_every and step > self._last_step:
-            await self.wait()
-            await self._begin(step, state())
         await self.wait()
+        if self._config.checkpoint_every and step > self._last_step:
+            await self._begin(step, state().state_dict())
+            await self.wait()
 
     async def wait(self) -> None:
         """Waits until no checkpoint is being written."""
         if self._writing is not None:
             started_at = time.time()
-            await self._writing
+            while not (await asyncio.wait([self._writing], timeout=PROGRESS_SECONDS))[0]:
+                self._status.progressed()
+            self._writing.result()
             self._writing = None
             waited = time.time() - started_at
             if waited > SLOW_SECONDS:
                 logger.warning(
-                    "Training waited %.1f s, because the checkpoint after step %d was still being written. Raise "
-                    "checkpoint_every, or use a faster disk", waited, self._last_step
+                    "Training waited %.1f s until the last checkpoint was written. Raise checkpoint_every, or use a "
+                    "faster disk", waited
                 )  # fmt: skip
 
-    async def _begin(self, step: int, state: RunState) -> None:
-        """Copies the state of loops and ranks; a task writes it. The ranks must not train meanwhile."""
+    async def _begin(self, step: int, values: dict[str, Any]) -> None:
+        """Copies the ranks' state; a task writes it, with `values`, the state of the loops."""
         started_at = time.time()
-        self._last_step = step
         try:
             partial = await asyncio.to_thread(self._folder.begin, step)
-            # Encoded here, in one piece with the copy of the weights: the loops change these objects.
-            values = state.state_dict()
-            async with self._trainer.queue:
-                await self._trainer.save_checkpoint(step, partial)
         except OSError as error:
             self._failed(step, error)
             return
-        logger.info("Training stood still for %.2f s for the checkpoint after step %d", time.time() - started_at, step)
+        try:
+            async with self._trainer.queue:
+                await self._trainer.save_checkpoint(step, partial)
+        except OSError as error:
+            with suppress(OSError):  # of the same cause; the ranks that did copy must finish
+                await self._trainer.finish_checkpoint()
+            await asyncio.to_thread(shutil.rmtree, partial, True)
+            self._failed(step, error)
+            return
+        self._status.progressed()
+        logger.info("Training paused %.2f s to copy the checkpoint after step %d", time.time() - started_at, step)
         self._writing = asyncio.create_task(self._write(step, partial, values), name=f"checkpoint {step}")
 
     async def _write(self, step: int, partial: Path, values: dict[str, Any]) -> None:
@@ -241,7 +263,17 @@ class Checkpointer:
             await asyncio.to_thread(shutil.rmtree, partial, True)
             self._failed(step, error)
             return
+        self._last_step = step
         logger.info("The checkpoint after step %d was written in %.1f s", step, time.time() - started_at)
+        try:
+            removed = await asyncio.to_thread(
+                self._folder.prune, self._config.checkpoint_keep_last, self._config.checkpoint_keep_every
+            )
+        except OSError as error:
+            self._announce(f"old checkpoints cannot be removed: {error}. Remove them by hand")
+            return
+        if removed:
+            logger.info("Removed %s (checkpoint_keep_last)", pluralize(len(removed), "checkpoint"))
 
     def _complete(self, step: int, partial: Path, values: dict[str, Any]) -> None:
         replace_json(partial / STATE, values, indent=None)
@@ -261,9 +293,6 @@ class Checkpointer:
                 "telescope": telescope.__version__,
             },
         )
-        removed = self._folder.prune(config.checkpoint_keep_last, config.checkpoint_keep_every)
-        if removed:
-            logger.info("Removed %s (checkpoint_keep_last)", pluralize(len(removed), "checkpoint"))
 
     def _failed(self, step: int, error: OSError) -> None:
         self._announce(f"the checkpoint after step {step} was not written: {error}. Training continues")

@@ -166,6 +166,8 @@ class Orchestrator:
 
         Finished groups are kept, also while they are packed; prompts in flight are unfinished.
         """
+        if self._has_ended:
+            return self._last_state
         kept = [group for group in self._unsettled.values() if group.is_finished and not group.withdrawn]
         kept_ids = {group.group_id for group in kept}
         num_openings = next(self._openings)
@@ -194,7 +196,8 @@ class Orchestrator:
         assert self.ledger.is_balanced(), f"the prompt ledger is not balanced: {self.ledger}"
 
     def _record_unfinished(self) -> None:
-        """Records every group without an outcome when the run ends."""
+        """Records every group without an outcome when the run ends, and keeps the state for the last checkpoint."""
+        self._last_state = self.run_state()
         self._has_ended = True
         for group in self._unsettled.values():
             self._step_recorder.write_unfinished(group, self.window.version)

@@ -38,10 +38,6 @@ class SamplerPosition:
     unfinished: tuple[int, ...] = ()
 
 
-FIRST_POSITION = SamplerPosition()
-"""Position of a new run."""
-
-
 def _generator(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 

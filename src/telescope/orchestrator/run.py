@@ -20,6 +20,7 @@ from telescope.cluster.trainer_group import save_where_possible
 from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
 from telescope.config.model_files import vocabulary_size
+from telescope.errors import UserError
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.checkpoints import Checkpoint, Checkpointer, CheckpointFolder, refuse_changes
 from telescope.orchestrator.collectors import Collectors, sources_of
@@ -63,12 +64,18 @@ class _TrainingRun:
         self._config = config
         self._view = view
         path = choose_run_dir(config)
-        self._checkpoints = CheckpointFolder.of_run(config, path)
+        self._checkpoints = CheckpointFolder.for_run(config, path)
         self._resumed: Checkpoint | None = None
         if config.resume_from_checkpoint:
             self._resumed = self._checkpoints.load(config.resume_from_checkpoint)
             refuse_changes(config, self._resumed)
-        self._directory = RunDirectory.create(config, notes, first_step=self._resumed.step if self._resumed else 0)
+        first_step = self._resumed.step if self._resumed else 0
+        if first_step >= config.number_of_steps:
+            raise UserError(
+                f"number_of_steps is {config.number_of_steps}, and the checkpoint is after step {first_step}: "
+                "nothing is left to train. Raise number_of_steps, or resume from an earlier step"
+            )
+        self._directory = RunDirectory.create(config, notes, path=path, first_step=first_step)
         self._status = RunStatus(config.wandb_run_name, config.number_of_steps)
         self._status.run_dir = str(self._directory.path)
         self._status.messages.extend(notes)
@@ -95,7 +102,7 @@ class _TrainingRun:
                 await self._start_and_train(reaper.directory)
             except BaseException as caught:
                 error = caught
-            summary = self._summarise(error, await asyncio.to_thread(self._directory.record_problem))
+            summary = self._summarize(error, await asyncio.to_thread(self._directory.record_problem))
             self._directory.ended(summary)
             self._status.phase = summary.sentence
         if error is not None and not isinstance(error, Interrupted):
@@ -145,8 +152,9 @@ class _TrainingRun:
             if (headline := headline_of(results)) is not None:
                 self._directory.evaluated_before(headline.accuracy)
         status.phase = "training"
-        self._checkpoints.remove_partial()
-        checkpointer = Checkpointer(config, self._checkpoints, components.trainer, status)
+        step = self._resumed.step if self._resumed else 0
+        self._checkpoints.continue_after(step)
+        checkpointer = Checkpointer(config, self._checkpoints, components.trainer, status, last_step=step)
         orchestrator = await make_orchestrator(
             config, components, evaluation, self._directory, status,
             start=self._resumed.state if self._resumed else None, after_step=checkpointer.after_step,
@@ -171,7 +179,7 @@ class _TrainingRun:
         status.phase = f"loading the checkpoint after step {checkpoint.step}"
         await components.trainer.load_checkpoint(checkpoint.step, checkpoint.path)
         if not checkpoint.meta["training_state"]:
-            status.messages.append(f"{checkpoint.path.name} holds weights only: the optimizer starts anew")
+            status.messages.append(f"{checkpoint.path.name} holds weights only: the optimizer starts without state")
         await components.weights.sync()
         status.step = status.version = checkpoint.step
 
@@ -208,7 +216,7 @@ class _TrainingRun:
             ):
                 write("gauges", {"time": now, "name": name, "component": "orchestrator", "value": value})
 
-    def _summarise(self, error: BaseException | None, record_error: str | None) -> RunSummary:
+    def _summarize(self, error: BaseException | None, record_error: str | None) -> RunSummary:
         return summarize(
             self._config,
             self._directory.path,

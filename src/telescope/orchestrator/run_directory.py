@@ -45,12 +45,14 @@ class RunDirectory:
         self._known_problem: str | None = None
 
     @classmethod
-    def create(cls, config: TelescopeConfig, notes: list[str], first_step: int = 0) -> RunDirectory:
+    def create(
+        cls, config: TelescopeConfig, notes: list[str], *, path: Path | None = None, first_step: int = 0
+    ) -> RunDirectory:
         """Creates the directory, or reopens that of a run which continues at `first_step`.
 
         Raises UserError when it cannot be written.
         """
-        path = choose_run_dir(config)
+        path = path or choose_run_dir(config)
         try:
             path.mkdir(parents=True, exist_ok=True)
             replace_file(RunFiles(path).config, yaml.safe_dump(config.values, sort_keys=False).encode())

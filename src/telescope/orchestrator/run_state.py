@@ -1,7 +1,7 @@
-"""The state of the loops after a training step, as a checkpoint keeps it.
+"""State of the loops after a training step, for checkpoints.
 
-With the trainer's weights and optimizer it is all that a run needs to continue: the sampler's position, the outcome of
-every prompt so far, the finished groups that wait for a batch, and the error budgets. Prompts whose samples were still
+A run continues from this state together with the weights and the optimizer's state: the sampler's position, the outcome
+of every prompt so far, the finished groups that wait for a batch, and the error budgets. Prompts whose samples were still
 being generated are unfinished, and are sampled again. The learning rate and the seeds of requests are functions of the
 step and the prompt, so they need no state.
 
@@ -27,7 +27,7 @@ STATE_VERSION = 1
 
 @dataclass
 class RunState:
-    """`step` counts finished training steps, and is the policy version of the weights."""
+    """State of the loops. `step` counts finished training steps, and is the policy version of the weights."""
 
     step: int = 0
     sampler: SamplerPosition = field(default_factory=SamplerPosition)

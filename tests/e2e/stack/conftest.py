@@ -93,7 +93,7 @@ class Stack:
         async with AsyncExitStack() as exit_stack:
             exit_stack.enter_context(directory.open_record(console=True))
             evaluation = Evaluation([], config, self.parts.environments, self.parts.slots, directory.recorder, status)
-            folder = CheckpointFolder.of_run(config, directory.path)
+            folder = CheckpointFolder.for_run(config, directory.path)
             checkpointer = Checkpointer(config, folder, parts.trainer, status)
             orchestrator = await make_orchestrator(
                 config, parts, evaluation, directory, status,

@@ -89,7 +89,11 @@ def _save_without_space(trainer: Trainer, folder: Path) -> str | None:
 
 def resume_job(trainer: Trainer, folder: Path) -> dict[str, torch.Tensor]:
     """The third step again, from the checkpoint after the second. Then its weights once more, from weights alone."""
+    optimizer: Any = trainer.backend.optimizer  # type: ignore[attr-defined]
+    optimizer.param_groups[0]["weight_decay"] = 0.5
     trainer.backend.load_checkpoint(2, folder / "checkpoint")
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5, "as the config has it now"
+    optimizer.param_groups[0]["weight_decay"] = trainer.config.weight_decay
     trainer.train_step(_packed(trainer, BATCHES["even"], step=2))
     trained = weights(trainer)
     trainer.config.checkpoint_save_training_state = False
@@ -99,6 +103,7 @@ def resume_job(trainer: Trainer, folder: Path) -> dict[str, torch.Tensor]:
     assert relative_error(weights(trainer), trained) > 0
     trainer.backend.load_checkpoint(3, folder / "weights_only")
     assert relative_error(weights(trainer), trained) == 0
+    assert not trainer.backend.optimizer.state, "a new optimizer"  # type: ignore[attr-defined]
     return trained
 
 

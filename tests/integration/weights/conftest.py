@@ -9,8 +9,8 @@ from tests.integration.weights.vllm_server import Server, make_model, serving
 
 
 @pytest.fixture(scope="session")
-def untied_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def tied_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Takes weights in place. The last file that uses it kills it."""
-    folder = tmp_path_factory.mktemp("untied")
-    with serving(Server(make_model(folder, tied=False), folder)) as made:
+    folder = tmp_path_factory.mktemp("tied")
+    with serving(Server(make_model(folder, tied=True), folder)) as made:
         yield made

@@ -29,8 +29,8 @@ SAME = 1e-4
 
 
 @pytest.fixture(scope="module")
-def server(untied_server: Server) -> Server:
-    return untied_server
+def server(tied_server: Server) -> Server:
+    return tied_server
 
 
 def through_an_update(server: Server, *, drop_caches: bool) -> tuple[Qwen2ForCausalLM, list[Generation]]:

@@ -24,14 +24,14 @@ NUM_RUNNING = 80
 """Requests that are in the engine, or on their way there, when the sync begins in which it is killed."""
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.slow)])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One vLLM process per kind of model; every test brings it to a state of its own by a sync."""
-    if request.param == "untied":
-        yield request.getfixturevalue("untied_server")
+    if request.param == "tied":
+        yield request.getfixturevalue("tied_server")
         return
-    folder = tmp_path_factory.mktemp("tied")
-    with serving(Server(make_model(folder, tied=True), folder)) as made:
+    folder = tmp_path_factory.mktemp("untied")
+    with serving(Server(make_model(folder, tied=False), folder)) as made:
         yield made
 
 

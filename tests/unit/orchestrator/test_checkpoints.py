@@ -14,7 +14,14 @@ from tests.unit.orchestrator.fakes import config_of
 from tests.unit.rollout.fakes import tick
 
 from telescope.errors import UserError
-from telescope.orchestrator.checkpoints import META, STATE, Checkpointer, CheckpointFolder, refuse_changes, superfluous
+from telescope.orchestrator.checkpoints import (
+    META,
+    STATE,
+    Checkpointer,
+    CheckpointFolder,
+    refuse_changes,
+    steps_to_remove,
+)
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.run_state import STATE_VERSION, RunState
 from telescope.orchestrator.status import RunStatus
@@ -31,10 +38,13 @@ class FileTrainer:
         self.may_finish = asyncio.Event()
         self.may_finish.set()
         self.error: OSError | None = None
+        self.copy_error: OSError | None = None
         self.saved: list[int] = []
 
     async def save_checkpoint(self, step: int, directory: Path) -> None:
         assert self.queue.locked(), "a rank would train meanwhile"
+        if self.copy_error is not None:
+            raise self.copy_error
         (directory / "shard").write_text(str(step))
         self.saved.append(step)
 
@@ -80,21 +90,22 @@ async def test_a_checkpoint_has_its_name_only_when_its_files_are_complete(tmp_pa
     await saving.steps(1)
     await tick(20)
     assert saving.folder.steps() == []
-    assert not saving.folder.of_step(1).exists()
+    assert not saving.folder.folder_of(1).exists()
     saving.trainer.may_finish.set()
     await saving.checkpointer.wait()
     assert saving.folder.steps() == [1]
-    assert read_json(saving.folder.of_step(1) / META)["ranks"] == 2
+    assert read_json(saving.folder.folder_of(1) / META)["ranks"] == 2
 
 
-async def test_a_failed_write_costs_that_checkpoint_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", ["error", "copy_error"])
+async def test_a_failed_write_costs_that_checkpoint_only(tmp_path: Path, fails: str) -> None:
     saving = Saving(tmp_path, checkpoint_every=1)
     await saving.steps(1)
     await saving.checkpointer.wait()
-    saving.trainer.error = OSError(28, "No space left on device")
+    setattr(saving.trainer, fails, OSError(28, "No space left on device"))
     await saving.checkpointer.after_step(2, lambda: RunState(step=2))
     await saving.checkpointer.wait()
-    saving.trainer.error = None
+    setattr(saving.trainer, fails, None)
     await saving.checkpointer.after_step(3, lambda: RunState(step=3))
     await saving.checkpointer.wait()
     assert saving.folder.steps() == [1, 3]
@@ -104,7 +115,7 @@ async def test_a_failed_write_costs_that_checkpoint_only(tmp_path: Path) -> None
 
 @given(st.sets(st.integers(1, 60)), st.integers(1, 5), st.none() | st.integers(1, 7))
 def test_the_newest_and_the_multiples_are_kept(steps: set[int], keep_last: int, keep_every: int | None) -> None:
-    removed = superfluous(steps, keep_last, keep_every)
+    removed = steps_to_remove(steps, keep_last, keep_every)
     kept = steps - set(removed)
     assert set(sorted(steps)[-keep_last:]) <= kept
     for step in steps - set(sorted(steps)[-keep_last:]):
@@ -116,6 +127,21 @@ async def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
     await saving.steps(7)
     await saving.checkpointer.wait()
     assert saving.folder.steps() == [3, 6, 7]
+
+
+async def test_a_run_that_continues_after_an_earlier_step_replaces_the_later_checkpoints(tmp_path: Path) -> None:
+    await (first := Saving(tmp_path, checkpoint_every=1)).steps(4)
+    await first.checkpointer.wait()
+    again = Saving(tmp_path, checkpoint_every=1, checkpoint_keep_last=1)
+    again.folder.continue_after(2)
+    assert again.folder.steps() == [1, 2]
+    again.checkpointer = Checkpointer(
+        config_of(checkpoint_every=1, checkpoint_keep_last=1), again.folder, again.trainer, again.status, last_step=2
+    )
+    await again.checkpointer.save_last(2, lambda: RunState(step=2))
+    assert again.trainer.saved == [], "it is the checkpoint that was loaded"
+    await again.checkpointer.save_last(3, lambda: RunState(step=3))
+    assert again.folder.steps() == [3]
 
 
 async def test_the_state_is_read_back(tmp_path: Path) -> None:
@@ -132,7 +158,9 @@ async def test_the_state_is_read_back(tmp_path: Path) -> None:
     ("wanted", "message"),
     [(True, "holds no complete checkpoint"), (3, "has no such checkpoint. It has step_1, step_2")],
 )
-async def test_resuming_where_nothing_is_names_what_there_is(tmp_path: Path, wanted: bool | int, message: str) -> None:
+async def test_a_missing_checkpoint_is_refused_with_those_that_exist(
+    tmp_path: Path, wanted: bool | int, message: str
+) -> None:
     saving = Saving(tmp_path, checkpoint_every=1)
     if wanted is not True:
         await saving.steps(2)
@@ -149,7 +177,7 @@ async def test_resuming_where_nothing_is_names_what_there_is(tmp_path: Path, wan
         ({"learning_rate": 1e-3, "number_of_steps": 99, "trainer_num_workers": 1}, None),
     ],
 )
-async def test_what_the_checkpoint_depends_on_cannot_change(
+async def test_changed_fixed_fields_are_refused(
     tmp_path: Path, changes: dict[str, Any], message: str | None
 ) -> None:
     saving = Saving(tmp_path, checkpoint_every=1, seed=0)
@@ -167,16 +195,16 @@ async def test_a_state_of_another_version_is_refused_with_both_numbers(tmp_path:
     saving = Saving(tmp_path, checkpoint_every=1)
     await saving.steps(1)
     await saving.checkpointer.wait()
-    path = saving.folder.of_step(1) / STATE
+    path = saving.folder.folder_of(1) / STATE
     replace_json(path, {**read_json(path), "version": 99})
     with pytest.raises(UserError, match=rf"version 99.*version {STATE_VERSION}"):
         saving.folder.load(True)
 
 
-def test_what_an_interrupted_write_left_is_no_checkpoint_and_is_removed(tmp_path: Path) -> None:
+def test_partial_checkpoints_are_ignored_and_removed(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     (folder.begin(4) / "shard").write_text("half")
     (tmp_path / "step_9").mkdir()  # without meta.json, as a copy that was broken off
     assert folder.steps() == []
-    folder.remove_partial()
+    folder.continue_after(0)
     assert [path.name for path in tmp_path.iterdir()] == ["step_9"]

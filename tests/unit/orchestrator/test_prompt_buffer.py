@@ -12,7 +12,7 @@ from telescope.environments.worker_pool.messages import PreparedPrompt
 from telescope.errors import EnvironmentFailure, RunError
 from telescope.orchestrator.budget import ErrorBudget
 from telescope.orchestrator.prompt_buffer import PREPARE_AT_ONCE, PromptBuffer
-from telescope.orchestrator.prompt_sampler import FIRST_POSITION, PromptSampler, SamplerPosition
+from telescope.orchestrator.prompt_sampler import PromptSampler, SamplerPosition
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import ChangeNotifier
 
@@ -44,7 +44,7 @@ class Filling:
     def __init__(
         self,
         *,
-        start: SamplerPosition = FIRST_POSITION,
+        start: SamplerPosition = SamplerPosition(),
         held_out: frozenset[str] = frozenset(),
         context: int = 1000,
         budget: float = 1.0,

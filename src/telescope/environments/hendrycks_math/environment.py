@@ -189,7 +189,7 @@ def samples_of(rows: Iterable[dict[str, Any]]) -> list[Sample]:
 def _sample(row: dict[str, Any]) -> Sample | None:
     """Returns a dataset row as a sample; None when it has no answer."""
     answer = row.get("answer")
-    answer = extract_boxed_answer(str(row.get("solution", ""))) if answer is None else str(answer)
+    answer = extract_boxed_answer(str(row.get("solution", ""))) if answer in (None, "") else str(answer)
     problem = row.get("problem") or row.get("question")
     if not answer or not problem:
         return None

@@ -29,7 +29,6 @@ from telescope.config.memory import reshards_after_forward
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends import TrainingBackend
 from telescope.trainer.backends.fsdp.checkpoint import (
-    OPTIMIZER,
     BackgroundSaver,
     load_training_state,
     training_state,
@@ -276,10 +275,8 @@ class FSDPBackend(TrainingBackend):
         return BackgroundSaver(self.device)
 
     def save_checkpoint(self, step: int, directory: Path) -> None:
-        state = training_state(self.policy, self.optimizer)
-        if not self.config.checkpoint_save_training_state:
-            del state[OPTIMIZER]
-        self.saver.start(state, directory)
+        optimizer = self.optimizer if self.config.checkpoint_save_training_state else None
+        self.saver.start(training_state(self.policy, optimizer), directory)
 
     def finish_checkpoint(self) -> None:
         self.saver.wait()

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -47,15 +49,30 @@ def _write_quietly(*arguments: Any) -> None:
     _write_requests(*arguments)
 
 
-class _KeptStager(DefaultStager):
-    """A stager for many saves: torch 2.11 closes the one that it is given after each, 2.13 leaves it to its owner."""
+class _KeptStager(AsyncStager):
+    """Copies states into host memory that it keeps for the next copy, shared with the writing process.
+
+    torch's `DefaultStager` is closed after one copy in torch 2.11.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._copier = StateDictStager(pin_memory=self._on_gpu, share_memory=True)
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Returns a copy of the state, complete."""
+        copy: dict[str, Any] = self._copier.stage(state_dict, non_blocking=self._on_gpu)
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return copy
+
+    def synchronize_staging(self) -> None:
+        """Does nothing: `stage` returns a complete copy."""
 
     def close(self) -> None:
         """Keeps the memory for the next save."""
-
-    def free(self) -> None:
-        """Frees the memory of the copy."""
-        super().close()
 
 
 class BackgroundSaver:
@@ -63,23 +80,24 @@ class BackgroundSaver:
 
     def __init__(self, device: torch.device) -> None:
         _AsyncCheckpointProcess._checkpointing_subprocess = staticmethod(_write_quietly)  # type: ignore[assignment,method-assign]
-        on_gpu = device.type == "cuda"
-        self._stager = _KeptStager(
-            StagingOptions(
-                use_pinned_memory=on_gpu, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=on_gpu
-            )
-        )
+        self._stager = _KeptStager(device)
         self._pending: Future[Any] | None = None
 
     def start(self, state: dict[str, Any], directory: Path) -> None:
-        """Copies `state` and starts to write it. Collective. The last save must have been waited for."""
+        """Copies `state` and starts to write it. Collective. The last save must have been waited for.
+
+        Raises `OSError` if there is no memory for the copy.
+        """
         assert self._pending is None, "the last checkpoint is still being written"
-        result = dcp.async_save(
-            state,
-            storage_writer=dcp.FileSystemWriter(directory),
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-            async_stager=self._stager,
-        )
+        try:
+            result = dcp.async_save(
+                state,
+                storage_writer=dcp.FileSystemWriter(directory),
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=self._stager,
+            )
+        except RuntimeError as error:
+            raise OSError(f"the state cannot be copied to shared memory (/dev/shm): {error}") from error
         assert isinstance(result, Future)
         self._pending = result
 
@@ -96,30 +114,27 @@ class BackgroundSaver:
         except (EOFError, RuntimeError) as error:
             raise OSError(f"the process that writes the checkpoint has ended: {error}") from error
 
-    def close(self) -> None:
-        """Frees the memory of the copy, after the last save."""
-        self.wait()
-        self._stager.free()
 
-
-def training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns weights and optimizer state by their names in the model. Collective."""
+def training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Returns the weights and, with an optimizer, its state, by their names in the model. Collective."""
+    if optimizer is None:
+        return {MODEL: get_model_state_dict(policy)}
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     return {MODEL: model_state, OPTIMIZER: optimizer_state}
 
 
-def load_training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> bool:
+def load_training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
     """Loads a checkpoint, saved by any number of ranks. Collective.
 
-    Returns whether it had the optimizer's state; if not, the optimizer stays as it is.
+    Settings of the optimizer stay those of the config. Its state too, if the checkpoint has none.
     """
-    state = training_state(policy, optimizer)
     saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
     has_optimizer = any(name.startswith(f"{OPTIMIZER}.") for name in saved)
-    if not has_optimizer:
-        del state[OPTIMIZER]
+    state = training_state(policy, optimizer if has_optimizer else None)
     dcp.load(state, checkpoint_id=str(directory))
     set_model_state_dict(policy, state[MODEL])
     if has_optimizer:
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         set_optimizer_state_dict(policy, optimizer, state[OPTIMIZER])
-    return has_optimizer
+        for group, own in zip(optimizer.param_groups, settings, strict=True):
+            group.update(own)
