@@ -1,9 +1,9 @@
 """State of the loops after a training step, for checkpoints.
 
 A run continues from this state together with the weights and the optimizer's state: the sampler's position, the outcome
-of every prompt so far, the finished groups that wait for a batch, and the error budgets. Prompts whose samples were still
-being generated are unfinished, and are sampled again. The learning rate and the seeds of requests are functions of the
-step and the prompt, so they need no state.
+of every prompt so far, the finished groups that wait for a batch, and the error budgets. Prompts whose samples were
+still being generated are unfinished, and are sampled again. The learning rate and the seeds of requests are functions
+of the step and the prompt, so they need no state.
 
 Invariant: every prompt below `sampler.next_draw` was trained, dropped or held out, is unfinished, or has a group here.
 """

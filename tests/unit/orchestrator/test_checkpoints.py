@@ -177,9 +177,7 @@ async def test_a_missing_checkpoint_is_refused_with_those_that_exist(
         ({"learning_rate": 1e-3, "number_of_steps": 99, "trainer_num_workers": 1}, None),
     ],
 )
-async def test_changed_fixed_fields_are_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str | None
-) -> None:
+async def test_changed_fixed_fields_are_refused(tmp_path: Path, changes: dict[str, Any], message: str | None) -> None:
     saving = Saving(tmp_path, checkpoint_every=1, seed=0)
     await saving.steps(1)
     await saving.checkpointer.wait()

@@ -19,6 +19,9 @@ from telescope.orchestrator.supervision import ChangeNotifier
 NUM_ITEMS = 40
 
 
+FIRST_POSITION = SamplerPosition()
+
+
 class Source:
     """Renders item i as [i] * (i + 1) by default."""
 
@@ -44,7 +47,7 @@ class Filling:
     def __init__(
         self,
         *,
-        start: SamplerPosition = SamplerPosition(),
+        start: SamplerPosition = FIRST_POSITION,
         held_out: frozenset[str] = frozenset(),
         context: int = 1000,
         budget: float = 1.0,
