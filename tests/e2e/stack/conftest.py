@@ -146,7 +146,7 @@ async def long_run(stack: Stack) -> LongRun:
     await stack.parts.trainer.restart()
     await stack.parts.weights.sync()
     before = await stack.evaluate()
-    outcome = await stack.run(number_of_steps=40)
+    outcome = await stack.run(number_of_steps=30)
     return LongRun(outcome, before, await stack.evaluate())
 
 

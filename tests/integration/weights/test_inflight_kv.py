@@ -53,7 +53,9 @@ def through_an_update(server: Server, *, drop_caches: bool) -> tuple[Qwen2ForCau
         answers = []
         while not updated.is_set():
             seed = next(seeds)
-            request = GenerateRequest(f"{name}-{seed}", PROMPT, MAX_TOKENS, 1.0, seed=seed, ignore_eos=True)
+            # Of several lengths, so that never all running answers end with one step of the engine.
+            max_tokens = MAX_TOKENS - 11 * (seed % 8)
+            request = GenerateRequest(f"{name}-{seed}", PROMPT, max_tokens, 1.0, seed=seed, ignore_eos=True)
             answers.append(await server.client.generate(request))
         return answers
 
