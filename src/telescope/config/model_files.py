@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
+META_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
+"""Of the files beside the weights: config, tokenizer, chat template, generation config, the model's own code."""
 HUB_TIMEOUT_SECONDS = 10.0
 
 GENERATING_CLASSES = ("ForCausalLM", "LMHead", "ForConditionalGeneration")
@@ -122,6 +124,23 @@ def _files_here(config: TelescopeConfig) -> _Files | None:
         return _local_files(config) if is_local_path(config.model) else _hub_files(config.model, ask_hub=False)
     except HubUnreachableError:
         return None
+
+
+def read_meta_files(config: TelescopeConfig) -> dict[str, bytes]:
+    """Reads the model's files beside its weights: name to content, with the run's `chat_template` if it is set.
+
+    A folder of these files and of weights is a model in HuggingFace format. Empty for a hub model that is not cached,
+    and for a folder that is gone. Raises `OSError`.
+    """
+    is_gone = is_local_path(config.model) and not Path(config.model).expanduser().is_dir()
+    files = None if is_gone else _files_here(config)
+    if files is None or files.folder is None:
+        return {}
+    names = sorted(name for name in files.names if name.endswith(META_SUFFIXES) and not name.endswith(".index.json"))
+    contents = {name: (files.folder / name).read_bytes() for name in names}
+    if config.chat_template is not None:
+        contents["chat_template.jinja"] = config.chat_template.encode()  # comes before that of tokenizer_config.json
+    return contents
 
 
 def check_rendering(config: TelescopeConfig) -> None:

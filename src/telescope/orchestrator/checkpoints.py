@@ -3,6 +3,7 @@
     checkpoints/step_N/         after N finished training steps
         meta.json               step, model, ranks, versions and config; written last
         orchestrator_state.json the state of the loops (`run_state`)
+        hf_meta/                config, tokenizer and chat template of the model, in HuggingFace format
         *.distcp, .metadata     weights and optimizer state (`trainer.backends.fsdp.checkpoint`)
 
 Training pauses while the ranks copy their state to host memory; a task then waits for the files. Invariants: one
@@ -18,7 +19,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 META = "meta.json"
 STATE = "orchestrator_state.json"
+HF_META = "hf_meta"
 PARTIAL = ".partial-"
 """Name prefix of an incomplete checkpoint, which the next start removes."""
 
@@ -194,12 +196,14 @@ class Checkpointer:
         status: RunStatus,
         *,
         last_step: int = 0,
+        model_files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """`last_step` is that of the checkpoint from which the run continues."""
+        """`last_step` is that of the checkpoint from which the run continues; `model_files` are for `hf_meta/`."""
         self._config = config
         self._folder = folder
         self._trainer = trainer
         self._status = status
+        self._model_files = model_files or {}
         self._writing: asyncio.Task[None] | None = None
         self._last_step = last_step
         """Step of the newest complete checkpoint."""
@@ -277,6 +281,9 @@ class Checkpointer:
 
     def _complete(self, step: int, partial: Path, values: dict[str, Any]) -> None:
         replace_json(partial / STATE, values, indent=None)
+        (partial / HF_META).mkdir()
+        for name, content in self._model_files.items():
+            (partial / HF_META / name).write_bytes(content)
         config = self._config
         self._folder.complete(
             partial,

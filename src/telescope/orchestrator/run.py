@@ -19,7 +19,7 @@ from telescope.cluster.reaper import Reaper
 from telescope.cluster.trainer_group import save_where_possible
 from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
-from telescope.config.model_files import vocabulary_size
+from telescope.config.model_files import read_meta_files, vocabulary_size
 from telescope.errors import UserError
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.checkpoints import Checkpoint, Checkpointer, CheckpointFolder, refuse_changes
@@ -154,7 +154,9 @@ class _TrainingRun:
         status.phase = "training"
         step = self._resumed.step if self._resumed else 0
         self._checkpoints.continue_after(step)
-        checkpointer = Checkpointer(config, self._checkpoints, components.trainer, status, last_step=step)
+        checkpointer = Checkpointer(
+            config, self._checkpoints, components.trainer, status, last_step=step, model_files=read_meta_files(config)
+        )
         orchestrator = await make_orchestrator(
             config, components, evaluation, self._directory, status,
             start=self._resumed.state if self._resumed else None, after_step=checkpointer.after_step,

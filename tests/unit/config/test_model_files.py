@@ -11,7 +11,7 @@ import pytest
 from tests.model_folder import MODEL_CONFIG, TEMPLATE, safetensors, tensors_of, tokenizer, write_model_folder
 
 from telescope.config import TelescopeConfig
-from telescope.config.model_files import inspect_model, is_local_path
+from telescope.config.model_files import inspect_model, is_local_path, read_meta_files
 from telescope.errors import ConfigError
 
 
@@ -435,3 +435,15 @@ def test_paths_and_hub_identifiers_are_distinguished(tmp_path, monkeypatch):
     assert is_local_path("models/not-there-yet")
     assert not is_local_path("Qwen/Qwen2.5-3B")
     assert not is_local_path("gpt2")
+
+
+def test_the_files_beside_the_weights_have_the_chat_template_of_the_run(tmp_path):
+    folder = write_model(tmp_path / "m")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    files = read_meta_files(config(folder))
+    assert sorted(files) == ["chat_template.jinja", "config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert files["chat_template.jinja"] == TEMPLATE.encode()
+    assert read_meta_files(config(folder, chat_template="{{ messages }}")) == {
+        **files, "chat_template.jinja": b"{{ messages }}"
+    }  # fmt: skip
+    assert read_meta_files(config(tmp_path / "gone")) == {}

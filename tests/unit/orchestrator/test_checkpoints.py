@@ -15,6 +15,7 @@ from tests.unit.rollout.fakes import tick
 
 from telescope.errors import UserError
 from telescope.orchestrator.checkpoints import (
+    HF_META,
     META,
     STATE,
     Checkpointer,
@@ -61,7 +62,9 @@ class Saving:
         self.folder = CheckpointFolder(folder)
         self.trainer = FileTrainer()
         self.status = RunStatus("test", 10)
-        self.checkpointer = Checkpointer(config_of(**changes), self.folder, self.trainer, self.status)
+        self.checkpointer = Checkpointer(
+            config_of(**changes), self.folder, self.trainer, self.status, model_files={"config.json": b"{}"}
+        )
 
     async def steps(self, last: int) -> None:
         for step in range(1, last + 1):
@@ -95,6 +98,7 @@ async def test_a_checkpoint_has_its_name_only_when_its_files_are_complete(tmp_pa
     await saving.checkpointer.wait()
     assert saving.folder.steps() == [1]
     assert read_json(saving.folder.folder_of(1) / META)["ranks"] == 2
+    assert read_json(saving.folder.folder_of(1) / HF_META / "config.json") == {}, "it can be served without the model"
 
 
 @pytest.mark.parametrize("fails", ["error", "copy_error"])

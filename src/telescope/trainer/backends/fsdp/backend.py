@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from telescope.algorithms import get_algorithm
 from telescope.algorithms.loss import needs_batch_reference
 from telescope.config.memory import reshards_after_forward
+from telescope.config.model_files import read_meta_files
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends import TrainingBackend
 from telescope.trainer.backends.fsdp.checkpoint import (
@@ -53,8 +54,6 @@ from telescope.weights.plan import TensorMeta
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing by it, as in torch's clipping."""
-
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_*.json")
 
 
 class FSDPBackend(TrainingBackend):
@@ -292,7 +291,7 @@ class FSDPBackend(TrainingBackend):
         error: OSError | None = None
         if self.rank == 0:
             try:
-                _write_hf(directory, weights, self.policy.causal_lm.config, Path(self.config.model))
+                _write_hf(directory, weights, self.policy.causal_lm.config, read_meta_files(self.config))
             except OSError as caught:
                 error = caught  # raised below: the other ranks wait in the barrier
         dist.barrier()
@@ -325,7 +324,7 @@ def _single_row(token_ids: list[int]) -> MicroBatch:
     )
 
 
-def _write_hf(directory: Path, weights: dict[str, torch.Tensor], model_config: Any, source: Path) -> None:
+def _write_hf(directory: Path, weights: dict[str, torch.Tensor], model_config: Any, meta: dict[str, bytes]) -> None:
     """Writes a model folder, which appears when it is complete. Raises `OSError` with the size of the weights."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -334,11 +333,10 @@ def _write_hf(directory: Path, weights: dict[str, torch.Tensor], model_config: A
     try:
         partial.mkdir(parents=True, exist_ok=True)
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+        for name, content in meta.items():
+            (partial / name).write_bytes(content)
         model_config.save_pretrained(partial)
         shutil.copymode(partial / "config.json", partial / "model.safetensors")  # safetensors makes it private
-        for pattern in (*TOKENIZER_FILES, "generation_config.json"):
-            for path in source.glob(pattern) if source.is_dir() else ():
-                shutil.copyfile(path, partial / path.name)
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
     except (OSError, SafetensorError) as error:
