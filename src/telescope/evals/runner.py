@@ -62,6 +62,10 @@ class PlannedEval:
         """Completions of all items."""
         return len(self.items) * self.num_completions
 
+    def id_at(self, version: int) -> str:
+        """Returns the id of this eval at a policy version, in the record."""
+        return f"eval{self.number}-{self.name}-v{version}"
+
 
 @dataclass(frozen=True)
 class EvalResult:
@@ -87,9 +91,14 @@ class EvalResult:
     gain: Estimate | None = None
 
     @property
+    def metric(self) -> str:
+        """Name of the metric that is the accuracy: `correct` if the environment has it, else `reward`."""
+        return "correct" if "correct" in self.metrics else "reward"
+
+    @property
     def accuracy(self) -> float:
-        """The main result: the environment's `correct` if it has one, else the mean reward."""
-        return self.metrics.get("correct", self.metrics.get("reward", float("nan")))
+        """The main result: the mean of `metric` over the items."""
+        return self.metrics.get(self.metric, float("nan"))
 
 
 async def plan_eval(
@@ -139,8 +148,7 @@ async def run_eval(
     async def one(item: EvalItem, completion: int) -> Trajectory:
         group_id = -1 - next(group_ids)
         task = RolloutTask(
-            sample_id=f"eval{plan.number}-{plan.name}-v{version}-{item.index}"
-            + (f"-{completion}" if completion else ""),
+            sample_id=f"{plan.id_at(version)}-{item.index}" + (f"-{completion}" if completion else ""),
             group_id=group_id,
             sample_index=completion,
             environment=plan.name,
@@ -160,18 +168,24 @@ async def run_eval(
 
     asked = [(item, completion) for item in plan.items for completion in range(plan.num_completions)]
     trajectories = await asyncio.gather(*(one(item, completion) for item, completion in asked))
-    scores: dict[int, list[dict[str, float]]] = defaultdict(list)
+    scores: dict[str, list[dict[str, float]]] = defaultdict(list)
+    """Scores by the identity of the item: equal items are one."""
     for (item, _), trajectory in zip(asked, trajectories, strict=True):
         if (reward := trajectory.reward) is not None:
             total = {} if reward.total_reward is None else {"reward": reward.total_reward}
-            scores[item.index].append(total | reward.sample_metrics)
+            scores[item.prompt.sample_uid].append(total | reward.sample_metrics)
     if not scores:
         first = next((t.failure_message for t in trajectories), "the eval has no items")
         raise EnvironmentFailure(
             f"eval {plan.name!r}: none of its {len(trajectories)} samples could be scored; first: {first}"
         )
     metrics = metrics_over_items(list(scores.values()), plan.pass_k)
-    by_item = _accuracies(plan, scores, "correct" if "correct" in metrics else "reward")
+    metric = "correct" if "correct" in metrics else "reward"
+    by_item = {
+        uid: float(np.mean([score[metric] for score in found if metric in score]))
+        for uid, found in scores.items()
+        if any(metric in score for score in found)
+    }
     finite = bool(by_item) and bool(np.isfinite(list(by_item.values())).all())
     return EvalResult(
         name=plan.name,
@@ -187,11 +201,3 @@ async def run_eval(
         by_item=by_item,
         estimate=estimate_mean(list(by_item.values())) if finite else None,
     )
-
-
-def _accuracies(plan: PlannedEval, scores: dict[int, list[dict[str, float]]], metric: str) -> dict[str, float]:
-    """Mean of `metric` of each item that has it, by the item's identity; equal items are one."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for item in plan.items:
-        values[item.prompt.sample_uid] += [score[metric] for score in scores.get(item.index, []) if metric in score]
-    return {uid: float(np.mean(found)) for uid, found in values.items() if found}

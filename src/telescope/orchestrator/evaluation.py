@@ -61,16 +61,15 @@ class Evaluation:
             )
             self.status.eval_done, self.status.eval_total = 0, plan.num_samples
 
-            def on_sample(item: EvalItem, sample: Trajectory, plan: PlannedEval = plan) -> None:
+            used: set[int] = set()
+
+            def on_sample(item: EvalItem, sample: Trajectory, plan: PlannedEval = plan, used: set[int] = used) -> None:
                 self.status.eval_done += 1
                 self.status.generated(sample.num_completion_tokens)
                 self.status.progressed()
-                row = record_rows.sample_row(
-                    sample, item.prompt.text, status="eval", reason=None, step=version, eval_name=plan.name
-                )
-                self.recorder.write("samples", row)
-                for turn_row in record_rows.turn_rows(sample):
-                    self.recorder.write("turns", turn_row)
+                used.add(sample.server_index)
+                for table, row in record_rows.rows_of_eval_sample(plan, version, item, sample):
+                    self.recorder.write(table, row)
 
             started_at = time.time()
             result = await run_eval(
@@ -91,6 +90,7 @@ class Evaluation:
             baseline = next((earlier for earlier in self.results if earlier.number == plan.number), None)
             if baseline is not None and _comparable(result, baseline):
                 result = dataclasses.replace(result, gain=estimate_difference(result.by_item, baseline.by_item))
+            self.recorder.write("evals", record_rows.eval_row(plan, version, started_at, result, servers=used))
             self.recorder.write(
                 "spans",
                 {

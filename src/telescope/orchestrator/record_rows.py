@@ -6,10 +6,12 @@ Pure functions; `telescope.record.tables` describes the columns. A sample is wri
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable
 from typing import Any
 
 from telescope.environments.worker_pool.messages import EnvironmentInfo
+from telescope.evals.runner import EvalItem, EvalResult, PlannedEval
 from telescope.orchestrator.groups import Group
 from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import Span
@@ -178,6 +180,67 @@ def request_span_rows(sample: Trajectory) -> list[dict[str, Any]]:
     if sample.turns and sample.finished_at > sample.generated_at:
         rows.append(_span("reward", sample, sample.generated_at, sample.finished_at, {}))
     return rows
+
+
+def eval_row(
+    plan: PlannedEval,
+    version: int,
+    started_at: float,
+    result: EvalResult | None = None,
+    *,
+    status: str = "finished",
+    error: str | None = None,
+    servers: Iterable[int] = (),
+    source: str = "live",
+) -> dict[str, Any]:
+    """Returns one row of `evals`, of an eval that has ended now; without a `result`, `error` is why."""
+    row: dict[str, Any] = {
+        "eval_id": plan.id_at(version),
+        "name": plan.name,
+        "number": plan.number,
+        "source": source,
+        "status": status,
+        "error": error and error[:MAX_FAILURE_MESSAGE],
+        "step": version - 1,
+        "version": version,
+        "started_at": started_at,
+        "ended_at": time.time(),
+        "num_items": len(plan.items),
+        "num_completions": plan.num_completions,
+        "temperature": plan.sampling.temperature,
+        "top_p": plan.sampling.top_p,
+        "max_tokens": plan.sampling.max_tokens,
+        "held_out": plan.held_out,
+        "servers": sorted(servers),
+    }
+    if result is not None:
+        row |= {
+            "num_scored": result.num_scored,
+            "metric": result.metric,
+            "accuracy": result.accuracy,
+            "metrics": dict(result.metrics),
+        }
+        for name, estimate in (("accuracy", result.estimate), ("gain", result.gain)):
+            if estimate is not None:
+                row |= {name: estimate.mean, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    return row
+
+
+def rows_of_eval_sample(
+    plan: PlannedEval, version: int, item: EvalItem, sample: Trajectory
+) -> list[tuple[str, dict[str, Any]]]:
+    """Returns the rows of a finished sample of an eval, each with its table: `samples`, `turns`, `eval_samples`."""
+    step = version - 1
+    link = {
+        "eval_id": plan.id_at(version),
+        "sample_id": sample.sample_id,
+        "step": step,
+        "item": item.index,
+        "completion": sample.sample_index,
+        "sample_uid": item.prompt.sample_uid,
+    }
+    row = sample_row(sample, item.prompt.text, status="eval", reason=None, step=step, eval_name=plan.name)
+    return [*(("turns", turn) for turn in turn_rows(sample)), ("samples", row), ("eval_samples", link)]
 
 
 def trainer_span_row(span: Span, step: int | None) -> dict[str, Any]:

@@ -283,7 +283,7 @@ def _unknown_column(sql: str, column: str) -> str:
     lines[0] += did_you_mean(column, [each for columns in known.values() for each in columns])
     for name, columns in known.items():
         lines.append(f"Columns of {name}: {', '.join(columns)}.")
-    maps = [f"{name}.metrics" for name in names if name in ("steps", "samples")]
+    maps = [f"{name}.metrics" for name in names if name in ("steps", "samples", "evals")]
     if maps:
         lines.append(f"Metrics are entries of a map: {maps[0].partition('.')[2]}['{column}'] in {' and '.join(maps)}.")
     return "\n".join(lines)

@@ -42,7 +42,7 @@ MERGE_BUFFER_BYTES = 16 * 2**20
 
 _CATEGORIES = frozenset(
     (
-        *("environment", "status", "reason", "stop_reason", "eval_name", "failure_kind"),
+        *("environment", "status", "reason", "stop_reason", "eval_name", "eval_id", "failure_kind"),
         *("name", "component", "level", "place", "role"),
     )
 )

@@ -39,7 +39,7 @@ class Keep(IntEnum):
     RESULT = 2
     """Samples and groups: dropped only when no other rows are left."""
     ALWAYS = 3
-    """Runs, attempts and steps: never dropped. At most a few rows per second, so that memory stays bounded."""
+    """Runs, attempts, steps and evals: never dropped. At most a few rows per second, so that memory stays bounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +185,7 @@ STEPS = Table(
 
 GROUPS = Table(
     "groups",
-    "One row per prompt that was opened for training, written when its outcome is final. Evals have no groups; their "
-    "samples have the status `eval` and are found by `eval_name` and `step`.",
+    "One row per prompt that was opened for training, written when its outcome is final. Evals have no groups.",
     (
         ATTEMPT,
         Column("group_id", INTEGER, "Number of the sampled prompt, its id in the ledger."),
@@ -219,7 +218,11 @@ SAMPLES = Table(
         Column("environment", TEXT, "Name of the environment."),
         Column("status", TEXT, "`kept`, `discarded`, `cancelled`, `masked`, `eval`; in `in_flight` also `in_flight`."),
         Column("reason", TEXT, "Why it was not kept; null if kept. For `masked`, the kind of failure or the filter."),
-        Column("step", INTEGER, "Step that trained it; for the others, the step the run was at."),
+        Column(
+            "step",
+            INTEGER,
+            "Step that trained it; for an eval, the last finished step; for the others, the step the run was at.",
+        ),
         Column("reward", NUMBER, "Total reward; null if it was never scored."),
         Column("advantage", NUMBER, "Advantage that it was trained with; null if it was not trained."),
         Column(
@@ -256,6 +259,60 @@ SAMPLES = Table(
             INTEGER,
             "Tokens sampled for it in failed requests and lost conversations; not in `completion_tokens`.",
         ),
+    ),
+    key=("attempt", "sample_id"),
+    keep=Keep.RESULT,
+    by_step=True,
+)
+
+EVALS = Table(
+    "evals",
+    "One row per eval of one policy version, written when it has ended. Its samples are in `eval_samples`.",
+    (
+        ATTEMPT,
+        Column("eval_id", TEXT, "Id of this evaluation, unique within the attempt: `eval0-math500-v10`."),
+        Column("name", TEXT, "Name in the config."),
+        Column("number", INTEGER, "Place among the evals of the config, from 0. Evals of one name differ in it."),
+        Column("source", TEXT, "`live` (by the run itself) or `standalone` (`telescope eval`)."),
+        Column("status", TEXT, "`finished`, `failed`, `skipped` (its servers were busy) or `cancelled`."),
+        Column("error", TEXT, "Why it did not finish; null if it did."),
+        Column("step", INTEGER, "Last finished training step, whose weights it measures; -1 before training."),
+        Column("version", INTEGER, "Policy version of all its tokens: the number N of `checkpoints/step_N`."),
+        Column("started_at", TIME, "When its first request was sent."),
+        Column("ended_at", TIME, "When its last sample was scored."),
+        Column("num_items", INTEGER, "Items of it."),
+        Column("num_completions", INTEGER, "Completions of each item."),
+        Column("num_scored", INTEGER, "Completions that were scored."),
+        Column("temperature", NUMBER, "Sampling temperature."),
+        Column("top_p", NUMBER, "Nucleus sampling; null if off."),
+        Column("max_tokens", INTEGER, "Longest answer of a turn, in tokens."),
+        Column("held_out", BOOLEAN, "Whether training never uses its items (`separate_eval_samples`)."),
+        Column("metric", TEXT, "Metric that is the accuracy: `correct`, or `reward` where there is none."),
+        Column("accuracy", NUMBER, "Mean of `metric` over the items."),
+        Column("accuracy_low", NUMBER, "Lower end of its 95 % interval, a bootstrap over items."),
+        Column("accuracy_high", NUMBER, "Upper end of its interval."),
+        Column("gain", NUMBER, "Paired difference to the run's first result of this eval; null for that one."),
+        Column("gain_low", NUMBER, "Lower end of the 95 % interval of the gain."),
+        Column("gain_high", NUMBER, "Upper end of the interval of the gain."),
+        Column("metrics", NUMBERS, "Mean of each metric over the items, with `pass@8/correct` and `pass^8/correct`."),
+        Column("servers", INT32_LIST, "Inference servers that it used."),
+    ),
+    key=("attempt", "eval_id"),
+    keep=Keep.ALWAYS,
+    by_step=True,
+)
+
+EVAL_SAMPLES = Table(
+    "eval_samples",
+    "One row per completion of an eval. Its text, reward, metrics and lengths are in `samples`, by `sample_id`.",
+    (
+        ATTEMPT,
+        Column("eval_id", TEXT, "Its row in `evals`."),
+        Column("sample_id", TEXT, "Its row in `samples`, with the status `eval`, or `masked` if it has no score."),
+        Column("step", INTEGER, "As in `evals`."),
+        Column("item", INTEGER, "Index of its item in the dataset."),
+        Column("completion", INTEGER, "Place among the completions of the item, from 0."),
+        Column("sample_uid", TEXT, "Identity of the item: equal items of any dataset have equal ones."),
     ),
     key=("attempt", "sample_id"),
     keep=Keep.RESULT,
@@ -346,10 +403,13 @@ LOGS = Table(
 )
 
 TABLES: dict[str, Table] = {
-    table.name: table for table in (RUNS, ATTEMPTS, ENVIRONMENTS, LOGS, GAUGES, SPANS, TURNS, SAMPLES, GROUPS, STEPS)
+    table.name: table
+    for table in (
+        *(RUNS, ATTEMPTS, ENVIRONMENTS, LOGS, GAUGES, SPANS, TURNS, SAMPLES, EVAL_SAMPLES, EVALS, GROUPS, STEPS),
+    )
 }
-"""All tables, in the order of writing: the row of a step follows its samples, so that a reader that lists the tables in
-the opposite order never sees a step without its samples."""
+"""All tables, in the order of writing: the row of a step or an eval follows its samples, so that a reader that lists
+the tables in the opposite order never sees one without its samples."""
 
 COLUMN_NAMES: dict[str, frozenset[str]] = {name: frozenset(table.column_names) for name, table in TABLES.items()}
 """Column names of each table."""

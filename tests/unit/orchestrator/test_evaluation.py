@@ -138,6 +138,11 @@ async def test_an_eval_averages_the_scores_and_records_each_sample() -> None:
     assert all(for_eval for _, _, for_eval in evaluation.environments.advanced)  # type: ignore[attr-defined]
     assert {request.temperature for request in servers.engine.requests} == {0.0}
     assert len(written.of("spans", name="eval")) == 1
+    (row,) = written.of("evals")
+    assert (row["status"], row["accuracy"], row["step"], row["servers"]) == ("finished", result.accuracy, -1, [0])
+    links = written.of("eval_samples", eval_id=row["eval_id"])
+    assert {link["sample_id"] for link in links} == {row["sample_id"] for row in rows}
+    assert sorted((link["item"], link["sample_uid"]) for link in links) == [(i, f"uid {i}") for i in range(10)]
     assert evaluation.slots.num_used == 0
 
 

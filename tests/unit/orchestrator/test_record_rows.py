@@ -6,13 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.orchestrator.fakes import group, sample
+from tests.unit.orchestrator.fakes import group, prompt, sample
 
 from telescope.environments.worker_pool.messages import EnvironmentInfo
+from telescope.evals.runner import EvalItem, EvalResult, PlannedEval
+from telescope.evals.statistics import Estimate
 from telescope.orchestrator import record_rows
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.tables import COLUMN_NAMES, TABLES
+from telescope.rollout.sample import SamplingSettings
+
+
+def an_eval() -> tuple[PlannedEval, EvalResult]:
+    sampling = SamplingSettings(temperature=0.7, top_p=0.9, max_tokens=64, max_context=128)
+    plan = PlannedEval("math500", "eval/math500#0", [EvalItem(7, prompt("uid 7"))], sampling, held_out=True)
+    interval = Estimate(0.5, 0.25, 0.75, 1)
+    metrics = {"correct": 0.5, "pass@1/correct": 0.5}
+    return plan, EvalResult("math500", 10, 1, 1, 0.7, metrics, 1.5, True, estimate=interval, gain=interval)
 
 
 def rows_of_everything() -> dict[str, list[dict[str, Any]]]:
@@ -21,6 +32,8 @@ def rows_of_everything() -> dict[str, list[dict[str, Any]]]:
     made.samples = [kept, masked]
     common: dict[str, Any] = {"status": "kept", "reason": None, "step": 7}
     info = EnvironmentInfo("arithmetic", 64, metrics_ranges={"correct": {"min": 0.0, "max": 1.0}})
+    plan, result = an_eval()
+    of_eval = record_rows.rows_of_eval_sample(plan, 10, plan.items[0], sample(2, 1.0))
     return {
         "environments": [
             record_rows.environment_row("arithmetic", "arithmetic", 0.5, info),
@@ -30,22 +43,22 @@ def rows_of_everything() -> dict[str, list[dict[str, Any]]]:
         "samples": [
             record_rows.sample_row(kept, "6 x 7?", advantage=1.5, age=2, **common),
             record_rows.sample_row(masked, "6 x 7?", **common),
-            record_rows.sample_row(
-                sample(2, 1.0), "1 + 1?", status="eval", reason=None, step=0, eval_name="arithmetic"
-            ),
+            *(row for table, row in of_eval if table == "samples"),
         ],
+        "evals": [record_rows.eval_row(plan, 10, 5.0, result, servers={1, 0})],
+        "eval_samples": [row for table, row in of_eval if table == "eval_samples"],
         "turns": [row for one in made.samples for row in record_rows.turn_rows(one)],
         "spans": [row for one in made.samples for row in record_rows.request_span_rows(one)],
     }
 
 
-@pytest.mark.parametrize("table", ["environments", "groups", "samples", "turns", "spans"])
+@pytest.mark.parametrize("table", sorted(rows_of_everything()))
 def test_every_key_of_a_row_is_a_column_of_its_table(table: str) -> None:
     for row in rows_of_everything()[table]:
         assert set(row) <= COLUMN_NAMES[table]
 
 
-@pytest.mark.parametrize("table", ["environments", "groups", "samples", "turns"])
+@pytest.mark.parametrize("table", sorted({*rows_of_everything()} - {"spans"}))
 def test_a_row_fills_every_column_but_the_recorder_s_own(table: str) -> None:
     for row in rows_of_everything()[table]:
         assert set(TABLES[table].column_names) - set(row) == {"attempt"}
@@ -73,6 +86,21 @@ def test_a_masked_sample_stays_masked_in_any_group() -> None:
     row = record_rows.sample_row(sample(1, None), "6 x 7?", status="discarded", reason="zero_advantage", step=3)
     assert (row["status"], row["reason"], row["reward"]) == ("masked", "environment", None)
     assert row["failure_message"] == "KeyError: 'numbers'"
+
+
+def test_an_eval_is_one_row_and_its_completions_lead_to_samples_and_turns() -> None:
+    plan, result = an_eval()
+    row = record_rows.eval_row(plan, 10, 5.0, result, servers={1, 0})
+    assert (row["eval_id"], row["step"], row["version"], row["servers"]) == ("eval0-math500-v10", 9, 10, [0, 1])
+    assert (row["accuracy"], row["gain_low"], row["metrics"]["pass@1/correct"]) == (0.5, 0.25, 0.5)
+    failed = record_rows.eval_row(plan, 10, 5.0, status="failed", error="its servers are gone")
+    assert "accuracy" not in failed and failed["error"] == "its servers are gone"
+    made = sample(2, 1.0, lengths=(3, 2))
+    tables = record_rows.rows_of_eval_sample(plan, 10, plan.items[0], made)
+    assert [table for table, _ in tables] == ["turns"] * 2 + ["samples", "eval_samples"]
+    assert {row["sample_id"] for _, row in tables} == {made.sample_id}
+    assert tables[-1][1]["sample_uid"] == "uid 7" and tables[-1][1]["item"] == 7
+    assert tables[-2][1]["step"] == tables[-1][1]["step"] == 9, "hidden with the step that made the weights"
 
 
 def test_gold_answers_that_an_environment_left_open_are_empty_text() -> None:

@@ -27,5 +27,6 @@ def test_the_command_line_describes_every_column():
 
 
 def test_rows_that_a_resume_can_supersede_have_a_step_and_an_attempt():
-    assert {name for name, table in TABLES.items() if table.by_step} == {"steps", "groups", "samples"}
+    by_step = {name for name, table in TABLES.items() if table.by_step}
+    assert by_step == {"steps", "groups", "samples", "evals", "eval_samples"}
     assert all({"attempt", "step"} <= set(table.column_names) for table in TABLES.values() if table.by_step)
