@@ -1,6 +1,7 @@
 """Weights from a transformers model into a real vLLM server, and the probe that must not be fooled."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -115,7 +116,7 @@ def test_killing_the_server_in_the_middle_of_a_sync_is_an_error_at_once(server: 
 def test_killing_an_engine_during_a_sync_ends_every_request_and_its_server(
     server: Server,
 ) -> None:
-    running = [server.loop.create_task(sample(server, f"running-{i}", max_tokens=200)) for i in range(NUM_RUNNING)]
+    running = [server.loop.create_task(sample_on_and_on(server, f"running-{i}")) for i in range(NUM_RUNNING)]
     server.run(half_in_the_engine(server))
     started = time.monotonic()
     asking = server.loop.create_task(ask_on_and_on(server))
@@ -133,7 +134,7 @@ def test_killing_an_engine_during_a_sync_ends_every_request_and_its_server(
         assert time.monotonic() - started < 60, "the server goes on without its engine"
         time.sleep(0.1)
     ended = server.run(asyncio.gather(*running, return_exceptions=True))
-    assert sum(isinstance(answer, InfrastructureError) for answer in ended) > NUM_RUNNING // 4
+    assert all(isinstance(answer, InfrastructureError) for answer in ended)
     # vLLM gives them all one exception, to whose traceback each adds its own part.
     assert server.process.log_path.read_text(errors="replace").count("Traceback") < NUM_RUNNING // 4
 
@@ -143,9 +144,15 @@ async def sample(server: Server, name: str, *, max_tokens: int) -> object:
     return await server.client.generate(request)
 
 
+async def sample_on_and_on(server: Server, name: str) -> None:
+    """Keeps one request in the engine or on its way there, however fast the engine is, until one fails."""
+    for number in itertools.count():
+        await sample(server, f"{name}-{number}", max_tokens=200)
+
+
 async def half_in_the_engine(server: Server) -> None:
     """Waits until the engine has half of the requests that it should have at its exit."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         num_in_engine = 0.0
         while num_in_engine < NUM_RUNNING / 2:
             metrics = await server.client.metrics()
