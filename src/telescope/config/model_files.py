@@ -1,15 +1,12 @@
-"""Checks a model's files without loading the model.
+"""Checks a model's files without loading the model. Needs neither transformers nor torch.
 
-A path is read from disk. A hub identifier is read from the local hub cache, else from the hub, with short deadlines;
-if neither is available, sizes of common models come from `model_shape` and the report names what was not checked.
-Needs neither transformers nor torch; `huggingface_hub` only for identifiers.
+`model_source` finds the files. If they are neither here nor on the hub, sizes of common models come from `model_shape`
+and the report names what was not checked.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,16 +36,13 @@ from telescope.config.model_shape import (
     known_shape,
     unsupported_experts,
 )
+from telescope.config.model_source import TOKENIZER_FILES, HubUnreachableError, ModelFiles, files_here, find_files
 from telescope.errors import ConfigError
 
 if TYPE_CHECKING:
     from telescope.config.schema import TelescopeConfig
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
-META_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
-"""Of the files beside the weights: config, tokenizer, chat template, generation config, the model's own code."""
-HUB_TIMEOUT_SECONDS = 10.0
 
 GENERATING_CLASSES = ("ForCausalLM", "LMHead", "ForConditionalGeneration")
 """Parts of the class names of models that generate text. Some of the last kind are refused when they are built."""
@@ -65,29 +59,6 @@ class ModelReport:
     unchecked: str | None = None
 
 
-@dataclass(frozen=True)
-class _Files:
-    """A folder of model files, local or on the hub. `read` returns the text of a file in `names`."""
-
-    where: str
-    names: frozenset[str]
-    read: Callable[[str], str]
-    folder: Path | None = None
-    """Folder on this machine; None for a repository that is not downloaded yet."""
-
-
-class HubUnreachableError(Exception):
-    """The hub did not answer, or `huggingface_hub` is not installed."""
-
-
-def is_local_path(model: str) -> bool:
-    """Returns whether `model` means a path rather than a hub identifier (`name` or `owner/name`).
-
-    No account of the hub is called `models`, which is the address of a page there.
-    """
-    return model.startswith(("/", ".", "~", "models/")) or model.count("/") > 1 or os.path.lexists(model)
-
-
 def inspect_model(config: TelescopeConfig, *, ask_hub: bool = True) -> ModelReport:
     """Checks the files of `config.model`.
 
@@ -97,8 +68,7 @@ def inspect_model(config: TelescopeConfig, *, ask_hub: bool = True) -> ModelRepo
     """
     check_chat_template(config)
     try:
-        files = _local_files(config) if is_local_path(config.model) else _hub_files(config.model, ask_hub)
-        return _inspect(config, files)
+        return _inspect(config, find_files(config, ask_hub=ask_hub))
     except HubUnreachableError as error:
         shape = known_shape(config.model)
         if shape is not None:
@@ -113,45 +83,20 @@ def inspect_model(config: TelescopeConfig, *, ask_hub: bool = True) -> ModelRepo
 
 def architecture_of(config: TelescopeConfig) -> str | None:
     """The model's `model_type`, from files on this machine. None if they are not here."""
-    files = _files_here(config)
-    model_type = None if files is None else (_read_json(files, "config.json") or {}).get("model_type")
+    files = files_here(config)
+    model_type = None if files is None else (files.read_object("config.json") or {}).get("model_type")
     return model_type if isinstance(model_type, str) else None
-
-
-def _files_here(config: TelescopeConfig) -> _Files | None:
-    """The model's files on this machine. None for a hub identifier that is not in the cache."""
-    try:
-        return _local_files(config) if is_local_path(config.model) else _hub_files(config.model, ask_hub=False)
-    except HubUnreachableError:
-        return None
-
-
-def read_meta_files(config: TelescopeConfig) -> dict[str, bytes]:
-    """Reads the model's files beside its weights: name to content, with the run's `chat_template` if it is set.
-
-    A folder of these files and of weights is a model in HuggingFace format. Empty for a hub model that is not cached,
-    and for a folder that is gone. Raises `OSError`.
-    """
-    is_gone = is_local_path(config.model) and not Path(config.model).expanduser().is_dir()
-    files = None if is_gone else _files_here(config)
-    if files is None or files.folder is None:
-        return {}
-    names = sorted(name for name in files.names if name.endswith(META_SUFFIXES) and not name.endswith(".index.json"))
-    contents = {name: (files.folder / name).read_bytes() for name in names}
-    if config.chat_template is not None:
-        contents["chat_template.jinja"] = config.chat_template.encode()  # comes before that of tokenizer_config.json
-    return contents
 
 
 def check_rendering(config: TelescopeConfig) -> None:
     """Raises `ConfigError` when the chat template renders no prompt."""
-    files = _files_here(config)
+    files = files_here(config)
     template = config.chat_template
     if template is None and files is not None:
-        template = _chat_template_of(files)
+        template = files.chat_template()
     if template is None or not _compiles(template):
         return  # reported with the model's files
-    tokenizer_config = None if files is None else _read_json(files, "tokenizer_config.json")
+    tokenizer_config = None if files is None else files.read_object("tokenizer_config.json")
     variables: dict[str, Any] = {name: token_text((tokenizer_config or {}).get(name)) or "" for name in SPECIAL_TOKENS}
     problem = render_problem(template, variables | {"enable_thinking": config.enable_thinking})
     if problem is not None:
@@ -170,8 +115,8 @@ def vocabulary_size(config: TelescopeConfig) -> int:
     return shape.vocab_size
 
 
-def _inspect(config: TelescopeConfig, files: _Files) -> ModelReport:
-    data = _read_json(files, "config.json")
+def _inspect(config: TelescopeConfig, files: ModelFiles) -> ModelReport:
+    data = files.read_object("config.json")
     if data is None:
         problem = "has a config.json that is no JSON object" if "config.json" in files.names else "holds no config.json"
         raise ConfigError(f"model is {config.model!r}, but {files.where} {problem}. Give a model in HuggingFace format")
@@ -247,7 +192,7 @@ def _check_quantization(config: TelescopeConfig, data: Mapping[str, Any]) -> Non
 
 
 def _check_tensors(
-    config: TelescopeConfig, files: _Files, data: Mapping[str, Any], present: Mapping[str, tuple[int, ...]] | None
+    config: TelescopeConfig, files: ModelFiles, data: Mapping[str, Any], present: Mapping[str, tuple[int, ...]] | None
 ) -> None:
     """Checks that the weight files have exactly config.json's tensors. A missing one would stay random."""
     expected = expected_tensors(data)
@@ -267,89 +212,13 @@ def check_chat_template(config: TelescopeConfig) -> None:
         _compile_template(config.chat_template, "chat_template", "Correct the template, or leave chat_template null")
 
 
-def _local_files(config: TelescopeConfig) -> _Files:
-    model = config.model
-    try:
-        folder = Path(model).expanduser()
-        is_folder = folder.is_dir()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"model is {show(model)}, which is no usable path ({getattr(error, 'strerror', None) or error}). "
-            "Give a folder in HuggingFace format, or a hub identifier such as Qwen/Qwen2.5-3B"
-        ) from None
-    if not is_folder:
-        problem = "is a file" if folder.exists() else "does not exist"
-        if folder.is_symlink() and not folder.exists():
-            problem = f"is a link to {os.readlink(folder)}, which does not exist"
-        if problem == "does not exist" and "tiny" in folder.name:
-            calculator = any(entry.name == "calculator_agent" for entry in config.environments)
-            task = " --task calculator_agent" if calculator else ""
-            fix = f"Make the model of the demo there: `telescope tiny-model{task} --output {model}`"
-        else:
-            fix = "Give a folder in HuggingFace format, or a hub identifier such as Qwen/Qwen2.5-3B"
-        raise ConfigError(f"model is {model!r}, but {folder} {problem}. {fix}")
-    names = frozenset(item.name for item in folder.iterdir() if item.is_file())
-    return _Files(str(folder), names, lambda name: (folder / name).read_text(encoding="utf-8"), folder)
-
-
-def _hub_files(model: str, ask_hub: bool) -> _Files:
-    """Files of a hub repository: from the cache when it holds enough, else from the hub."""
-    try:
-        import huggingface_hub
-        from huggingface_hub import errors
-    except ImportError:
-        raise HubUnreachableError("the hub cannot be asked without huggingface_hub installed") from None
-    try:
-        cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
-    except errors.HFValidationError:
-        raise ConfigError(
-            f"model is {show(model)}, which is neither a folder here nor a hub identifier: those are letters, "
-            "digits, '-', '_' and '.', at most 96 of them, as in Qwen/Qwen2.5-3B. Check the spelling, or give a path"
-        ) from None
-    if isinstance(cached, str):
-        snapshot = Path(cached).parent
-        names = frozenset(item.name for item in snapshot.iterdir())
-        if names & set(TOKENIZER_FILES):
-            return _Files(
-                f"the hub cache of {model}", names, lambda name: (snapshot / name).read_text(encoding="utf-8"), snapshot
-            )
-    if not ask_hub:
-        raise HubUnreachableError("the hub's cache does not hold it")
-    try:
-        info = huggingface_hub.HfApi().model_info(model, timeout=HUB_TIMEOUT_SECONDS)
-    except errors.GatedRepoError:
-        raise ConfigError(
-            f"model is {model!r}, which the hub gives only to accounts that were granted access. Ask for it on the "
-            "model's page and log in with `hf auth login`, or choose another model"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise ConfigError(
-            f"model is {model!r}, but there is no such repository on the hub (or it is private and you are not logged "
-            "in), and no such folder here. Check the spelling, or give a path"
-        ) from None
-    except Exception as error:  # every transport has exceptions of its own, and each means the same here
-        raise HubUnreachableError(
-            f"the hub cannot be reached ({type(error).__name__}), and it is not in its cache"
-        ) from None
-    names = frozenset(sibling.rfilename for sibling in info.siblings or [])
-
-    def read(name: str) -> str:
-        try:
-            path = huggingface_hub.hf_hub_download(model, name, etag_timeout=HUB_TIMEOUT_SECONDS)
-        except (errors.HfHubHTTPError, OSError) as error:
-            raise HubUnreachableError(f"{name} cannot be downloaded ({type(error).__name__})") from None
-        return Path(path).read_text(encoding="utf-8")
-
-    return _Files(f"the hub repository {model}", names, read)
-
-
-def _check_tokenizer(config: TelescopeConfig, files: _Files, model_config: Mapping[str, Any]) -> None:
+def _check_tokenizer(config: TelescopeConfig, files: ModelFiles, model_config: Mapping[str, Any]) -> None:
     if not files.names & set(TOKENIZER_FILES):
         raise ConfigError(
             f"model is {config.model!r}, but {files.where} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
             "Save it beside the weights: AutoTokenizer.from_pretrained(<base model>).save_pretrained(<folder>)"
         )
-    template = config.chat_template or _chat_template_of(files)
+    template = config.chat_template or files.chat_template()
     _check_vocabulary(config, files, model_config, template or "")
     if config.chat_template is not None:
         return
@@ -362,18 +231,20 @@ def _check_tokenizer(config: TelescopeConfig, files: _Files, model_config: Mappi
     _compile_template(template, f"the chat template of {config.model}", "Set chat_template to one that can be read")
 
 
-def _check_vocabulary(config: TelescopeConfig, files: _Files, model_config: Mapping[str, Any], template: str) -> None:
+def _check_vocabulary(
+    config: TelescopeConfig, files: ModelFiles, model_config: Mapping[str, Any], template: str
+) -> None:
     """Checks tokenizer.json, if any, and that every token has an embedding."""
     if "tokenizer.json" not in files.names:
         return
-    tokenizer = _parse_json(files, "tokenizer.json")
+    tokenizer = files.parse_json("tokenizer.json")
     problem = tokenizer_problem(tokenizer)
     if problem is not None:
         raise ConfigError(
             f"model is {config.model!r}, but tokenizer.json of {files.where} is broken: {problem}. Download or save it "
             "again: AutoTokenizer.from_pretrained(<base model>).save_pretrained(<folder>)"
         )
-    largest = largest_token_id(tokenizer, _read_json(files, "tokenizer_config.json") or {}, template)
+    largest = largest_token_id(tokenizer, files.read_object("tokenizer_config.json") or {}, template)
     text_config = model_config.get("text_config")
     size = (text_config if isinstance(text_config, Mapping) else model_config).get("vocab_size")
     if isinstance(size, int) and largest is not None and largest >= size:
@@ -384,21 +255,7 @@ def _check_vocabulary(config: TelescopeConfig, files: _Files, model_config: Mapp
         )
 
 
-def _chat_template_of(files: _Files) -> str | None:
-    """Returns the tokenizer's default template, from any of the files that formats use."""
-    if "chat_template.jinja" in files.names:
-        return files.read("chat_template.jinja")
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        template = (_read_json(files, name) or {}).get("chat_template")
-        if isinstance(template, list):  # several, by name
-            named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-            template = named.get("default")
-        if isinstance(template, str) and template.strip():
-            return template
-    return None
-
-
-def _check_weights(config: TelescopeConfig, files: _Files) -> dict[str, tuple[int, ...]] | None:
+def _check_weights(config: TelescopeConfig, files: ModelFiles) -> dict[str, tuple[int, ...]] | None:
     """Returns the shapes of all tensors. None where not all headers can be read here."""
     if not any(name.endswith(WEIGHT_SUFFIXES) for name in files.names) and not files.where.startswith("the hub cache"):
         raise ConfigError(
@@ -408,13 +265,13 @@ def _check_weights(config: TelescopeConfig, files: _Files) -> dict[str, tuple[in
     return None if files.folder is None else _check_weight_files(config, files, files.folder)
 
 
-def _check_weight_files(config: TelescopeConfig, files: _Files, folder: Path) -> dict[str, tuple[int, ...]] | None:
+def _check_weight_files(config: TelescopeConfig, files: ModelFiles, folder: Path) -> dict[str, tuple[int, ...]] | None:
     """Checks that the files in a sharded model's index exist and have their header's length.
 
     Returns the shapes in the files that transformers loads: `model.safetensors`, else those of the index.
     """
     present = sorted(name for name in files.names if name.endswith(".safetensors"))
-    index = _read_json(files, "model.safetensors.index.json") or {}
+    index = files.read_object("model.safetensors.index.json") or {}
     weight_map = index.get("weight_map")
     indexed = set(map(str, weight_map.values())) if isinstance(weight_map, Mapping) else set()
     missing = sorted(indexed - set(present))
@@ -488,21 +345,6 @@ def _check_against_shape(config: TelescopeConfig, shape: ModelShape, *, scaled: 
             f"weight_transfer is background, but {config.model} has experts, which take their weights in place. Set "
             "weight_transfer to auto"
         )
-
-
-def _read_json(files: _Files, name: str) -> Mapping[str, Any] | None:
-    """The object in a JSON file. None if there is no such file, or something else in it."""
-    data = _parse_json(files, name) if name in files.names else None
-    return data if isinstance(data, dict) else None
-
-
-def _parse_json(files: _Files, name: str) -> Any:
-    try:
-        return json.loads(files.read(name))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{name} of {files.where} cannot be read as JSON: {error}. Download or save it again"
-        ) from None
 
 
 def _compiles(template: str) -> bool:

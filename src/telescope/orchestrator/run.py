@@ -19,7 +19,8 @@ from telescope.cluster.reaper import Reaper
 from telescope.cluster.trainer_group import save_where_possible
 from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
-from telescope.config.model_files import read_meta_files, vocabulary_size
+from telescope.config.model_files import vocabulary_size
+from telescope.config.model_source import read_meta_files
 from telescope.errors import UserError
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.checkpoints import Checkpoint, Checkpointer, CheckpointFolder, refuse_changes

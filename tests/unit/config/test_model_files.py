@@ -11,7 +11,8 @@ import pytest
 from tests.model_folder import MODEL_CONFIG, TEMPLATE, safetensors, tensors_of, tokenizer, write_model_folder
 
 from telescope.config import TelescopeConfig
-from telescope.config.model_files import inspect_model, is_local_path, read_meta_files
+from telescope.config.model_files import inspect_model
+from telescope.config.model_source import is_local_path, read_meta_files
 from telescope.errors import ConfigError
 
 

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from telescope.algorithms import get_algorithm
 from telescope.algorithms.loss import needs_batch_reference
 from telescope.config.memory import reshards_after_forward
-from telescope.config.model_files import read_meta_files
+from telescope.config.model_source import read_meta_files
 from telescope.trainer.attention import choose_kernel
 from telescope.trainer.backends import TrainingBackend
 from telescope.trainer.backends.fsdp.checkpoint import (

@@ -1,0 +1,184 @@
+"""Finds a model's files: in a folder, in the cache of the hub, or on the hub, with short deadlines.
+
+Owns reading them as text and as JSON. `model_files` checks what they hold. `huggingface_hub` is imported for
+identifiers of the hub only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from telescope.config.messages import show
+from telescope.errors import ConfigError
+
+if TYPE_CHECKING:
+    from telescope.config.schema import TelescopeConfig
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+META_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
+"""Of the files beside the weights: config, tokenizer, chat template, generation config, the model's own code."""
+HUB_TIMEOUT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A folder of model files, local or on the hub. `read` returns the text of a file in `names`."""
+
+    where: str
+    names: frozenset[str]
+    read: Callable[[str], str]
+    folder: Path | None = None
+    """Folder on this machine; None for a repository that is not downloaded yet."""
+
+    def parse_json(self, name: str) -> Any:
+        """Returns what a JSON file holds. Raises `ConfigError` if it cannot be read."""
+        try:
+            return json.loads(self.read(name))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{name} of {self.where} cannot be read as JSON: {error}. Download or save it again"
+            ) from None
+
+    def read_object(self, name: str) -> Mapping[str, Any] | None:
+        """Returns the object in a JSON file. None if there is no such file, or something else in it."""
+        data = self.parse_json(name) if name in self.names else None
+        return data if isinstance(data, dict) else None
+
+    def chat_template(self) -> str | None:
+        """Returns the tokenizer's default template, from any of the files that formats use."""
+        if "chat_template.jinja" in self.names:
+            return self.read("chat_template.jinja")
+        for name in ("chat_template.json", "tokenizer_config.json"):
+            template = (self.read_object(name) or {}).get("chat_template")
+            if isinstance(template, list):  # several, by name
+                named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+                template = named.get("default")
+            if isinstance(template, str) and template.strip():
+                return template
+        return None
+
+
+class HubUnreachableError(Exception):
+    """The hub did not answer, or `huggingface_hub` is not installed."""
+
+
+def is_local_path(model: str) -> bool:
+    """Returns whether `model` means a path rather than a hub identifier (`name` or `owner/name`).
+
+    No account of the hub is called `models`, which is the address of a page there.
+    """
+    return model.startswith(("/", ".", "~", "models/")) or model.count("/") > 1 or os.path.lexists(model)
+
+
+def find_files(config: TelescopeConfig, *, ask_hub: bool) -> ModelFiles:
+    """Returns the files of `config.model`.
+
+    Raises `ConfigError` if there is no such folder or repository, `HubUnreachableError` if that cannot be known.
+    """
+    return _local_files(config) if is_local_path(config.model) else _hub_files(config.model, ask_hub)
+
+
+def files_here(config: TelescopeConfig) -> ModelFiles | None:
+    """The model's files on this machine. None for a hub identifier that is not in the cache."""
+    try:
+        return find_files(config, ask_hub=False)
+    except HubUnreachableError:
+        return None
+
+
+def read_meta_files(config: TelescopeConfig) -> dict[str, bytes]:
+    """Reads the model's files beside its weights: name to content, with the run's `chat_template` if it is set.
+
+    A folder of these files and of weights is a model in HuggingFace format. Empty for a hub model that is not cached,
+    and for a folder that is gone. Raises `OSError`.
+    """
+    is_gone = is_local_path(config.model) and not Path(config.model).expanduser().is_dir()
+    files = None if is_gone else files_here(config)
+    if files is None or files.folder is None:
+        return {}
+    names = sorted(name for name in files.names if name.endswith(META_SUFFIXES) and not name.endswith(".index.json"))
+    contents = {name: (files.folder / name).read_bytes() for name in names}
+    if config.chat_template is not None:
+        contents["chat_template.jinja"] = config.chat_template.encode()  # comes before that of tokenizer_config.json
+    return contents
+
+
+def _local_files(config: TelescopeConfig) -> ModelFiles:
+    model = config.model
+    try:
+        folder = Path(model).expanduser()
+        is_folder = folder.is_dir()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"model is {show(model)}, which is no usable path ({getattr(error, 'strerror', None) or error}). "
+            "Give a folder in HuggingFace format, or a hub identifier such as Qwen/Qwen2.5-3B"
+        ) from None
+    if not is_folder:
+        problem = "is a file" if folder.exists() else "does not exist"
+        if folder.is_symlink() and not folder.exists():
+            problem = f"is a link to {os.readlink(folder)}, which does not exist"
+        if problem == "does not exist" and "tiny" in folder.name:
+            calculator = any(entry.name == "calculator_agent" for entry in config.environments)
+            task = " --task calculator_agent" if calculator else ""
+            fix = f"Make the model of the demo there: `telescope tiny-model{task} --output {model}`"
+        else:
+            fix = "Give a folder in HuggingFace format, or a hub identifier such as Qwen/Qwen2.5-3B"
+        raise ConfigError(f"model is {model!r}, but {folder} {problem}. {fix}")
+    names = frozenset(item.name for item in folder.iterdir() if item.is_file())
+    return ModelFiles(str(folder), names, lambda name: (folder / name).read_text(encoding="utf-8"), folder)
+
+
+def _hub_files(model: str, ask_hub: bool) -> ModelFiles:
+    """Files of a hub repository: from the cache when it holds enough, else from the hub."""
+    try:
+        import huggingface_hub
+        from huggingface_hub import errors
+    except ImportError:
+        raise HubUnreachableError("the hub cannot be asked without huggingface_hub installed") from None
+    try:
+        cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
+    except errors.HFValidationError:
+        raise ConfigError(
+            f"model is {show(model)}, which is neither a folder here nor a hub identifier: those are letters, "
+            "digits, '-', '_' and '.', at most 96 of them, as in Qwen/Qwen2.5-3B. Check the spelling, or give a path"
+        ) from None
+    if isinstance(cached, str):
+        snapshot = Path(cached).parent
+        names = frozenset(item.name for item in snapshot.iterdir())
+        if names & set(TOKENIZER_FILES):
+            return ModelFiles(
+                f"the hub cache of {model}", names, lambda name: (snapshot / name).read_text(encoding="utf-8"), snapshot
+            )
+    if not ask_hub:
+        raise HubUnreachableError("the hub's cache does not hold it")
+    try:
+        info = huggingface_hub.HfApi().model_info(model, timeout=HUB_TIMEOUT_SECONDS)
+    except errors.GatedRepoError:
+        raise ConfigError(
+            f"model is {model!r}, which the hub gives only to accounts that were granted access. Ask for it on the "
+            "model's page and log in with `hf auth login`, or choose another model"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ConfigError(
+            f"model is {model!r}, but there is no such repository on the hub (or it is private and you are not logged "
+            "in), and no such folder here. Check the spelling, or give a path"
+        ) from None
+    except Exception as error:  # every transport has exceptions of its own, and each means the same here
+        raise HubUnreachableError(
+            f"the hub cannot be reached ({type(error).__name__}), and it is not in its cache"
+        ) from None
+    names = frozenset(sibling.rfilename for sibling in info.siblings or [])
+
+    def read(name: str) -> str:
+        try:
+            path = huggingface_hub.hf_hub_download(model, name, etag_timeout=HUB_TIMEOUT_SECONDS)
+        except (errors.HfHubHTTPError, OSError) as error:
+            raise HubUnreachableError(f"{name} cannot be downloaded ({type(error).__name__})") from None
+        return Path(path).read_text(encoding="utf-8")
+
+    return ModelFiles(f"the hub repository {model}", names, read)
