@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from datetime import datetime
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -34,6 +36,9 @@ from telescope.config.remarks import remarks_on_place
 from telescope.config.schema import SECTIONS
 from telescope.errors import ConfigError, UserError
 from telescope.utils.text import pluralize
+
+if TYPE_CHECKING:
+    from telescope.orchestrator.checkpoints import Checkpoint
 
 LONGEST_VALUE = 60  # characters of a default in the table of fields; what the user set is shown in full
 MOST_WORKERS_SHOWN = 64  # rows of the placement
@@ -60,6 +65,14 @@ def print_dry_run(
         report = inspect_model(config)
     except UserError as error:
         problems.append(str(error))
+    resumed: Checkpoint | None = None
+    if config.resume_from_checkpoint:
+        from telescope.orchestrator.resume import find_checkpoint
+
+        try:
+            resumed = find_checkpoint(config, choose_run_dir(config))
+        except UserError as error:
+            problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     elsewhere = preflight.why_elsewhere(config)
@@ -72,7 +85,11 @@ def print_dry_run(
     # `report` is reused, so that the hub is not contacted again.
     files = preflight.find_problems(
         config,
-        [lambda config: preflight.check_report(config, report), lambda config: preflight.check_disk(config, report)],
+        [
+            lambda config: preflight.check_report(config, report),
+            lambda config: preflight.check_disk(config, report),
+            lambda config: preflight.check_checkpoint_memory(config, report),
+        ],
     )
     machine = assumed or local_resources()
     fit = preflight.find_problems(config, [lambda config: preflight.check_fit(config, report, machine)])
@@ -84,12 +101,15 @@ def print_dry_run(
         refused, remarked = ([], found) if elsewhere else (found, [])
 
     _print_config(loaded, console)
+    if resumed is not None:
+        _print_resumed(resumed, console)
     placement, resources = _plan(config, assumed, elsewhere=elsewhere is not None)
     _print_placement(config, placement, console)
     remarks = [*loaded.notes, *([elsewhere] if elsewhere else [])]
     remarks += remarks_on_place(config, placement.device, report.shape.num_layers if report.shape else None)
     remarks += _print_memory(config, report, placement, resources, console, assumed=assumed is not None)
     remarks += [f"On this machine, a run would be refused: {problem}." for problem in remarked]
+    remarks += resumed.notes if resumed else []
     _print_remarks("Remarks", remarks, console)
     if not refused:
         _print_remarks("Remarks of the environments", try_user_code(elsewhere is None), console)
@@ -139,6 +159,20 @@ def _print_config(loaded: LoadedConfig, console: Console) -> None:
 def _source(loaded: LoadedConfig, name: str) -> str:
     """Returns the source of a value, without the path of the file."""
     return loaded.sources.get(name, "").rpartition(", ")[2]
+
+
+def _print_resumed(checkpoint: Checkpoint, console: Console) -> None:
+    """Prints the checkpoint from which the run would continue."""
+    meta, state = checkpoint.meta, checkpoint.state
+    kept = "weights and optimizer" if meta["training_state"] else "weights only"
+    console.print(Text(f"\nContinues after step {checkpoint.step}", style="bold cyan"))
+    console.print(Text(f"  {checkpoint.path}: complete, {kept}, written by {pluralize(meta['ranks'], 'rank')} on "
+                       f"{datetime.fromtimestamp(meta['time']):%Y-%m-%d %H:%M}"), soft_wrap=True)  # fmt: skip
+    console.print(
+        f"  {pluralize(len(state.groups), 'finished group')} to train; "
+        f"{pluralize(len(state.sampler.unfinished), 'prompt')} to sample again",
+        highlight=False,
+    )
 
 
 def _machine_with(config: TelescopeConfig, gpu_memory_gib: float) -> ClusterResources:
@@ -224,6 +258,8 @@ def _print_memory(
         console.print(
             "  GPU memory is not known here: --gpu-memory-gib 80 checks the plan for such GPUs.", highlight=False
         )
+    if sentence := preflight.checkpoint_sentence(config, report):
+        console.print(f"  {sentence}", highlight=False, soft_wrap=True)
     remarks = list(_remarks(config, estimate))
     in_place = plan_staging(config, report.shape, memory).in_place_because
     # For a dense model on one GPU it depends on the GPU; on the CPU there is no choice.

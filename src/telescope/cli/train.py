@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from telescope.config import LoadedConfig, TelescopeConfig, load_config
+from telescope.config.loader import choose_run_dir, load_resumed_config
 from telescope.errors import ConfigError, RunError, UserError
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class TrainArguments:
     overrides: list[str]
     gpu_memory_gib: float | None = None
     """GPU memory for which a dry run checks the plan; None: that of this machine."""
+    resume: Path | None = None
+    """The run to continue."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -54,12 +57,15 @@ def run(argv: Sequence[str]) -> int:
 
         print_train_help(_console(), all_fields=arguments.help == "all")
         return 0
-    if arguments.config is None and not arguments.overrides:
+    if arguments.config is None and arguments.resume is None and not arguments.overrides:
         raise UserError(
             "train needs a configuration: telescope train --config configs/examples/demo_countdown.yaml. "
             "`telescope train --help` lists its arguments"
         )
-    loaded = load_config(arguments.config, arguments.overrides)
+    if arguments.resume is not None:
+        loaded = load_resumed_config(arguments.resume, arguments.overrides, path=arguments.config)
+    else:
+        loaded = load_config(arguments.config, arguments.overrides)
     if arguments.dry_run:
         from telescope.cli.dry_run import print_dry_run
 
@@ -75,7 +81,7 @@ def run(argv: Sequence[str]) -> int:
 
 def parse_arguments(argv: Sequence[str]) -> TrainArguments:
     """Separates the command's own arguments from the flags of fields."""
-    config: Path | None = None
+    paths: dict[str, Path] = {}
     dry_run = False
     gpu_memory_gib: float | None = None
     wants_help: Literal["short", "all"] | None = None
@@ -90,14 +96,19 @@ def parse_arguments(argv: Sequence[str]) -> TrainArguments:
             wants_help = "all"
         elif argument in ("--dry-run", "--dry_run"):
             dry_run = True
-        elif flag in ("--config", "-c"):
+        elif flag in ("--config", "-c", "--resume"):
+            name = "--resume" if flag == "--resume" else "--config"
             if not equals:
                 if not rest or rest[0].startswith("--"):
-                    raise ConfigError("--config needs the path of a YAML file")
+                    what = (
+                        "the folder of a run, as in --resume runs/first" if name == "--resume" else "the path of a YAML"
+                    )
+                    raise ConfigError(f"{name} needs {what}" + ("" if name == "--resume" else " file"))
                 value = rest.pop(0)
-            if config is not None:
-                raise ConfigError(f"--config is given twice: {config} and {value}. Give one file; flags override it")
-            config = Path(value).expanduser()
+            if name in paths:
+                only = "file; flags override it" if name == "--config" else "folder"
+                raise ConfigError(f"{name} is given twice: {paths[name]} and {value}. Give one {only}")
+            paths[name] = Path(value).expanduser()
         elif flag in ("--gpu-memory-gib", "--gpu_memory_gib"):
             if not equals:
                 value = "" if not rest or rest[0].startswith("--") else rest.pop(0)
@@ -111,7 +122,7 @@ def parse_arguments(argv: Sequence[str]) -> TrainArguments:
             f"--gpu-memory-gib {gpu_memory_gib:g} is for a dry run with assumed GPUs; a run uses those of this "
             "machine. Add --dry-run, or omit --gpu-memory-gib"
         )
-    return TrainArguments(config, dry_run, wants_help, overrides, gpu_memory_gib)
+    return TrainArguments(paths.get("--config"), dry_run, wants_help, overrides, gpu_memory_gib, paths.get("--resume"))
 
 
 def _read_gib(value: str) -> float:
@@ -149,6 +160,10 @@ def check_before_start(loaded: LoadedConfig) -> list[str]:
     """Runs all checks that need nothing started. Returns remarks; raises ConfigError for problems."""
     from telescope.config import preflight
 
+    if loaded.config.resume_from_checkpoint:
+        from telescope.orchestrator.resume import find_checkpoint
+
+        find_checkpoint(loaded.config, choose_run_dir(loaded.config))
     preflight.check(loaded.config)
     notices = try_what_the_user_brings(loaded.config)
     return [*loaded.notes, *preflight.find_remarks(loaded.config), *notices]

@@ -85,9 +85,17 @@ class TrainerGroup:
     async def setup(self, *, loopback: bool) -> list[Any]:
         """Connects the ranks and loads the model. Returns each rank's `TrainerInfo`."""
         host, port = await self._one(0, self._ranks[0].address.remote(loopback), "opening the port of the ranks")
-        return await self._all(
+        infos = await self._all(
             "model setup", lambda rank: self._ranks[rank].setup.remote(host, port, loopback), SETUP_TIMEOUT_SECONDS
         )
+        self._devices = [info.device for info in infos]
+        return infos
+
+    @property
+    def topology(self) -> dict[str, str]:
+        """Returns node and device of each rank, after `setup`."""
+        places = enumerate(zip(self._nodes, self._devices, strict=True))
+        return {f"trainer rank {rank}": f"{node}, {device}" for rank, (node, device) in places}
 
     async def warm_up(self) -> list[Span]:
         """Compiles what the first training step would. Returns the span of each rank.

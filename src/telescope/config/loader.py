@@ -50,12 +50,40 @@ class LoadedConfig:
     sources: dict[str, str] = field(default_factory=dict)
 
 
+def load_resumed_config(run_dir: Path, overrides: Sequence[str] = (), *, path: Path | None = None) -> LoadedConfig:
+    """Loads the config with which a run was started last, or that of `path`, to continue the run.
+
+    Values that are defaults count as not chosen, so that they adjust to overrides as in a first start. Environment
+    variables fill in nothing: the run's own values hold. Raises `ConfigError` as `load_config`, and if there is no run.
+    """
+    if path is None:
+        path = run_dir / "config.yaml"
+        if not path.is_file():
+            raise ConfigError(
+                f"--resume {run_dir}: there is no run, because it holds no config.yaml{_neighbors(run_dir)}"
+            )
+    given = parse_overrides(overrides)
+    if "run_dir" in given:
+        raise ConfigError(f"--resume {run_dir} and --run_dir {given['run_dir']} name two folders. Give one")
+    flags = [*overrides, f"--run_dir={run_dir}"]
+    if given.get("resume_from_checkpoint", False) is False:
+        if "resume_from_checkpoint" in given:
+            raise ConfigError("--resume continues from a checkpoint, and resume_from_checkpoint is false. Omit one")
+        flags.append("--resume_from_checkpoint=true")
+    return load_config(path, flags, {}, keep_defaults=False)
+
+
 def load_config(
-    path: Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    *,
+    keep_defaults: bool = True,
 ) -> LoadedConfig:
     """Merges all layers and validates them. `overrides` are command-line flags, as in `["--learning_rate", "5e-7"]`.
 
-    `environ` defaults to the process's own environment. Raises `ConfigError` that names the field, the value, where it
+    `environ` defaults to the process's own environment. Without `keep_defaults`, values in the file that are defaults
+    count as not chosen. Raises `ConfigError` that names the field, the value, where it
     comes from, and the fix; every problem that can be seen at once is listed.
     """
     values: dict[str, Any] = {}
@@ -67,8 +95,11 @@ def load_config(
             sources[name] = f"environment variable {variable}"
     if path is not None:
         from_file, lines = read_yaml_file(Path(path))
+        if not keep_defaults:
+            defaults = TelescopeConfig.model_construct().model_dump(mode="json", warnings=False)
+            from_file = {name: value for name, value in from_file.items() if defaults.get(name, ...) != value}
         values.update(from_file)
-        sources.update({name: f"{path}, line {line}" for name, line in lines.items()})
+        sources.update({name: f"{path}, line {lines[name]}" for name in from_file})
     from_flags = parse_overrides(overrides)
     if path is not None and not from_file and "environments" not in from_flags:
         raise ConfigError(
@@ -173,6 +204,11 @@ def choose_run_dir(config: TelescopeConfig, now: datetime | None = None) -> Path
     name = re.sub(r"[^\w.-]+", "-", config.wandb_run_name)[:MAX_NAME_LENGTH].strip("-.") or "run"
     stamp = (now or datetime.now(UTC)).strftime("%Y%m%d-%H%M%S")
     return (RUNS_ROOT / f"{name}-{stamp}").absolute()
+
+
+def choose_checkpoint_dir(checkpoint_dir: str | None, run_dir: Path) -> Path:
+    """`checkpoint_dir` (which TELESCOPE_CHECKPOINT_DIR fills in), else `checkpoints` in the run directory."""
+    return Path(checkpoint_dir).expanduser().absolute() if checkpoint_dir else run_dir / "checkpoints"
 
 
 SCALARS = (

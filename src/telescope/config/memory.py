@@ -315,6 +315,12 @@ def trainer_share(config: TelescopeConfig, memory: int) -> int:
     return max(int(memory * (1 - config.gpu_memory_utilization)) - 2 * CUDA_CONTEXT_BYTES, 0)
 
 
+def checkpoint_bytes(config: TelescopeConfig, shape: ModelShape) -> int:
+    """Estimates the bytes of one checkpoint on disk, which are also those of all ranks' copies in shared memory."""
+    weights = shape.num_parameters * DTYPE_BYTES[config.model_dtype]
+    return weights * (3 if config.checkpoint_save_training_state else 1)  # AdamW: two moments
+
+
 def _memory_of_a_rank(config: TelescopeConfig, gpu_memory: int) -> int:
     """Returns the bytes of a GPU that a rank may take, its CUDA context included."""
     return trainer_share(config, gpu_memory) + CUDA_CONTEXT_BYTES if config.share_gpus else gpu_memory

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from telescope.config.loader import choose_run_dir
+from telescope.config.loader import choose_checkpoint_dir, choose_run_dir
 from telescope.config.machine import LOOPBACK, local_resources, ray_cluster_is_configured, require_port
-from telescope.config.memory import estimate_memory, trainer_share
+from telescope.config.memory import GIB, checkpoint_bytes, estimate_memory, trainer_share
 from telescope.config.model_files import ModelReport, check_rendering, inspect_model, vocabulary_size
 from telescope.config.model_shape import DTYPE_BYTES
 from telescope.config.plan import ClusterResources, PlacementError, gpus_needed, plan_placement, resolve_device
@@ -52,8 +52,10 @@ def find_remarks(config: TelescopeConfig) -> list[str]:
     """Returns remarks on a configuration that passed `check`: those that depend on this machine and on the model."""
     joins = ray_cluster_is_configured(config.ray_address) and config.device == "auto"
     device = None if joins else resolve_device(config, local_resources())
-    shape = inspect_model(config, ask_hub=False).shape
-    return remarks_on_place(config, device, shape.num_layers if shape else None)
+    report = inspect_model(config, ask_hub=False)
+    sentence = checkpoint_sentence(config, report)
+    remarks = remarks_on_place(config, device, report.shape.num_layers if report.shape else None)
+    return [*remarks, *([sentence] if sentence else [])]
 
 
 def find_problems(config: TelescopeConfig, checks: Sequence[Check]) -> list[str]:
@@ -249,6 +251,7 @@ def check_model(config: TelescopeConfig) -> None:
     report = inspect_model(config)
     check_report(config, report)
     check_disk(config, report)
+    check_checkpoint_memory(config, report)
     check_fit(config, report, local_resources())
 
 
@@ -263,18 +266,63 @@ def check_report(config: TelescopeConfig, report: ModelReport) -> None:
         vocabulary_size(config)
 
 
+def checkpoint_sentence(config: TelescopeConfig, report: ModelReport) -> str | None:
+    """Returns what one checkpoint takes and what there is. None without checkpoints, or if sizes are not known."""
+    if not config.checkpoint_every or report.shape is None:
+        return None
+    folder = choose_checkpoint_dir(config.checkpoint_dir, choose_run_dir(config))
+    free = shutil.disk_usage(_existing_parent(folder)).free
+    size = checkpoint_bytes(config, report.shape)
+    return (
+        f"A checkpoint takes about {_size(size)} of the {_size(free)} that are free on its disk, and as much shared "
+        "memory on the nodes of the trainer."
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{-(-num_bytes >> 20):,} MiB"
+
+
 def check_disk(config: TelescopeConfig, report: ModelReport) -> None:
-    """Checks that the trained model fits on the disk of the run directory."""
-    if not config.save_final_model or report.shape is None:
+    """Checks that the trained model and one checkpoint fit on their disks."""
+    if report.shape is None:
         return
     run_dir = choose_run_dir(config)
-    needed = report.shape.num_parameters * DTYPE_BYTES[config.model_dtype]
+    folder = choose_checkpoint_dir(config.checkpoint_dir, run_dir)
+    model = report.shape.num_parameters * DTYPE_BYTES[config.model_dtype] if config.save_final_model else 0
     disk = shutil.disk_usage(_existing_parent(run_dir))
-    if disk.total and disk.free < needed:  # what is no disk, such as /proc, has no size
+    if disk.total and disk.free < model:  # what is no disk, such as /proc, has no size
         raise ConfigError(
             f"run_dir is {str(run_dir)!r}, whose disk has {disk.free >> 20:,} MiB free, and the trained model takes "
-            f"{-(-needed >> 20):,} MiB. Free some space, set run_dir to a folder of another disk, or set "
+            f"{-(-model >> 20):,} MiB. Free some space, set run_dir to a folder of another disk, or set "
             "save_final_model to false"
+        )
+    if not config.checkpoint_every:
+        return
+    needed, beside = checkpoint_bytes(config, report.shape), ""
+    if model and _existing_parent(run_dir).stat().st_dev == _existing_parent(folder).stat().st_dev:
+        beside = f", beside {_size(model)} for the trained model"
+    disk = shutil.disk_usage(_existing_parent(folder))
+    if disk.total and disk.free < needed + (model if beside else 0):
+        raise ConfigError(
+            f"Checkpoints are written to {str(folder)!r}, whose disk has {_size(disk.free)} free, and one checkpoint "
+            f"takes about {_size(needed)}{beside}. Free some space, set checkpoint_dir to a folder of another disk, "
+            "set checkpoint_save_training_state to false, or set checkpoint_every to 0"
+        )
+
+
+def check_checkpoint_memory(config: TelescopeConfig, report: ModelReport) -> None:
+    """Checks that shared memory has space for the copies of all ranks, unless some may be on other nodes."""
+    if not config.checkpoint_every or report.shape is None or not SHARED_MEMORY.is_dir():
+        return
+    if ray_cluster_is_configured(config.ray_address):
+        return
+    needed, free = checkpoint_bytes(config, report.shape), shutil.disk_usage(SHARED_MEMORY).free
+    if free < needed:
+        raise ConfigError(
+            f"{SHARED_MEMORY} has {_size(free)} free, and the ranks copy about {_size(needed)} there for a checkpoint. "
+            f"Start the container with more, such as `docker run --shm-size={-(-needed // GIB) + 8}g`, set "
+            "checkpoint_save_training_state to false, or set checkpoint_every to 0"
         )
 
 

@@ -27,10 +27,11 @@ from typing import Any, Protocol
 
 import telescope
 from telescope.config import TelescopeConfig
+from telescope.config.loader import choose_checkpoint_dir
 from telescope.errors import UserError
 from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import RunStatus
-from telescope.record.files import RunFiles, read_json, replace_json
+from telescope.record.files import read_json, replace_json
 from telescope.utils.text import pluralize
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,8 @@ PROGRESS_SECONDS = 5.0
 SLOW_SECONDS = 5.0
 """A longer wait for the disk is reported."""
 
-FIXED_FIELDS = ("model", "model_dtype", "train_backend", "seed")
-"""Fields that a resumed run cannot change, besides the environments' names and weights."""
+LAYOUT_VERSION = 1
+"""Version of the files of a checkpoint. Raise it when an older Telescope could not read them."""
 
 _COMPLETE = re.compile(r"step_(\d+)")
 
@@ -61,6 +62,8 @@ class Checkpoint:
     step: int
     meta: dict[str, Any]
     state: RunState
+    notes: tuple[str, ...] = ()
+    """What a run that continues from it should know (`resume`)."""
 
 
 class CheckpointFolder:
@@ -72,8 +75,7 @@ class CheckpointFolder:
     @classmethod
     def for_run(cls, config: TelescopeConfig, run_dir: Path) -> CheckpointFolder:
         """The folder of `checkpoint_dir`, by default in the run directory."""
-        chosen = config.checkpoint_dir
-        return cls(Path(chosen).expanduser().absolute() if chosen else RunFiles(run_dir).checkpoints)
+        return cls(choose_checkpoint_dir(config.checkpoint_dir, run_dir))
 
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, in order."""
@@ -135,18 +137,25 @@ class CheckpointFolder:
                 "checkpoint_dir) to a run that has one, or resume_from_checkpoint: false in an empty run_dir"
             )
         step = steps[-1] if wanted is True else int(wanted)
+        path = self.folder_of(step)
         if step not in steps:
+            problem = f"is incomplete: it has no {META}" if path.is_dir() else "does not exist"
             raise UserError(
-                f"resume_from_checkpoint is {step}, but {self.path} has no such checkpoint. It has "
+                f"resume_from_checkpoint is {step}, but {path} {problem}. There is "
                 f"{', '.join(f'step_{known}' for known in steps)}"
             )
-        path = self.folder_of(step)
         try:
             meta, state = read_json(path / META), read_json(path / STATE)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read: {error}. Resume from another step") from error
+            layout = meta["layout"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{path} cannot be read: {error!r}. Resume from another step") from error
+        if layout != LAYOUT_VERSION:
+            raise UserError(
+                f"{path} has layout {layout}, and this version of Telescope reads layout {LAYOUT_VERSION}. Resume with "
+                "the version of Telescope that wrote it"
+            )
         if state is None:
-            raise UserError(f"{path} has no {STATE}, so no run can resume from it. Resume from another step")
+            raise UserError(f"{path} is incomplete: it has no {STATE}. Resume from another step")
         return Checkpoint(path, step, meta, RunState.load_state_dict(state))
 
 
@@ -157,21 +166,6 @@ def steps_to_remove(steps: Iterable[int], keep_last: int | None, keep_every: int
         return []
     newest = ordered[-keep_last:]
     return [step for step in ordered if step not in newest and not (keep_every and step % keep_every == 0)]
-
-
-def refuse_changes(config: TelescopeConfig, checkpoint: Checkpoint) -> None:
-    """Raises `UserError` for a changed field on which the checkpoint depends. Names it with both values."""
-    saved = checkpoint.meta["config"]
-    changes = [(name, saved[name], getattr(config, name)) for name in FIXED_FIELDS]
-    for what in ("name", "weight"):
-        before = [entry[what] for entry in saved["environments"]]
-        changes.append((f"environments ({what}s)", before, [getattr(entry, what) for entry in config.environments]))
-    changed = [f"{name} was {before!r} and is {now!r}" for name, before, now in changes if before != now]
-    if changed:
-        raise UserError(
-            f"{checkpoint.path} cannot be resumed with this config: {'; '.join(changed)}. Restore the old values, or "
-            "start another run in another run_dir"
-        )
 
 
 class CheckpointTrainer(Protocol):
@@ -289,6 +283,7 @@ class Checkpointer:
             partial,
             step,
             {
+                "layout": LAYOUT_VERSION,
                 "step": step,
                 "time": time.time(),
                 "model": config.model,

@@ -20,8 +20,8 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -97,6 +97,8 @@ class Services:
     report_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None
     after_step: AfterStep | None = None
     """Called after every step with the number of finished steps; the next one waits for it (checkpoints)."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Sizes of the datasets, for the state of the run."""
 
 
 class Orchestrator:
@@ -179,6 +181,7 @@ class Orchestrator:
             errors=self._budget.state_dict(),
             num_openings=num_openings,
             groups=kept,
+            data=self.services.data,
         )
 
     async def run(self, supervisor: Supervisor) -> None:

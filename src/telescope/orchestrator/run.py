@@ -8,10 +8,11 @@ written, and the first error is raised.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from telescope.cluster.actors import HostGroup
 from telescope.cluster.ray_cluster import watch_daemons
@@ -21,14 +22,14 @@ from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
 from telescope.config.model_files import vocabulary_size
 from telescope.config.model_source import read_meta_files
-from telescope.errors import UserError
 from telescope.orchestrator import record_rows
-from telescope.orchestrator.checkpoints import Checkpoint, Checkpointer, CheckpointFolder, refuse_changes
+from telescope.orchestrator.checkpoints import Checkpoint, Checkpointer, CheckpointFolder
 from telescope.orchestrator.collectors import Collectors, sources_of
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.orchestrator import AfterStep, Orchestrator, Services
 from telescope.orchestrator.prompt_sampler import PromptSampler
+from telescope.orchestrator.resume import check_data, find_checkpoint
 from telescope.orchestrator.run_components import RunComponents, start_components
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState
@@ -37,6 +38,8 @@ from telescope.orchestrator.supervision import Interrupt, Supervisor, watchdog
 from telescope.record.files import RunFiles
 from telescope.record.recorder import Recorder
 from telescope.record.system_metrics import MachineSampler
+
+logger = logging.getLogger(__name__)
 
 GAUGE_SECONDS = 0.5
 """Interval of the live view's numbers and the record's gauges."""
@@ -66,17 +69,8 @@ class _TrainingRun:
         self._view = view
         path = choose_run_dir(config)
         self._checkpoints = CheckpointFolder.for_run(config, path)
-        self._resumed: Checkpoint | None = None
-        if config.resume_from_checkpoint:
-            self._resumed = self._checkpoints.load(config.resume_from_checkpoint)
-            refuse_changes(config, self._resumed)
-        first_step = self._resumed.step if self._resumed else 0
-        if first_step >= config.number_of_steps:
-            raise UserError(
-                f"number_of_steps is {config.number_of_steps}, and the checkpoint is after step {first_step}: "
-                "nothing is left to train. Raise number_of_steps, or resume from an earlier step"
-            )
-        self._directory = RunDirectory.create(config, notes, path=path, first_step=first_step)
+        self._resumed = find_checkpoint(config, path)
+        self._directory = RunDirectory.create(config, notes, path=path, is_resumed=self._resumed is not None)
         self._status = RunStatus(config.wandb_run_name, config.number_of_steps)
         self._status.run_dir = str(self._directory.path)
         self._status.messages.extend(notes)
@@ -127,7 +121,8 @@ class _TrainingRun:
             supervisor.spawn(watch_daemons(), "Ray's daemons")
 
         starting = start_components(
-            config, self._directory, status, stack, temporary, on_ray_started=on_ray_started
+            config, self._directory, status, stack, temporary, on_ray_started=on_ray_started,
+            check_data=self._check_data,
         )  # fmt: skip
         components = await self._interrupt.run_until_first(starting)
         supervisor.spawn(components.servers.watch(), "server watch")
@@ -154,6 +149,7 @@ class _TrainingRun:
                 self._directory.evaluated_before(headline.accuracy)
         status.phase = "training"
         step = self._resumed.step if self._resumed else 0
+        self._directory.started(components.topology, step)
         self._checkpoints.continue_after(step)
         checkpointer = Checkpointer(
             config, self._checkpoints, components.trainer, status, last_step=step, model_files=read_meta_files(config)
@@ -176,14 +172,19 @@ class _TrainingRun:
                 evaluation.run_all(status.version, components.settings, components.servers)
             )
 
+    def _check_data(self, data: dict[str, Any]) -> None:
+        if self._resumed is not None:
+            self._resumed = check_data(self._config, self._resumed, data)
+
     async def _load_checkpoint(self, components: RunComponents, checkpoint: Checkpoint) -> None:
         """Gives trainer and engines the weights of a checkpoint."""
         status = self._status
         status.phase = f"loading the checkpoint after step {checkpoint.step}"
         await components.trainer.load_checkpoint(checkpoint.step, checkpoint.path)
-        if not checkpoint.meta["training_state"]:
-            status.messages.append(f"{checkpoint.path.name} holds weights only: the optimizer starts without state")
         await components.weights.sync()
+        for note in checkpoint.notes:
+            logger.info("%s", note)
+            status.messages.append(note)
         status.step = status.version = checkpoint.step
 
     async def _save_model(self, components: RunComponents) -> Path:
@@ -292,5 +293,6 @@ async def make_orchestrator(
         infos=infos,
         report_engine_failure=components.servers.report_failure,
         after_step=after_step,
+        data=components.data,
     )
     return Orchestrator(config, services, sampler, evaluation.held_out_uids, components.settings, status, start)

@@ -40,6 +40,7 @@ from telescope.orchestrator.evaluation import plan_evals
 from telescope.orchestrator.filters import check_reward_ranges
 from telescope.orchestrator.record_rows import trainer_span_row
 from telescope.orchestrator.request_slots import RequestSlotPool, make_request_slots
+from telescope.orchestrator.resume import describe_data
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import Interrupted, RunStatus
@@ -69,6 +70,10 @@ class RunComponents:
     weights: WeightSync
     evals: list[PlannedEval]
     settings: RolloutSettings
+    data: dict[str, Any]
+    """Sizes of the datasets and held-out items (`resume.describe_data`)."""
+    topology: dict[str, str]
+    """The node and the device of each process."""
 
     async def dump_stacks(self) -> dict[str, str]:
         """Stacks of trainer ranks and inference servers. Environment workers write theirs to their logs."""
@@ -84,17 +89,22 @@ async def start_components(
     temporary: Path,
     *,
     on_ray_started: Callable[[], None] = lambda: None,
+    check_data: Callable[[dict[str, Any]], None] = lambda data: None,
 ) -> RunComponents:
     """Starts everything that `config` asks for; `stack` stops it.
 
     `temporary` is the run's private directory (`Reaper.directory`). `on_ray_started` is called once Ray has installed
-    its signal handlers. Raises UserError for what a user can fix, otherwise the first error of a component.
+    its signal handlers, and `check_data` before anything but the environments is started. Raises UserError for what a
+    user can fix, otherwise the first error of a component.
     """
     status.phase = "loading environments"
     keys = environment_keys(config)
     environments = await start_environments(config, keys, directory, status, stack)
     settings = RolloutSettings.from_config(config)
     evals = await plan_evals(config, keys, environments, settings)
+    sizes = [(await environments.describe(key)).num_samples for key in keys.training]
+    data = describe_data(keys.training, sizes, evals)
+    check_data(data)
 
     status.phase = "starting Ray"
     cluster = await _connect(config, directory, temporary)
@@ -132,6 +142,10 @@ async def start_components(
         start_timeout=config.inference_start_timeout_seconds,
         hang_timeout=max(hang_timeout(config, on_cpu=runs_on_cpu(config)), config.weight_sync_timeout_seconds),
     )
+    topology = {"driver": cluster.node_names[cluster.driver_node], **trainer.topology}
+    for index, node in enumerate(placement.server_nodes):
+        gpus = f"{placement.gpus_per_server:g} GPUs" if placement.gpus_per_server else "CPU"
+        topology[f"inference server {index}"] = f"{cluster.node_names[node]}, {gpus}"
     weights = WeightSync(
         config,
         trainer,
@@ -146,7 +160,8 @@ async def start_components(
     for index in range(config.num_inference_servers):
         servers.open(index)
     return RunComponents(
-        config, environments, keys, cluster, trainer, inference, slots, servers, weights, evals, settings
+        config, environments, keys, cluster, trainer, inference, slots, servers, weights, evals, settings, data,
+        topology,
     )  # fmt: skip
 
 

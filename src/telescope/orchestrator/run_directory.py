@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -21,7 +22,7 @@ from telescope.orchestrator.status import RunSummary
 from telescope.record.files import RunFiles, replace_file, replace_json
 from telescope.record.logging import setup_logging
 from telescope.record.recorder import Recorder
-from telescope.record.run_info import RunInfo, begin_run, end_run, next_attempt, write_run_json
+from telescope.record.run_info import RunInfo, attempt_row, begin_run, end_run, next_attempt, write_run_json
 from telescope.record.wandb_sink import WandbSink
 
 FLUSH_SECONDS = 5.0
@@ -36,9 +37,11 @@ class RunDirectory:
     recorder: Recorder
     step_log: WandbSink
 
-    def __init__(self, path: Path, config: TelescopeConfig, notes: list[str], first_step: int = 0) -> None:
+    def __init__(self, path: Path, config: TelescopeConfig, notes: list[str], *, is_resumed: bool = False) -> None:
         self.path = path
-        self._first_step = first_step
+        self._is_resumed = is_resumed
+        self._has_started = False
+        self._attempt: dict[str, Any] = {}
         self._config = config
         self._notes = notes
         self._info: RunInfo | None = None
@@ -46,22 +49,23 @@ class RunDirectory:
 
     @classmethod
     def create(
-        cls, config: TelescopeConfig, notes: list[str], *, path: Path | None = None, first_step: int = 0
+        cls, config: TelescopeConfig, notes: list[str], *, path: Path | None = None, is_resumed: bool = False
     ) -> RunDirectory:
-        """Creates the directory, or reopens that of a run which continues at `first_step`.
+        """Creates the directory, or reopens that of a run which continues: its results stay until `started`.
 
         Raises UserError when it cannot be written.
         """
         path = path or choose_run_dir(config)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            replace_file(RunFiles(path).config, yaml.safe_dump(config.values, sort_keys=False).encode())
+            if not is_resumed:
+                _write_config(path, config)
         except OSError as error:
             raise UserError(
                 f"run_dir: {str(path)!r} cannot be written ({error.strerror or error}). Choose another folder with "
                 "--run_dir or TELESCOPE_RUN_DIR, or fix its permissions."
             ) from error
-        return cls(path, config, notes, first_step)
+        return cls(path, config, notes, is_resumed=is_resumed)
 
     @contextmanager
     def open_record(self, *, console: bool) -> Iterator[Recorder]:
@@ -75,6 +79,7 @@ class RunDirectory:
         )
         try:
             setup_logging(self.path, "driver", self.recorder, debug=config.debug, console=console)
+            self._attempt = attempt_row(config.hash, self._notes)
             self._info = begin_run(
                 self.recorder,
                 name=config.wandb_run_name,
@@ -82,8 +87,7 @@ class RunDirectory:
                 config_json=config.to_json(),
                 project=config.wandb_project,
                 tags=list(config.wandb_tags),
-                notes=self._notes,
-                first_step=self._first_step,
+                attempt=self._attempt,
                 num_steps=config.number_of_steps,
             )
             self.step_log = WandbSink(config, self.path)
@@ -93,6 +97,19 @@ class RunDirectory:
                 self.step_log.close()
         finally:
             self.recorder.close()
+
+    def started(self, topology: dict[str, str], first_step: int) -> None:
+        """Records that everything has started, and the state of a checkpoint, if any, has loaded.
+
+        From here on the attempt replaces what earlier ones have written from `first_step` on.
+        """
+        self._has_started = True
+        if self._is_resumed:
+            try:
+                _write_config(self.path, self._config)
+            except OSError as error:
+                logger.error("config.yaml of the last attempt cannot be replaced: %s", error)
+        self.recorder.write("attempts", {**self._attempt, "topology": topology, "first_step": first_step})
 
     def evaluated_before(self, accuracy: float) -> None:
         """Writes the accuracy before training to `run.json`."""
@@ -134,7 +151,12 @@ class RunDirectory:
         assert self._info is not None
         self.step_log.log_summary(summary.numbers())
         try:
-            replace_json(RunFiles(self.path).summary, summary.to_json())
+            if self._has_started or not self._is_resumed:
+                replace_json(RunFiles(self.path).summary, summary.to_json())
         except OSError as error:
             logger.error("The summary of this run cannot be written: %s", error)
         end_run(self.recorder, self._info, summary.status, config_json=self._config.to_json(), error=summary.error)
+
+
+def _write_config(path: Path, config: TelescopeConfig) -> None:
+    replace_file(RunFiles(path).config, yaml.safe_dump(config.values, sort_keys=False).encode())

@@ -39,6 +39,8 @@ class RunState:
     """Groups opened so far; their numbers bind them to servers."""
     groups: list[Group] = field(default_factory=list)
     """Finished groups that were not trained yet, with tokens and logprobs."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Sizes of the datasets and held-out items, on which the numbers of prompts depend. See `resume.describe_data`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as JSON values; arrays keep every bit."""

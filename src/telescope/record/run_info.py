@@ -113,16 +113,15 @@ def begin_run(
     config_json: str,
     project: str = "",
     tags: Sequence[str] = (),
-    topology: Mapping[str, str] | None = None,
-    notes: Sequence[str] = (),
+    attempt: Mapping[str, Any] | None = None,
     first_step: int | None = None,
     num_steps: int | None = None,
 ) -> RunInfo:
     """Writes `run.json` and the rows of `runs` and `attempts` at the start.
 
-    `first_step` is the first step that the attempt trains; rows of earlier attempts from there on are superseded. The
-    run id and the start time are those of the first attempt. Raises `OSError` if `run.json` cannot be written, so that
-    an unwritable run directory stops the run before it starts.
+    `attempt` is the `attempt_row`. `first_step` is the first step that the attempt trains; rows of earlier attempts
+    from there on are superseded. The run id and the start time are those of the first attempt. Raises `OSError` if
+    `run.json` cannot be written, so that an unwritable run directory stops the run before it starts.
     """
     now = time.time()
     earlier = read_run_json(recorder.files.run_dir)
@@ -143,23 +142,25 @@ def begin_run(
     recorder.files.run_dir.mkdir(parents=True, exist_ok=True)
     write_run_json(recorder.files.run_dir, info)
     recorder.write("runs", {**_run_row(info), "config_json": config_json})
-    commit, dirty = git_state(Path.cwd())
-    recorder.write(
-        "attempts",
-        {
-            "started_at": now,
-            "config_hash": config_hash,
-            "git_commit": commit,
-            "git_dirty": dirty,
-            "versions": package_versions(),
-            "topology": dict(topology or {}),
-            "notes": list(notes),
-            "first_step": first_step,
-            "host": process.host,
-            "pid": process.pid,
-        },
-    )
+    recorder.write("attempts", {**(attempt or attempt_row(config_hash)), "first_step": first_step})
     return info
+
+
+def attempt_row(config_hash: str, notes: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the row of this attempt, without `topology` and `first_step`: a later row of the attempt replaces it."""
+    process = ProcessIdentity.current()
+    commit, dirty = git_state(Path.cwd())
+    return {
+        "started_at": time.time(),
+        "config_hash": config_hash,
+        "git_commit": commit,
+        "git_dirty": dirty,
+        "versions": package_versions(),
+        "topology": {},
+        "notes": list(notes),
+        "host": process.host,
+        "pid": process.pid,
+    }
 
 
 def end_run(recorder: Recorder, info: RunInfo, status: str, *, config_json: str, error: str | None = None) -> RunInfo:

@@ -171,6 +171,7 @@ def test_every_check_is_among_those_that_a_run_makes():
         "check_model",
         "check_report",
         "check_disk",
+        "check_checkpoint_memory",
         "check_fit",
         "check_kv_cache",
         "check_shared_gpu",
@@ -206,6 +207,29 @@ def test_a_disk_without_space_for_the_trained_model_is_refused(monkeypatch, tmp_
     assert "whose disk has 0 MiB free, and the trained model takes 1 MiB. Free" in message
     assert "save_final_model to false" in message
     preflight.check_disk(run.replace(save_final_model=False), report)
+
+
+def test_a_checkpoint_that_fits_neither_disk_nor_shared_memory_is_refused_with_its_size(monkeypatch, tmp_path):
+    model = str(write_model_folder(tmp_path / "model"))
+    run = config(model=model, run_dir=str(tmp_path / "run"), checkpoint_every=5, ray_address="local")
+    report = inspect_model(run)
+    size = report.shape.num_parameters * 4
+    for free, words in (
+        (size * 4, None),
+        (size * 3, r"one checkpoint takes about 1 MiB, beside 1 MiB for the trained"),
+    ):
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free, total=1))
+        if words is None:
+            preflight.check_disk(run, report)
+            preflight.check_checkpoint_memory(run, report)
+            assert preflight.checkpoint_sentence(run, report).startswith("A checkpoint takes about 1 MiB of the 2 MiB")
+        else:
+            assert words in message_of(lambda config: preflight.check_disk(config, report), run)
+    preflight.check_disk(run.replace(checkpoint_save_training_state=False), report)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=size))
+    message = message_of(lambda config: preflight.check_checkpoint_memory(config, report), run)
+    assert "the ranks copy about 1 MiB there for a checkpoint" in message
+    preflight.check_checkpoint_memory(run.replace(ray_address="auto", checkpoint_every=0), report)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,9 @@ class CheckpointSection(Section):
     new optimizer."""
     resume_from_checkpoint: bool | int = False
     """true = continue the run in run_dir from its newest checkpoint; integer = from the checkpoint after that step."""
+    resume_force: bool = False
+    """Resume although the config, the data or the tokenizer changed in a way that is refused otherwise. Prompts may
+    then be trained twice or never, and steps before and after are not one experiment."""
     checkpoint_dir: Text | None = None
     """Custom checkpoint path. Default: RUN_DIR/checkpoints, or the value of `TELESCOPE_CHECKPOINT_DIR`."""
     checkpoint_keep_last: Steps | None = None

@@ -123,6 +123,27 @@ def training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer | N
     return {MODEL: model_state, OPTIMIZER: optimizer_state}
 
 
+def missing_files(directory: Path) -> list[str]:
+    """Returns what a checkpoint lacks: its index, or shards that are absent or shorter than the index says."""
+    try:
+        metadata = dcp.FileSystemReader(directory).read_metadata()
+    except FileNotFoundError:
+        return [".metadata, the index of the shards, does not exist"]
+    except Exception as error:  # it is a pickle, which raises anything when it is damaged
+        return [f".metadata, the index of the shards, cannot be read ({type(error).__name__}: {error})"]
+    needed: dict[str, int] = {}
+    for stored in (metadata.storage_data or {}).values():
+        needed[stored.relative_path] = max(needed.get(stored.relative_path, 0), stored.offset + stored.length)
+    missing = []
+    for name, size in sorted(needed.items()):
+        path = directory / name
+        if not path.exists():
+            missing.append(f"{name} does not exist")
+        elif path.stat().st_size < size:
+            missing.append(f"{name} has {path.stat().st_size:,} of {size:,} bytes")
+    return missing
+
+
 def load_training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
     """Loads a checkpoint, saved by any number of ranks. Collective.
 

@@ -1,0 +1,187 @@
+"""Decides whether a run may continue from a checkpoint, before anything is started.
+
+Compares the checkpoint with the files on disk, the model and the config, field by field. Reads only. `FIXED_FIELDS`,
+the environments' names, weights and kwargs, and their data decide which prompt has which number, or what the weights
+are: a change is refused, unless `resume_force` is set. All other changes are used, and listed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from telescope.config import TelescopeConfig
+from telescope.config.messages import show
+from telescope.config.model_files import inspect_model
+from telescope.config.model_shape import ModelShape
+from telescope.config.model_source import read_meta_files
+from telescope.errors import UserError
+from telescope.evals.runner import PlannedEval
+from telescope.orchestrator.async_window import Ledger
+from telescope.orchestrator.checkpoints import HF_META, Checkpoint, CheckpointFolder
+from telescope.orchestrator.prompt_sampler import SamplerPosition
+from telescope.orchestrator.run_state import RunState
+
+FIXED_FIELDS = ("model_dtype", "train_backend", "seed")
+"""Fields that a resumed run cannot change, besides the environments."""
+
+FIXED_OF_ENVIRONMENTS = ("name", "weight", "kwargs")
+
+NOT_COMPARED = ("run_dir", "resume_from_checkpoint", "resume_force")
+"""Fields that say what is resumed."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+"""Files that decide which id a token has."""
+
+FORCE = "resume_force: true overrides this (docs/checkpoints.md names what no longer holds)"
+
+
+def find_checkpoint(config: TelescopeConfig, run_dir: Path) -> Checkpoint | None:
+    """Returns the checkpoint from which the run continues, or None for a new run.
+
+    Raises `UserError` for a checkpoint that does not exist, is incomplete, or does not fit the config.
+    """
+    if not config.resume_from_checkpoint:
+        return None
+    checkpoint = CheckpointFolder.for_run(config, run_dir).load(config.resume_from_checkpoint)
+    if checkpoint.step >= config.number_of_steps:
+        raise UserError(
+            f"number_of_steps is {config.number_of_steps}, and {checkpoint.path} is after step {checkpoint.step}: "
+            "nothing is left to train. Raise number_of_steps, or resume from an earlier step"
+        )
+    _check_files(checkpoint)
+    _check_model(config, checkpoint)
+    fixed, used = changed_fields(checkpoint.meta["config"], config)
+    if fixed and not config.resume_force:
+        raise UserError(
+            f"{checkpoint.path} cannot be resumed with this config: {_listed(fixed, 'was', 'and is')}. Restore the old "
+            f"values, or start another run in another run_dir. {FORCE}"
+        )
+    notes = [f"Changed since the checkpoint: {_listed(used, '', '->')}"] if used else []
+    state = checkpoint.state
+    if fixed:
+        notes.append(f"resume_force: continues although {_listed(fixed, 'was', 'and is')}")
+        if any(name == "seed" or name.startswith("environments") for name in fixed):
+            state = without_open_prompts(state)
+    if not checkpoint.meta["training_state"]:
+        notes.append(f"{checkpoint.path.name} holds weights only: the optimizer starts without state")
+    return replace(checkpoint, state=state, notes=tuple(notes))
+
+
+def changed_fields(
+    saved: Mapping[str, Any], config: TelescopeConfig
+) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
+    """Compares the config of a checkpoint with that of now. Returns the fixed fields that differ, and the others.
+
+    Values are pairs of then and now. A field that the checkpoint's version did not have counts as its default.
+    """
+    before = type(config).model_construct().model_dump(mode="json", warnings=False) | dict(saved)
+    changed = {
+        name: (before[name], now)
+        for name, now in config.values.items()
+        if name not in NOT_COMPARED and before[name] != now
+    }
+    fixed = {name: changed.pop(name) for name in FIXED_FIELDS if name in changed}
+    if "environments" in changed:
+        then, now = changed["environments"]
+        for part in FIXED_OF_ENVIRONMENTS:
+            pair = [entry[part] for entry in then], [entry[part] for entry in now]
+            if pair[0] != pair[1]:
+                fixed[f"environments ({part})"] = pair
+                changed.pop("environments", None)
+    return fixed, changed
+
+
+def _listed(changes: Mapping[str, tuple[Any, Any]], was: str, now: str) -> str:
+    return "; ".join(
+        " ".join(filter(None, (name, was, show(pair[0]), now, show(pair[1])))) for name, pair in changes.items()
+    )
+
+
+def without_open_prompts(state: RunState) -> RunState:
+    """Forgets prompts that were sampled and not trained: with other data, their numbers name other prompts."""
+    return replace(
+        state,
+        sampler=SamplerPosition(state.sampler.next_draw),
+        ledger=Ledger.load_state_dict(state.ledger).state_dict(()) if state.ledger else {},
+        groups=[],
+    )
+
+
+def _check_files(checkpoint: Checkpoint) -> None:
+    """Compares the shards with their index."""
+    if checkpoint.meta["train_backend"] != "fsdp" and not (checkpoint.path / ".metadata").exists():
+        return  # a backend with files of its own
+    from telescope.trainer.backends.fsdp.checkpoint import missing_files
+
+    if missing := missing_files(checkpoint.path):
+        raise UserError(
+            f"{checkpoint.path} is incomplete: {'; '.join(missing)}. Copy it again, or resume from another step with "
+            "resume_from_checkpoint"
+        )
+
+
+def _check_model(config: TelescopeConfig, checkpoint: Checkpoint) -> None:
+    """Compares sizes and tokenizer of the model with those in the checkpoint, where both are known."""
+    saved, now = checkpoint.path / HF_META, inspect_model(config, ask_hub=False).shape
+    try:
+        before = ModelShape.from_config(json.loads((saved / "config.json").read_bytes()))
+    except (OSError, ValueError):
+        before = None
+    if before is not None and now is not None:
+        sizes = {
+            field.name: (getattr(before, field.name), getattr(now, field.name))
+            for field in dataclasses.fields(ModelShape)
+            if getattr(before, field.name) != getattr(now, field.name)
+        }
+        if sizes:
+            raise UserError(
+                f"{checkpoint.path} is of another model than model {config.model!r}: {_listed(sizes, 'was', 'and is')}."
+                " Set model to the one that the run began with"
+            )
+    files = read_meta_files(config)
+    for name in TOKENIZER_FILES:
+        path = saved / name
+        if files and path.is_file() and path.read_bytes() != files.get(name) and not config.resume_force:
+            raise UserError(
+                f"{checkpoint.path} was written with another tokenizer than that of {config.model!r}: {name} differs. "
+                f"Set model to the one that the run began with. {FORCE}"
+            )
+
+
+def describe_data(keys: Sequence[str], sizes: Sequence[int], evals: Sequence[PlannedEval]) -> dict[str, Any]:
+    """Returns what the numbers of prompts depend on: items, and items held out, per environment; for `RunState`.
+
+    `held-out items` is a digest of the identities of all that are held out.
+    """
+    plans = [plan for plan in evals if plan.held_out]
+    uids = sorted({item.prompt.sample_uid for plan in plans for item in plan.items})
+    data: dict[str, Any] = {
+        key: {
+            "items": size,
+            "held_out": max((len(plan.items) for plan in plans if plan.environment_key == key), default=0),
+        }
+        for key, size in zip(keys, sizes, strict=True)
+    }
+    return data | {"held-out items": hashlib.sha256("\n".join(uids).encode()).hexdigest()[:16]}
+
+
+def check_data(config: TelescopeConfig, checkpoint: Checkpoint, data: Mapping[str, Any]) -> Checkpoint:
+    """Returns the checkpoint if its run had this data. Raises `UserError` with both if not, unless forced to."""
+    before = checkpoint.state.data
+    changes = {name: (before.get(name), now) for name, now in data.items() if before.get(name) != now}
+    if not changes:
+        return checkpoint
+    if not config.resume_force:
+        raise UserError(
+            f"{checkpoint.path} cannot be resumed with this data: {_listed(changes, 'was', 'and is')}. The sequence of "
+            "prompts depends on it. Restore the datasets and the held-out items of evals, or start another run in "
+            f"another run_dir. {FORCE}"
+        )
+    note = f"resume_force: continues although the data changed: {_listed(changes, 'was', 'and is')}"
+    return replace(checkpoint, state=without_open_prompts(checkpoint.state), notes=(*checkpoint.notes, note))

@@ -1,0 +1,180 @@
+"""Which checkpoints a run may continue from, and what may change in between."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tests.model_folder import write_model_folder
+from tests.unit.orchestrator.fakes import config_of, group
+
+from telescope.cli.main import main
+from telescope.config import TelescopeConfig
+from telescope.config.model_source import read_meta_files
+from telescope.errors import UserError
+from telescope.orchestrator.async_window import Ledger
+from telescope.orchestrator.checkpoints import HF_META, META, STATE, Checkpoint, CheckpointFolder
+from telescope.orchestrator.prompt_sampler import SamplerPosition
+from telescope.orchestrator.resume import check_data, describe_data, find_checkpoint
+from telescope.orchestrator.run_state import RunState
+from telescope.record.files import read_json, replace_json
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+DATA = describe_data(["arithmetic"], [100], [])
+
+
+class Resuming:
+    """A run directory with the checkpoint after step 2 of a run of a small model."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir = folder / "run"
+        self.settings: dict[str, Any] = {"model": str(write_model_folder(folder / "model")), "number_of_steps": 9}
+        config = self.config()
+        self.folder = CheckpointFolder.for_run(config, self.run_dir)
+        ledger = Ledger()
+        for n in (4, 5):
+            ledger.opened(n)
+        state = RunState(
+            2, SamplerPosition(6, (5,)), ledger.state_dict({4}), groups=[group([1.0, 0.0], n=4)], data=DATA
+        )
+        partial = self.folder.begin(2)
+        dcp.save({"model": {"weight": torch.zeros(64)}}, checkpoint_id=str(partial), no_dist=True)
+        replace_json(partial / STATE, state.state_dict())
+        (partial / HF_META).mkdir()
+        for name, content in read_meta_files(config).items():
+            (partial / HF_META / name).write_bytes(content)
+        meta = {"layout": 1, "train_backend": "fsdp", "training_state": True, "config": config.values, "ranks": 1}
+        self.path = self.folder.complete(partial, 2, {**meta, "time": 0.0})
+
+    def config(self, **changes: Any) -> TelescopeConfig:
+        return config_of(**{**self.settings, "run_dir": str(self.run_dir), "resume_from_checkpoint": True, **changes})
+
+    def find(self, **changes: Any) -> Checkpoint:
+        checkpoint = find_checkpoint(self.config(**changes), self.run_dir)
+        assert checkpoint is not None
+        return checkpoint
+
+
+@pytest.fixture
+def resuming(tmp_path: Path) -> Resuming:
+    return Resuming(tmp_path)
+
+
+def test_a_run_without_resume_from_checkpoint_is_new(resuming: Resuming) -> None:
+    assert find_checkpoint(resuming.config(resume_from_checkpoint=False), resuming.run_dir) is None
+
+
+def test_changed_fields_are_used_and_listed(resuming: Resuming) -> None:
+    assert resuming.find().notes == ()
+    changed = resuming.find(learning_rate=1e-3, number_of_steps=20, trainer_num_workers=2)
+    (note,) = changed.notes
+    assert "learning_rate 1e-06 -> 0.001" in note
+    assert "number_of_steps 9 -> 20" in note
+    assert "trainer_num_workers 1 -> 2" in note
+    assert changed.state.sampler == SamplerPosition(6, (5,))
+    assert len(changed.state.groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 7}, r"seed was 0 and is 7"),
+        ({"model_dtype": "bfloat16"}, r'model_dtype was "float32" and is "bfloat16"'),
+        ({"environments": [{"name": "b"}, {"name": "arithmetic"}]}, r'\(name\) was \["arithmetic"\] and is \["b", "a'),
+        (
+            {"environments": [{"name": "arithmetic", "weight": 2}]},
+            r"environments \(weight\) was \[1.0\] and is \[2.0\]",
+        ),
+        ({"environments": [{"name": "arithmetic", "kwargs": {"a": 1}}]}, r'\(kwargs\) was \[{}\] and is \[{"a": 1}\]'),
+        ({"number_of_steps": 2}, r"number_of_steps is 2, and .*step_2 is after step 2"),
+        ({"resume_from_checkpoint": 7}, r"step_7 does not exist. There is step_2"),
+    ],
+)
+def test_what_cannot_change_is_refused_with_both_values(
+    resuming: Resuming, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        resuming.find(**changes)
+
+
+def test_resume_force_overrides_the_refusal_and_forgets_the_prompts_in_between(resuming: Resuming) -> None:
+    forced = resuming.find(seed=7, resume_force=True)
+    assert forced.notes == ("resume_force: continues although seed was 0 and is 7",)
+    assert (forced.state.groups, forced.state.sampler) == ([], SamplerPosition(6))
+    assert Ledger.load_state_dict(forced.state.ledger).is_balanced()
+    assert resuming.find(model_dtype="bfloat16", resume_force=True).state.groups, "the prompts are the same"
+
+
+def test_a_model_of_another_shape_is_refused_by_its_sizes(resuming: Resuming, tmp_path: Path) -> None:
+    other = write_model_folder(tmp_path / "other", hidden_size=128)
+    with pytest.raises(UserError, match=r"of another model than model .*other.*hidden_size was 64 and is 128"):
+        resuming.find(model=str(other))
+
+
+def test_the_model_may_have_moved(resuming: Resuming, tmp_path: Path) -> None:
+    moved = write_model_folder(tmp_path / "moved")
+    assert "model " in resuming.find(model=str(moved)).notes[0]
+    (moved / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": 1}, "merges": []}}))
+    with pytest.raises(UserError, match=r"another tokenizer .*tokenizer.json differs"):
+        resuming.find(model=str(moved))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "__0_0.distcp").unlink(), "incomplete: __0_0.distcp does not exist"),
+        (lambda path: (path / "__0_0.distcp").write_bytes(b"12"), "incomplete: __0_0.distcp has 2 of .* bytes"),
+        (lambda path: (path / ".metadata").unlink(), "incomplete: .metadata, the index of the shards, does not exist"),
+        (lambda path: (path / ".metadata").write_bytes(b"no"), "incomplete: .metadata.* cannot be read"),
+        (lambda path: (path / STATE).unlink(), f"incomplete: it has no {STATE}"),
+        (lambda path: (path / META).unlink(), "holds no complete checkpoint"),
+        (lambda path: replace_json(path / META, {**read_json(path / META), "layout": 9}), "layout 9.*reads layout 1"),
+    ],
+)
+def test_an_incomplete_checkpoint_is_refused_with_what_it_lacks(resuming: Resuming, damage: Any, message: str) -> None:
+    damage(resuming.path)
+    with pytest.raises(UserError, match=message):
+        resuming.find()
+
+
+def test_changed_data_is_refused_with_both_sizes(resuming: Resuming) -> None:
+    checkpoint = resuming.find()
+    assert check_data(resuming.config(), checkpoint, DATA) is checkpoint
+    data = describe_data(["arithmetic"], [120], [])
+    with pytest.raises(UserError, match=r'arithmetic was {"items": 100, "held_out": 0} and is {"items": 120'):
+        check_data(resuming.config(), checkpoint, data)
+    forced = check_data(resuming.config(resume_force=True), checkpoint, data)
+    assert forced.state.groups == []
+    assert "the data changed" in forced.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--resume", "{root}/nothing"], "there is no run"),
+        (["--resume", "{root}/run", "--run_dir", "x"], "name two folders"),
+        (["--resume", "{root}/run", "--resume_from_checkpoint=false"], "resume_from_checkpoint is false"),
+        (["--resume", "{root}/run", "--resume_from_checkpoint=7"], "step_7 does not exist. There is step_2"),
+        (["--resume", "{root}/run", "--seed=7"], "seed was 0 and is 7"),
+        (["--resume", "{root}/run", "--checkpoint_keep_last=0"], "checkpoint_keep_last"),
+        (["--resume", "{root}/run", "--resume", "x"], "--resume is given twice"),
+    ],
+)
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["run", "dry run"])
+def test_the_command_refuses_a_bad_resume_with_exit_code_2(
+    resuming: Resuming, flags: list[str], message: str, dry: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    config = {**resuming.config(environments=[{"name": "countdown"}]).values, "run_dir": None}
+    meta = read_json(resuming.path / META)
+    replace_json(resuming.path / META, {**meta, "config": config})
+    saved = json.dumps(config)
+    (resuming.run_dir / "config.yaml").write_text(saved)
+    assert main(["train", *(flag.format(root=tmp_path) for flag in flags), *dry]) == 2
+    assert message in capsys.readouterr().err
+    assert (resuming.run_dir / "config.yaml").read_text() == saved
+    assert sorted(path.name for path in resuming.run_dir.iterdir()) == ["checkpoints", "config.yaml"]
