@@ -19,8 +19,10 @@ from tests.integration.trainer.trainer_cases import (
     run_here,
     run_ranks,
     weights,
+    write_meta,
 )
 
+from telescope.orchestrator.conversion import convert
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.packing import pack_step
 from telescope.trainer.timeline import Timeline
@@ -212,6 +214,13 @@ def test_a_checkpoint_of_two_ranks_continues_identically_on_one(both):
 def test_the_saved_hugging_face_checkpoint_has_the_trained_weights(both):
     stored = load_file(both.folder / "hf" / "model.safetensors")
     assert relative_error(stored, both.two[0]["weights_2"]) == 0.0
+
+
+def test_a_checkpoint_of_two_ranks_is_converted_to_what_the_trainer_saves(both, tmp_path):
+    write_meta(both.folder / "checkpoint", str(both.source))
+    convert(both.folder / "checkpoint", tmp_path / "hf")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (both.folder / "hf" / name).read_bytes()
 
 
 def test_experts_are_trained_alike_on_one_and_two_ranks_and_leave_one_by_one(runs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import pickle
 import socket
@@ -16,6 +17,8 @@ import torch
 from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Starcoder2Config,
@@ -24,6 +27,7 @@ from transformers import (
 
 from telescope.algorithms import compute_advantages
 from telescope.config import TelescopeConfig
+from telescope.orchestrator.checkpoints import META
 from telescope.trainer.batch import TrainSample
 from telescope.trainer.worker import Trainer
 
@@ -52,6 +56,8 @@ def build_model(directory: Path, *, family: str = "qwen2", tied: bool = True, se
     shape |= changes
     if family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    elif family == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**(shape | {"head_dim": 4} | changes)))
     elif family == "qwen3_moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(shape | {"head_dim": 4} | experts | changes)))
@@ -141,6 +147,12 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     """A copy of all weights, on the CPU. Collective."""
     return {name: tensor.clone().cpu() for name, tensor in trainer.named_weights()}
+
+
+def write_meta(checkpoint: Path, model: str, **changes: Any) -> None:
+    """Completes a checkpoint of a backend, as `orchestrator.checkpoints` does."""
+    meta = {"step": 2, "time": 1.5, "model": model, "train_backend": "fsdp", "config_hash": "abc"}
+    (checkpoint / META).write_text(json.dumps(meta | changes))
 
 
 Job = tuple[Callable[..., Any], Any, tuple[Any, ...]]

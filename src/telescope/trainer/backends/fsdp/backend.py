@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import math
-import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from telescope.trainer.backends.fsdp.sharding import (
     stay_gathered,
 )
 from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, Span
+from telescope.trainer.hf_folder import CONFIG, with_dtype, write_model_folder
 from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device
 from telescope.trainer.metrics import StepMetrics, environment_names, reduce_max
 from telescope.trainer.model import DTYPES, PREFIX, checkpoint_tensors
@@ -284,16 +285,19 @@ class FSDPBackend(TrainingBackend):
         load_training_state(self.policy, self.optimizer, directory)
 
     def save_hf(self, directory: Path) -> None:
-        weights: dict[str, torch.Tensor] = {}
-        for name, tensor in self.named_weights():
-            if self.rank == 0:
-                weights[name] = tensor.to("cpu", DTYPES[self.config.model_dtype]).clone()
+        dtype = self.config.model_dtype
+        weights = self.named_weights(DTYPES[dtype])
         error: OSError | None = None
         if self.rank == 0:
+            metas = [replace(meta, dtype=dtype) for meta in self.weight_metadata()]
+            loaded = self.policy.causal_lm.config.to_json_string().encode()  # for a model folder that is gone
             try:
-                _write_hf(directory, weights, self.policy.causal_lm.config, read_meta_files(self.config))
+                files = with_dtype({CONFIG: loaded, **read_meta_files(self.config)}, dtype)
+                write_model_folder(directory, metas, weights, files)
             except OSError as caught:
-                error = caught  # raised below: the other ranks wait in the barrier
+                error = caught  # raised below: the other ranks gather the rest
+        for _ in weights:
+            continue
         dist.barrier()
         if error is not None:
             raise error
@@ -322,27 +326,6 @@ def _single_row(token_ids: list[int]) -> MicroBatch:
         sample_ids=["probe"],
         environments=["probe"],
     )
-
-
-def _write_hf(directory: Path, weights: dict[str, torch.Tensor], model_config: Any, meta: dict[str, bytes]) -> None:
-    """Writes a model folder, which appears when it is complete. Raises `OSError` with the size of the weights."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    partial = directory.with_name(f".partial-{directory.name}")
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
-        for name, content in meta.items():
-            (partial / name).write_bytes(content)
-        model_config.save_pretrained(partial)
-        shutil.copymode(partial / "config.json", partial / "model.safetensors")  # safetensors makes it private
-        shutil.rmtree(directory, ignore_errors=True)
-        partial.rename(directory)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        num_bytes = sum(tensor.nbytes for tensor in weights.values())
-        raise OSError(f"{directory} needs {num_bytes / 2**30:.3g} GiB: {error}") from error
 
 
 def learning_rate(

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -27,6 +30,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from telescope.errors import RunError
+from telescope.weights.plan import TensorMeta
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """Keys of the saved state. A checkpoint without training state has the first only."""
@@ -159,3 +165,48 @@ def load_training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimize
         set_optimizer_state_dict(policy, optimizer, state[OPTIMIZER])
         for group, own in zip(optimizer.param_groups, settings, strict=True):
             group.update(own)
+
+
+READ_BYTES = 256 << 20
+"""Weights that are read at a time; a larger tensor alone."""
+
+
+def saved_weights(directory: Path) -> list[TensorMeta]:
+    """Returns the weights of a checkpoint by their names in the model. Raises `RunError` for a damaged one."""
+    try:
+        saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    except Exception as error:  # a pickle
+        raise RunError(f"{directory} is damaged: its .metadata cannot be read ({error!r}). Use another step") from error
+    return [
+        TensorMeta(name.removeprefix(f"{MODEL}."), tuple(entry.size), str(entry.properties.dtype).partition(".")[2])
+        for name, entry in saved.items()
+        if name.startswith(f"{MODEL}.") and isinstance(entry, TensorStorageMetadata)
+    ]
+
+
+def read_weights(
+    directory: Path, metas: Sequence[TensorMeta], *, read_bytes: int = READ_BYTES
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields whole tensors of a checkpoint, in the order of `metas`, without a process group.
+
+    Memory holds `read_bytes` of them, or the largest. Raises `RunError` for a damaged checkpoint.
+    """
+    waiting = list(metas)
+    while waiting:
+        state: dict[str, torch.Tensor] = {}
+        num_bytes = 0
+        while waiting and (not state or num_bytes < read_bytes):
+            meta = waiting.pop(0)
+            key = f"{MODEL}.{meta.name}"
+            state[key] = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
+            num_bytes += state[key].nbytes
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that there is no process group
+                dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
+        except dcp.CheckpointException as error:
+            reasons = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
+            raise RunError(f"{directory} is damaged: {reasons}. Use another step") from error
+        while state:
+            name = next(iter(state))
+            yield name.removeprefix(f"{MODEL}."), state.pop(name)

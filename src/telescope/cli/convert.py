@@ -1,0 +1,142 @@
+"""`telescope convert`: checkpoints of a run to model folders in Hugging Face format.
+
+Arguments and printing only; `orchestrator.conversion` converts and `record.model_card` describes the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from telescope.errors import UserError
+from telescope.orchestrator import conversion
+from telescope.utils.text import pluralize
+
+GB = 10**9
+LINE_SECONDS = 5.0
+"""Between two lines of progress where there is no terminal."""
+
+EPILOG = """examples:
+  telescope convert runs/first                            the newest checkpoint, to runs/first/hf/step_N
+  telescope convert runs/first --step all --dtype bfloat16
+  telescope convert --checkpoint-dir runs/first/checkpoints/step_50 --output-dir models/first-50
+  telescope convert --checkpoint-root runs/first/checkpoints --output-root models/first
+  telescope convert runs/first --push-to-hub me/first     needs `hf auth login`
+
+The result loads in transformers, in vLLM, and as `model` of another run. Models that are complete are skipped."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Registers the subcommand on `telescope`'s parser."""
+    parser = subparsers.add_parser(
+        "convert",
+        help="turn checkpoints into Hugging Face models",
+        description="Turn checkpoints of a run into folders with safetensors files, config, tokenizer, chat template "
+        "and generation config.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN_DIR", help="run directory")
+    parser.add_argument("--step", metavar="N|all", help="checkpoint of RUN_DIR (default: the newest)")
+    parser.add_argument("--checkpoint-dir", type=Path, metavar="D", help="one checkpoint: its step_N folder")
+    parser.add_argument("--output-dir", type=Path, metavar="O", help="folder of one model")
+    parser.add_argument("--checkpoint-root", type=Path, metavar="R", help="folder with step_N folders, for all of them")
+    parser.add_argument("--output-root", type=Path, metavar="O", help="folder for step_N folders of models")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a weight file (default: 5GB)")
+    parser.add_argument("--dtype", choices=conversion.DTYPES, help="cast the weights (default: as they were saved)")
+    parser.add_argument("--push-to-hub", metavar="NAME", help="upload the model as NAME, with a model card")
+    parser.add_argument("--private", action="store_true", help="with --push-to-hub: make a private repository")
+    parser.set_defaults(func=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Converts what the arguments name. Returns the exit code; raises `UserError` before anything is written."""
+    from telescope.trainer.hf_folder import parse_size
+
+    max_shard_bytes = parse_size(arguments.max_shard_size)
+    jobs = choose_jobs(arguments)
+    if arguments.push_to_hub and len(jobs) > 1:
+        raise UserError(f"--push-to-hub uploads one model, and these are {len(jobs)}. Choose one with --step N")
+    done = {checkpoint: conversion.is_converted(checkpoint, target, arguments.dtype) for checkpoint, target in jobs}
+    for checkpoint, target in jobs:
+        if done[checkpoint]:
+            print(f"{target} is complete: skipped")
+            continue
+        started = time.monotonic()
+        with _progress(checkpoint.name) as on_bytes:
+            conversion.convert(
+                checkpoint, target, dtype=arguments.dtype, max_shard_bytes=max_shard_bytes, on_bytes=on_bytes
+            )
+        size = sum(path.stat().st_size for path in target.iterdir())
+        seconds = time.monotonic() - started
+        print(f"{target} ({size / GB:.3g} GB in {seconds:.1f} s, {size / GB / seconds:.2g} GB/s)")
+    if arguments.push_to_hub:
+        from telescope.record.model_card import push_to_hub
+
+        checkpoint, target = jobs[0]
+        print(push_to_hub(target, arguments.push_to_hub, checkpoint, private=arguments.private))
+    return 0
+
+
+def choose_jobs(arguments: argparse.Namespace) -> list[tuple[Path, Path]]:
+    """Returns the checkpoints and the folder of each model. Raises `UserError` for arguments that do not fit."""
+    given = [name for name in ("run", "checkpoint_dir", "checkpoint_root") if getattr(arguments, name) is not None]
+    if len(given) != 1:
+        shown = ", ".join("RUN_DIR" if name == "run" else f"--{name.replace('_', '-')}" for name in given)
+        raise UserError(
+            f"Give one of RUN_DIR, --checkpoint-dir and --checkpoint-root{f', not {shown}' if given else ''}. "
+            "`telescope convert --help` has examples"
+        )
+    if arguments.step is not None and arguments.run is None:
+        raise UserError("--step chooses a checkpoint of RUN_DIR. With --checkpoint-dir, give the folder of that step")
+    if arguments.step is not None and arguments.step != "all" and not arguments.step.isdigit():
+        raise UserError(f"--step is {arguments.step!r}. Give the number of a step, or all")
+    output, root = arguments.output_dir, arguments.output_root
+    if arguments.checkpoint_dir is not None:
+        if output is None or root is not None:
+            raise UserError("--checkpoint-dir needs --output-dir, the folder of the model")
+        conversion.read_meta(arguments.checkpoint_dir)
+        return [(arguments.checkpoint_dir, output)]
+    if arguments.checkpoint_root is not None:
+        if root is None or output is not None:
+            raise UserError("--checkpoint-root needs --output-root, the folder for the models")
+        found = conversion.find_checkpoints(arguments.checkpoint_root, "all")
+    else:
+        found = conversion.find_checkpoints(arguments.run, arguments.step)
+        if output is not None:
+            if root is not None or len(found) > 1:
+                raise UserError(
+                    f"--output-dir is the folder of one model, and there are {pluralize(len(found), 'checkpoint')}. "
+                    "Give --output-root alone"
+                )
+            return [(next(iter(found.values())), output)]
+        root = root or arguments.run / conversion.CONVERTED
+    return [(checkpoint, root / checkpoint.name) for checkpoint in found.values()]
+
+
+@contextmanager
+def _progress(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows bytes written: a bar on a terminal, otherwise a line every few seconds. On stderr."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn(name), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task(name, total=None)
+            yield lambda done, total: progress.update(task, completed=done, total=total)
+        return
+    last = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LINE_SECONDS:
+            last = time.monotonic()
+            print(f"{name}: {done / GB:.2f} of {total / GB:.2f} GB written", file=sys.stderr, flush=True)
+
+    yield report

@@ -1,0 +1,224 @@
+"""Converts checkpoints of a run to model folders in Hugging Face format.
+
+A checkpoint is read and written tensor by tensor (`trainer.backends.fsdp.checkpoint`, `trainer.hf_folder`), so memory
+does not grow with the model. `read_checkpoint` is the one place that knows which backend has written it.
+
+Invariant: a model folder names the checkpoint that it was made from (`MARKER`), so that a complete one is not made
+again and another one is not overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from telescope.errors import RunError, UserError
+from telescope.orchestrator.checkpoints import HF_META, META, CheckpointFolder
+from telescope.record.files import RunFiles, read_json
+from telescope.record.reader import is_run
+
+if TYPE_CHECKING:
+    import torch
+
+    from telescope.weights.plan import TensorMeta
+
+MARKER = ".telescope"
+"""File (JSON) that names the checkpoint and the dtype of a model folder."""
+
+CONVERTED = "hf"
+"""Folder of converted checkpoints in a run directory."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""Dtypes that a model can be cast to."""
+
+OnBytes = Callable[[int, int], None]
+"""Called with the bytes that are written and those of the whole model."""
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """The weights of a checkpoint, by Hugging Face names, and how to read them in that order."""
+
+    metas: list[TensorMeta]
+    read: Callable[[], Iterator[tuple[str, torch.Tensor]]]
+
+
+def find_checkpoints(folder: Path, step: int | str | None = None) -> dict[int, Path]:
+    """Returns the complete checkpoints of a run directory or a folder of checkpoints, by step.
+
+    `step` chooses one, or "all" of them; by default the newest. Raises `UserError` if there is none.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder. Give a run directory, or a folder with step_N folders")
+    checkpoints = checkpoints_of_run(folder) if is_run(folder) else CheckpointFolder(folder)
+    found = {known: checkpoints.folder_of(known) for known in checkpoints.steps()}
+    if not found:
+        raise UserError(
+            f"{checkpoints.path} has no complete checkpoint (step_N with {META}). Give a run that was started with "
+            "checkpoint_every, or a folder with step_N folders"
+        )
+    if step == "all":
+        return found
+    wanted = max(found) if step is None else int(step)
+    if wanted not in found:
+        raise UserError(
+            f"{checkpoints.path} has no checkpoint after step {wanted}. It has {', '.join(map(str, found))}"
+        )
+    return {wanted: found[wanted]}
+
+
+def checkpoints_of_run(run_dir: Path) -> CheckpointFolder:
+    """Returns the checkpoints of a run, from `checkpoint_dir` of its config or its own folder."""
+    from telescope.config.loader import read_yaml_file
+
+    files = RunFiles(run_dir)
+    chosen = read_yaml_file(files.config)[0].get("checkpoint_dir") if files.config.is_file() else None
+    return CheckpointFolder(Path(chosen).expanduser() if chosen else files.checkpoints)
+
+
+def read_meta(checkpoint: Path) -> dict[str, Any]:
+    """Returns `meta.json` of a checkpoint. Raises `UserError` for a folder that is no complete checkpoint."""
+    if not checkpoint.is_dir():
+        raise UserError(f"{checkpoint} is not a folder. Give the step_N folder of a checkpoint")
+    try:
+        meta = read_json(checkpoint / META)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{checkpoint / META} cannot be read: {error}. Use another step") from error
+    if meta is None:
+        steps = CheckpointFolder(checkpoint).steps()
+        hint = f"Give one of its folders, such as step_{steps[-1]}" if steps else "Give a step_N folder that has one"
+        raise UserError(f"{checkpoint} is no complete checkpoint: it has no {META}. {hint}")
+    assert isinstance(meta, dict)
+    return meta
+
+
+def is_converted(checkpoint: Path, target: Path, dtype: str | None = None) -> bool:
+    """Returns whether `target` is the complete model of this checkpoint.
+
+    Raises `UserError` if it is anything else but an empty or missing folder.
+    """
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return False
+    wanted = _marker(read_meta(checkpoint), dtype)
+    found = read_json(target / MARKER) if target.is_dir() else None
+    if found == wanted:
+        return True
+    differs = "" if not isinstance(found, dict) else f" ({_differences(found, wanted)})"
+    raise UserError(f"{target} exists and is not this checkpoint{differs}. Remove it, or choose another folder")
+
+
+def convert(
+    checkpoint: Path,
+    target: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int | None = None,
+    on_bytes: OnBytes = lambda done, total: None,
+) -> None:
+    """Writes the model of a checkpoint to `target`, which appears when it is complete.
+
+    In `dtype`, by default as saved. Raises `UserError` for what is no checkpoint, `RunError` for one that is damaged or
+    a disk that is full.
+    """
+    import torch
+
+    from telescope.trainer.hf_folder import CONFIG, MAX_SHARD_BYTES, size_of, with_dtype, write_model_folder
+
+    meta = read_meta(checkpoint)
+    files = model_files(checkpoint, meta)
+    max_shard_bytes = max_shard_bytes or MAX_SHARD_BYTES
+    weights = read_checkpoint(checkpoint, meta, is_tied=_is_tied(files[CONFIG]), read_bytes=max_shard_bytes // 2)
+    metas = [m if dtype is None else replace(m, dtype=dtype) for m in weights.metas]
+    stored = {m.dtype for m in metas}
+    files = with_dtype(files, dtype or max(stored, key=lambda name: sum(m.numel for m in metas if m.dtype == name)))
+    files[MARKER] = json.dumps(_marker(meta, dtype), indent=1).encode()
+    total, done = sum(map(size_of, metas)), 0
+
+    def written(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        on_bytes(done, total)
+
+    cast = None if dtype is None else getattr(torch, dtype)
+    tensors = ((name, tensor if cast is None else tensor.to(cast)) for name, tensor in weights.read())
+    try:
+        write_model_folder(target, metas, tensors, files, max_shard_bytes=max_shard_bytes, on_bytes=written)
+    except OSError as error:
+        raise RunError(f"{error}. Free space, or choose another folder") from error
+
+
+def read_checkpoint(checkpoint: Path, meta: dict[str, Any], *, is_tied: bool, read_bytes: int) -> ModelWeights:
+    """Returns the weights of a checkpoint, whichever backend has written it. Tied ones come once.
+
+    At most `read_bytes` of them, or the largest, are in memory. Raises `UserError` for a format that is not known.
+    """
+    import torch
+
+    from telescope.trainer.backends.fsdp.checkpoint import READ_BYTES, read_weights, saved_weights
+    from telescope.trainer.model import PREFIX, checkpoint_tensors
+    from telescope.weights.plan import TensorMeta
+
+    if not (checkpoint / ".metadata").is_file():
+        raise UserError(
+            f"{checkpoint} was written by train_backend {meta.get('train_backend')!r} in a format of its own (it has "
+            "no .metadata of torch.distributed.checkpoint). Only checkpoints of the fsdp backend can be converted"
+        )
+    saved = [m for m in saved_weights(checkpoint) if not (is_tied and m.name == f"{PREFIX}lm_head.weight")]
+    metas = [
+        TensorMeta(name, tuple(part.shape), m.dtype)
+        for m in saved
+        for name, part in checkpoint_tensors(m.name.removeprefix(PREFIX), torch.empty(m.shape, device="meta"))
+    ]
+
+    def read() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in read_weights(checkpoint, saved, read_bytes=min(read_bytes, READ_BYTES)):
+            yield from checkpoint_tensors(name.removeprefix(PREFIX), tensor)
+
+    return ModelWeights(metas, read)
+
+
+def model_files(checkpoint: Path, meta: dict[str, Any]) -> dict[str, bytes]:
+    """Returns config, tokenizer, chat template and generation config of a checkpoint's model, by file name.
+
+    Raises `UserError` if the checkpoint has none and the folder of the model is gone.
+    """
+    from telescope.config.model_source import META_SUFFIXES
+
+    for folder in (checkpoint / HF_META, Path(meta.get("model", "")).expanduser()):
+        if (folder / "config.json").is_file():
+            names = (path for path in folder.iterdir() if path.suffix in META_SUFFIXES)
+            return {path.name: path.read_bytes() for path in names if not path.name.endswith(".index.json")}
+    raise UserError(
+        f"{checkpoint / HF_META} has no config.json, and the model {meta.get('model')!r} of the run is no folder here. "
+        f"Copy the model's config and tokenizer files to {checkpoint / HF_META}"
+    )
+
+
+def _is_tied(config: bytes) -> bool:
+    """Returns whether the output layer is the embedding, by the default of the architecture if config.json omits it."""
+    from transformers import AutoConfig
+
+    values = json.loads(config)
+    tied = values.get("tie_word_embeddings")
+    if tied is None:
+        try:
+            tied = AutoConfig.for_model(values["model_type"]).tie_word_embeddings
+        except (KeyError, ValueError):  # code of its own: a second copy of the weight does no harm
+            tied = False
+    return bool(tied)
+
+
+def _marker(meta: dict[str, Any], dtype: str | None) -> dict[str, Any]:
+    identity = {name: meta.get(name) for name in ("step", "time", "model", "config_hash")}
+    return {"checkpoint": identity, "dtype": dtype or "as saved"}
+
+
+def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """Names what a model folder was made from instead."""
+    have, want = ({**side.get("checkpoint", {}), "dtype": side.get("dtype")} for side in (found, wanted))
+    return ", ".join(
+        f"{name} {have.get(name)} instead of {want[name]}" for name in want if have.get(name) != want[name]
+    )

@@ -1,0 +1,129 @@
+"""Describes a converted model from the record of its run, and uploads both to the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+from telescope import __version__
+from telescope.errors import RunError, UserError
+from telescope.record.charts import Point, line_chart
+from telescope.record.reader import Run, is_run
+
+CARD = "README.md"
+CHART = "reward.svg"
+MAX_ROWS = 12
+"""Rows of the table of rewards."""
+
+SHOWN_FIELDS = (
+    "algorithm", "number_of_steps", "prompts_batch_size_for_trainer", "group_size", "learning_rate", "lr_scheduler",
+    "warmup_steps", "temperature", "top_p", "max_tokens", "max_model_len", "max_async_rollout", "model_dtype",
+    "mixed_precision_dtype", "seed", "trainer_num_workers", "inference_num_workers",
+)  # fmt: skip
+
+
+def push_to_hub(folder: Path, name: str, checkpoint: Path, *, private: bool = False) -> str:
+    """Writes a card for the model in `folder` and uploads all of it. Returns the address of the commit.
+
+    Raises `UserError` for a name that cannot be or a missing login, `RunError` if the hub refuses or cannot be reached.
+    """
+    write_card(folder, name, checkpoint)
+    api = huggingface_hub.HfApi(library_name="telescope", library_version=__version__)
+    try:
+        repository = api.create_repo(name, private=private, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repository.repo_id, folder_path=folder, commit_message=f"Upload {checkpoint.name}"
+        )
+    except (LocalTokenNotFoundError, HFValidationError) as error:
+        raise UserError(f"--push-to-hub {name}: {error}. Log in with `hf auth login`, or set HF_TOKEN") from error
+    except (HfHubHTTPError, OSError) as error:
+        fix = "Check the name and the rights of your token (`hf auth whoami`)"
+        raise RunError(f"{name} was not uploaded: {error}. The model is in {folder}. {fix}") from error
+    return str(getattr(commit, "commit_url", None) or repository)
+
+
+def write_card(folder: Path, name: str, checkpoint: Path) -> None:
+    """Writes README.md and the chart of rewards into a model folder."""
+    meta: dict[str, Any] = json.loads((checkpoint / "meta.json").read_text())
+    run = next((Run(parent) for parent in checkpoint.resolve().parents[:2] if is_run(parent)), None)
+    rewards = _rewards(run, meta["step"])
+    if rewards:
+        chart = line_chart({"reward": rewards}, title="Mean training reward", x_label="training step")
+        (folder / CHART).write_text(chart)
+    (folder / CARD).write_text(model_card(name, meta, run, rewards))
+
+
+def model_card(name: str, meta: Mapping[str, Any], run: Run | None, rewards: list[Point]) -> str:
+    """Returns the card (Markdown): use, data, configuration, rewards and evals, as far as the record has them."""
+    config: Mapping[str, Any] = meta.get("config") or {}
+    base = str(meta["model"])
+    head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- telescope"]
+    head += ["- reinforcement-learning"]
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not base.startswith("models/"):
+        head.append(f"base_model: {base}")
+    parts = ["\n".join([*head, "---"]), f"# {name.rpartition('/')[2]}"]
+    parts.append(
+        f"`{base}` after {meta['step']} steps of reinforcement learning ({config.get('algorithm', 'unknown')}) with "
+        f"Telescope {meta.get('telescope', '')}."
+    )
+    parts.append(
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```'
+    )
+    if environments := config.get("environments"):
+        rows = [
+            (e["name"], e.get("weight", 1), json.dumps(e["kwargs"]) if e.get("kwargs") else "") for e in environments
+        ]
+        parts += ["## Data", _table(("environment", "weight", "settings"), rows)]
+    shown = [(f"`{field}`", config[field]) for field in SHOWN_FIELDS if config.get(field) is not None]
+    if shown:
+        parts += ["## Configuration", _table(("field", "value"), shown), f"Config hash `{meta.get('config_hash')}`."]
+    if rewards:
+        every = -(-len(rewards) // MAX_ROWS)
+        chosen = [*rewards[:-1:every], rewards[-1]]
+        parts += ["## Reward", f"![Mean training reward]({CHART})"]
+        parts.append(_table(("step", "mean reward"), [(int(p.x), f"{p.y:.4g}") for p in chosen]))
+    if evals := _evals(run, meta["step"]):
+        parts += ["## Evals", _table(("eval", "step", "accuracy", "95 % interval", "items", "completions"), evals)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _rewards(run: Run | None, last_step: int) -> list[Point]:
+    """Returns the mean reward of each step before the checkpoint; the step N is the (N + 1)th."""
+    if run is None:
+        return []
+    rows = run.table("steps", columns=["step", "reward_mean"]).to_pylist()
+    rows = [row for row in rows if row["step"] < last_step and row["reward_mean"] is not None]
+    return [Point(row["step"] + 1, row["reward_mean"]) for row in sorted(rows, key=lambda row: row["step"])]
+
+
+def _evals(run: Run | None, last_step: int) -> list[tuple[object, ...]]:
+    """Returns the newest result of each eval up to the checkpoint, and its result before training."""
+    if run is None:
+        return []
+    rows = [
+        row for row in run.table("evals").to_pylist() if row["status"] == "finished" and row["version"] <= last_step
+    ]
+    chosen: dict[tuple[str, bool], Mapping[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: (row["version"], row["ended_at"] or 0.0)):
+        chosen[row["name"], row["version"] == 0] = row
+    return [
+        (
+            row["name"], row["version"], f"{row['accuracy']:.4f}",
+            "" if row["accuracy_low"] is None else f"{row['accuracy_low']:.4f} to {row['accuracy_high']:.4f}",
+            row["num_items"], row["num_completions"],
+        )
+        for row in sorted(chosen.values(), key=lambda row: (row["name"], row["version"]))
+    ]  # fmt: skip
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "\n".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in row)} |" for row in lines)

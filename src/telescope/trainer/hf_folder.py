@@ -1,0 +1,163 @@
+"""Writes model folders in Hugging Face format: safetensors files, their index, and the files beside them.
+
+The layout of every file follows from the tensors' shapes, so each tensor is written as it comes and memory holds one of
+them. Does not know where tensors come from: the trainer gathers them, `trainer.conversion` reads a checkpoint.
+
+Invariant: a model folder is complete or absent. It is written under another name and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from telescope.errors import UserError
+from telescope.weights.plan import TensorMeta
+
+MAX_SHARD_BYTES = 5 * 10**9
+"""Size of a weight file on the hub, by convention."""
+
+DTYPE_CODES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+"""Names of dtypes in safetensors."""
+
+HEADER_ALIGNMENT = 8
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+PARTIAL = ".partial-"
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+def write_model_folder(
+    folder: Path,
+    metas: Sequence[TensorMeta],
+    tensors: NamedTensors,
+    files: Mapping[str, bytes],
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Writes `tensors`, which come in the order and with the dtypes of `metas`, and `files`; replaces `folder`.
+
+    `on_bytes` is called with the size of each written tensor. Raises `OSError` with the size of the model, before the
+    first byte if the disk has too little space.
+    """
+    partial = folder.with_name(f"{PARTIAL}{folder.name}")
+    num_bytes = sum(map(size_of, metas))
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        free = shutil.disk_usage(partial).free
+        if free < num_bytes:
+            raise OSError(f"the disk has {free / 2**30:.3g} GiB free")
+        _write_weights(partial, plan_shards(metas, max_shard_bytes), iter(tensors), num_bytes, on_bytes)
+        for name, content in files.items():
+            (partial / name).write_bytes(content)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    except OSError as error:
+        raise OSError(f"{folder} needs {num_bytes / 2**30:.3g} GiB: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def size_of(meta: TensorMeta) -> int:
+    """Returns the bytes of a tensor."""
+    dtype: torch.dtype = getattr(torch, meta.dtype)
+    return meta.numel * dtype.itemsize
+
+
+def plan_shards(metas: Sequence[TensorMeta], max_bytes: int) -> list[list[TensorMeta]]:
+    """Splits tensors, in order, into files of at most `max_bytes`; a larger tensor has a file to itself."""
+    shards: list[list[TensorMeta]] = [[]]
+    used = 0
+    for meta in metas:
+        if shards[-1] and used + size_of(meta) > max_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(meta)
+        used += size_of(meta)
+    return shards
+
+
+def with_dtype(files: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
+    """Returns `files` with the weights' dtype in config.json, under the name that it has there."""
+    config: dict[str, Any] = json.loads(files[CONFIG])
+    config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    return {**files, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
+
+
+def _write_weights(
+    folder: Path,
+    shards: list[list[TensorMeta]],
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    num_bytes: int,
+    on_bytes: Callable[[int], None],
+) -> None:
+    location: dict[str, str] = {}
+    for number, metas in enumerate(shards, 1):
+        single = len(shards) == 1
+        name = "model.safetensors" if single else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        location |= dict.fromkeys((meta.name for meta in metas), name)
+        _write_file(folder / name, metas, tensors, on_bytes)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": location}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_file(
+    path: Path,
+    metas: list[TensorMeta],
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    on_bytes: Callable[[int], None],
+) -> None:
+    """Writes one safetensors file: the length of the header, the header (JSON), the values.
+
+    The widest dtypes come first, which aligns every tensor.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for meta in sorted(metas, key=lambda meta: -getattr(torch, meta.dtype).itemsize):
+        begin, end = end, end + size_of(meta)
+        header[meta.name] = {
+            "dtype": DTYPE_CODES[meta.dtype], "shape": list(meta.shape), "data_offsets": [begin, end],
+        }  # fmt: skip
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % HEADER_ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        start = file.tell()
+        for meta in metas:
+            name, tensor = next(tensors)
+            found = (name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            assert found == (meta.name, meta.shape, meta.dtype), f"{found} instead of {meta}"
+            file.seek(start + header[name]["data_offsets"][0])
+            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            on_bytes(size_of(meta))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """Returns the bytes of `5GB`, `500 MB` or `2GiB`. Raises `UserError`."""
+    number = text.strip().rstrip("BbGgMmKkIi ")
+    unit = text.strip()[len(number) :].strip().upper()
+    try:
+        size = int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise UserError(f"{text!r} is not the size of a file. Give a number and a unit, such as 5GB or 500MB")
+    return size
