@@ -18,6 +18,10 @@ class RunError(RuntimeError):
     """A run cannot continue, and the user can fix the reason. The message explains it."""
 
 
+class RankLost(RunError):
+    """The process of a trainer rank is gone. The message names the rank, how it ended, and the end of its log."""
+
+
 class DeadlineExceeded(RuntimeError):
     """A deadline has passed. The message names the wait, its length, and the last report of the other side."""
 

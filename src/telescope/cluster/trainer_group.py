@@ -3,8 +3,8 @@
 Rank commands are collectives: every rank must run the same ones in the same order. The caller of a command locks
 `queue`: `train_step` by itself, a weight sync from its first command to its last. A single server can receive weights
 between two training steps. `version` counts the steps that the ranks' weights contain and changes only under the lock.
-Each command has a deadline and a name. When a rank's process exits, the error names the rank, the signal and the last
-lines of its log.
+Each command has a deadline and a name. When a rank's process or node is lost, `RankLost` names the rank, the signal and
+the last lines of its log, `watch` raises it too, and `replace` starts all ranks anew in the same places.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import re
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import ray
 
 from telescope.cluster.actors import TERMINATED, ActorExited, TrainerActor, answer, dump_stacks, make_actor
 from telescope.cluster.placement import Placement
 from telescope.cluster.ray_cluster import Cluster
 from telescope.cluster.reaper import temporary_base
 from telescope.config import TelescopeConfig
-from telescope.errors import DeadlineExceeded, RunError
+from telescope.errors import DeadlineExceeded, RankLost, RunError, UserError
 from telescope.record.files import RunFiles
 from telescope.record.gauges import ReadingBatch
 from telescope.trainer.batch import Span, StepInput, StepResult
@@ -50,6 +53,14 @@ STOP_TIMEOUT_SECONDS = 20.0
 RANK_EXIT_SECONDS = 2.0
 """When a command fails on one rank because another has exited, Ray reports the exit within this time."""
 
+NODE_LOSS_SECONDS = 60.0
+"""When a collective fails because the node of another rank is lost, Ray reports the loss within this time."""
+
+COLLECTIVE_ERRORS = re.compile(
+    r"gloo|nccl|Dist(Backend|Network|Store)Error|Connection (closed|reset) by", re.IGNORECASE
+)
+"""Errors of a rank whose peer is gone."""
+
 LOG_TAIL_BYTES = 3000
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """Signals that Python's fault handler writes to the log."""
@@ -68,19 +79,51 @@ class TrainerGroup:
         self._config = config
         self._step_timeout = config.watchdog_seconds
         self._sync_timeout = config.weight_sync_timeout_seconds
+        self._placement = placement
+        self._node_names = cluster.node_names
+        self._run_dir = run_dir
         self.queue = asyncio.Lock()
-        self.version = 0
         self._num_restarts = 0
+        self.num_replacements = 0
+        """How often `replace` has started new processes; communicators to the old ones are closed."""
+        self._loss: RankLost | None = None
+        self._has_loss = asyncio.Event()
         self._is_warming_up = False
         self._logs = [RunFiles(run_dir).log(f"trainer-{rank}") for rank in range(self.world_size)]
+        self._start()
+
+    def _start(self) -> None:
+        """Starts an actor for each rank."""
+        self.version = 0
         self._log_starts = [log_size(path) for path in self._logs]
-        self._nodes = [cluster.node_names[node] for node in placement.rank_nodes]
+        self._nodes = [self._node_names.get(node, node) for node in self._placement.rank_nodes]
+        cpus = self._config.ray_trainer_cpus_per_worker
         self._ranks = [
-            make_actor(TrainerActor, placement.rank_options(rank, config.ray_trainer_cpus_per_worker)).remote(
-                config.to_json(), rank, self.world_size, str(run_dir)
+            make_actor(TrainerActor, self._placement.rank_options(rank, cpus)).remote(
+                self._config.to_json(), rank, self.world_size, str(self._run_dir)
             )
             for rank in range(self.world_size)
         ]
+
+    async def watch(self) -> None:
+        """Raises `RankLost` as soon as a command finds that a rank's process is gone."""
+        await self._has_loss.wait()
+        assert self._loss is not None
+        raise self._loss
+
+    async def replace(self) -> None:
+        """Ends the ranks' processes and starts new ones, to be set up again. The caller has locked `queue`.
+
+        Raises DeadlineExceeded when a node is lost and there is no other place.
+        """
+        for rank in self._ranks:
+            ray.kill(rank)
+        self._num_restarts += 1
+        self.num_replacements += 1
+        await self._placement.wait_for_ranks(self._config.ray_placement_timeout_s)
+        self._loss = None
+        self._has_loss.clear()
+        self._start()
 
     async def setup(self, *, loopback: bool) -> list[Any]:
         """Connects the ranks and loads the model. Returns each rank's `TrainerInfo`."""
@@ -208,15 +251,14 @@ class TrainerGroup:
         )
 
     async def load_checkpoint(self, step: int, directory: Path) -> None:
-        """Loads a checkpoint as version `step`; the engines need a sync afterwards."""
-        async with self.queue:
-            await self._all(
-                f"loading {directory}",
-                lambda rank: self._ranks[rank].load_checkpoint.remote(step, str(directory)),
-                SETUP_TIMEOUT_SECONDS,
-            )
-            self.version = step
-            self._num_restarts += 1
+        """Loads a checkpoint as version `step`; the engines need a sync afterwards. The caller has locked `queue`."""
+        await self._all(
+            f"loading {directory}",
+            lambda rank: self._ranks[rank].load_checkpoint.remote(step, str(directory)),
+            SETUP_TIMEOUT_SECONDS,
+        )
+        self.version = step
+        self._num_restarts += 1
 
     async def save_hf(self, directory: Path) -> None:
         """Writes the current weights as a Hugging Face model folder."""
@@ -224,7 +266,7 @@ class TrainerGroup:
 
     async def take_readings(self, rank: int) -> ReadingBatch:
         """Readings of this rank's memory since the last call. Not a collective: other commands may be running."""
-        batch: ReadingBatch = await answer(self._ranks[rank].take_readings.remote(), f"gauges of trainer rank {rank}")
+        batch: ReadingBatch = await self._one(rank, self._ranks[rank].take_readings.remote(), "reading its gauges")
         return replace(batch, node=self._nodes[rank])
 
     async def dump_stacks(self) -> dict[str, str]:
@@ -245,10 +287,17 @@ class TrainerGroup:
 
     async def _one(self, rank: int, reference: Any, what: str) -> Any:
         """Awaits the answer of one rank."""
+        num_replacements = self.num_replacements
         try:
             return await answer(reference, f"{what}, trainer rank {rank}")
-        except ActorExited:
-            raise RunError(self._exit_report(rank, what)) from None
+        except ActorExited as error:
+            loss = RankLost(self._exit_report(rank, what, str(error)))
+            if (
+                self._loss is None and num_replacements == self.num_replacements
+            ):  # not a call to a rank that was replaced
+                self._loss = loss
+                self._has_loss.set()
+            raise loss from None
 
     async def _all(self, what: str, call: Callable[[int], Any], timeout: float) -> list[Any]:
         """Runs one command on all ranks within `timeout` seconds. The caller has locked `queue`, or is the only one."""
@@ -265,17 +314,27 @@ class TrainerGroup:
                 # When a rank's process exits, the collectives of the others fail first.
                 await asyncio.wait(tasks, timeout=RANK_EXIT_SECONDS)
                 errors = [error for task in tasks if task.done() and (error := task.exception())]
-                raise next((error for error in errors if isinstance(error, RunError)), errors[0])
+                cause = next((error for error in errors if isinstance(error, RunError | UserError)), errors[0])
+                if COLLECTIVE_ERRORS.search(repr(cause)) and not all(task.done() for task in tasks):
+                    await self._wait_for_loss()
+                raise self._loss or cause
             return [task.result() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
 
-    def _exit_report(self, rank: int, what: str) -> str:
-        """Describes how a rank's process exited, with the end of its log."""
+    async def _wait_for_loss(self) -> None:
+        """Waits until a running call finds that its rank is lost, `NODE_LOSS_SECONDS` at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(NODE_LOSS_SECONDS):
+                await self._has_loss.wait()
+
+    def _exit_report(self, rank: int, what: str, reason: str) -> str:
+        """Describes how a rank's process exited, with the end of its log. `reason` is Ray's."""
         log = log_tail(self._logs[rank], LOG_TAIL_BYTES, start=self._log_starts[rank])
         where = f"trainer rank {rank} on {self._nodes[rank]}"
-        ended = f"{where} {describe_rank_exit(log)} during: {what}. Its log ({self._logs[rank]})"
+        how = "was lost with its node" if "node has died" in reason else describe_rank_exit(log)
+        ended = f"{where} {how} during: {what}. Its log ({self._logs[rank]})"
         return f"{ended} ends:\n{log}" if log else f"{ended} is empty"
 
 

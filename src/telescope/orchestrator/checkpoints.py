@@ -231,6 +231,14 @@ class Checkpointer:
                     "faster disk", waited
                 )  # fmt: skip
 
+    async def ranks_replaced(self) -> None:
+        """Waits for the end of a write whose ranks are gone. `continue_after` removes what it leaves."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+            if (error := self._writing.exception()) is not None:
+                logger.info("The last checkpoint was not written: %s", error)
+            self._writing = None
+
     async def _begin(self, step: int, values: dict[str, Any]) -> None:
         """Copies the ranks' state; a task writes it, with `values`, the state of the loops."""
         started_at = time.time()

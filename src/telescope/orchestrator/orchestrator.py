@@ -203,6 +203,7 @@ class Orchestrator:
         self._last_state = self.run_state()
         self._has_ended = True
         for group in self._unsettled.values():
+            self.services.slots.forget_group(group.opening)
             self._step_recorder.write_unfinished(group, self.window.version)
         self._unsettled.clear()
         self.services.recorder.set_in_flight([])

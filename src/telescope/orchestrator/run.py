@@ -22,6 +22,7 @@ from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
 from telescope.config.model_files import vocabulary_size
 from telescope.config.model_source import read_meta_files
+from telescope.errors import RankLost
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.checkpoints import Checkpoint, Checkpointer, CheckpointFolder
 from telescope.orchestrator.collectors import Collectors, sources_of
@@ -35,6 +36,7 @@ from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import Interrupted, RunStatus, RunSummary, headline_of, summarize
 from telescope.orchestrator.supervision import Interrupt, Supervisor, watchdog
+from telescope.orchestrator.trainer_restart import TrainerRestarts
 from telescope.record.files import RunFiles
 from telescope.record.recorder import Recorder
 from telescope.record.system_metrics import MachineSampler
@@ -129,9 +131,9 @@ class _TrainingRun:
         supervisor.spawn(self._take_gauges(components), "gauges")
         supervisor.spawn(start_collectors(config, components, self._directory.recorder, stack).run(), "collectors")
         supervisor.spawn(watchdog(status, config.watchdog_seconds, components.dump_stacks), "watchdog")
-        await self._evaluate_and_train(components, supervisor)
+        await self._evaluate_and_train(components)
 
-    async def _evaluate_and_train(self, components: RunComponents, supervisor: Supervisor) -> None:
+    async def _evaluate_and_train(self, components: RunComponents) -> None:
         """Evals at version 0, training, evals at the last version."""
         config, status = self._config, self._status
         evaluation = self._evaluation = Evaluation(
@@ -147,23 +149,9 @@ class _TrainingRun:
             )
             if (headline := headline_of(results)) is not None:
                 self._directory.evaluated_before(headline.accuracy)
-        status.phase = "training"
-        step = self._resumed.step if self._resumed else 0
-        self._directory.started(components.topology, step)
-        self._checkpoints.continue_after(step)
-        checkpointer = Checkpointer(
-            config, self._checkpoints, components.trainer, status, last_step=step, model_files=read_meta_files(config)
-        )
-        orchestrator = await make_orchestrator(
-            config, components, evaluation, self._directory, status,
-            start=self._resumed.state if self._resumed else None, after_step=checkpointer.after_step,
-        )  # fmt: skip
-        self._interrupt.on_first(orchestrator.request_stop)
         started_at = time.time()
-        await orchestrator.run(supervisor)
+        await self._train(components, evaluation)
         self._training_seconds = time.time() - started_at
-        status.phase = "writing the last checkpoint"
-        await checkpointer.save_last(status.version, orchestrator.run_state)
         if config.save_final_model and status.version > 0:
             status.phase = "saving the trained model"
             self._model_dir = await self._save_model(components)
@@ -176,11 +164,49 @@ class _TrainingRun:
         if self._resumed is not None:
             self._resumed = check_data(self._config, self._resumed, data)
 
+    async def _train(self, components: RunComponents, evaluation: Evaluation) -> None:
+        """Trains to the last checkpoint. When a trainer rank is lost, continues from the newest one."""
+        config, status = self._config, self._status
+        restarts = TrainerRestarts(config, components, self._checkpoints, self._directory, status)
+        start = self._resumed.state if self._resumed else RunState()
+        while True:
+            status.phase = "training"
+            self._directory.started(components.topology, start.step)
+            self._checkpoints.continue_after(start.step)
+            checkpointer = Checkpointer(
+                config, self._checkpoints, components.trainer, status,
+                last_step=start.step, model_files=read_meta_files(config),
+            )  # fmt: skip
+            orchestrator = await make_orchestrator(
+                config, components, evaluation, self._directory, status, start=start, after_step=checkpointer.after_step
+            )
+            self._interrupt.on_first(orchestrator.request_stop)
+            try:
+                await self._run_loops(orchestrator, checkpointer, components)
+                return
+            except RankLost as lost:
+                start = await self._interrupt.run_until_first(restarts.restart(lost, orchestrator, checkpointer))
+
+    async def _run_loops(
+        self, orchestrator: Orchestrator, checkpointer: Checkpointer, components: RunComponents
+    ) -> None:
+        """Runs the loops to their end, and writes the last checkpoint. Raises `RankLost` at once."""
+        loops = Supervisor()
+        loops.spawn(components.trainer.watch(), "trainer ranks")
+
+        async def train_and_save() -> None:
+            await orchestrator.run(loops)
+            self._status.phase = "writing the last checkpoint"
+            await checkpointer.save_last(self._status.version, orchestrator.run_state)
+
+        await loops.run_until(train_and_save())
+
     async def _load_checkpoint(self, components: RunComponents, checkpoint: Checkpoint) -> None:
         """Gives trainer and engines the weights of a checkpoint."""
         status = self._status
         status.phase = f"loading the checkpoint after step {checkpoint.step}"
-        await components.trainer.load_checkpoint(checkpoint.step, checkpoint.path)
+        async with components.trainer.queue:
+            await components.trainer.load_checkpoint(checkpoint.step, checkpoint.path)
         await components.weights.sync()
         for note in checkpoint.notes:
             logger.info("%s", note)

@@ -74,6 +74,8 @@ class RunComponents:
     """Sizes of the datasets and held-out items (`resume.describe_data`)."""
     topology: dict[str, str]
     """The node and the device of each process."""
+    loopback: bool
+    """Whether trainer and servers connect over loopback."""
 
     async def dump_stacks(self) -> dict[str, str]:
         """Stacks of trainer ranks and inference servers. Environment workers write theirs to their logs."""
@@ -161,7 +163,7 @@ async def start_components(
         servers.open(index)
     return RunComponents(
         config, environments, keys, cluster, trainer, inference, slots, servers, weights, evals, settings, data,
-        topology,
+        topology, loopback,
     )  # fmt: skip
 
 
@@ -266,16 +268,6 @@ async def start_workers(
     Raises the first failure at once.
     """
 
-    async def start_trainer() -> None:
-        status.set_component("trainer", "loading the model")
-        infos = await trainer.setup(loopback=loopback)
-        for info in infos:
-            _check_hash(config, "a trainer rank", info.config_hash)
-        if infos[0].compiles:
-            status.set_component("trainer", "compiling the model's blocks")
-            record_warm_up(directory, await trainer.warm_up())
-        status.set_component("trainer", "ready")
-
     async def start_server(index: int) -> None:
         status.set_component(f"server {index}", "starting vLLM")
         progress = asyncio.create_task(_show_start(inference, index, status))
@@ -290,9 +282,23 @@ async def start_workers(
     if config.share_gpus:
         # A server measures free memory; a trainer that loads meanwhile would be counted as the server's.
         await _all_or_first_failure(*servers)
-        await start_trainer()
+        await set_up_trainer(config, directory, trainer, status, loopback=loopback)
     else:
-        await _all_or_first_failure(start_trainer(), *servers)
+        await _all_or_first_failure(set_up_trainer(config, directory, trainer, status, loopback=loopback), *servers)
+
+
+async def set_up_trainer(
+    config: TelescopeConfig, directory: RunDirectory, trainer: TrainerGroup, status: RunStatus, *, loopback: bool
+) -> None:
+    """Loads the model into the started ranks, and compiles it."""
+    status.set_component("trainer", "loading the model")
+    infos = await trainer.setup(loopback=loopback)
+    for info in infos:
+        _check_hash(config, "a trainer rank", info.config_hash)
+    if infos[0].compiles:
+        status.set_component("trainer", "compiling the model's blocks")
+        record_warm_up(directory, await trainer.warm_up())
+    status.set_component("trainer", "ready")
 
 
 async def _all_or_first_failure(*starts: Coroutine[Any, Any, None]) -> None:

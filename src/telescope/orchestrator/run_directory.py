@@ -79,17 +79,7 @@ class RunDirectory:
         )
         try:
             setup_logging(self.path, "driver", self.recorder, debug=config.debug, console=console)
-            self._attempt = attempt_row(config.hash, self._notes)
-            self._info = begin_run(
-                self.recorder,
-                name=config.wandb_run_name,
-                config_hash=config.hash,
-                config_json=config.to_json(),
-                project=config.wandb_project,
-                tags=list(config.wandb_tags),
-                attempt=self._attempt,
-                num_steps=config.number_of_steps,
-            )
+            self._begin_attempt(self._notes)
             self.step_log = WandbSink(config, self.path)
             try:
                 yield self.recorder
@@ -110,6 +100,25 @@ class RunDirectory:
             except OSError as error:
                 logger.error("config.yaml of the last attempt cannot be replaced: %s", error)
         self.recorder.write("attempts", {**self._attempt, "topology": topology, "first_step": first_step})
+
+    def begin_next_attempt(self, note: str) -> None:
+        """Begins another attempt in this process: rows from now on are of that one. Call `started` next."""
+        self.recorder.attempt += 1
+        self._begin_attempt([note])
+
+    def _begin_attempt(self, notes: list[str]) -> None:
+        config = self._config
+        self._attempt = attempt_row(config.hash, notes)
+        self._info = begin_run(
+            self.recorder,
+            name=config.wandb_run_name,
+            config_hash=config.hash,
+            config_json=config.to_json(),
+            project=config.wandb_project,
+            tags=list(config.wandb_tags),
+            attempt=self._attempt,
+            num_steps=config.number_of_steps,
+        )
 
     def evaluated_before(self, accuracy: float) -> None:
         """Writes the accuracy before training to `run.json`."""

@@ -5,6 +5,12 @@ of every prompt so far, the finished groups that wait for a batch, and the error
 still being generated are unfinished, and are sampled again. The learning rate and the seeds of requests are functions
 of the step and the prompt, so they need no state.
 
+When the trainer's ranks restart from a checkpoint c, the loops continue from its state and the finished groups in
+memory (`after_restart`). Tokens of a version l > c have weights that are lost: versions after c will have others. They
+are labeled 2c - l, so that the age of a token remains the number of optimizer steps between the weights that sampled it
+and those that train on it: l - c steps back to the checkpoint, and those after it. A label is below c, so no lost
+version counts as current, and `max_off_policy_steps` bounds these tokens as all others.
+
 Invariant: every prompt below `sampler.next_draw` was trained, dropped or held out, is unfinished, or has a group here.
 """
 
@@ -18,6 +24,7 @@ import msgspec
 import numpy as np
 
 from telescope.errors import UserError
+from telescope.orchestrator.async_window import Ledger, Staleness
 from telescope.orchestrator.groups import Group
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 
@@ -61,6 +68,63 @@ class RunState:
             return msgspec.convert(rest, cls, dec_hook=_decode, str_keys=True)
         except msgspec.ValidationError as error:
             raise UserError(f"The checkpoint's state cannot be read: {error}") from None
+
+
+def after_restart(checkpoint: RunState, lost: RunState, staleness: Staleness, *, synchronous: bool) -> RunState:
+    """Returns the state from which the loops continue: that of the checkpoint and the finished groups of `lost`.
+
+    `lost` is the state when the ranks were lost; its groups are relabeled in place. Groups that are too old now are
+    sampled again; so is, in synchronous mode, all that lost versions have sampled.
+    """
+    known = {group.group_id for group in checkpoint.groups}
+    kept = [
+        group
+        for group in lost.groups
+        if group.group_id not in known
+        and (_newest_version(group) <= checkpoint.step or not synchronous)
+        and _relabel(group, checkpoint.step)
+        and not staleness.is_stale(group, checkpoint.step)
+    ]
+    kept_ids = {group.group_id for group in kept}
+    first = checkpoint.sampler.next_draw
+    next_draw = max([first, *(n + 1 for n in kept_ids)])
+    unfinished = {*checkpoint.sampler.unfinished, *range(first, next_draw)} - kept_ids
+    ledger = checkpoint.ledger or Ledger().state_dict(())
+    requeues = {**dict(ledger["requeues"]), **{g.group_id: g.num_requeues for g in kept if g.num_requeues}}
+    return RunState(
+        step=checkpoint.step,
+        sampler=SamplerPosition(next_draw, tuple(sorted(unfinished))),
+        ledger={
+            **ledger,
+            "open": sorted({*ledger["open"], *kept_ids}),
+            "num_opened": ledger["num_opened"] + len(kept),
+            "requeues": sorted(requeues.items()),
+        },
+        errors=lost.errors,
+        num_openings=max(checkpoint.num_openings, lost.num_openings),
+        groups=[*checkpoint.groups, *kept],
+    )
+
+
+def _newest_version(group: Group) -> int:
+    return max((sample.version_range[1] for sample in group.samples), default=-1)
+
+
+def _relabel(group: Group, step: int) -> bool:
+    """Labels the tokens that versions after `step` sampled. Returns whether that is possible (2 * step >= newest)."""
+    if _newest_version(group) > 2 * step:
+        return False
+
+    def label(version: int) -> int:
+        return min(version, 2 * step - version)
+
+    for sample in group.samples:
+        for turn in sample.turns:
+            spans = turn.generation.version_spans
+            turn.generation.version_spans = [(label(version), first, end) for version, first, end in spans]
+    oldest = group.oldest_version()
+    group.start_version = min(label(group.start_version), group.start_version if oldest is None else oldest)
+    return True
 
 
 def _encode(value: Any) -> Any:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from telescope.errors import DeadlineExceeded, InfrastructureError
+from telescope.errors import DeadlineExceeded, InfrastructureError, RankLost
 from telescope.inference.client import EngineClient
 from telescope.orchestrator.request_slots import RequestSlotPool
 from telescope.orchestrator.status import RunStatus
@@ -196,6 +196,8 @@ class ServerPool:
                 times = server.num_failed_bring_ups
                 self._abandon(index, f"it failed {times} consecutive times while it received weights, last: {error}")
             return
+        except RankLost:
+            return  # once the ranks are back, or the run ends
         server.num_failed_bring_ups = 0
         logger.info(
             "inference server %d is back (restarts: %d, its start took %.1f s)",

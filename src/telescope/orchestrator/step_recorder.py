@@ -60,7 +60,7 @@ class StepRecorder:
         self._step_log = step_log
         self._status = status
         self._discards = DiscardCounts()
-        self._num_tokens_at_last_step = 0
+        self._num_tokens_at_last_step = status.num_tokens_generated
         self._discarded_rewards: list[np.ndarray] = []
 
     def count_retries(self, sample: Trajectory) -> None:

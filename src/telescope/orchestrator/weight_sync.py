@@ -117,6 +117,8 @@ class WeightSync:
         self._on_report = on_report
         self._probe_token_ids = probe_token_ids
         self._connected: set[int] = set()
+        self._connected_ranks = trainer.num_replacements
+        """The ranks to which the servers are connected: how often they had been replaced."""
         self._in_background: set[int] = set()
         # Every server starts with the trainer's initial weights.
         self._loaded: dict[int, tuple[int, int]] = dict.fromkeys(range(len(clients)), trainer.weights_identity)
@@ -190,6 +192,9 @@ class WeightSync:
         self, version: int, servers: list[int], *, fingerprints: bool, corrupt: str | None = None
     ) -> SyncReport:
         report = SyncReport(version, time.time(), servers=[ServerSync(server, time.time()) for server in servers])
+        if self._connected_ranks != self._trainer.num_replacements:
+            self._connected_ranks = self._trainer.num_replacements
+            self._connected.clear()
         update = await self._make_update(version)
         await self._each(report, self._connect)
         await self._each(report, self._begin)

@@ -79,7 +79,8 @@ class Stack:
         if checkpoint is None:
             await self.parts.trainer.restart()
         else:
-            await self.parts.trainer.load_checkpoint(checkpoint.step, checkpoint.path)
+            async with self.parts.trainer.queue:
+                await self.parts.trainer.load_checkpoint(checkpoint.step, checkpoint.path)
         await self.parts.weights.sync()
         entries = self.parts.config.environments
         position = [entry.name for entry in entries].index(environment)

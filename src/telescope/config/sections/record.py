@@ -34,6 +34,9 @@ class CheckpointSection(Section):
     """Keep only the N most recent checkpoints. null keeps all."""
     checkpoint_keep_every: Steps | None = None
     """Always keep checkpoints at these step multiples, whatever checkpoint_keep_last is."""
+    trainer_max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
+    """How often a run replaces its trainer ranks when the process or the node of one is lost, and continues from the
+    newest checkpoint. Needs checkpoint_every. 0 = a lost rank ends the run."""
 
     @field_validator("checkpoint_every")
     @classmethod

@@ -10,7 +10,9 @@ Invariants: one save at a time. A save that fails leaves its folder incomplete a
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -49,9 +51,18 @@ def share_store(address: str, port: int) -> None:
 _write_requests = _AsyncCheckpointProcess._checkpointing_subprocess
 
 
+def _exit_with_the_rank() -> None:
+    """Ends this process when its rank was killed, so that it does not write into a folder that is used again."""
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+    rank.join()
+    os._exit(1)
+
+
 def _write_quietly(*arguments: Any) -> None:
-    """The main function of the writing process, which would log every request to the terminal."""
+    """The main function of the writing process, which would log every request to the terminal, and outlive its rank."""
     logging.disable(logging.INFO)
+    threading.Thread(target=_exit_with_the_rank, daemon=True).start()
     _write_requests(*arguments)
 
 
