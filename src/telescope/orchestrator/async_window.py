@@ -17,7 +17,7 @@ slow. So no token older than m versions is trained.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,14 +98,17 @@ class Ledger:
         self._num_requeues.pop(n, None)
         self.dropped[reason] += 1
 
-    def state_dict(self, open_prompts: Iterable[int]) -> dict[str, Any]:
-        """Returns the counts for a run that continues with these open prompts only; the others are opened again."""
-        kept = sorted(open_prompts)
+    def state_dict(self, open_prompts: Iterable[int], undropped: Mapping[int, str] | None = None) -> dict[str, Any]:
+        """Returns the counts for a run that continues with these open prompts only; the others are opened again.
+
+        So are `undropped`, prompts that were dropped with these reasons.
+        """
+        kept, undropped = sorted(open_prompts), undropped or {}
         return {
             "open": kept,
-            "num_opened": self.num_opened - (len(self.open) - len(kept)),
+            "num_opened": self.num_opened - (len(self.open) - len(kept)) - len(undropped),
             "num_trained": self.num_trained,
-            "dropped": dict(self.dropped),
+            "dropped": dict(self.dropped - Counter(undropped.values())),
             "num_requeued": self.num_requeued,
             "requeues": [[n, count] for n, count in sorted(self._num_requeues.items()) if count],
         }

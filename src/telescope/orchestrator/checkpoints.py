@@ -191,13 +191,18 @@ class Checkpointer:
         *,
         last_step: int = 0,
         model_files: Mapping[str, bytes] | None = None,
+        flush_record: Callable[[], object] = lambda: None,
     ) -> None:
-        """`last_step` is that of the checkpoint from which the run continues; `model_files` are for `hf_meta/`."""
+        """`last_step` is that of the checkpoint from which the run continues; `model_files` are for `hf_meta/`.
+
+        `flush_record` writes the rows of the step to disk, so that a run that continues after it misses none.
+        """
         self._config = config
         self._folder = folder
         self._trainer = trainer
         self._status = status
         self._model_files = model_files or {}
+        self._flush_record = flush_record
         self._writing: asyncio.Task[None] | None = None
         self._last_step = last_step
         """Step of the newest complete checkpoint."""
@@ -286,6 +291,7 @@ class Checkpointer:
         (partial / HF_META).mkdir()
         for name, content in self._model_files.items():
             (partial / HF_META / name).write_bytes(content)
+        self._flush_record()
         config = self._config
         self._folder.complete(
             partial,

@@ -141,6 +141,8 @@ class Orchestrator:
         self._finished: list[Group] = list(start.groups)
         self._unsettled: dict[int, Group] = {group.group_id: group for group in start.groups}
         """The newest group of every prompt that is neither trained nor dropped."""
+        self._dropped: dict[int, str] = {}
+        """Prompts dropped since the last step, with their reasons."""
         self._has_ended = False
         self._batch: Batch | None = None
         """A packed batch that waits for the trainer."""
@@ -166,7 +168,8 @@ class Orchestrator:
     def run_state(self) -> RunState:
         """Returns the state after the last finished step, from which another attempt can continue.
 
-        Finished groups are kept, also while they are packed; prompts in flight are unfinished.
+        Finished groups are kept, also while they are packed; prompts in flight are unfinished. So are those that were
+        dropped since that step: the record counts them to the next one, which the other attempt records anew.
         """
         if self._has_ended:
             return self._last_state
@@ -176,8 +179,8 @@ class Orchestrator:
         self._openings = itertools.count(num_openings)
         return RunState(
             step=self.window.version,
-            sampler=self._prompts.position(self.ledger.open - kept_ids),
-            ledger=self.ledger.state_dict(kept_ids),
+            sampler=self._prompts.position((self.ledger.open - kept_ids) | self._dropped.keys()),
+            ledger=self.ledger.state_dict(kept_ids, self._dropped),
             errors=self._budget.state_dict(),
             num_openings=num_openings,
             groups=kept,
@@ -339,6 +342,7 @@ class Orchestrator:
     def _discard(self, group: Group, reason: str, kind: str | None, rewards_n: np.ndarray) -> None:
         self.window.discarded()
         self.ledger.drop(group.group_id, reason)
+        self._dropped[group.group_id] = reason
         del self._unsettled[group.group_id]
         self._streak.discarded(kind or reason, rewards_n)
         self._step_recorder.discarded(group, reason, kind, self.window.version)
@@ -443,6 +447,7 @@ class Orchestrator:
             self.status.set_component("trainer", "sending weights")
             sync_metrics = await self.services.weights.sync()
             self.window.synced()
+            self._dropped.clear()
             self._withdraw_stale_groups()
             for group in batch.groups:
                 self.ledger.trained(group.group_id)

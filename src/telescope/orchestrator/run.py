@@ -175,7 +175,7 @@ class _TrainingRun:
             self._checkpoints.continue_after(start.step)
             checkpointer = Checkpointer(
                 config, self._checkpoints, components.trainer, status,
-                last_step=start.step, model_files=read_meta_files(config),
+                last_step=start.step, model_files=read_meta_files(config), flush_record=self._directory.flush_record,
             )  # fmt: skip
             orchestrator = await make_orchestrator(
                 config, components, evaluation, self._directory, status, start=start, after_step=checkpointer.after_step

@@ -132,10 +132,14 @@ class RunDirectory:
             error = "ended at once by a second interrupt"
             write_run_json(self.path, replace(self._info, status="stopped", ended_at=time.time(), error=error))
 
-    def record_problem(self) -> str | None:
-        """Returns why the record is incomplete, or None. Waits briefly for the newest rows."""
+    def flush_record(self) -> None:
+        """Writes the newest rows, if the disk takes them. Waits briefly."""
         if self.recorder.health().error is None:
             self.recorder.flush(FLUSH_SECONDS)
+
+    def record_problem(self) -> str | None:
+        """Returns why the record is incomplete, or None. Waits briefly for the newest rows."""
+        self.flush_record()
         health = self.recorder.health()
         if health.error is None and health.dropped:
             counts = ", ".join(f"{count} of {name}" for name, count in sorted(health.dropped.items()))

@@ -103,6 +103,7 @@ def after_restart(checkpoint: RunState, lost: RunState, staleness: Staleness, *,
         errors=lost.errors,
         num_openings=max(checkpoint.num_openings, lost.num_openings),
         groups=[*checkpoint.groups, *kept],
+        data=lost.data,
     )
 
 

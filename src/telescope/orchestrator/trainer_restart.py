@@ -71,7 +71,7 @@ class TrainerRestarts:
         status.messages.append(news)
         status.history = [summary for summary in status.history if summary.step < state.step]
         status.step = status.version = state.step
-        self._directory.begin_next_attempt(state.step, news)
+        self._directory.begin_next_attempt(news)
         return state
 
     async def _reload(self, orchestrator: Orchestrator, checkpointer: Checkpointer) -> RunState:

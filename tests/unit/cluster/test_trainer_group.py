@@ -18,7 +18,7 @@ from telescope.cluster.placement import Placement
 from telescope.cluster.ray_cluster import Cluster
 from telescope.cluster.trainer_group import TrainerGroup, describe_rank_exit, save_where_possible
 from telescope.config import TelescopeConfig
-from telescope.errors import DeadlineExceeded, RunError
+from telescope.errors import DeadlineExceeded, RankLost, RunError
 from telescope.trainer.batch import StepInput, StepResult
 
 CONFIG = TelescopeConfig.model_validate(
@@ -142,6 +142,81 @@ async def test_a_killed_rank_is_named_with_the_signal_and_the_end_of_its_log(two
         "trainer rank 1 on here was killed by SIGKILL (often sent by the kernel when memory runs out) during: weight "
         f"metadata. Its log ({tmp_path / 'logs' / 'trainer-1.log'}) ends:\nloading the model"
     )
+
+
+class LivingRank(Rank):
+    async def _answer(self, name: str) -> str:
+        return name
+
+
+@pytest.fixture
+def replaceable(two_ranks: TrainerGroup, compiled: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Lets `two_ranks` be replaced by ranks that answer. Returns the ranks that Ray is asked to kill."""
+    ranks = iter([LivingRank(compiled), LivingRank(compiled)])
+    killed: list[Any] = []
+    monkeypatch.setattr(trainer_group, "make_actor", lambda *_: SimpleNamespace(remote=lambda *_: next(ranks)))
+    monkeypatch.setattr(trainer_group, "ray", SimpleNamespace(kill=killed.append))
+
+    async def placed(seconds: float) -> None:
+        assert seconds == CONFIG.ray_placement_timeout_s
+
+    two_ranks._placement.wait_for_ranks = placed
+    return killed
+
+
+async def test_a_lost_rank_is_reported_by_the_watch_until_the_ranks_are_replaced(two_ranks, replaceable):
+    watch = asyncio.create_task(two_ranks.watch())
+    late = asyncio.create_task(two_ranks._one(1, two_ranks._ranks[1].take_readings.remote(), "reading its gauges"))
+    before = two_ranks.weights_identity
+    with pytest.raises(RankLost, match="rank 1"):
+        await two_ranks.weight_metadata()
+    with pytest.raises(RankLost, match="rank 1"):
+        await watch
+    await two_ranks.replace()
+    assert len(replaceable) == 2
+    assert (two_ranks.num_replacements, two_ranks.version) == (1, 0)
+    assert two_ranks.weights_identity != before
+    with pytest.raises(RankLost):
+        await late
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(two_ranks.watch(), 0.05)
+    assert await two_ranks.weight_metadata() == "weight_metadata"
+
+
+async def test_a_call_to_a_replaced_rank_does_not_count_as_a_loss_of_the_new_one(two_ranks, replaceable):
+    late = asyncio.create_task(two_ranks._one(1, two_ranks._ranks[1].take_readings.remote(), "reading its gauges"))
+    await asyncio.sleep(0)
+    await two_ranks.replace()
+    with pytest.raises(RankLost):
+        await late
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(two_ranks.watch(), 0.05)
+
+
+async def test_an_idle_rank_that_is_lost_is_noticed_by_its_gauges(two_ranks):
+    with pytest.raises(RankLost, match="during: reading its gauges"):
+        await two_ranks.take_readings(1)
+    with pytest.raises(RankLost):
+        await two_ranks.watch()
+
+
+async def test_a_collective_that_fails_waits_until_the_loss_of_a_node_is_known(two_ranks, monkeypatch):
+    monkeypatch.setattr(trainer_group, "RANK_EXIT_SECONDS", 0.0)
+    with pytest.raises(RankLost, match="rank 1"):
+        await two_ranks.weight_metadata()
+
+
+async def test_an_exception_in_a_rank_is_not_a_lost_rank(group, rank):
+    rank.fails_at = "weight_metadata"
+    with pytest.raises(ArithmeticError):
+        await group.weight_metadata()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(group.watch(), 0.05)
+
+
+def test_a_rank_lost_with_its_node_is_reported_as_that(two_ranks):
+    report = two_ranks._exit_report(1, "training step 3", "The actor died because its node has died. Node Id: 5e")
+    assert report.startswith("trainer rank 1 on here was lost with its node during: training step 3")
 
 
 CRASHES = """

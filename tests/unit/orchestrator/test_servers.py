@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from telescope.errors import InfrastructureError
+from telescope.errors import InfrastructureError, RankLost
 from telescope.orchestrator import servers as servers_module
 from telescope.orchestrator.request_slots import RequestSlotPool
 from telescope.orchestrator.servers import MAX_FAILED_BRING_UPS, ServerPool
@@ -51,6 +51,7 @@ class Bench:
         self.status = RunStatus("test", 10)
         self.brought: list[tuple[int, bool, bool]] = []
         self.weights_fail = False
+        self.lost_ranks = 0
         clients: Any = self.handles
         self.pool = ServerPool(
             self.handles, clients, self.slots, self.status,
@@ -63,6 +64,9 @@ class Bench:
     async def bring_weights(self, server: int, on_loaded: Callable[[], None], *, fresh: bool) -> None:
         self.brought.append((server, fresh, self.slots.servers[server].up))
         await asyncio.sleep(0)
+        if self.lost_ranks:
+            self.lost_ranks -= 1
+            raise RankLost("trainer rank 0 was killed")
         if self.weights_fail:
             raise InfrastructureError(f"server {server} did not take the weights")
         on_loaded()
@@ -165,6 +169,14 @@ async def test_a_server_that_never_loads_weights_is_abandoned_and_the_others_con
         assert not watching.done()
     assert bench.pool.up == [1]
     assert len(bench.brought) == MAX_FAILED_BRING_UPS
+
+
+async def test_a_server_that_receives_weights_when_a_trainer_rank_is_lost_waits_for_the_ranks() -> None:
+    bench = Bench()
+    bench.lost_ranks = MAX_FAILED_BRING_UPS + 1
+    async with bench.watched():
+        bench.pool.report_failure(0, DEAD)
+        await bench.until(lambda: bench.pool.up == [0, 1])
 
 
 async def test_a_server_without_an_actor_is_abandoned_and_the_others_continue() -> None:

@@ -36,6 +36,15 @@ async def test_a_sync_reports_the_times_of_servers_and_trainer() -> None:
         assert part.transfer_started_at + part.transfer_seconds <= part.resumed_at + 1e-3
 
 
+async def test_servers_connect_again_to_ranks_that_were_replaced() -> None:
+    bench = Bench()
+    for connected in (1, 1, 2):
+        if connected == 2:
+            bench.trainer.num_replacements += 1
+        await bench.step()
+        assert bench.of(0).count("init") == connected
+
+
 def test_a_sync_is_on_record_as_pauses_transfers_and_the_work_of_the_ranks() -> None:
     rows: list[dict[str, Any]] = []
     directory: Any = SimpleNamespace(recorder=SimpleNamespace(write=lambda table, row: rows.append(row)))

@@ -30,6 +30,7 @@ class FakeTrainer:
         self.queue = asyncio.Lock()
         self.version = 0
         self.num_restarts = 0
+        self.num_replacements = 0
         self.connecting: asyncio.Event | None = None
         self.calls = calls
         self.send_error: BaseException | None = None
