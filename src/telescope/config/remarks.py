@@ -51,6 +51,12 @@ def remarks(config: TelescopeConfig) -> list[str]:
             f"max_tokens equals max_model_len ({config.max_model_len}): each answer is shorter by its prompt's length."
         )
     for entry in config.evals:
+        if config.num_eval_servers and entry.eval_every > config.number_of_steps:
+            found.append(
+                f"evals: eval_every of {entry.name!r} is {entry.eval_every}, and the run has {config.number_of_steps} "
+                f"steps: it never runs during training, but eval_num_servers reserves {config.num_eval_servers} of "
+                f"{config.num_inference_servers} servers. Lower eval_every, or set eval_num_servers to 0."
+            )
         if entry.pass_k and (config.temperature if entry.temperature is None else entry.temperature) == 0:
             found.append(
                 f"evals: {entry.name!r} has pass_k and temperature 0: all samples of an item are the same greedy "
@@ -98,16 +104,12 @@ def _top_p(config: TelescopeConfig, top_p: float) -> str:
     return f"{remark}; the loss does not."
 
 
-PERIODIC_EVALS = "evals during training"
 UPLOADS = "upload of code and logs"
 EVENT_UPLOADS = "upload of events and samples"
 PARALLELISM = "context parallelism"
 MEGATRON = "the Megatron backend"
 
 FIELD_STATUS: dict[str, str] = {
-    "eval_num_servers": PERIODIC_EVALS,
-    "eval_start_end_use_all_servers": PERIODIC_EVALS,
-    "evals.eval_every": PERIODIC_EVALS,
     "wandb_upload_code": UPLOADS,
     "wandb_upload_logs": UPLOADS,
     "wandb_upload_logs_detailed": UPLOADS,
@@ -130,7 +132,7 @@ FIELD_STATUS: dict[str, str] = {
         "megatron_overlap_grad_reduce", "megatron_use_transformer_engine", "megatron_fp8",
     ), MEGATRON),
 }  # fmt: skip
-"""Field (or `evals.<field>`) to the feature it waits for. Absent: the field works."""
+"""Field to the feature it waits for. Absent: the field works."""
 
 AVAILABLE_CHOICES: dict[str, tuple[Any, ...]] = {"train_backend": ("fsdp",)}
 """Fields of which only these values can be run in this version."""
@@ -146,11 +148,7 @@ def no_effect_note(config: TelescopeConfig) -> str | None:
     names = {name for name in config.user_set if has_no_effect(name)}
     if config.use_wandb:
         names |= {name for name in ("wandb_upload_code", "wandb_upload_logs") if getattr(config, name)}
-    set_in_evals = {"eval_every"} if config.evals else set()
-    set_in_evals |= {name for entry in config.evals for name in entry.model_fields_set}
-    names |= {f"evals.{name}" for name in set_in_evals if has_no_effect(f"evals.{name}")}
-    ordered = sorted(names, key=lambda name: (name.startswith("evals."), name))
-    return f"Fields without effect in this version: {', '.join(ordered)}." if names else None
+    return f"Fields without effect in this version: {', '.join(sorted(names))}." if names else None
 
 
 def refuse_unavailable_choices(config: TelescopeConfig) -> None:

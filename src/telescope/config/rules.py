@@ -386,8 +386,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("eval_num_servers", "inference_num_workers"),
-        "must leave at least one inference server for rollouts when evals are configured",
-        lambda c: bool(c.evals) and c.eval_num_servers >= max(c.num_inference_servers, 1),
+        "must be below the number of inference servers, because otherwise no server is left for rollouts; 0 means no "
+        "evals during training",
+        lambda c: c.num_eval_servers >= max(c.num_inference_servers, 1),
         lambda c: f"Lower eval_num_servers to at most {c.num_inference_servers - 1}, or raise inference_num_workers",
         lambda c: max(c.num_inference_servers - 1, 0),
     ),

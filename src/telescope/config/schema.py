@@ -142,6 +142,11 @@ class TelescopeConfig(
         return self.inference_num_workers // self.inference_tensor_parallel_size
 
     @property
+    def num_eval_servers(self) -> int:
+        """Servers that are dedicated to evals during training."""
+        return self.eval_num_servers if self.evals else 0
+
+    @property
     def lanes_per_server(self) -> int:
         """Samples that one server generates at once."""
         return self.max_concurrent_prompts_per_server * self.group_size

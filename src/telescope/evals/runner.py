@@ -22,7 +22,7 @@ import numpy as np
 from telescope.config import EvalEntry
 from telescope.environments.worker_pool.messages import PreparedPrompt
 from telescope.environments.worker_pool.pool import EnvironmentPool
-from telescope.errors import EnvironmentFailure, InfrastructureError
+from telescope.errors import ConfigError, EnvironmentFailure, InfrastructureError
 from telescope.evals.statistics import Estimate, estimate_mean, metrics_over_items, num_completions
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, SamplingSettings
 from telescope.rollout.trajectory import Trajectory
@@ -106,10 +106,16 @@ async def plan_eval(
 ) -> PlannedEval:
     """Renders the first `num_samples` items (all, when -1). The entry's settings override the run's sampling.
 
-    Raises EnvironmentFailure when an item cannot be rendered: an eval that silently shrinks measures something else.
+    An eval that silently shrinks measures something else. Raises EnvironmentFailure when an item cannot be rendered,
+    ConfigError when there are fewer than `num_samples`.
     """
     info = await environments.describe(environment_key)
-    num_items = info.num_samples if entry.num_samples == -1 else min(entry.num_samples, info.num_samples)
+    num_items = info.num_samples if entry.num_samples == -1 else entry.num_samples
+    if num_items > info.num_samples:
+        raise ConfigError(
+            f"evals: num_samples of {entry.name!r} is {num_items}, and its dataset has {info.num_samples} items. Lower "
+            "it, or set -1 for all items"
+        )
     prompts = await asyncio.gather(*(environments.prepare(environment_key, index) for index in range(num_items)))
     settings = dataclasses.replace(
         sampling,
@@ -167,7 +173,12 @@ async def run_eval(
         return trajectory
 
     asked = [(item, completion) for item in plan.items for completion in range(plan.num_completions)]
-    trajectories = await asyncio.gather(*(one(item, completion) for item, completion in asked))
+    tasks = [asyncio.ensure_future(one(item, completion)) for item, completion in asked]
+    try:
+        trajectories = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
     scores: dict[str, list[dict[str, float]]] = defaultdict(list)
     """Scores by the identity of the item: equal items are one."""
     for (item, _), trajectory in zip(asked, trajectories, strict=True):

@@ -1,33 +1,58 @@
-"""The evals of a run, before and after training.
+"""The evals of a run: before, during and after training.
 
-Owns the plan of evals, the set of held-out items and the recording of results; `evals.runner` samples, by the same path
-as training.
+Owns the plan of evals, the set of held-out items, the schedule and the recording of results; `evals.runner` samples, by
+the same path as training.
+
+During training an eval runs in a task of its own, on servers that serve no rollouts. It holds them at one policy
+version (`servers.EvalHold`), so training and weight syncs of the other servers continue. Evals that share servers are a
+lane: they start together, and one that is due while the last is still running is skipped and reported. An eval that
+fails is reported and ends neither the others nor the run.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import logging
 import time
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from telescope.config import TelescopeConfig
 from telescope.config.environments import EnvironmentKeys
 from telescope.environments.worker_pool.pool import EnvironmentPool
-from telescope.errors import ConfigError
+from telescope.errors import ConfigError, InfrastructureError
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval, plan_eval, run_eval
 from telescope.evals.statistics import estimate_difference
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.prompt_sampler import request_seed
-from telescope.orchestrator.request_slots import RequestSlotPool
-from telescope.orchestrator.servers import ServerPool
+from telescope.orchestrator.servers import EvalHold, ServerPool
 from telescope.orchestrator.status import RunStatus
+from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.rollout.sample import RolloutSettings
 from telescope.rollout.trajectory import Trajectory
+from telescope.utils.text import single_line
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Lane:
+    """Evals that share dedicated servers, and the task that runs them."""
+
+    plans: list[PlannedEval]
+    servers: list[int]
+    version: int = 0
+    """Policy version of the newest ones."""
+    task: asyncio.Task[Any] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.task is not None and not self.task.done()
 
 
 @dataclass
@@ -37,11 +62,26 @@ class Evaluation:
     plans: list[PlannedEval]
     config: TelescopeConfig
     environments: EnvironmentPool
-    slots: RequestSlotPool
+    servers: ServerPool
+    settings: RolloutSettings
     recorder: Recorder
+    log_step: Callable[[int, dict[str, float]], None]
+    """Receives the metrics of an eval besides the record (W&B)."""
     status: RunStatus
+    spawn: Callable[[Coroutine[Any, Any, Any], str], asyncio.Task[Any]]
+    """Starts a task that ends with the run at the latest."""
     results: list[EvalResult] = field(default_factory=list)
+    """Results so far, those of earlier attempts included."""
+    problems: list[str] = field(default_factory=list)
+    """Evals that failed or were skipped, a sentence each."""
     group_ids: itertools.count[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        dedicated = sorted(self.servers.dedicated)
+        num_lanes = min(len(dedicated), len(self.plans))
+        self._lanes = [_Lane(self.plans[n::num_lanes], dedicated[n::num_lanes]) for n in range(num_lanes)]
+        self._run_waits = True
+        """Whether the run waits for the running evals, which then are its progress."""
 
     @property
     def held_out_uids(self) -> frozenset[str]:
@@ -52,71 +92,222 @@ class Evaluation:
         """Returns the number of items at a dataset's head reserved for evals."""
         return max((len(p.items) for p in self.plans if p.held_out and p.environment_key == environment_key), default=0)
 
-    async def run_all(self, version: int, settings: RolloutSettings, servers: ServerPool) -> list[EvalResult]:
-        """Runs the planned evals in order, with the weights of `version`, on all servers that are up."""
-        results = []
-        for plan in self.plans:
-            self.status.phase = (
-                f"evaluating {plan.name} ({len(plan.items)} items at temperature {plan.sampling.temperature:g})"
-            )
-            self.status.eval_done, self.status.eval_total = 0, plan.num_samples
+    def history(self) -> list[EvalResult]:
+        """Returns the results for a checkpoint. Only the baselines, which later gains refer to, keep their items."""
+        return [
+            result if self._baseline(result) is result else dataclasses.replace(result, by_item={})
+            for result in self.results
+        ]
 
-            used: set[int] = set()
+    # Before and after training
 
-            def on_sample(item: EvalItem, sample: Trajectory, plan: PlannedEval = plan, used: set[int] = used) -> None:
+    async def run_all(self, version: int) -> list[EvalResult]:
+        """Runs every eval with the trainer's current weights, which are `version`. Returns the results.
+
+        Uses all servers, or the dedicated ones (`eval_start_end_use_all_servers: false`). Evals that are still running
+        are superseded.
+        """
+        await self.cancel(f"superseded by the one at version {version}")
+        self._run_waits = True
+        self.status.phase = "evaluating " + ", ".join(
+            f"{plan.name} ({len(plan.items)} items at temperature {plan.sampling.temperature:g})" for plan in self.plans
+        )
+        self.status.eval_done, self.status.eval_total = 0, sum(plan.num_samples for plan in self.plans)
+        use_all = self.config.eval_start_end_use_all_servers or not self.servers.dedicated
+        chosen = range(len(self.servers.clients)) if use_all else sorted(self.servers.dedicated)
+        try:
+            return await self._run(self.plans, await self.servers.hold(chosen, version))
+        finally:
+            self.status.eval_total = 0
+
+    async def finish(self) -> None:
+        """Waits until no eval is running."""
+        self._run_waits = True
+        if any(lane.is_running for lane in self._lanes):
+            self.status.phase = "waiting for running evals"
+        await asyncio.gather(*(lane.task for lane in self._lanes if lane.task is not None))
+
+    async def continue_after(self, step: int) -> None:
+        """Forgets the evals of later versions than `step`, whose weights were lost with the trainer's ranks."""
+        self.results = [result for result in self.results if result.version <= step]
+        await self.cancel(f"training continues after step {step}", later_than=step)
+
+    async def cancel(self, reason: str, *, later_than: int = -1) -> None:
+        """Cancels the running evals of later versions."""
+        running = [lane.task for lane in self._lanes if lane.task and lane.is_running and lane.version > later_than]
+        for task in running:
+            task.cancel(reason)
+        await asyncio.gather(*running, return_exceptions=True)
+
+    # During training
+
+    async def start_due(self, step: int, done: frozenset[int] = frozenset()) -> None:
+        """Starts the evals that are due after `step` finished steps, except those with a number in `done`.
+
+        Call it between two training steps. Waits at most for a weight sync of servers that missed the last one.
+        """
+        self._run_waits = False
+        if step >= self.config.number_of_steps and self.config.eval_after_training:
+            return
+        for lane in self._lanes:
+            due = [p for p in lane.plans if step % self.config.evals[p.number].eval_every == 0 and p.number not in done]
+            servers = self.servers.dedicated.intersection(lane.servers)
+            if due and (lane.is_running or not servers):
+                busy = "the last eval on its servers is still running" if servers else "its servers serve rollouts"
+                for plan in due:
+                    self._report(plan, step, time.time(), "skipped", busy)
+            elif due:
+                hold = await self.servers.hold(servers, step)
+                lane.version = step
+                lane.task = self.spawn(self._run(due, hold), f"evals at version {step}")
+
+    # One eval
+
+    async def _run(self, plans: Sequence[PlannedEval], hold: EvalHold) -> list[EvalResult]:
+        """Runs evals concurrently on held servers, and releases them. Returns the results of those that finished."""
+        try:
+            results = await asyncio.gather(*(self._run_one(plan, hold) for plan in plans))
+        finally:
+            self.servers.release(hold)
+        return [result for result in results if result is not None]
+
+    async def _run_one(self, plan: PlannedEval, hold: EvalHold) -> EvalResult | None:
+        """Runs and records one eval. Returns None if it failed, which is reported."""
+        version, component = hold.version, f"eval {self._label(plan)}"
+        started_at, used, num_done = time.time(), set[int](), itertools.count(1)
+
+        def on_sample(item: EvalItem, sample: Trajectory) -> None:
+            self.status.set_component(component, f"version {version}: {next(num_done)}/{plan.num_samples} samples")
+            if self._run_waits:
                 self.status.eval_done += 1
                 self.status.generated(sample.num_completion_tokens)
                 self.status.progressed()
-                used.add(sample.server_index)
-                for table, row in record_rows.rows_of_eval_sample(plan, version, item, sample):
-                    self.recorder.write(table, row)
+            used.add(sample.server_index)
+            for table, row in record_rows.rows_of_eval_sample(plan, version, item, sample):
+                self.recorder.write(table, row)
+            if sample.version_range not in ((version, version), (-1, -1)):
+                raise InfrastructureError(f"tokens of versions {sample.version_range} in an eval of version {version}")
 
-            started_at = time.time()
-            result = await run_eval(
+        try:
+            result = await self._sample_and_score(plan, hold, on_sample)
+        except asyncio.CancelledError as error:
+            self._report(plan, version, started_at, "cancelled", str(error) or "the run ended", used)
+            raise
+        except Exception as error:  # whatever it is, it ends this eval only
+            logger.debug("eval %s at version %d failed", plan.name, version, exc_info=True)
+            self._report(plan, version, started_at, "failed", f"{type(error).__name__}: {error}", used)
+            return None
+        baseline = self._baseline(result)
+        if baseline is not None and _comparable(result, baseline):
+            result = dataclasses.replace(result, gain=estimate_difference(result.by_item, baseline.by_item))
+        self.results.append(result)
+        self._record(plan, result, started_at, used)
+        self.status.set_component(component, f"version {version}: accuracy {result.accuracy:.3f}")
+        return result
+
+    async def _sample_and_score(
+        self, plan: PlannedEval, hold: EvalHold, on_sample: Callable[[EvalItem, Trajectory], None]
+    ) -> EvalResult:
+        """Returns the result of one eval. Raises InfrastructureError once no server has the weights any more."""
+        num_slots = max(server.capacity for server in hold.slots.servers)
+        running = asyncio.ensure_future(
+            run_eval(
                 plan,
-                version=version,
-                slots=self.slots,
-                engine_of=lambda server: servers.clients[server],
+                version=hold.version,
+                slots=hold.slots,
+                engine_of=lambda server: self.servers.clients[server],
                 environments=self.environments,
-                settings=settings,
+                # All samples ask for a slot at once, and the last ones wait until the others are done.
+                settings=dataclasses.replace(
+                    self.settings, slot_timeout=self.settings.slot_timeout * (1 + plan.num_samples // num_slots)
+                ),
                 # The same seeds at every version, so that a changed result means a changed policy.
-                seed_of=lambda item, completion, turn, plan=plan: request_seed(  # type: ignore[misc]
+                seed_of=lambda item, completion, turn: request_seed(
                     self.config.seed, "eval", plan.number, item, completion, turn
                 ),
                 group_ids=self.group_ids,
-                on_engine_failure=servers.report_failure,
+                on_engine_failure=self.servers.report_failure,
                 on_sample=on_sample,
             )
-            baseline = next((earlier for earlier in self.results if earlier.number == plan.number), None)
-            if baseline is not None and _comparable(result, baseline):
-                result = dataclasses.replace(result, gain=estimate_difference(result.by_item, baseline.by_item))
-            self.recorder.write("evals", record_rows.eval_row(plan, version, started_at, result, servers=used))
-            self.recorder.write(
-                "spans",
-                {
-                    "name": "eval", "component": "orchestrator", "step": version, "start": started_at,
-                    "end": time.time(), "attributes": {"eval": plan.name, "accuracy": f"{result.accuracy:.4f}"},
-                },
-            )  # fmt: skip
-            logger.info(
-                "eval %s at version %d: accuracy %.4f (%d of %d scored, temperature %g, %.1f s)",
-                plan.name, version, result.accuracy, result.num_scored, plan.num_samples, result.temperature,
-                result.seconds,
-            )  # fmt: skip
-            self.status.messages.append(
-                f"{plan.name} at version {version}: accuracy {result.accuracy:.3f}"
-                + (f" ({result.estimate.low:.3f} to {result.estimate.high:.3f})" if result.estimate else "")
-            )
-            results.append(result)
-        self.status.eval_total = 0
-        self.results.extend(results)
-        return results
+        )
+        lost = asyncio.ensure_future(hold.lost.wait())
+        try:
+            await asyncio.wait({running, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                raise InfrastructureError(
+                    f"no server has version {hold.version} any more: they failed, or restarted with newer weights"
+                )
+            return running.result()
+        finally:
+            running.cancel()
+            lost.cancel()
+            await asyncio.gather(running, lost, return_exceptions=True)
+
+    def _record(self, plan: PlannedEval, result: EvalResult, started_at: float, used: set[int]) -> None:
+        """Writes a result to the record, the log, the live view and W&B."""
+        version, label, estimate = result.version, self._label(plan), result.estimate
+        self.recorder.write("evals", record_rows.eval_row(plan, version, started_at, result, servers=used))
+        self.recorder.write(
+            "spans",
+            {
+                "name": "eval", "component": "orchestrator", "step": version - 1, "start": started_at,
+                "end": time.time(), "attributes": {"eval": label, "accuracy": f"{result.accuracy:.4f}"},
+            },
+        )  # fmt: skip
+        values = {"accuracy": result.accuracy, "seconds": result.seconds, **result.metrics}
+        for name, interval in (("accuracy", estimate), ("gain", result.gain)):
+            if interval is not None:
+                values |= {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+        self.log_step(version - 1, {f"eval/{label}/{name}": value for name, value in values.items()})
+        logger.info(
+            "eval %s at version %d: accuracy %.4f (%d of %d scored, temperature %g, %.1f s)",
+            label, version, result.accuracy, result.num_scored, plan.num_samples, result.temperature, result.seconds,
+        )  # fmt: skip
+        self.status.messages.append(
+            f"{label} at version {version}: accuracy {result.accuracy:.3f}"
+            + (f" ({estimate.low:.3f} to {estimate.high:.3f})" if estimate else "")
+        )
+
+    def _report(
+        self,
+        plan: PlannedEval,
+        version: int,
+        started_at: float,
+        status: str,
+        error: str,
+        used: set[int] | None = None,
+    ) -> None:
+        """Reports an eval without a result: in the record, the log, the live view and the summary."""
+        row = record_rows.eval_row(plan, version, started_at, status=status, error=error, servers=used or ())
+        self.recorder.write("evals", row)
+        sentence = f"eval {self._label(plan)} at version {version} was {status}: {single_line(error)}"
+        if status == "failed":
+            sentence = sentence.replace(" was failed", " failed")
+        logger.warning("%s", sentence)
+        self.status.messages.append(sentence)
+        self.status.set_component(f"eval {self._label(plan)}", f"version {version}: {status}")
+        self.problems.append(sentence)
+
+    def _label(self, plan: PlannedEval) -> str:
+        """Returns the name of an eval, with its number if another one has the same name."""
+        twice = sum(other.name == plan.name for other in self.plans) > 1
+        return f"{plan.name}#{plan.number}" if twice else plan.name
+
+    def _baseline(self, result: EvalResult) -> EvalResult | None:
+        """Returns the first result of the same eval, which gains refer to."""
+        return next((r for r in self.results if (r.number, r.name) == (result.number, result.name)), None)
 
 
 def _comparable(result: EvalResult, baseline: EvalResult) -> bool:
     """Returns whether a paired difference is defined: finite accuracies, and an item that both have scored."""
     finite = result.estimate is not None and baseline.estimate is not None
     return finite and not result.by_item.keys().isdisjoint(baseline.by_item)
+
+
+def finished_at(run_dir: Path, version: int) -> frozenset[int]:
+    """Returns the numbers of the evals that earlier attempts of a run have finished at a policy version."""
+    rows = Run(run_dir).table("evals", columns=["number", "version", "status"]).to_pylist()
+    return frozenset(row["number"] for row in rows if (row["version"], row["status"]) == (version, "finished"))
 
 
 async def plan_evals(

@@ -29,6 +29,7 @@ from telescope.config import TelescopeConfig
 from telescope.environments.worker_pool.messages import EnvironmentInfo, PreparedPrompt
 from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.errors import InfrastructureError, RunError
+from telescope.evals.runner import EvalResult
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.async_window import MAX_ASYNC, MAX_REQUEUES, TOO_SLOW, AsyncWindow, Ledger, Staleness
 from telescope.orchestrator.budget import ErrorBudget
@@ -97,6 +98,8 @@ class Services:
     report_engine_failure: Callable[[int, InfrastructureError], None] = lambda server, error: None
     after_step: AfterStep | None = None
     """Called after every step with the number of finished steps; the next one waits for it (checkpoints)."""
+    eval_history: Callable[[], list[EvalResult]] = list
+    """Results of evals, for checkpoints."""
     data: dict[str, Any] = field(default_factory=dict)
     """Sizes of the datasets, for the state of the run."""
 
@@ -185,6 +188,7 @@ class Orchestrator:
             num_openings=num_openings,
             groups=kept,
             data=self.services.data,
+            evals=self.services.eval_history(),
         )
 
     async def run(self, supervisor: Supervisor) -> None:

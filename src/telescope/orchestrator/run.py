@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +28,7 @@ from telescope.errors import RankLost
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.checkpoints import Checkpoint, Checkpointer, CheckpointFolder
 from telescope.orchestrator.collectors import Collectors, sources_of
-from telescope.orchestrator.evaluation import Evaluation
+from telescope.orchestrator.evaluation import Evaluation, finished_at
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.orchestrator import AfterStep, Orchestrator, Services
 from telescope.orchestrator.prompt_sampler import PromptSampler
@@ -131,22 +133,22 @@ class _TrainingRun:
         supervisor.spawn(self._take_gauges(components), "gauges")
         supervisor.spawn(start_collectors(config, components, self._directory.recorder, stack).run(), "collectors")
         supervisor.spawn(watchdog(status, config.watchdog_seconds, components.dump_stacks), "watchdog")
-        await self._evaluate_and_train(components)
+        await self._evaluate_and_train(components, supervisor)
 
-    async def _evaluate_and_train(self, components: RunComponents) -> None:
+    async def _evaluate_and_train(self, components: RunComponents, supervisor: Supervisor) -> None:
         """Evals at version 0, training, evals at the last version."""
         config, status = self._config, self._status
         evaluation = self._evaluation = Evaluation(
-            components.evals, config, components.environments, components.slots, self._directory.recorder, status
-        )
+            components.evals, config, components.environments, components.servers, components.settings,
+            self._directory.recorder, self._directory.step_log.log_step, status, supervisor.spawn,
+            results=list(self._resumed.state.evals) if self._resumed else [],
+        )  # fmt: skip
         status.phase = "verifying the weights of the servers"
         await self._interrupt.run_until_first(components.weights.verify_initial())
         if self._resumed is not None:
             await self._interrupt.run_until_first(self._load_checkpoint(components, self._resumed))
         elif evaluation.plans and config.eval_before_training:
-            results = await self._interrupt.run_until_first(
-                evaluation.run_all(0, components.settings, components.servers)
-            )
+            results = await self._interrupt.run_until_first(evaluation.run_all(0))
             if (headline := headline_of(results)) is not None:
                 self._directory.evaluated_before(headline.accuracy)
         started_at = time.time()
@@ -155,10 +157,9 @@ class _TrainingRun:
         if config.save_final_model and status.version > 0:
             status.phase = "saving the trained model"
             self._model_dir = await self._save_model(components)
-        if evaluation.plans and config.eval_after_training and not self._interrupt.requested:
-            await self._interrupt.run_until_first(
-                evaluation.run_all(status.version, components.settings, components.servers)
-            )
+        if evaluation.plans and not self._interrupt.requested:
+            after = evaluation.run_all(status.version) if config.eval_after_training else evaluation.finish()
+            await self._interrupt.run_until_first(after)
 
     def _check_data(self, data: dict[str, Any]) -> None:
         if self._resumed is not None:
@@ -169,6 +170,8 @@ class _TrainingRun:
         config, status = self._config, self._status
         restarts = TrainerRestarts(config, components, self._checkpoints, self._directory, status)
         start = self._resumed.state if self._resumed else RunState()
+        if self._resumed is not None:
+            await evaluation.start_due(start.step, done=finished_at(self._directory.path, start.step))
         while True:
             status.phase = "training"
             self._directory.started(components.topology, start.step)
@@ -178,14 +181,24 @@ class _TrainingRun:
                 last_step=start.step, model_files=read_meta_files(config), flush_record=self._directory.flush_record,
             )  # fmt: skip
             orchestrator = await make_orchestrator(
-                config, components, evaluation, self._directory, status, start=start, after_step=checkpointer.after_step
-            )
+                config, components, evaluation, self._directory, status, start=start,
+                after_step=partial(self._after_step, evaluation, checkpointer),
+            )  # fmt: skip
             self._interrupt.on_first(orchestrator.request_stop)
             try:
                 await self._run_loops(orchestrator, checkpointer, components)
                 return
             except RankLost as lost:
                 start = await self._interrupt.run_until_first(restarts.restart(lost, orchestrator, checkpointer))
+                await evaluation.continue_after(start.step)
+
+    async def _after_step(
+        self, evaluation: Evaluation, checkpointer: Checkpointer, step: int, state: Callable[[], RunState]
+    ) -> None:
+        """Starts the evals and the checkpoint that are due after a finished step."""
+        if not self._interrupt.requested:
+            await evaluation.start_due(step)
+        await checkpointer.after_step(step, state)
 
     async def _run_loops(
         self, orchestrator: Orchestrator, checkpointer: Checkpointer, components: RunComponents
@@ -232,14 +245,14 @@ class _TrainingRun:
             before = loop.time()
             await asyncio.sleep(GAUGE_SECONDS)
             lag = max(loop.time() - before - GAUGE_SECONDS, 0.0)
-            status.num_generating = components.slots.num_used
+            status.num_generating = components.slots.num_used + components.servers.num_slots_used_by_evals
             news = self._directory.record_news()
             if news is not None:
                 status.messages.append(news)
             now = time.time()
             for name, value in (
                 ("event_loop_lag_seconds", lag),
-                ("lanes_used", float(components.slots.num_used)),
+                ("lanes_used", float(status.num_generating)),
                 ("groups_open", float(status.num_open_groups)),
                 ("groups_ready", float(status.num_finished_groups)),
                 ("tokens_per_second", status.tokens_per_second()),
@@ -252,6 +265,7 @@ class _TrainingRun:
             self._directory.path,
             self._status,
             self._evaluation.results if self._evaluation is not None else [],
+            self._evaluation.problems if self._evaluation is not None else [],
             seconds=time.time() - self._started_at,
             training_seconds=self._training_seconds,
             model_dir=self._model_dir,
@@ -319,6 +333,7 @@ async def make_orchestrator(
         infos=infos,
         report_engine_failure=components.servers.report_failure,
         after_step=after_step,
+        eval_history=evaluation.history,
         data=components.data,
     )
     return Orchestrator(config, services, sampler, evaluation.held_out_uids, components.settings, status, start)

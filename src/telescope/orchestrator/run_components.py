@@ -143,6 +143,8 @@ async def start_components(
         status,
         start_timeout=config.inference_start_timeout_seconds,
         hang_timeout=max(hang_timeout(config, on_cpu=runs_on_cpu(config)), config.weight_sync_timeout_seconds),
+        num_dedicated=config.num_eval_servers,
+        eval_slots_per_server=config.lanes_per_server,
     )
     topology = {"driver": cluster.node_names[cluster.driver_node], **trainer.topology}
     for index, node in enumerate(placement.server_nodes):
@@ -153,7 +155,7 @@ async def start_components(
         trainer,
         inference.clients,
         loopback=loopback,
-        engines_up=lambda: servers.up,
+        engines_up=lambda: servers.synced,
         on_failure=servers.report_failure,
         on_report=lambda report: record_sync(directory, report),
         probe_token_ids=probe_prompt.token_ids[:PROBE_TEXT_TOKENS],

@@ -1,9 +1,9 @@
 """State of the loops after a training step, for checkpoints.
 
 A run continues from this state together with the weights and the optimizer's state: the sampler's position, the outcome
-of every prompt so far, the finished groups that wait for a batch, and the error budgets. Prompts whose samples were
-still being generated are unfinished, and are sampled again. The learning rate and the seeds of requests are functions
-of the step and the prompt, so they need no state.
+of every prompt so far, the finished groups that wait for a batch, the error budgets, and the results of evals. Prompts
+whose samples were still being generated are unfinished, and are sampled again. The learning rate and the seeds of
+requests are functions of the step and the prompt, so they need no state.
 
 When the trainer's ranks restart from a checkpoint c, the loops continue from its state and the finished groups in
 memory (`after_restart`). Tokens of a version l > c have weights that are lost: versions after c will have others. They
@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from telescope.errors import UserError
+from telescope.evals.runner import EvalResult
 from telescope.orchestrator.async_window import Ledger, Staleness
 from telescope.orchestrator.groups import Group
 from telescope.orchestrator.prompt_sampler import SamplerPosition
@@ -48,6 +49,8 @@ class RunState:
     """Finished groups that were not trained yet, with tokens and logprobs."""
     data: dict[str, Any] = field(default_factory=dict)
     """Sizes of the datasets and held-out items, on which the numbers of prompts depend. See `resume.describe_data`."""
+    evals: list[EvalResult] = field(default_factory=list)
+    """See `Evaluation.history`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as JSON values; arrays keep every bit."""

@@ -6,15 +6,19 @@ Owns the state of each server and whether its request slots are open. The server
 
 A server that cannot come back is abandoned; the run ends when none is left.
 
-Invariant: a server's slots are open only while its process answers and has loaded the newest synced weights.
+The last servers can be dedicated to evals: they serve no rollouts. An eval holds its servers, which then receive no
+weights until it ends, so that all of its tokens have one policy version.
+
+Invariants: a server's slots are open only while its process answers and has loaded the newest synced weights, or those
+of the eval that holds it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from telescope.errors import DeadlineExceeded, InfrastructureError, RankLost
@@ -50,8 +54,40 @@ class _Server:
     bring_up: asyncio.Task[None] | None = None
 
 
+@dataclass(eq=False)
+class EvalHold:
+    """Servers that are reserved for an eval at one policy version.
+
+    A server that restarts and comes back with other weights leaves it; `lost` is set when none is left.
+    """
+
+    version: int
+    servers: set[int]
+    slots: RequestSlotPool
+    """Open are those of the servers that are up with the weights of `version`."""
+    served: set[int] = field(default_factory=set)
+    """Servers that have been open in it."""
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def set_up(self, server: int, up: bool) -> None:
+        """Opens or closes a server for the samples of the eval."""
+        self.slots.set_up(server, up)
+        if up:
+            self.served.add(server)
+
+    def leave(self, server: int) -> None:
+        """Closes a server that no longer has the weights of `version`."""
+        self.servers.discard(server)
+        self.slots.set_up(server, False)
+        if not self.servers:
+            self.lost.set()
+
+
 class ServerPool:
-    """All servers of the run. Set `bring_weights` (`WeightSync.sync_one`) before `watch`."""
+    """All servers of the run. Set `bring_weights` (`WeightSync.sync_one`) before `watch`.
+
+    The last `num_dedicated` servers are for evals, which generate `eval_slots_per_server` samples per server at once.
+    """
 
     bring_weights: Callable[..., Awaitable[None]]
 
@@ -64,7 +100,13 @@ class ServerPool:
         *,
         start_timeout: float,
         hang_timeout: float,
+        num_dedicated: int = 0,
+        eval_slots_per_server: int = 1,
     ) -> None:
+        self.dedicated = frozenset(range(len(handles) - num_dedicated, len(handles)))
+        """Servers that serve evals and no rollouts."""
+        self._eval_slots_per_server = eval_slots_per_server
+        self._holds: dict[int, EvalHold] = {}
         self._servers = [_Server(handle, client) for handle, client in zip(handles, clients, strict=True)]
         self._slots = slots
         self._status = status
@@ -78,14 +120,60 @@ class ServerPool:
 
     @property
     def up(self) -> list[int]:
-        """Indices of the servers that receive samples and weight syncs."""
+        """Indices of the servers that serve samples."""
         return [index for index, server in enumerate(self._servers) if server.up]
 
+    @property
+    def synced(self) -> list[int]:
+        """Indices of the servers that receive weight syncs: those that are up and that no eval holds."""
+        return [index for index in self.up if index not in self._holds]
+
+    @property
+    def num_slots_used_by_evals(self) -> int:
+        return sum(hold.slots.num_used for hold in set(self._holds.values()))
+
     def open(self, index: int) -> None:
-        """Opens a server with the newest weights for samples."""
+        """Opens a server with the newest weights, or those of the eval that holds it, for samples."""
         self._servers[index].up = True
-        self._slots.set_up(index, True)
-        self._status.set_component(f"server {index}", "serving")
+        hold = self._holds.get(index)
+        if hold is not None and self._servers[index].client.loaded_version != hold.version:
+            self._leave_hold(index)
+        elif hold is not None:
+            hold.set_up(index, True)
+        self._slots.set_up(index, index not in self.dedicated)
+        self._status.set_component(f"server {index}", "serving evals" if index in self.dedicated else "serving")
+
+    async def hold(self, indices: Iterable[int], version: int) -> EvalHold:
+        """Reserves servers for an eval with the trainer's current weights, which are `version`.
+
+        A server that missed the last sync, because of an earlier eval, receives them first. One that is down joins when
+        it comes back with this version.
+        """
+        chosen = [index for index in indices if self._servers[index].failed is None]
+        for index in chosen:
+            if self._servers[index].up and self._servers[index].client.loaded_version != version:
+                try:
+                    await self.bring_weights(index, lambda: None, fresh=False)
+                except InfrastructureError as error:
+                    self.close(index, str(error))
+        hold = EvalHold(version, set(chosen), RequestSlotPool([self._eval_slots_per_server] * len(self._servers)))
+        for index in chosen:
+            self._holds[index] = hold
+            if self._servers[index].up:
+                self.open(index)
+        if not hold.servers:
+            hold.lost.set()
+        return hold
+
+    def release(self, hold: EvalHold) -> None:
+        """Ends a reservation. The servers receive the next weight sync."""
+        for index in hold.servers:
+            del self._holds[index]
+
+    def _leave_hold(self, index: int) -> None:
+        hold = self._holds.pop(index, None)
+        if hold is not None:
+            hold.leave(index)
 
     def close(self, index: int, reason: str) -> None:
         """Closes a server for samples until it is brought up again."""
@@ -94,6 +182,8 @@ class ServerPool:
         logger.warning("inference server %d is down: %s", index, reason)
         self._servers[index].up = False
         self._slots.set_up(index, False)
+        if index in self._holds:
+            self._holds[index].set_up(index, False)
         self._status.set_component(f"server {index}", f"down: {reason[:80]}")
         self._status.messages.append(f"server {index} is down: {single_line(reason)}")
         self._wake.set()
@@ -151,10 +241,17 @@ class ServerPool:
     def _abandon(self, index: int, reason: str) -> None:
         """Abandons a server for the rest of the run."""
         self.close(index, reason)
+        self._leave_hold(index)
         self._servers[index].failed = reason
         self._status.set_component(f"server {index}", "failed permanently")
         self._status.messages.append(f"server {index} failed permanently: {single_line(reason)}")
         logger.error("inference server %d failed permanently: %s", index, reason)
+        left = [other for other, server in enumerate(self._servers) if server.failed is None]
+        if self.dedicated.issuperset(left):  # no other server is left for rollouts
+            self.dedicated = frozenset()
+            for other in left:
+                self._leave_hold(other)
+                self.close(other, "it takes over the rollouts; no evals run during training from now on")
         self._wake.set()
 
     async def _bring_up(self, index: int) -> None:
@@ -186,6 +283,10 @@ class ServerPool:
             self._abandon(index, str(error))
             return
         fresh, server.num_restarts = status.restarts != server.num_restarts, status.restarts
+        hold = self._holds.get(index)
+        if hold is not None and not fresh and index in hold.served and server.client.loaded_version == hold.version:
+            self.open(index)  # newer weights would end its eval
+            return
         self._status.set_component(f"server {index}", "receiving weights")
         try:
             await self.bring_weights(index, lambda: self.open(index), fresh=fresh)

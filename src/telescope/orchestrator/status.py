@@ -130,6 +130,8 @@ class RunSummary:
     record_error: str | None = None
     """Why the record is incomplete; None when it is complete."""
     evals: list[dict[str, Any]] = field(default_factory=list)
+    eval_problems: list[str] = field(default_factory=list)
+    """Evals that failed, were skipped or were cancelled, a sentence each."""
 
     @property
     def sentence(self) -> str:
@@ -160,6 +162,7 @@ def summarize(
     run_dir: Path,
     status: RunStatus,
     evals: Sequence[EvalResult],
+    eval_problems: Sequence[str] = (),
     *,
     seconds: float,
     training_seconds: float | None,
@@ -208,4 +211,5 @@ def summarize(
             }
             for r in evals
         ],
+        eval_problems=list(eval_problems),
     )  # fmt: skip

@@ -19,7 +19,7 @@ import pytest_asyncio
 
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig, load_config
-from telescope.evals.runner import EvalResult
+from telescope.evals.runner import EvalResult, PlannedEval
 from telescope.orchestrator.checkpoints import Checkpoint, Checkpointer, CheckpointFolder
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.orchestrator import Orchestrator
@@ -93,7 +93,7 @@ class Stack:
         status = RunStatus("e2e", config.number_of_steps)
         async with AsyncExitStack() as exit_stack:
             exit_stack.enter_context(directory.open_record(console=True))
-            evaluation = Evaluation([], config, self.parts.environments, self.parts.slots, directory.recorder, status)
+            evaluation = evaluation_on(parts, [], directory, status)
             folder = CheckpointFolder.for_run(config, directory.path)
             checkpointer = Checkpointer(config, folder, parts.trainer, status)
             orchestrator = await make_orchestrator(
@@ -117,13 +117,19 @@ class Stack:
         directory = RunDirectory(self.folder / f"eval-{self.num_runs}", config, [])
         directory.path.mkdir()
         with directory.open_record(console=True):
-            evaluation = Evaluation(
-                self.parts.evals, config, self.parts.environments, self.parts.slots, directory.recorder,
-                RunStatus("e2e", 1),
-            )  # fmt: skip
-            results = await evaluation.run_all(self.parts.trainer.version, self.parts.settings, self.parts.servers)
+            evaluation = evaluation_on(self.parts, self.parts.evals, directory, RunStatus("e2e", 1))
+            results = await evaluation.run_all(self.parts.trainer.version)
         shutil.rmtree(directory.path)
         return results[0]
+
+
+def evaluation_on(
+    parts: RunComponents, plans: list[PlannedEval], directory: RunDirectory, status: RunStatus
+) -> Evaluation:
+    return Evaluation(
+        plans, parts.config, parts.environments, parts.servers, parts.settings, directory.recorder,
+        directory.step_log.log_step, status, lambda coroutine, name: asyncio.create_task(coroutine, name=name),
+    )  # fmt: skip
 
 
 async def act_after_step(status: RunStatus, step: int, action: Callable[[], object]) -> None:

@@ -311,7 +311,7 @@ def test_an_answer_may_be_as_long_as_the_context(tmp_path):
 def test_pass_at_k_of_greedy_answers_gets_a_remark():
     pass_k = "pass_k: {at_k: {metrics: [correct], k: [8]}}"
     evals = f"[{{name: a, temperature: 0, {pass_k}}}, {{name: b, {pass_k}}}, {{name: c, temperature: 0}}]"
-    (note, _) = load(None, *NO_WANDB, "--evals", evals).notes
+    (note,) = load(None, *NO_WANDB, "--evals", evals, "--eval_num_servers", "0").notes
     assert note.startswith("evals: 'a' has pass_k and temperature 0: all samples of an item are the same")
 
 
@@ -329,18 +329,16 @@ def test_yaml_anchors_and_merges_work(tmp_path):
 def test_fields_without_effect_are_named_in_one_line():
     loaded = load(
         None, *NO_WANDB, "--weight_broadcast_free_grad_buffers", "--fsdp_context_parallel_size", "1",
-        "--evals", "[{name: a, eval_every: 5}]", "--seed", "1",
+        "--seed", "1",
     )  # fmt: skip
     (note,) = loaded.notes
-    named = ["fsdp_context_parallel_size", "weight_broadcast_free_grad_buffers", "evals.eval_every"]
+    named = ["fsdp_context_parallel_size", "weight_broadcast_free_grad_buffers"]
     assert note == f"Fields without effect in this version: {', '.join(named)}."
 
 
 def test_fields_whose_default_asks_for_an_effect_are_named_too():
-    (note,) = load(None, "--environments", "[{name: a}]", "--evals", "[{name: a}]").notes
-    assert note == "Fields without effect in this version: wandb_upload_code, wandb_upload_logs, evals.eval_every."
-    (note,) = load(None, *NO_WANDB, "--evals", "[{name: a}]").notes
-    assert note == "Fields without effect in this version: evals.eval_every."
+    (note,) = load(None, "--environments", "[{name: a}]").notes
+    assert note == "Fields without effect in this version: wandb_upload_code, wandb_upload_logs."
     assert load(None, *NO_WANDB).notes == []
 
 

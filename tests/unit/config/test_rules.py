@@ -152,8 +152,14 @@ def test_an_adjusted_default_is_reported_in_one_line():
     assert "enable_individual_sample_lanes" in note
 
 
-def test_what_has_no_effect_yet_is_adjusted_without_a_word():
-    assert build({"inference_num_workers": 1, "evals": [{"name": "math500"}]}).notes == ()
+def test_a_single_server_is_for_rollouts_unless_the_user_wants_it_for_evals():
+    one = {"inference_num_workers": 1, "evals": [{"name": "math500"}]}
+    (note,) = build(one).notes
+    assert note.startswith("eval_num_servers adjusted from 1 to 0")
+    assert "no evals during training" in note
+    with pytest.raises(ConfigError, match=r"eval_num_servers is 1, .*no server is left for rollouts.*Lower"):
+        build({**one, "eval_num_servers": 1})
+    assert build({"inference_num_workers": 1}).notes == (), "nothing is reserved without evals"
 
 
 def test_all_broken_rules_are_reported_at_once():

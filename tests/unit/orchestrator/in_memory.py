@@ -76,6 +76,48 @@ class CountingEngine:
 
 
 @dataclass
+class FakeEngine:
+    """A server of an eval, with its own weights: its client and its handle in one object.
+
+    It answers while `gate` is set. `fails` makes it fail its requests, and `restarts` counts its processes.
+    """
+
+    loaded_version: int = 0
+    requests: list[GenerateRequest] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    fails: bool = False
+    restarts: int = 0
+    state: str = "ready"
+    error: str | None = None
+    start_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self.requests.append(request)
+        version = self.loaded_version
+        await tick(2)
+        await self.gate.wait()
+        if self.fails:
+            raise InfrastructureError("connection refused")
+        assert request.seed is not None
+        return generation([request.seed % 1000, 7, 7], version=version)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        return
+
+    async def status(self) -> FakeEngine:
+        return self
+
+    async def dump_stacks(self) -> str:
+        return ""
+
+    async def health(self) -> bool:
+        return not self.fails
+
+
+@dataclass
 class CountingTrainer:
     """Trains nothing and counts versions; `sync` sends them to the engine at once."""
 

@@ -2,48 +2,70 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from tests.unit.orchestrator.fakes import StrictRecorder, config_of
-from tests.unit.orchestrator.in_memory import CountingEngine, CountingTrainer, InMemoryRun, NumberedItems
+from tests.unit.orchestrator.in_memory import FakeEngine, InMemoryRun, NumberedItems
 
 from telescope.config import TelescopeConfig
 from telescope.config.environments import environment_keys
 from telescope.environments.worker_pool.messages import Advance, EnvironmentInfo, FirstPrompt, RewardRecord
-from telescope.errors import ConfigError, EnvironmentFailure, InfrastructureError
+from telescope.errors import ConfigError, EnvironmentFailure
 from telescope.orchestrator.evaluation import Evaluation, plan_evals
 from telescope.orchestrator.prompt_sampler import request_seed
 from telescope.orchestrator.request_slots import RequestSlotPool
+from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.rollout.sample import RolloutSettings
+from telescope.rollout.types import GenerateRequest
 
 
-async def evaluation_of(config: TelescopeConfig, environments: Any = None) -> Evaluation:
+async def evaluation_of(
+    config: TelescopeConfig, environments: Any = None, engines: Sequence[FakeEngine] = ()
+) -> Evaluation:
+    """The evals of a config on engines that are up, one by default."""
     environments = environments or NumberedItems()
-    plans = await plan_evals(config, environment_keys(config), environments, RolloutSettings.from_config(config))
-    slots = RequestSlotPool([8])
-    slots.set_up(0, True)
+    settings = RolloutSettings.from_config(config)
+    plans = await plan_evals(config, environment_keys(config), environments, settings)
+    clients: list[Any] = list(engines) or [FakeEngine()]
+    status = RunStatus("test", config.number_of_steps)
+    servers = ServerPool(
+        clients, clients, RequestSlotPool([8] * len(clients)), status, start_timeout=1.0, hang_timeout=0.0,
+        num_dedicated=config.num_eval_servers if engines else 0, eval_slots_per_server=8,
+    )  # fmt: skip
+
+    async def bring_weights(server: int, on_loaded: Callable[[], None], *, fresh: bool) -> None:
+        clients[server].loaded_version = max(client.loaded_version for client in clients)
+        on_loaded()
+
+    servers.bring_weights = bring_weights
+    for index in range(len(clients)):
+        servers.open(index)
     recorder: Any = StrictRecorder()
-    return Evaluation(plans, config, environments, slots, recorder, RunStatus("test", config.number_of_steps))
+    logged: list[tuple[int, dict[str, float]]] = []
+    return Evaluation(
+        plans, config, environments, servers, settings, recorder, lambda *row: logged.append(row), status,
+        lambda coroutine, name: asyncio.create_task(coroutine, name=name),
+    )  # fmt: skip
 
 
-class OneServer:
-    """The server pool of an eval: one engine that is always up, and the failures that were reported."""
-
-    def __init__(self, engine: CountingEngine | None = None) -> None:
-        self.engine = engine or CountingEngine(CountingTrainer())
-        self.clients: list[Any] = [self.engine]
-        self.failures: list[int] = []
-
-    def report_failure(self, server: int, error: InfrastructureError) -> None:
-        self.failures.append(server)
+async def run_all(evaluation: Evaluation, version: int = 0) -> list[Any]:
+    for engine in engines_of(evaluation):
+        engine.loaded_version = version
+    return await evaluation.run_all(version)
 
 
-async def run_all(evaluation: Evaluation, servers: OneServer, version: int = 0) -> list[Any]:
-    settings = RolloutSettings.from_config(evaluation.config)
-    return await evaluation.run_all(version, settings, servers)  # type: ignore[arg-type]
+def engines_of(evaluation: Evaluation) -> list[FakeEngine]:
+    return evaluation.servers.clients  # type: ignore[return-value]
+
+
+def requests_of(evaluation: Evaluation) -> list[GenerateRequest]:
+    return [request for engine in engines_of(evaluation) for request in engine.requests]
 
 
 def test_an_eval_of_a_trained_environment_shares_its_processes() -> None:
@@ -88,9 +110,14 @@ async def test_separate_items_are_reserved_at_the_head_of_the_environment_that_s
     assert evaluation.held_out_uids == {f"uid {index}" for index in range(9)}
 
 
-async def test_an_eval_uses_no_more_items_than_exist() -> None:
-    evaluation = await evaluation_of(config_of(evals=[{"name": "b", "num_samples": 1000}, {"name": "c"}]))
-    assert [len(plan.items) for plan in evaluation.plans] == [64, 64]
+async def test_an_eval_uses_all_items_unless_it_names_a_number() -> None:
+    evaluation = await evaluation_of(config_of(evals=[{"name": "b", "num_samples": 3}, {"name": "c"}]))
+    assert [len(plan.items) for plan in evaluation.plans] == [3, 64]
+
+
+async def test_fewer_items_than_num_samples_are_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"num_samples of 'b' is 1000, and its dataset has 64 items"):
+        await evaluation_of(config_of(evals=[{"name": "b", "num_samples": 1000}]))
 
 
 async def test_reserving_every_item_is_refused_with_the_fields_to_change() -> None:
@@ -121,8 +148,8 @@ async def test_an_eval_averages_the_scores_and_records_each_sample() -> None:
     config = config_of(
         evals=[{"name": "arithmetic", "num_samples": 10, "temperature": 0.0, "separate_eval_samples": True}]
     )
-    evaluation, servers = await evaluation_of(config), OneServer()
-    (result,) = await run_all(evaluation, servers)
+    evaluation = await evaluation_of(config)
+    (result,) = await run_all(evaluation)
     written: Any = evaluation.recorder
     rows = written.of("samples", status="eval", eval_name="arithmetic")
     assert len(rows) == 10
@@ -136,14 +163,14 @@ async def test_an_eval_averages_the_scores_and_records_each_sample() -> None:
     assert all(row["group_id"] < 0 for row in rows), "an id that no prompt has"
     assert len({row["group_id"] for row in rows}) == 10
     assert all(for_eval for _, _, for_eval in evaluation.environments.advanced)  # type: ignore[attr-defined]
-    assert {request.temperature for request in servers.engine.requests} == {0.0}
+    assert {request.temperature for request in requests_of(evaluation)} == {0.0}
     assert len(written.of("spans", name="eval")) == 1
     (row,) = written.of("evals")
     assert (row["status"], row["accuracy"], row["step"], row["servers"]) == ("finished", result.accuracy, -1, [0])
     links = written.of("eval_samples", eval_id=row["eval_id"])
     assert {link["sample_id"] for link in links} == {row["sample_id"] for row in rows}
     assert sorted((link["item"], link["sample_uid"]) for link in links) == [(i, f"uid {i}") for i in range(10)]
-    assert evaluation.slots.num_used == 0
+    assert evaluation.servers.num_slots_used_by_evals == 0
 
 
 class TwoTurns(NumberedItems):
@@ -170,25 +197,25 @@ class TwoTurns(NumberedItems):
 
 async def test_a_multi_turn_eval_runs_like_training() -> None:
     config = config_of(evals=[{"name": "arithmetic", "num_samples": 5}])
-    evaluation, servers = await evaluation_of(config, TwoTurns()), OneServer()
-    (result,) = await run_all(evaluation, servers)
+    evaluation = await evaluation_of(config, TwoTurns())
+    (result,) = await run_all(evaluation)
     assert (result.num_scored, result.accuracy) == (5, 1.0)
     written: Any = evaluation.recorder
     assert {row["num_turns"] for row in written.of("samples", status="eval")} == {2}
-    second = [request.prompt_token_ids for request in servers.engine.requests if len(request.prompt_token_ids) > 1]
+    second = [request.prompt_token_ids for request in requests_of(evaluation) if len(request.prompt_token_ids) > 1]
     assert len(second) == 5
     assert all(prompt[-1] == 9 for prompt in second), "the environment's reply follows the answer"
 
 
 async def test_an_eval_uses_the_same_seeds_at_every_version() -> None:
     config = config_of(evals=[{"name": "arithmetic", "num_samples": 4}])
-    evaluation, servers = await evaluation_of(config), OneServer()
-    await run_all(evaluation, servers, version=0)
-    await run_all(evaluation, servers, version=3)
-    seeds = {request.prompt_token_ids[0]: request.seed for request in servers.engine.requests[:4]}
-    assert seeds == {request.prompt_token_ids[0]: request.seed for request in servers.engine.requests[4:]}
+    evaluation = await evaluation_of(config)
+    await run_all(evaluation, version=0)
+    await run_all(evaluation, version=3)
+    seeds = {request.prompt_token_ids[0]: request.seed for request in requests_of(evaluation)[:4]}
+    assert seeds == {request.prompt_token_ids[0]: request.seed for request in requests_of(evaluation)[4:]}
     assert seeds[1] == request_seed(config.seed, "eval", 0, 0, 0, 0)
-    assert len({request.request_id for request in servers.engine.requests}) == 8
+    assert len({request.request_id for request in requests_of(evaluation)}) == 8
     assert [result.version for result in evaluation.results] == [0, 3]
 
 
@@ -197,7 +224,7 @@ async def test_two_evals_of_one_name_keep_their_samples_apart() -> None:
         evals=[{"name": "arithmetic", "num_samples": 3}, {"name": "arithmetic", "num_samples": 3, "temperature": 0.0}]
     )
     evaluation = await evaluation_of(config)
-    await run_all(evaluation, OneServer())
+    await run_all(evaluation)
     written: Any = evaluation.recorder
     assert len({row["sample_id"] for row in written.of("samples")}) == 6
 
@@ -211,7 +238,7 @@ async def test_an_unscored_sample_is_excluded_from_the_average() -> None:
 
     config = config_of(evals=[{"name": "arithmetic", "num_samples": 4}])
     evaluation = await evaluation_of(config, Fragile())
-    (result,) = await run_all(evaluation, OneServer())
+    (result,) = await run_all(evaluation)
     assert (result.num_items, result.num_scored, result.metrics) == (4, 3, {"correct": 1.0})
     written: Any = evaluation.recorder
     (masked,) = written.of("samples", status="masked")
@@ -224,8 +251,14 @@ async def test_an_eval_without_any_score_is_reported() -> None:
             raise EnvironmentFailure("KeyError: 'numbers'")
 
     evaluation = await evaluation_of(config_of(evals=[{"name": "arithmetic", "num_samples": 2}]), Broken())
-    with pytest.raises(EnvironmentFailure, match=r"'arithmetic': none of its 2 .*KeyError"):
-        await run_all(evaluation, OneServer())
+    assert await run_all(evaluation) == []
+    (problem,) = evaluation.problems
+    assert re.search(r"arithmetic at version 0 failed: .*none of its 2 .*KeyError", problem)
+    assert problem in evaluation.status.messages
+    written: Any = evaluation.recorder
+    (row,) = written.of("evals")
+    assert (row["status"], row.get("accuracy")) == ("failed", None)
+    assert "KeyError" in row["error"]
 
 
 class Coin(NumberedItems):
@@ -245,26 +278,26 @@ PASS_K = {"at_k": {"metrics": ["correct"], "k": [1, 2, 4]}, "pow_k": {"metrics":
 
 async def test_pass_k_samples_every_item_as_often_as_its_largest_k() -> None:
     config = config_of(evals=[{"name": "arithmetic", "num_samples": 3, "pass_k": PASS_K}])
-    evaluation, servers = await evaluation_of(config, Coin()), OneServer()
-    (result,) = await run_all(evaluation, servers)
+    evaluation = await evaluation_of(config, Coin())
+    (result,) = await run_all(evaluation)
     assert (result.num_items, result.num_completions, result.num_scored) == (3, 4, 12)
     # Two of the four samples of every item are right.
     assert result.metrics == pytest.approx(
         {"correct": 0.5, "pass@1/correct": 0.5, "pass@2/correct": 5 / 6, "pass@4/correct": 1.0, "pass^2/correct": 1 / 6}
     )
     assert result.accuracy == 0.5
-    assert len({request.seed for request in servers.engine.requests}) == 12, "the samples of an item differ"
+    assert len({request.seed for request in requests_of(evaluation)}) == 12, "the samples of an item differ"
     written: Any = evaluation.recorder
     rows = written.of("samples", status="eval")
     assert len({row["sample_id"] for row in rows}) == len({row["group_id"] for row in rows}) == 12
-    assert evaluation.slots.num_used == 0
+    assert evaluation.servers.num_slots_used_by_evals == 0
 
 
 async def test_a_misspelled_metric_of_pass_k_is_reported_with_the_nearest() -> None:
     wrong = {"at_k": {"metrics": ["corect"], "k": [2]}}
     evaluation = await evaluation_of(config_of(evals=[{"name": "arithmetic", "num_samples": 2, "pass_k": wrong}]))
-    with pytest.raises(EnvironmentFailure, match=r"'corect', which no sample has\. Did you mean 'correct'\?"):
-        await run_all(evaluation, OneServer())
+    assert await run_all(evaluation) == []
+    assert "'corect', which no sample has. Did you mean 'correct'?" in evaluation.problems[0]
 
 
 async def test_a_later_result_has_the_paired_gain_over_the_first() -> None:
@@ -277,9 +310,9 @@ async def test_a_later_result_has_the_paired_gain_over_the_first() -> None:
 
     environments = Learning()
     evaluation = await evaluation_of(config_of(evals=[{"name": "arithmetic", "num_samples": 40}]), environments)
-    (before,) = await run_all(evaluation, OneServer())
+    (before,) = await run_all(evaluation)
     environments.right = 30
-    (after,) = await run_all(evaluation, OneServer(), version=3)
+    (after,) = await run_all(evaluation, version=3)
     assert before.gain is None
     assert (before.estimate.low, before.estimate.high) == (0.0, 0.0)
     assert (after.estimate.mean, after.gain.mean, after.gain.num_items) == (0.75, 0.75, 40)

@@ -188,7 +188,9 @@ async def test_held_out_items_are_not_trained_on() -> None:
         servers=SimpleNamespace(clients=[made.engine], report_failure=None), trainer=made.trainer,
         weights=made.trainer, settings=RolloutSettings.from_config(made.config), data={},
     )  # fmt: skip
-    evaluation = SimpleNamespace(num_reserved=lambda key: 8, held_out_uids=frozenset(f"uid {n}" for n in range(8, 32)))
+    evaluation = SimpleNamespace(
+        num_reserved=lambda key: 8, held_out_uids=frozenset(f"uid {n}" for n in range(8, 32)), history=list
+    )
     directory = SimpleNamespace(recorder=made.recorder, step_log=made.step_log)
     made.orchestrator = await make_orchestrator(
         made.config, cast(Any, components), cast(Any, evaluation), cast(Any, directory), made.status
