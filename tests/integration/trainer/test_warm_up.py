@@ -85,7 +85,7 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("model", CASES)
+@pytest.mark.parametrize("model", [pytest.param("untied", marks=pytest.mark.slow), "experts"])
 def test_steps_after_a_warm_up_compile_nothing_and_give_the_same_bits(one_rank, model):
     changes, num_functions = CASES[model]
     results = both_ways(one_rank(model, **SETTINGS, **changes))
