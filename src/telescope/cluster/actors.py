@@ -263,7 +263,7 @@ class TrainerActor:
         return compare_gradients(self._trainer.backend, first, second)
 
     def save_checkpoint(self, step: int, directory: str) -> None:
-        self._trainer.backend.save_checkpoint(step, Path(directory))
+        self._trainer.save_checkpoint(step, Path(directory))
 
     @ray.method(concurrency_group="checkpoint")
     def finish_checkpoint(self) -> None:

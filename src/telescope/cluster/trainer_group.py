@@ -13,8 +13,8 @@ import asyncio
 import logging
 import re
 import signal
-import time
-from collections.abc import Awaitable, Callable
+import socket
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,11 +25,11 @@ import ray
 from telescope.cluster.actors import TERMINATED, ActorExited, TrainerActor, answer, dump_stacks, make_actor
 from telescope.cluster.placement import Placement
 from telescope.cluster.ray_cluster import Cluster
-from telescope.cluster.reaper import temporary_base
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded, RankLost, RunError, UserError
 from telescope.record.files import RunFiles
 from telescope.record.gauges import ReadingBatch
+from telescope.trainer.backends import find_backend
 from telescope.trainer.batch import Span, StepInput, StepResult
 from telescope.utils.process import log_size, log_tail
 from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo, sender_rank
@@ -65,11 +65,6 @@ LOG_TAIL_BYTES = 3000
 CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """Signals that Python's fault handler writes to the log."""
 
-SAVE_WAIT_SECONDS = 1800.0
-"""How long the run waits for space for the trained model: long enough for a person to free some."""
-
-SAVE_RETRY_SECONDS = 10.0
-
 
 class TrainerGroup:
     """The trainer's ranks, numbered from 0. `weights.plan.sender_rank` assigns a rank to each engine."""
@@ -88,6 +83,7 @@ class TrainerGroup:
         """How often `replace` has started new processes; communicators to the old ones are closed."""
         self._loss: RankLost | None = None
         self._has_loss = asyncio.Event()
+        self._saving = Path()
         self._is_warming_up = False
         self._logs = [RunFiles(run_dir).log(f"trainer-{rank}") for rank in range(self.world_size)]
         self._start()
@@ -236,6 +232,7 @@ class TrainerGroup:
 
     async def save_checkpoint(self, step: int, directory: Path) -> None:
         """Copies weights and optimizer state, which are then written to `directory`. The caller has locked `queue`."""
+        self._saving = directory
         await self._all(
             f"copying the checkpoint after step {step}",
             lambda rank: self._ranks[rank].save_checkpoint.remote(step, str(directory)),
@@ -243,12 +240,21 @@ class TrainerGroup:
         )
 
     async def finish_checkpoint(self) -> None:
-        """Waits until the files of the last checkpoint are complete. Not a collective: needs no lock."""
+        """Waits until the files of the last checkpoint are complete, and here. Not a collective: needs no lock.
+
+        Raises `OSError`.
+        """
         await self._all(
             "writing a checkpoint",
             lambda rank: self._ranks[rank].finish_checkpoint.remote(),
             CHECKPOINT_TIMEOUT_SECONDS,
         )
+        backend, directory = find_backend(self._config.train_backend), self._saving
+        if missing := await asyncio.to_thread(backend.missing_files, directory):
+            raise OSError(
+                f"{directory} is incomplete as {socket.gethostname()} sees it: {'; '.join(missing)}. All nodes must "
+                "share the file system of the checkpoints: set checkpoint_dir to a folder of one"
+            )
 
     async def load_checkpoint(self, step: int, directory: Path) -> None:
         """Loads a checkpoint as version `step`; the engines need a sync afterwards. The caller has locked `queue`."""
@@ -351,50 +357,3 @@ def describe_rank_exit(log: str) -> str:
 
 async def _as_future(reference: Any) -> Any:
     return await reference
-
-
-async def save_where_possible(
-    save: Callable[[Path], Awaitable[None]],
-    folder: Path,
-    announce: Callable[[str], None],
-    on_retry: Callable[[], None],
-    *,
-    wait_seconds: float = SAVE_WAIT_SECONDS,
-    retry_seconds: float = SAVE_RETRY_SECONDS,
-) -> Path:
-    """Saves the trained model into `folder`, or else into a temporary folder.
-
-    If neither can, announces it and tries again, after `on_retry`, until `wait_seconds` are over: the weights are lost
-    when the run ends. Returns the folder. Raises `RunError` with both problems.
-    """
-    deadline = time.monotonic() + wait_seconds
-    elsewhere = Path(temporary_base(), f"telescope-model-{folder.parent.name}-{time.time_ns():x}")
-    announced = False
-    while True:
-        problems = []
-        for candidate in (folder, elsewhere):
-            try:
-                await save(candidate)
-            except OSError as error:
-                problems.append(str(error))
-                continue
-            if problems:
-                news = f"the trained model was saved to {candidate}, because {problems[0]}"
-                logger.warning("%s", news)
-                announce(news)
-            return candidate
-        what = f"The trained model cannot be saved. {'. '.join(problems)}"
-        if not announced:
-            announced = True
-            news = (
-                f"{what}. Free space in one of these folders: saving is tried every {retry_seconds:g} s for "
-                f"{wait_seconds / 60:g} min, and the weights are lost after that"
-            )
-            logger.error("%s", news)
-            announce(news)
-        if time.monotonic() + retry_seconds > deadline:
-            raise RunError(
-                f"{what}. Free space in one of these folders before a run ends, or set run_dir to another disk"
-            )
-        on_retry()
-        await asyncio.sleep(retry_seconds)

@@ -192,10 +192,12 @@ class Checkpointer:
         last_step: int = 0,
         model_files: Mapping[str, bytes] | None = None,
         flush_record: Callable[[], object] = lambda: None,
+        write: Callable[[str, dict[str, Any]], None] = lambda table, row: None,
     ) -> None:
         """`last_step` is that of the checkpoint from which the run continues; `model_files` are for `hf_meta/`.
 
-        `flush_record` writes the rows of the step to disk, so that a run that continues after it misses none.
+        `write` adds a row to the record. `flush_record` writes the rows of the step to disk, so that a run that
+        continues after it misses none.
         """
         self._config = config
         self._folder = folder
@@ -203,6 +205,7 @@ class Checkpointer:
         self._status = status
         self._model_files = model_files or {}
         self._flush_record = flush_record
+        self._write_row = write
         self._writing: asyncio.Task[None] | None = None
         self._last_step = last_step
         """Step of the newest complete checkpoint."""
@@ -262,11 +265,14 @@ class Checkpointer:
             self._failed(step, error)
             return
         self._status.progressed()
-        logger.info("Training paused %.2f s to copy the checkpoint after step %d", time.time() - started_at, step)
-        self._writing = asyncio.create_task(self._write(step, partial, values), name=f"checkpoint {step}")
+        paused_at, started_at = started_at, time.time()
+        logger.info("Training paused %.2f s to copy the checkpoint after step %d", started_at - paused_at, step)
+        writing = self._write(step, partial, values, paused_at, started_at)
+        self._writing = asyncio.create_task(writing, name=f"checkpoint {step}")
 
-    async def _write(self, step: int, partial: Path, values: dict[str, Any]) -> None:
-        started_at = time.time()
+    async def _write(
+        self, step: int, partial: Path, values: dict[str, Any], paused_at: float, started_at: float
+    ) -> None:
         try:
             await self._trainer.finish_checkpoint()
             await asyncio.to_thread(self._complete, step, partial, values)
@@ -275,7 +281,10 @@ class Checkpointer:
             self._failed(step, error)
             return
         self._last_step = step
-        logger.info("The checkpoint after step %d was written in %.1f s", step, time.time() - started_at)
+        ended_at = time.time()
+        logger.info("The checkpoint after step %d was written in %.1f s", step, ended_at - started_at)
+        row = {"name": "checkpoint", "component": "orchestrator", "step": step, "start": paused_at, "end": ended_at}
+        self._write_row("spans", {**row, "attributes": {"paused_seconds": f"{started_at - paused_at:.6f}"}})
         try:
             removed = await asyncio.to_thread(
                 self._folder.prune, self._config.checkpoint_keep_last, self._config.checkpoint_keep_every

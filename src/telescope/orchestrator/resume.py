@@ -26,6 +26,7 @@ from telescope.orchestrator.async_window import Ledger
 from telescope.orchestrator.checkpoints import HF_META, Checkpoint, CheckpointFolder
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.run_state import RunState
+from telescope.trainer.backends import find_backend
 
 FIXED_FIELDS = ("model_dtype", "train_backend", "seed")
 """Fields that a resumed run cannot change, besides the environments."""
@@ -115,11 +116,7 @@ def without_open_prompts(state: RunState) -> RunState:
 
 def _check_files(checkpoint: Checkpoint) -> None:
     """Compares the shards with their index."""
-    if checkpoint.meta["train_backend"] != "fsdp" and not (checkpoint.path / ".metadata").exists():
-        return  # a backend with files of its own
-    from telescope.trainer.backends.fsdp.checkpoint import missing_files
-
-    if missing := missing_files(checkpoint.path):
+    if missing := find_backend(checkpoint.meta["train_backend"]).missing_files(checkpoint.path):
         raise UserError(
             f"{checkpoint.path} is incomplete: {'; '.join(missing)}. Copy it again, or resume from another step with "
             "resume_from_checkpoint"

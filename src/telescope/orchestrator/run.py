@@ -19,7 +19,6 @@ from typing import Any, Protocol
 from telescope.cluster.actors import HostGroup
 from telescope.cluster.ray_cluster import watch_daemons
 from telescope.cluster.reaper import Reaper
-from telescope.cluster.trainer_group import save_where_possible
 from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
 from telescope.config.model_files import vocabulary_size
@@ -30,6 +29,7 @@ from telescope.orchestrator.checkpoints import Checkpoint, Checkpointer, Checkpo
 from telescope.orchestrator.collectors import Collectors, sources_of
 from telescope.orchestrator.evaluation import Evaluation, finished_at
 from telescope.orchestrator.filters import SampleFilters
+from telescope.orchestrator.final_model import save_where_possible
 from telescope.orchestrator.orchestrator import AfterStep, Orchestrator, Services
 from telescope.orchestrator.prompt_sampler import PromptSampler
 from telescope.orchestrator.resume import check_data, find_checkpoint
@@ -174,11 +174,12 @@ class _TrainingRun:
             await evaluation.start_due(start.step, done=finished_at(self._directory.path, start.step))
         while True:
             status.phase = "training"
-            self._directory.started(components.topology, start.step)
+            self._directory.started(components.topology | components.trainer.topology, start.step)
             self._checkpoints.continue_after(start.step)
             checkpointer = Checkpointer(
                 config, self._checkpoints, components.trainer, status,
                 last_step=start.step, model_files=read_meta_files(config), flush_record=self._directory.flush_record,
+                write=self._directory.recorder.write,
             )  # fmt: skip
             orchestrator = await make_orchestrator(
                 config, components, evaluation, self._directory, status, start=start,

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from transformers.utils import logging as transformers_logging
 from telescope.config.memory import trainer_share
 from telescope.errors import ConfigError
 from telescope.trainer.backends import TrainingBackend, find_backend
-from telescope.trainer.backends.fsdp.checkpoint import share_store
 from telescope.trainer.batch import Span, StepInput, StepResult
 from telescope.trainer.metrics import reduce_max
 from telescope.utils.process import leave_out_nothing, leave_out_what_exists
@@ -73,8 +73,8 @@ class Trainer:
         self._is_loopback = master_addr.startswith("127.") or master_addr in ("localhost", "::1")
         self._backend: TrainingBackend | None = None
         self._idle_since = 0.0
-        self._sync_seconds = 0.0
-        self._sync_spans: list[Span] = []
+        self._sync_seconds = self._checkpoint_seconds = 0.0
+        self._spans_between: list[Span] = []
 
     @property
     def backend(self) -> TrainingBackend:
@@ -101,12 +101,13 @@ class Trainer:
                 torch.cuda.set_per_process_memory_fraction(trainer_share(config, memory) / memory, device)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=self._open_store(),
+            store=(store := self._open_store()),
             rank=self.rank,
             world_size=self.world_size,
             timeout=COLLECTIVE_TIMEOUT,
         )
         backend = find_backend(config.train_backend)(config, self.rank, self.world_size, device)
+        backend.store_address = store.host, store.port
         backend.init()
         self._backend = backend
         leave_out_what_exists()
@@ -132,7 +133,6 @@ class Trainer:
             )
             port = listener.getsockname()[1]
             descriptor = listener.detach()
-        share_store(host, port)
         return dist.TCPStore(
             host,
             port,
@@ -162,8 +162,9 @@ class Trainer:
     def train_step(self, step_input: StepInput) -> StepResult:
         """Runs one training step of this rank. Collective.
 
-        Adds to the backend's metrics `timing_step_active`, `timing_waiting_for_data` (idle since the last step or
-        sync), `timing_weight_sync_trainer_total` (the last sync's gathering) and their sum, `timing_step_total`.
+        Adds to the backend's metrics `timing_step_active`, `timing_waiting_for_data` (idle since the last step, sync or
+        checkpoint), `timing_weight_sync_trainer_total` (the last sync's gathering), `timing_checkpoint` (the copy of a
+        checkpoint after the last step) and their sum, `timing_step_total`.
         """
         backend = self.backend
         started = time.time()
@@ -174,16 +175,17 @@ class Trainer:
             "timing_step_active": ended - started,
             "timing_waiting_for_data": max(0.0, started - self._idle_since),
             "timing_weight_sync_trainer_total": self._sync_seconds,
+            "timing_checkpoint": self._checkpoint_seconds,
         }
         timing["timing_step_total"] = sum(timing.values())
         metrics |= reduce_max(timing, torch.device("cpu"))
         spans = [
-            *self._sync_spans,
+            *self._spans_between,
             Span("waiting_for_data", min(self._idle_since, started), started, self.rank),
             Span("step", started, ended, self.rank),
             *backend.take_spans(),
         ]
-        self._sync_seconds, self._sync_spans = 0.0, []
+        self._sync_seconds, self._checkpoint_seconds, self._spans_between = 0.0, 0.0, []
         self._idle_since = time.time()
         return StepResult(metrics=metrics, spans=spans)
 
@@ -196,8 +198,19 @@ class Trainer:
         yield from self.backend.named_weights(dtype)
         ended = time.time()
         self._sync_seconds += ended - started
-        self._sync_spans.append(Span("weight_sync", started, ended, self.rank))
+        self._spans_between.append(Span("weight_sync", started, ended, self.rank))
         self._idle_since = ended
+
+    def save_checkpoint(self, step: int, directory: Path) -> None:
+        """Copies this rank's state, which is then written to `directory`. Raises `OSError`. Collective."""
+        started = time.time()
+        try:
+            self.backend.save_checkpoint(step, directory)
+        finally:
+            ended = time.time()
+            self._checkpoint_seconds += ended - started
+            self._spans_between.append(Span("checkpoint", started, ended, self.rank))
+            self._idle_since = ended
 
     def shutdown(self) -> None:
         """Leaves the process group. Idempotent."""

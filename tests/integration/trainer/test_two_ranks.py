@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from tests.integration.trainer.trainer_cases import (
     gradients,
@@ -23,6 +26,7 @@ from tests.integration.trainer.trainer_cases import (
 )
 
 from telescope.orchestrator.conversion import convert
+from telescope.trainer.backends.fsdp.checkpoint import missing_files
 from telescope.trainer.metrics import StepMetrics
 from telescope.trainer.packing import pack_step
 from telescope.trainer.timeline import Timeline
@@ -44,6 +48,7 @@ class Compared:
     one: dict[str, Any]
     two: list[dict[str, Any]]
     resumed: dict[str, torch.Tensor]
+    writers: list[list[str | None]]
     folder: Path
     source: Path
 
@@ -74,6 +79,30 @@ def whole_job(trainer: Trainer, folder: Path) -> dict[str, Any]:
     found["metadata"] = trainer.backend.weight_metadata()
     found["logprobs"] = trainer.backend.sequence_logprobs(TEXT)
     return found
+
+
+def writers_job(trainer: Trainer, folder: Path) -> list[str | None]:
+    """The errors of four checkpoints: the second without memory on rank 1, the third after a writer was killed."""
+    saver = trainer.backend.saver  # type: ignore[attr-defined]
+    copy, errors = saver._copies.copy, []
+
+    def fails(state: Any) -> Any:
+        raise OSError("no shared memory")
+
+    for step in range(4):
+        if step == 2 and trainer.rank == 0:
+            os.kill(saver._writer.pid, signal.SIGKILL)
+            saver._writer._process.join()
+        saver._copies.copy = fails if step == 1 and trainer.rank == 1 else copy
+        directory = folder / f"step_{step}"
+        try:
+            trainer.save_checkpoint(step, directory)
+            trainer.backend.finish_checkpoint()
+            dist.barrier()
+            errors.append("; ".join(missing_files(directory)) or None)
+        except OSError as error:
+            errors.append(str(error))
+    return errors
 
 
 def _save_without_space(trainer: Trainer, folder: Path) -> str | None:
@@ -129,10 +158,17 @@ def runs(models, tmp_path_factory) -> dict[str, Compared]:
     configs = {name: make_config(models[name], **CHANGES) for name in MODELS}
     configs[EXPERTS] = make_config(models[EXPERTS], **CHANGES, model_dtype="float32")
     on_two = run_ranks(
-        [(whole_job, configs[name], (root / name / "two",)) for name in configs], num_ranks=2, folder=root / "results"
+        [
+            *((whole_job, configs[name], (root / name / "two",)) for name in configs),
+            (writers_job, configs[MODELS[0]], (root / "writers",)),
+        ],
+        num_ranks=2,
+        folder=root / "results",
     )
+    *on_two, writers = on_two
     return {
         name: Compared(
+            writers=writers,
             one=run_here((whole_job, configs[name], (root / name / "one",))),
             two=two,
             resumed=run_here((resume_job, configs[name], (root / name / "two",))),
@@ -209,6 +245,12 @@ def test_sequence_logprobs_agree_between_ranks(both):
 def test_a_checkpoint_of_two_ranks_continues_identically_on_one(both):
     """Optimizer state and the step's learning rate included."""
     assert relative_error(both.resumed, both.two[0]["weights_3"]) < 1e-10
+
+
+def test_a_rank_without_memory_or_writer_costs_one_checkpoint_at_most(runs):
+    first, second = runs[MODELS[0]].writers
+    assert first == [None, "another rank could not copy its state", None, None]
+    assert second == [None, "no shared memory", None, None]
 
 
 def test_the_saved_hugging_face_checkpoint_has_the_trained_weights(both):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +15,7 @@ from ray.exceptions import RayActorError
 from telescope.cluster import actors, trainer_group
 from telescope.cluster.placement import Placement
 from telescope.cluster.ray_cluster import Cluster
-from telescope.cluster.trainer_group import TrainerGroup, describe_rank_exit, save_where_possible
+from telescope.cluster.trainer_group import TrainerGroup, describe_rank_exit
 from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded, RankLost, RunError
 from telescope.trainer.batch import StepInput, StepResult
@@ -241,60 +240,3 @@ def test_the_log_of_a_rank_names_the_signal_that_ended_it(tmp_path: Path) -> Non
     for name in names:
         log = (tmp_path / name / "logs" / "trainer-0.log").read_text()
         assert describe_rank_exit(log).startswith(f"was killed by {name}")
-
-
-class Disks:
-    """Saves a model into folders that have space, and fails in the others."""
-
-    def __init__(self, *full: Path) -> None:
-        self.full = list(full)
-        self.saved: list[Path] = []
-
-    async def save(self, folder: Path) -> None:
-        if any(folder.is_relative_to(disk) for disk in self.full):
-            raise OSError(f"{folder} needs 12 GiB: No space left on device")
-        self.saved.append(folder)
-
-
-def save(disks: Disks, run: Path, messages: list[str], **options: float) -> Coroutine[Any, Any, Path]:
-    return save_where_possible(disks.save, run / "model", messages.append, lambda: None, **options)
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(trainer_group, "temporary_base", lambda: str(tmp_path / "temporary"))
-    return tmp_path / "temporary"
-
-
-async def test_a_model_is_saved_into_the_run_directory(tmp_path: Path, temporary: Path) -> None:
-    disks, messages = Disks(), list[str]()
-    folder = await save(disks, tmp_path / "run", messages)
-    assert (folder, disks.saved, messages) == (tmp_path / "run" / "model", [folder], [])
-
-
-async def test_a_model_that_the_run_directory_cannot_take_is_saved_elsewhere(tmp_path: Path, temporary: Path) -> None:
-    disks, messages = Disks(tmp_path / "run"), list[str]()
-    folder = await save(disks, tmp_path / "run", messages)
-    assert disks.saved == [folder]
-    assert folder.is_relative_to(temporary)
-    (message,) = messages
-    assert f"saved to {folder}, because {tmp_path / 'run' / 'model'} needs 12 GiB" in message
-
-
-async def test_without_space_anywhere_a_run_waits_until_there_is_some(tmp_path: Path, temporary: Path) -> None:
-    disks, messages = Disks(tmp_path), list[str]()
-    saving = asyncio.ensure_future(save(disks, tmp_path / "run", messages, wait_seconds=600, retry_seconds=0.001))
-    while not messages:  # noqa: ASYNC110
-        await asyncio.sleep(0)
-    assert "12 GiB" in messages[0] and "Free space" in messages[0]
-    disks.full.clear()
-    assert await saving == tmp_path / "run" / "model"
-
-
-async def test_a_run_that_never_gets_space_names_folders_sizes_and_the_fix(tmp_path: Path, temporary: Path) -> None:
-    disks, messages = Disks(tmp_path), list[str]()
-    with pytest.raises(RunError) as caught:
-        await save(disks, tmp_path / "run", messages, wait_seconds=0.005, retry_seconds=0.001)
-    for text in (f"{tmp_path / 'run' / 'model'} needs 12 GiB", f"{temporary}/telescope-model-run-", "Free space"):
-        assert text in str(caught.value)
-    assert len(messages) == 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.orchestrator.fakes import config_of
+from tests.unit.orchestrator.fakes import StrictRecorder, config_of
 from tests.unit.rollout.fakes import tick
 
 from telescope.errors import UserError
@@ -61,9 +61,11 @@ class Saving:
         self.folder = CheckpointFolder(folder)
         self.trainer = FileTrainer()
         self.status = RunStatus("test", 10)
+        self.recorder = StrictRecorder()
         self.checkpointer = Checkpointer(
-            config_of(**changes), self.folder, self.trainer, self.status, model_files={"config.json": b"{}"}
-        )
+            config_of(**changes), self.folder, self.trainer, self.status, model_files={"config.json": b"{}"},
+            write=self.recorder.write,
+        )  # fmt: skip
 
     async def steps(self, last: int) -> None:
         for step in range(1, last + 1):
@@ -77,6 +79,7 @@ async def test_every_nth_step_and_the_last_one_are_saved(tmp_path: Path) -> None
     await saving.checkpointer.save_last(5, lambda: RunState(step=5))
     assert saving.folder.steps() == [2, 4, 5]
     assert saving.trainer.saved == [2, 4, 5], "the last one once"
+    assert [span["step"] for span in saving.recorder.of("spans", name="checkpoint")] == [2, 4, 5]
 
 
 async def test_without_checkpoint_every_nothing_is_saved(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ class TrainingBackend(ABC):
 
     compiles: bool = False
     """Set by `init`: whether `warm_up` must compile something. Equal on all ranks."""
+    store_address: tuple[str, int] = ("", 0)
+    """Host and port of the `TCPStore` through which the ranks found each other. Set before `init`."""
 
     def __init__(self, config: Any, rank: int, world_size: int, device: torch.device) -> None:
         self.config = config
@@ -62,6 +64,11 @@ class TrainingBackend(ABC):
 
         Called in another thread, while this rank trains on. By default `save_checkpoint` has written them.
         """
+
+    @classmethod
+    def missing_files(cls, directory: Path) -> list[str]:
+        """Returns what a checkpoint in `directory` lacks, in words. Called by the driver; by default nothing."""
+        return []
 
     @abstractmethod
     def load_checkpoint(self, step: int, directory: Path) -> None:

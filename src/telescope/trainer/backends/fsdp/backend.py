@@ -32,6 +32,7 @@ from telescope.trainer.backends import TrainingBackend
 from telescope.trainer.backends.fsdp.checkpoint import (
     BackgroundSaver,
     load_training_state,
+    missing_files,
     training_state,
 )
 from telescope.trainer.backends.fsdp.sharding import (
@@ -80,6 +81,8 @@ class FSDPBackend(TrainingBackend):
         self.reduction.measure(self.policy)
         self._keeps_gathered = not reshards_after_forward(config.fsdp_reshard_after_forward, self.device.type)
         self._spans: list[Span] = []
+        if self.config.checkpoint_every:
+            _ = self.saver  # its process starts meanwhile
 
     def warm_up(self) -> None:
         on_gpu = self.device.type == "cuda"
@@ -271,8 +274,8 @@ class FSDPBackend(TrainingBackend):
 
     @functools.cached_property
     def saver(self) -> BackgroundSaver:
-        """Writes checkpoints; made for the first one, and kept when the weights are loaded again."""
-        return BackgroundSaver(self.device)
+        """Writes checkpoints; kept when the weights are loaded again."""
+        return BackgroundSaver(self.device, self.store_address)
 
     def save_checkpoint(self, step: int, directory: Path) -> None:
         optimizer = self.optimizer if self.config.checkpoint_save_training_state else None
@@ -280,6 +283,10 @@ class FSDPBackend(TrainingBackend):
 
     def finish_checkpoint(self) -> None:
         self.saver.wait()
+
+    @classmethod
+    def missing_files(cls, directory: Path) -> list[str]:
+        return missing_files(directory)
 
     def load_checkpoint(self, step: int, directory: Path) -> None:
         load_training_state(self.policy, self.optimizer, directory)

@@ -2,134 +2,86 @@
 
 Owns the format, that of `torch.distributed.checkpoint` (DCP), which loads on any number of ranks. A save copies the
 shards of this rank into host memory that a second process shares (pinned on a GPU, allocated once). Training stands
-still for the copy only; the second process then writes the files.
+still for the copy only; the second process (`checkpoint_writer`) then writes the files.
 
 Invariants: one save at a time. A save that fails leaves its folder incomplete and changes nothing else.
 """
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
-import os
-import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from telescope.errors import RunError
+from telescope.trainer.backends.fsdp.checkpoint_writer import CheckpointWriter
+from telescope.trainer.backends.fsdp.torch_internals import SharedCopies, shard_sizes
 from telescope.weights.plan import TensorMeta
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """Keys of the saved state. A checkpoint without training state has the first only."""
 
 
-def share_store(address: str, port: int) -> None:
-    """Lets the writing processes find each other through the ranks' own store.
-
-    By default DCP opens another store, on every interface.
-    """
-    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port), DCP_USE_PREFIX_STORE="1")
-
-
-_write_requests = _AsyncCheckpointProcess._checkpointing_subprocess
-
-
-def _exit_with_the_rank() -> None:
-    """Ends this process when its rank was killed, so that it does not write into a folder that is used again."""
-    rank = multiprocessing.parent_process()
-    assert rank is not None
-    rank.join()
-    os._exit(1)
-
-
-def _write_quietly(*arguments: Any) -> None:
-    """The main function of the writing process, which would log every request to the terminal, and outlive its rank."""
-    logging.disable(logging.INFO)
-    threading.Thread(target=_exit_with_the_rank, daemon=True).start()
-    _write_requests(*arguments)
-
-
-class _KeptStager(AsyncStager):
-    """Copies states into host memory that it keeps for the next copy, shared with the writing process.
-
-    torch's `DefaultStager` is closed after one copy in torch 2.11.
-    """
-
-    _synchronize_after_execute = False
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._copier = StateDictStager(pin_memory=self._on_gpu, share_memory=True)
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns a copy of the state, complete."""
-        copy: dict[str, Any] = self._copier.stage(state_dict, non_blocking=self._on_gpu)
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        return copy
-
-    def synchronize_staging(self) -> None:
-        """Does nothing: `stage` returns a complete copy."""
-
-    def close(self) -> None:
-        """Keeps the memory for the next save."""
-
-
 class BackgroundSaver:
-    """The saves of one rank. Make it once: the memory of the copy and the writing process are kept."""
+    """The saves of one rank. Make it once, on all ranks: the memory of the copy and the writer are kept."""
 
-    def __init__(self, device: torch.device) -> None:
-        _AsyncCheckpointProcess._checkpointing_subprocess = staticmethod(_write_quietly)  # type: ignore[assignment,method-assign]
-        self._stager = _KeptStager(device)
-        self._pending: Future[Any] | None = None
+    def __init__(self, device: torch.device, store: tuple[str, int]) -> None:
+        """`store` is host and port of the ranks' store."""
+        self._copies = SharedCopies(device)
+        self._num_writers = 0
+        self._make_writer: Callable[[], CheckpointWriter] = lambda: CheckpointWriter(
+            store, self._num_writers, dist.get_rank(), dist.get_world_size()
+        )
+        self._writer = self._make_writer()
+        self._is_writing = False
 
     def start(self, state: dict[str, Any], directory: Path) -> None:
         """Copies `state` and starts to write it. Collective. The last save must have been waited for.
 
-        Raises `OSError` if there is no memory for the copy.
+        Raises `OSError` on every rank if one has no memory for the copy: then none writes.
         """
-        assert self._pending is None, "the last checkpoint is still being written"
+        assert not self._is_writing, "the last checkpoint is still being written"
+        if not _on_all_ranks(self._writer.is_alive):
+            # Their group needs all of them.
+            self._writer.stop()
+            self._num_writers += 1
+            self._writer = self._make_writer()
+        problem: OSError | None = None
+        copy: dict[str, Any] = {}
         try:
-            result = dcp.async_save(
-                state,
-                storage_writer=dcp.FileSystemWriter(directory),
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                async_stager=self._stager,
-            )
-        except RuntimeError as error:
-            raise OSError(f"the state cannot be copied to shared memory (/dev/shm): {error}") from error
-        assert isinstance(result, Future)
-        self._pending = result
+            copy = self._copies.copy(state)
+        except OSError as error:
+            problem = error
+        if not _on_all_ranks(problem is None):
+            raise problem or OSError("another rank could not copy its state")
+        self._writer.begin(copy, directory)
+        self._is_writing = True
 
     def wait(self) -> None:
         """Waits until the files of the last save are on disk. Raises `OSError` if they cannot be written."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        try:
-            pending.result()
-        except dcp.CheckpointException as error:
-            reasons = sorted({str(failure[0]) for failure in error.failures.values()})
-            raise OSError("; ".join(reasons)) from None
-        except (EOFError, RuntimeError) as error:
-            raise OSError(f"the process that writes the checkpoint has ended: {error}") from error
+        if self._is_writing:
+            try:
+                self._writer.wait()
+            finally:
+                self._is_writing = False
+
+
+def _on_all_ranks(holds: bool) -> bool:
+    flag = torch.tensor(int(holds))
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)
 
 
 def training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -143,16 +95,13 @@ def training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer | N
 def missing_files(directory: Path) -> list[str]:
     """Returns what a checkpoint lacks: its index, or shards that are absent or shorter than the index says."""
     try:
-        metadata = dcp.FileSystemReader(directory).read_metadata()
+        sizes = shard_sizes(directory)
     except FileNotFoundError:
         return [".metadata, the index of the shards, does not exist"]
-    except Exception as error:  # it is a pickle, which raises anything when it is damaged
-        return [f".metadata, the index of the shards, cannot be read ({type(error).__name__}: {error})"]
-    needed: dict[str, int] = {}
-    for stored in (metadata.storage_data or {}).values():
-        needed[stored.relative_path] = max(needed.get(stored.relative_path, 0), stored.offset + stored.length)
+    except (OSError, ValueError) as error:
+        return [f".metadata, the index of the shards, cannot be read ({error})"]
     missing = []
-    for name, size in sorted(needed.items()):
+    for name, size in sorted(sizes.items()):
         path = directory / name
         if not path.exists():
             missing.append(f"{name} does not exist")

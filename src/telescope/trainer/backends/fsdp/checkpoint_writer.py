@@ -1,0 +1,109 @@
+"""A process beside each rank that writes its checkpoints while the rank trains.
+
+    rank  --pipe: copied shards, in shared memory-->  writer  --collectives (gloo)-->  writers of the other ranks
+
+The writers of all ranks are a process group of their own, which meets at the ranks' store. Owns the process and its
+group, not the format (`checkpoint`). Invariants: a writer handles one request at a time and answers every one. A writer
+whose group is broken exits, so that all ranks start new ones together (`CheckpointWriter.is_alive`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import multiprocessing
+import os
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing
+
+GROUP_TIMEOUT = datetime.timedelta(minutes=30)
+"""Limit for one collective of the writers: the slowest disk may be that much slower than the fastest."""
+
+STOP_SECONDS = 5.0
+
+
+class CheckpointWriter:
+    """The writer of one rank. It starts in the background: the first request waits for it."""
+
+    def __init__(self, store: tuple[str, int], generation: int, rank: int, world_size: int) -> None:
+        """`store` is host and port of the ranks' store; `generation` differs for each group of writers."""
+        context = torch.multiprocessing.get_context("spawn")
+        self._pipe, child = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(child, store, generation, rank, world_size), name=f"checkpoints {rank}", daemon=True
+        )
+        self._process.start()
+        child.close()  # so that the end of the process ends `receive`
+
+    @property
+    def is_alive(self) -> bool:
+        """Returns whether the process runs. False once its group is broken."""
+        return self._process.is_alive()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def begin(self, state: dict[str, Any], directory: Path) -> None:
+        """Starts to write `state`, whose tensors are in shared memory and stay unchanged until `wait` has returned."""
+        self._pipe.send((state, directory))
+
+    def wait(self) -> None:
+        """Waits until the files are on disk. Raises `OSError` if they cannot be written."""
+        try:
+            problem = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            self._process.join(STOP_SECONDS)
+            code = self._process.exitcode
+            raise OSError(f"the process that writes checkpoints has ended with exit code {code}") from error
+        if problem is not None:
+            raise OSError(problem)
+
+    def stop(self) -> None:
+        """Ends the process."""
+        self._pipe.close()
+        self._process.terminate()
+        self._process.join(STOP_SECONDS)
+
+
+def _serve(pipe: Connection, store: tuple[str, int], generation: int, rank: int, world_size: int) -> None:
+    """Runs the writing process until the rank closes the pipe, or exits."""
+    threading.Thread(target=_exit_with_the_rank, daemon=True).start()
+    logging.disable(logging.INFO)  # torch would log every request to the terminal
+    host, port = store
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"checkpoint writers {generation}/", dist.TCPStore(host, port, timeout=GROUP_TIMEOUT)),
+        rank=rank,
+        world_size=world_size,
+        timeout=GROUP_TIMEOUT,
+    )
+    while True:
+        try:
+            state, directory = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(directory))
+        except dcp.CheckpointException as error:
+            pipe.send("; ".join(sorted({str(failure[0]) for failure in error.failures.values()})))
+        except RuntimeError as error:  # from a collective: another writer has exited
+            pipe.send(f"another rank's writer failed: {error}")
+            return
+        else:
+            pipe.send(None)
+        del state
+
+
+def _exit_with_the_rank() -> None:
+    """Ends this process when its rank was killed, so that it does not write into a folder that is used again."""
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+    rank.join()
+    os._exit(1)

@@ -1,0 +1,67 @@
+"""What checkpoints use of torch that is not public: its memory-keeping copy of a state, and the index of shards.
+
+A new version of torch is checked here first (`tests/unit/trainer/test_torch_internals.py`). Tested with 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+NO_SHARED_MEMORY = ("shared memory", "unable to resize file", "unable to mmap", "No space left")
+"""Parts of the messages of torch when /dev/shm is full."""
+
+
+class SharedCopies:
+    """Copies states into host memory that another process can read, pinned on a GPU, and kept for the next copy.
+
+    torch's public `DefaultStager` is closed after one copy in torch 2.11.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+        except ImportError as error:
+            raise RuntimeError(_missing("torch.distributed.checkpoint._state_dict_stager.StateDictStager")) from error
+        self._on_gpu = device.type == "cuda"
+        self._stager = StateDictStager(pin_memory=self._on_gpu, share_memory=True)
+
+    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns a copy of the state, complete. Raises `OSError` if there is no memory for it."""
+        try:
+            copy: dict[str, Any] = self._stager.stage(state, non_blocking=self._on_gpu)
+        except RuntimeError as error:
+            if any(part in str(error) for part in NO_SHARED_MEMORY):
+                raise OSError(f"the state cannot be copied to shared memory (/dev/shm): {error}") from error
+            raise
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return copy
+
+
+def shard_sizes(directory: Path) -> dict[str, int]:
+    """Returns the files that a checkpoint's index names, with the least size of each.
+
+    Raises `OSError` or `ValueError` if the index cannot be read.
+    """
+    try:
+        metadata = dcp.FileSystemReader(directory).read_metadata()
+    except OSError:
+        raise
+    except Exception as error:  # it is a pickle, which raises anything when it is damaged
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    sizes: dict[str, int] = {}
+    for stored in (metadata.storage_data or {}).values():
+        try:
+            end = stored.offset + stored.length
+            sizes[stored.relative_path] = max(sizes.get(stored.relative_path, 0), end)
+        except AttributeError as error:
+            raise RuntimeError(_missing("relative_path, offset and length in the index of checkpoints")) from error
+    return sizes
+
+
+def _missing(what: str) -> str:
+    return f"torch {torch.__version__} lacks {what}: install the version in requirements/, or adapt {__name__}"
