@@ -39,3 +39,10 @@ def hub_rows(
     """Rows of all `subsets`, one after the other. Raises as `hub_table` does."""
     for subset in subsets:
         yield from hub_table(owner, name, subset, split, columns).to_pylist()
+
+
+def own_selected(name: str, dataset: str) -> bool:
+    """Returns whether a benchmark uses its shipped items. Raises `UserError` unless `dataset` is `hub` or `own`."""
+    if dataset not in ("hub", "own"):
+        raise UserError(f"{name}: dataset is {dataset!r}; use hub or own.")
+    return dataset == "own"

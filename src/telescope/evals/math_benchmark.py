@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from telescope.environments.base import Sample
-from telescope.environments.hendrycks_math.environment import COLUMNS, INSTRUCTION_PROMPT, samples_of
-from telescope.environments.hub import hub_rows
+from telescope.environments.hub import hub_rows, own_selected
+from telescope.environments.math_problems import COLUMNS, INSTRUCTION_PROMPT, samples_of
 from telescope.errors import UserError
 from telescope.evals.base import Eval
 
@@ -49,10 +49,3 @@ class MathBenchmark(Eval):
         if not samples:
             raise UserError(f"{self.name}: no problem of {name!r} has an answer.")
         return samples if num_samples < 0 else samples[:num_samples]
-
-
-def own_selected(name: str, dataset: str) -> bool:
-    """Returns whether a benchmark uses its shipped items. Raises `UserError` unless `dataset` is `hub` or `own`."""
-    if dataset not in ("hub", "own"):
-        raise UserError(f"{name}: dataset is {dataset!r}; use hub or own.")
-    return dataset == "own"

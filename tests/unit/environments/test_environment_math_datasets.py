@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.environments.fake_hub import serve_rows
 
-from telescope.environments.hendrycks_math.environment import INSTRUCTION_PROMPT
+from telescope.environments.math_problems import INSTRUCTION_PROMPT
 from telescope.environments.registry import get_environment
 from telescope.errors import UserError
 

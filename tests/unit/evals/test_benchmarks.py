@@ -7,7 +7,7 @@ import re
 import pytest
 from tests.unit.environments.fake_hub import serve_rows
 
-from telescope.environments.hendrycks_math.environment import INSTRUCTION_PROMPT
+from telescope.environments.math_problems import INSTRUCTION_PROMPT
 from telescope.environments.registry import get_environment
 from telescope.errors import UserError
 from telescope.evals import get_eval, list_evals

@@ -11,8 +11,8 @@ import re
 from typing import Any, ClassVar
 
 from telescope.environments.base import Sample
-from telescope.environments.hendrycks_math.environment import HendrycksMathEnvironment, own_problems, samples_of
 from telescope.environments.hub import hub_table
+from telescope.environments.math_problems import MathEnvironment, own_problems, samples_of
 from telescope.environments.parsers import extract_boxed_answer
 
 REQUIRED_PACKAGES = ["math-verify"]
@@ -25,12 +25,13 @@ OWN_INSTRUCTION = 'Think step by step. Then write the result in a last line of i
 _ANSWER_LINE = re.compile(r"^[ \t*_#]{0,8}answer[ \t*_]{0,8}:(.*)$", re.IGNORECASE | re.MULTILINE)
 
 
-class DapoMathEnvironment(HendrycksMathEnvironment):
-    r"""Competition problems of DAPO-Math-17k, each once. The arguments are those of `hendrycks_math`, without `levels`.
+class DapoMathEnvironment(MathEnvironment):
+    r"""Competition problems of DAPO-Math-17k, each once. The arguments are those of `MathEnvironment`.
 
     The answer is the last line `Answer: ...`; without one, the last `\boxed{...}`.
     """
 
+    hub_dataset: ClassVar[str] = HUB_DATASET
     metrics_ranges: ClassVar[dict[str, dict[str, float]]] = {
         "correct": {"min": 0.0, "max": 1.0},
         "answered": {"min": 0.0, "max": 1.0},
@@ -40,34 +41,13 @@ class DapoMathEnvironment(HendrycksMathEnvironment):
     def __init__(self, instruction_prompt: str | None = None, **kwargs: Any) -> None:
         super().__init__(instruction_prompt=instruction_prompt, **kwargs)
 
-    def load_dataset(  # type: ignore[override]  # `**_` would take the `levels` of the base class
-        self,
-        num_samples: int = -1,
-        dataset: str = "auto",
-        dataset_name: str = HUB_DATASET,
-        dataset_subset: str | None = None,
-        dataset_split: str = "train",
-        seed: int | None = None,
-    ) -> list[Sample]:
-        """The problems as samples. Raises `UserError` when there is none."""
-        return self.hub_or_own(
-            num_samples,
-            seed,
-            dataset,
-            dataset_name,
-            hub=lambda: self._hub_samples(dataset_name, dataset_subset, dataset_split),
-            own=_own_samples,
-            own_replaces_hub=dataset_name == HUB_DATASET and dataset_split == "train",
-            selection=f"an answer in {dataset_name}",
-        )
-
     def extract_answer(self, text: str) -> str:
         lines = _ANSWER_LINE.findall(text)
         if not lines:
             return extract_boxed_answer(text)
         return extract_boxed_answer(lines[-1]) or lines[-1].strip(" \t*_").removesuffix(".")
 
-    def _hub_samples(self, name: str, subset: str | None, split: str) -> list[Sample]:
+    def hub_samples(self, name: str, subset: str | None, split: str) -> list[Sample]:
         """Every problem once: the hub's dataset has each of them a hundred times."""
         import pyarrow.compute as pc
 
@@ -81,11 +61,10 @@ class DapoMathEnvironment(HendrycksMathEnvironment):
                 answers.setdefault(prompt, truth)
         return [Sample(prompt, answer=str(answer)) for prompt, answer in answers.items() if prompt and answer]
 
-
-def _own_samples() -> list[Sample]:
-    """The shipped problems whose answer is a whole number."""
-    return [
-        Sample(f"{sample.prompt}\n\n{OWN_INSTRUCTION}", answer=sample.answer)
-        for sample in samples_of(own_problems())
-        if re.fullmatch(r"-?[0-9]+", sample.answer)
-    ]
+    def own_samples(self) -> list[Sample]:
+        """The shipped problems whose answer is a whole number."""
+        return [
+            Sample(f"{sample.prompt}\n\n{OWN_INSTRUCTION}", answer=sample.answer)
+            for sample in samples_of(own_problems())
+            if re.fullmatch(r"-?[0-9]+", sample.answer)
+        ]

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from telescope.environments.base import EvalMetricsResult, Sample
-from telescope.environments.hub import hub_rows
+from telescope.environments.hub import hub_rows, own_selected
 from telescope.environments.parsers import extract_boxed_answer, strip_think_tags
 from telescope.evals.base import Eval
-from telescope.evals.math_benchmark import own_selected
 
 REQUIRED_PACKAGES: list[str] = []
 OPTIONAL_PACKAGES = ["datasets"]
