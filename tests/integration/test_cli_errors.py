@@ -271,7 +271,7 @@ def test_no_arguments_at_all(train):
 
 
 ENVIRONMENT = """
-from telescope.environments.base import RewardResult, SingleTurnEnvironment
+from telescope.environments.base import RewardResult, Sample, SingleTurnEnvironment
 
 class Odd(SingleTurnEnvironment):
     def load_dataset(self, num_samples=-1):
@@ -331,6 +331,21 @@ def test_an_eval_that_cannot_be_made(train, environment_of, tmp_path):
     environment_of("raise ValueError('no luck')")
     result = train("--evals", "[{name: odd}]", "--environments_path", f"[{tmp_path / 'environments'}]")
     refused(result, "The environment 'odd' cannot be imported: ValueError: no luck")
+
+
+def test_an_unknown_eval(train):
+    refused(train("--evals", "[{name: math50}]"), "no eval 'math50'", "Did you mean 'math500'?")
+
+
+def test_an_eval_with_fewer_items_than_it_asks_for(train, environment_of):
+    flags = environment_of(ENVIRONMENT.format(load="return [Sample('a'), Sample('b'), Sample('c')]"))
+    result = train(*flags, "--evals", "[{name: odd, num_samples: 30}]", "--eval_num_servers", "0")
+    refused(result, "num_samples of 'odd' is 30", "has 3 items", "-1 for all")
+
+
+def test_evals_that_leave_no_server_for_rollouts(train):
+    result = train("--evals", "[{name: math500}]", "--inference_num_workers", "2", "--eval_num_servers", "2")
+    refused(result, "eval_num_servers is 2", "no server is left for rollouts", "Lower eval_num_servers to at most 1")
 
 
 def test_several_problems_are_reported_together(train, model):

@@ -170,13 +170,13 @@ def check_before_start(loaded: LoadedConfig) -> list[str]:
 
 
 def try_what_the_user_brings(config: TelescopeConfig, *, here: bool = True) -> list[str]:
-    """Loads the environments in a separate process, before anything is started. Returns their notices.
+    """Loads the environments and evals in a separate process, before anything is started. Returns their notices.
 
     Where the run is meant for this machine (`here`), tries the backend, the model's architecture, and vLLM's parsers
     too: those need packages that another machine may have.
     """
-    from telescope.config.environments import environment_keys
-    from telescope.environments.worker_pool.trial import try_environments
+    from telescope.config.environments import check_eval_items, environment_keys
+    from telescope.environments.worker_pool.trial import notices_of, try_environments
 
     if here:
         from telescope.inference.vllm.support import check_chat_parsers
@@ -185,12 +185,16 @@ def try_what_the_user_brings(config: TelescopeConfig, *, here: bool = True) -> l
         try_backend(config)
         try_model(config)
         check_chat_parsers(config)
-    return try_environments(
-        environment_keys(config).specs,
+    keys = environment_keys(config)
+    infos = try_environments(
+        keys.specs,
         environments_path=list(config.environments_path),
         making_seconds=config.environment_timeout_seconds,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
+    sizes = {spec.identity: info.num_samples for spec, info in zip(keys.specs, infos, strict=True)}
+    check_eval_items(config, keys, sizes)
+    return notices_of(infos)
 
 
 def print_summary(summary: RunSummary, console: Console) -> None:

@@ -7,6 +7,7 @@ that a config needs, with their names in the pool. Imports nothing heavy.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from telescope.config.base import Section, Steps, Text, Tokens
 from telescope.environments.worker_pool.messages import EnvironmentSpec
+from telescope.errors import ConfigError
 from telescope.evals.base import eval_spec
 
 if TYPE_CHECKING:
@@ -138,3 +140,27 @@ def environment_keys(config: TelescopeConfig) -> EnvironmentKeys:
         specs.append(eval_spec(eval_entry.name, dict(eval_entry.kwargs), key=key))
         evals.append(key)
     return EnvironmentKeys(specs, training, evals)
+
+
+def num_eval_items(entry: EvalEntry, available: int) -> int:
+    """Returns the number of items of an eval. Raises ConfigError when there are fewer than `num_samples`."""
+    if entry.num_samples > available:
+        raise ConfigError(
+            f"evals: num_samples of {entry.name!r} is {entry.num_samples}, and its dataset has {available} items. "
+            "Lower it, or set it to -1 for all items"
+        )
+    return available if entry.num_samples == -1 else entry.num_samples
+
+
+def check_eval_items(config: TelescopeConfig, keys: EnvironmentKeys, sizes: Mapping[str, int]) -> None:
+    """Checks the evals against the sizes of the datasets, by their keys.
+
+    Raises ConfigError for an eval with too few items, or one that leaves none of an environment's to train on.
+    """
+    for entry, key in zip(config.evals, keys.evals, strict=True):
+        num_items = num_eval_items(entry, sizes[key])
+        if entry.separate_eval_samples and key in keys.training and num_items >= sizes[key]:
+            raise ConfigError(
+                f"evals: num_samples of {entry.name!r} holds out all {sizes[key]} items of the environment from "
+                "training. Lower it, set separate_eval_samples: false, or use a larger dataset."
+            )

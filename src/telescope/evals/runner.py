@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from telescope.config import EvalEntry
+from telescope.config.environments import num_eval_items
 from telescope.environments.worker_pool.messages import PreparedPrompt
 from telescope.environments.worker_pool.pool import EnvironmentPool
-from telescope.errors import ConfigError, EnvironmentFailure, InfrastructureError
+from telescope.errors import EnvironmentFailure, InfrastructureError
 from telescope.evals.statistics import Estimate, estimate_mean, metrics_over_items, num_completions
 from telescope.rollout.sample import Rollout, RolloutSettings, RolloutTask, SamplingSettings
 from telescope.rollout.trajectory import Trajectory
@@ -110,12 +111,7 @@ async def plan_eval(
     ConfigError when there are fewer than `num_samples`.
     """
     info = await environments.describe(environment_key)
-    num_items = info.num_samples if entry.num_samples == -1 else entry.num_samples
-    if num_items > info.num_samples:
-        raise ConfigError(
-            f"evals: num_samples of {entry.name!r} is {num_items}, and its dataset has {info.num_samples} items. Lower "
-            "it, or set -1 for all items"
-        )
+    num_items = num_eval_items(entry, info.num_samples)
     prompts = await asyncio.gather(*(environments.prepare(environment_key, index) for index in range(num_items)))
     settings = dataclasses.replace(
         sampling,

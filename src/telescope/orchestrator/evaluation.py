@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from telescope.config import TelescopeConfig
-from telescope.config.environments import EnvironmentKeys
+from telescope.config.environments import EnvironmentKeys, check_eval_items
 from telescope.environments.worker_pool.pool import EnvironmentPool
-from telescope.errors import ConfigError, InfrastructureError
+from telescope.errors import InfrastructureError
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval, plan_eval, run_eval
 from telescope.evals.statistics import estimate_difference
 from telescope.orchestrator import record_rows
@@ -313,20 +313,10 @@ def finished_at(run_dir: Path, version: int) -> frozenset[int]:
 async def plan_evals(
     config: TelescopeConfig, keys: EnvironmentKeys, environments: EnvironmentPool, settings: RolloutSettings
 ) -> list[PlannedEval]:
-    """Plans every eval of the config, in order.
-
-    Raises ConfigError when an eval holds out every item of a training environment.
-    """
-    plans = [
+    """Plans every eval of the config, in order. Raises as `check_eval_items` and `plan_eval` do."""
+    sizes = {key: (await environments.describe(key)).num_samples for key in keys.evals}
+    check_eval_items(config, keys, sizes)
+    return [
         await plan_eval(entry, key, environments, settings.sampling, number)
         for number, (entry, key) in enumerate(zip(config.evals, keys.evals, strict=True))
     ]
-    for plan in plans:
-        if plan.held_out and plan.environment_key in keys.training:
-            info = await environments.describe(plan.environment_key)
-            if len(plan.items) >= info.num_samples:
-                raise ConfigError(
-                    f"evals: num_samples of {plan.name!r} holds out all {info.num_samples} items of the environment "
-                    "from training. Lower it, set separate_eval_samples: false, or use a larger dataset."
-                )
-    return plans

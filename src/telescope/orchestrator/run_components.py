@@ -31,6 +31,7 @@ from telescope.config.machine import local_resources
 from telescope.config.plan import plan_placement
 from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.environments.worker_pool.pool import EnvironmentPool
+from telescope.environments.worker_pool.trial import notices_of
 from telescope.errors import UserError
 from telescope.evals.runner import PlannedEval
 from telescope.inference.process import FIRST_STAGE, start_stage
@@ -192,7 +193,7 @@ async def start_environments(
     await environments.start()
     check_reward_ranges(config, [await environments.describe(key) for key in keys.training])
     infos = [await environments.describe(key) for key in (*keys.training, *keys.evals)]
-    for notice in dict.fromkeys(text for info in infos for text in info.notices):
+    for notice in notices_of(infos):
         logger.warning("%s", notice)
         if notice not in status.messages:  # usually shown before the start
             status.messages.append(notice)

@@ -11,7 +11,7 @@ import pytest
 from telescope.config import load_config
 from telescope.config.environments import environment_keys
 from telescope.environments.worker_pool.messages import EnvironmentSpec
-from telescope.environments.worker_pool.trial import try_environments
+from telescope.environments.worker_pool.trial import notices_of, try_environments
 from telescope.evals.base import eval_spec
 from telescope.orchestrator.run_components import start_environments
 from telescope.orchestrator.run_directory import RunDirectory
@@ -30,13 +30,15 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_a_replacement_of_the_hub_dataset_is_reported_with_its_size_and_its_argument() -> None:
-    puzzles, problems = try_environments(
+    infos = try_environments(
         [
             EnvironmentSpec("countdown", {"num_samples": 12}, key="training"),
             EnvironmentSpec("countdown", {"num_samples": 12}, key="the same once more"),
             EnvironmentSpec("hendrycks_math", {"levels": [1, 2, 3, 4, 5]}),
         ]
     )
+    assert [info.num_samples for info in infos] == [12, 12, 42]
+    puzzles, problems = notices_of(infos)
     assert puzzles.startswith(COUNTDOWN)
     assert "). 12 generated puzzles replace it. " in puzzles
     assert "Set dataset: generated in the kwargs" in puzzles
@@ -46,7 +48,7 @@ def test_a_replacement_of_the_hub_dataset_is_reported_with_its_size_and_its_argu
 
 
 def test_an_eval_has_the_notices_of_its_environment() -> None:
-    (said,) = try_environments([eval_spec("hendrycks_math", {"num_samples": 5})])
+    (said,) = notices_of(try_environments([eval_spec("hendrycks_math", {"num_samples": 5})]))
     assert said.startswith(MATH)
     assert "5 shipped problems" in said
 
@@ -56,7 +58,7 @@ def test_a_requested_dataset_gives_no_notice() -> None:
         EnvironmentSpec("countdown", {"dataset": "generated", "num_samples": 12}),
         EnvironmentSpec("hendrycks_math", {"dataset": "own"}),
     ]
-    assert try_environments(specs) == []
+    assert notices_of(try_environments(specs)) == []
 
 
 def test_a_run_reports_a_notice_once_and_records_it(tmp_path: Path, tokenizer_path: str) -> None:
@@ -67,7 +69,7 @@ def test_a_run_reports_a_notice_once_and_records_it(tmp_path: Path, tokenizer_pa
     }  # fmt: skip
     config = load_config(None, [f"--{name}={value}" for name, value in flags.items()], {}).config
     keys = environment_keys(config)
-    notices = try_environments(keys.specs)
+    notices = notices_of(try_environments(keys.specs))
     status = RunStatus("run", 1)
     status.messages.extend(notices[:1])  # as a run does with its notes; the other is new
     directory = RunDirectory.create(config, notices)

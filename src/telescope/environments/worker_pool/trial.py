@@ -31,8 +31,8 @@ def try_environments(
     environments_path: Sequence[str | Path] = (),
     making_seconds: float = 120.0,
     say: Callable[[str], None] = lambda _: None,
-) -> list[str]:
-    """Loads every environment and its dataset in a separate process. Returns their notices.
+) -> list[EnvironmentInfo]:
+    """Loads every environment and its dataset in a separate process. Returns their descriptions, in order.
 
     `making_seconds` bounds the import and the constructor of one environment. Calls `say` with a line when it takes
     long. Call it from the main thread (see `Launcher`).
@@ -41,6 +41,11 @@ def try_environments(
     its stack, an empty dataset.
     """
     return asyncio.run(_Trial(specs, environments_path, making_seconds, say).run())
+
+
+def notices_of(infos: Sequence[EnvironmentInfo]) -> list[str]:
+    """Returns the notices of environments, each once."""
+    return list(dict.fromkeys(text for info in infos for text in info.notices))
 
 
 class _Trial:
@@ -57,9 +62,9 @@ class _Trial:
         self._doing = "loading the environments"
         self._deadline: asyncio.TimerHandle | None = None
 
-    async def run(self) -> list[str]:
+    async def run(self) -> list[EnvironmentInfo]:
         self._loop = asyncio.get_running_loop()
-        self._verdict: asyncio.Future[list[str]] = self._loop.create_future()
+        self._verdict: asyncio.Future[list[EnvironmentInfo]] = self._loop.create_future()
         self._ended = asyncio.Event()
         with tempfile.TemporaryDirectory(prefix="telescope-trial-") as folder:
             launcher = Launcher(None, Path(folder))
@@ -89,8 +94,7 @@ class _Trial:
                 self._deadline.cancel()
             self._deadline = self._loop.call_later(self._seconds[header["stage"]], self._on_hang, header["stage"])
         elif "ready" in header:
-            notices = [text for fields in header["ready"] for text in EnvironmentInfo(**fields).notices]
-            self._decide(list(dict.fromkeys(notices)))
+            self._decide([EnvironmentInfo(**fields) for fields in header["ready"]])
         else:
             self._decide(header["failed"])
 
@@ -111,8 +115,8 @@ class _Trial:
         tail = self._process.log_tail()
         return f". Its last output:\n{tail}" if tail else ""
 
-    def _decide(self, outcome: list[str] | str) -> None:
-        """Sets the notices, or what is wrong. Ignores later outcomes."""
+    def _decide(self, outcome: list[EnvironmentInfo] | str) -> None:
+        """Sets the descriptions, or what is wrong. Ignores later outcomes."""
         if self._verdict.done():
             return
         if isinstance(outcome, list):
