@@ -91,6 +91,8 @@ class TrainerGroup:
     def _start(self) -> None:
         """Starts an actor for each rank."""
         self.version = 0
+        self.is_settled = True
+        """Whether the ranks have the weights of `version`: not during a step, nor after one that failed."""
         self._log_starts = [log_size(path) for path in self._logs]
         self._nodes = [self._node_names.get(node, node) for node in self._placement.rank_nodes]
         cpus = self._config.ray_trainer_cpus_per_worker
@@ -151,12 +153,14 @@ class TrainerGroup:
     async def train_step(self, inputs: list[StepInput]) -> StepResult:
         """Runs one training step on all ranks. Metrics are reduced over the ranks; spans are of every rank."""
         async with self.queue:
+            self.is_settled = False  # until the step has ended on all ranks
             results: list[StepResult] = await self._all(
                 f"training step {inputs[0].step}",
                 lambda rank: self._ranks[rank].train_step.remote(inputs[rank]),
                 self._step_timeout,
             )
             self.version += 1
+            self.is_settled = True
         spans: list[Span] = [span for result in results for span in result.spans]
         return StepResult(metrics=results[0].metrics, spans=spans)
 
@@ -167,6 +171,7 @@ class TrainerGroup:
                 "restart of the trainer", lambda rank: self._ranks[rank].restart.remote(), SETUP_TIMEOUT_SECONDS
             )
             self.version = 0
+            self.is_settled = True
             self._num_restarts += 1
 
     @property
@@ -264,6 +269,7 @@ class TrainerGroup:
             SETUP_TIMEOUT_SECONDS,
         )
         self.version = step
+        self.is_settled = True
         self._num_restarts += 1
 
     async def save_hf(self, directory: Path) -> None:

@@ -193,11 +193,12 @@ class Checkpointer:
         model_files: Mapping[str, bytes] | None = None,
         flush_record: Callable[[], object] = lambda: None,
         write: Callable[[str, dict[str, Any]], None] = lambda table, row: None,
+        seconds_left: Callable[[], float | None] = lambda: None,
     ) -> None:
         """`last_step` is that of the checkpoint from which the run continues; `model_files` are for `hf_meta/`.
 
         `write` adds a row to the record. `flush_record` writes the rows of the step to disk, so that a run that
-        continues after it misses none.
+        continues after it misses none. `seconds_left` is how long the run still waits for a checkpoint, None for ever.
         """
         self._config = config
         self._folder = folder
@@ -206,6 +207,7 @@ class Checkpointer:
         self._model_files = model_files or {}
         self._flush_record = flush_record
         self._write_row = write
+        self._seconds_left = seconds_left
         self._writing: asyncio.Task[None] | None = None
         self._last_step = last_step
         """Step of the newest complete checkpoint."""
@@ -218,7 +220,7 @@ class Checkpointer:
             await self._begin(step, state().state_dict())  # encoded now: the loops change these objects
 
     async def save_last(self, step: int, state: Callable[[], RunState]) -> None:
-        """Writes the checkpoint of the last step, unless it exists, and waits until it is complete."""
+        """Writes the checkpoint of the last step, unless it exists, and waits until it is complete or too late."""
         await self.wait()
         if self._config.checkpoint_every and step > self._last_step:
             await self._begin(step, state().state_dict())
@@ -228,7 +230,14 @@ class Checkpointer:
         """Waits until no checkpoint is being written."""
         if self._writing is not None:
             started_at = time.time()
-            while not (await asyncio.wait([self._writing], timeout=PROGRESS_SECONDS))[0]:
+            while not self._writing.done():
+                left = self._seconds_left()
+                if left == 0:
+                    self._writing.cancel()  # the next start removes what it leaves
+                    self._skipped(self._writing.get_name())
+                    self._writing = None
+                    return
+                await asyncio.wait([self._writing], timeout=min(left or PROGRESS_SECONDS, PROGRESS_SECONDS))
                 self._status.progressed()
             self._writing.result()
             self._writing = None
@@ -249,15 +258,22 @@ class Checkpointer:
 
     async def _begin(self, step: int, values: dict[str, Any]) -> None:
         """Copies the ranks' state; a task writes it, with `values`, the state of the loops."""
-        started_at = time.time()
+        name = f"the checkpoint after step {step}"
+        started_at, left = time.time(), self._seconds_left()
+        if left == 0:
+            self._skipped(name)
+            return
         try:
             partial = await asyncio.to_thread(self._folder.begin, step)
         except OSError as error:
             self._failed(step, error)
             return
         try:
-            async with self._trainer.queue:
+            async with asyncio.timeout(left), self._trainer.queue:
                 await self._trainer.save_checkpoint(step, partial)
+        except TimeoutError:
+            self._skipped(name)
+            return
         except OSError as error:
             with suppress(OSError):  # of the same cause; the ranks that did copy must finish
                 await self._trainer.finish_checkpoint()
@@ -268,7 +284,7 @@ class Checkpointer:
         paused_at, started_at = started_at, time.time()
         logger.info("Training paused %.2f s to copy the checkpoint after step %d", started_at - paused_at, step)
         writing = self._write(step, partial, values, paused_at, started_at)
-        self._writing = asyncio.create_task(writing, name=f"checkpoint {step}")
+        self._writing = asyncio.create_task(writing, name=name)
 
     async def _write(
         self, step: int, partial: Path, values: dict[str, Any], paused_at: float, started_at: float
@@ -321,6 +337,14 @@ class Checkpointer:
 
     def _failed(self, step: int, error: OSError) -> None:
         self._announce(f"the checkpoint after step {step} was not written: {error}. Training continues")
+
+    def _skipped(self, what: str) -> None:
+        limit = self._config.checkpoint_on_exit_timeout_s
+        newest = f"step_{self._last_step}" if self._last_step else "none"
+        self._announce(
+            f"{what} is skipped: it is not complete {limit:g} s after the run was stopped "
+            f"(checkpoint_on_exit_timeout_s). The newest is {newest}"
+        )
 
     def _announce(self, news: str) -> None:
         logger.warning("%s", news)

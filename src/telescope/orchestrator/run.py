@@ -23,7 +23,7 @@ from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
 from telescope.config.model_files import vocabulary_size
 from telescope.config.model_source import read_meta_files
-from telescope.errors import RankLost
+from telescope.errors import RankLost, UserError
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.checkpoints import Checkpoint, Checkpointer, CheckpointFolder
 from telescope.orchestrator.collectors import Collectors, sources_of
@@ -84,6 +84,8 @@ class _TrainingRun:
         self._started_at = time.time()
         self._training_seconds: float | None = None
         self._model_dir: Path | None = None
+        self._leaving_at: float | None = None
+        """When the run was stopped, or failed, while it trained."""
 
     async def run(self) -> RunSummary:
         """Runs to the end. Raises the error that ended the run, unless the user stopped it."""
@@ -107,6 +109,8 @@ class _TrainingRun:
         if error is not None and not isinstance(error, Interrupted):
             if summary.record_error is not None:
                 error.add_note(f"The record in {self._directory.path} is incomplete: {summary.record_error}")
+            if not isinstance(error, UserError) and (steps := self._checkpoints.steps()):
+                error.add_note(f"Continue after step {steps[-1]} with: telescope train --resume {self._directory.path}")
             raise error
         return summary
 
@@ -179,12 +183,13 @@ class _TrainingRun:
             checkpointer = Checkpointer(
                 config, self._checkpoints, components.trainer, status,
                 last_step=start.step, model_files=read_meta_files(config), flush_record=self._directory.flush_record,
-                write=self._directory.recorder.write,
+                write=self._directory.recorder.write, seconds_left=self._seconds_left,
             )  # fmt: skip
             orchestrator = await make_orchestrator(
                 config, components, evaluation, self._directory, status, start=start,
                 after_step=partial(self._after_step, evaluation, checkpointer),
             )  # fmt: skip
+            self._interrupt.on_first(self._leave)
             self._interrupt.on_first(orchestrator.request_stop)
             try:
                 await self._run_loops(orchestrator, checkpointer, components)
@@ -192,6 +197,9 @@ class _TrainingRun:
             except RankLost as lost:
                 start = await self._interrupt.run_until_first(restarts.restart(lost, orchestrator, checkpointer))
                 await evaluation.continue_after(start.step)
+            except (Exception, asyncio.CancelledError):
+                await self._save_after_error(components, orchestrator, checkpointer)
+                raise
 
     async def _after_step(
         self, evaluation: Evaluation, checkpointer: Checkpointer, step: int, state: Callable[[], RunState]
@@ -200,6 +208,33 @@ class _TrainingRun:
         if not self._interrupt.requested:
             await evaluation.start_due(step)
         await checkpointer.after_step(step, state)
+
+    def _leave(self) -> None:
+        self._leaving_at = self._leaving_at or time.monotonic()
+
+    def _seconds_left(self) -> float | None:
+        """Returns how long the run still waits for a checkpoint; None for ever."""
+        if self._leaving_at is None:
+            return None
+        return max(self._leaving_at + self._config.checkpoint_on_exit_timeout_s - time.monotonic(), 0.0)
+
+    async def _save_after_error(
+        self, components: RunComponents, orchestrator: Orchestrator, checkpointer: Checkpointer
+    ) -> None:
+        """Writes a checkpoint after an error that ended the loops, if the ranks have the weights of the last step.
+
+        Does not raise: the first error is what the user must see.
+        """
+        self._leave()
+        trainer, step = components.trainer, self._status.version
+        if not (trainer.is_settled and trainer.version == step == orchestrator.run_state().step):
+            return
+        self._status.phase = "writing a checkpoint after the error"
+        try:
+            await checkpointer.save_last(step, orchestrator.run_state)
+        except Exception as error:
+            # The trainer, or Ray, may have failed with the other component.
+            logger.warning("No checkpoint could be written after the error: %r", error)
 
     async def _run_loops(
         self, orchestrator: Orchestrator, checkpointer: Checkpointer, components: RunComponents

@@ -40,9 +40,12 @@ class FileTrainer:
         self.error: OSError | None = None
         self.copy_error: OSError | None = None
         self.saved: list[int] = []
+        self.copying: asyncio.Event | None = None
 
     async def save_checkpoint(self, step: int, directory: Path) -> None:
         assert self.queue.locked(), "a rank would train meanwhile"
+        if self.copying is not None:
+            await self.copying.wait()
         if self.copy_error is not None:
             raise self.copy_error
         (directory / "shard").write_text(str(step))
@@ -62,9 +65,10 @@ class Saving:
         self.trainer = FileTrainer()
         self.status = RunStatus("test", 10)
         self.recorder = StrictRecorder()
+        self.seconds_left: float | None = None
         self.checkpointer = Checkpointer(
             config_of(**changes), self.folder, self.trainer, self.status, model_files={"config.json": b"{}"},
-            write=self.recorder.write,
+            write=self.recorder.write, seconds_left=lambda: self.seconds_left,
         )  # fmt: skip
 
     async def steps(self, last: int) -> None:
@@ -117,6 +121,33 @@ async def test_a_failed_write_costs_that_checkpoint_only(tmp_path: Path, fails: 
     assert saving.folder.steps() == [1, 3]
     assert sorted(os.listdir(tmp_path)) == ["step_1", "step_3"], "nothing of the failed one is left"
     assert any("after step 2 was not written" in text and "No space" in text for text in saving.status.messages)
+
+
+@pytest.mark.parametrize("slow", ["the step before", "the disk", "the copy"])
+async def test_a_stopped_run_skips_a_checkpoint_that_takes_too_long(tmp_path: Path, slow: str) -> None:
+    saving = Saving(tmp_path, checkpoint_every=1)
+    await saving.steps(1)
+    await saving.checkpointer.wait()
+    saving.seconds_left = 0.0 if slow == "the step before" else 0.05
+    if slow == "the copy":
+        saving.trainer.copying = asyncio.Event()
+    saving.trainer.may_finish.clear()
+    last = asyncio.create_task(saving.checkpointer.save_last(2, lambda: RunState(step=2)))
+    await tick(20)
+    await asyncio.sleep(0.06)
+    saving.seconds_left = 0.0
+    await asyncio.wait_for(last, 5)
+    assert saving.folder.steps() == [1]
+    (news,) = saving.status.messages
+    assert "after step 2 is skipped: it is not complete 600 s after the run was stopped" in news
+    assert news.endswith("The newest is step_1")
+
+
+async def test_a_stopped_run_writes_a_checkpoint_for_which_there_is_time(tmp_path: Path) -> None:
+    saving = Saving(tmp_path, checkpoint_every=5)
+    saving.seconds_left = 60.0
+    await saving.checkpointer.save_last(2, lambda: RunState(step=2))
+    assert saving.folder.steps() == [2]
 
 
 @given(st.sets(st.integers(1, 60)), st.integers(1, 5), st.none() | st.integers(1, 7))

@@ -28,6 +28,9 @@ class CheckpointSection(Section):
     resume_force: bool = False
     """Resume although the config, the data or the tokenizer changed in a way that is refused otherwise. Prompts may
     then be trained twice or never, and steps before and after are not one experiment."""
+    checkpoint_on_exit_timeout_s: Seconds = 600.0
+    """Longest time from a stop signal (Ctrl-C, SIGTERM, SIGHUP), or from the error that ends a run, until the last
+    checkpoint is complete, in seconds. It is skipped if it takes longer. No limit when a run ends normally."""
     checkpoint_dir: Text | None = None
     """Custom checkpoint path. Default: RUN_DIR/checkpoints, or the value of `TELESCOPE_CHECKPOINT_DIR`."""
     checkpoint_keep_last: Steps | None = None
