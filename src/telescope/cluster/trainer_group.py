@@ -71,7 +71,7 @@ class TrainerGroup:
 
     def __init__(self, config: TelescopeConfig, placement: Placement, run_dir: Path, cluster: Cluster) -> None:
         self.world_size = config.trainer_num_workers
-        self._config = config
+        self.config = config
         self._step_timeout = config.watchdog_seconds
         self._sync_timeout = config.weight_sync_timeout_seconds
         self._placement = placement
@@ -95,10 +95,10 @@ class TrainerGroup:
         """Whether the ranks have the weights of `version`: not during a step, nor after one that failed."""
         self._log_starts = [log_size(path) for path in self._logs]
         self._nodes = [self._node_names.get(node, node) for node in self._placement.rank_nodes]
-        cpus = self._config.ray_trainer_cpus_per_worker
+        cpus = self.config.ray_trainer_cpus_per_worker
         self._ranks = [
             make_actor(TrainerActor, self._placement.rank_options(rank, cpus)).remote(
-                self._config.to_json(), rank, self.world_size, str(self._run_dir)
+                self.config.to_json(), rank, self.world_size, str(self._run_dir)
             )
             for rank in range(self.world_size)
         ]
@@ -118,7 +118,7 @@ class TrainerGroup:
             ray.kill(rank)
         self._num_restarts += 1
         self.num_replacements += 1
-        await self._placement.wait_for_ranks(self._config.ray_placement_timeout_s)
+        await self._placement.wait_for_ranks(self.config.ray_placement_timeout_s)
         self._loss = None
         self._has_loss.clear()
         self._start()
@@ -254,7 +254,7 @@ class TrainerGroup:
             lambda rank: self._ranks[rank].finish_checkpoint.remote(),
             CHECKPOINT_TIMEOUT_SECONDS,
         )
-        backend, directory = find_backend(self._config.train_backend), self._saving
+        backend, directory = find_backend(self.config.train_backend), self._saving
         if missing := await asyncio.to_thread(backend.missing_files, directory):
             raise OSError(
                 f"{directory} is incomplete as {socket.gethostname()} sees it: {'; '.join(missing)}. All nodes must "

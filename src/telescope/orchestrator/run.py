@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,24 +19,18 @@ from telescope.cluster.ray_cluster import watch_daemons
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
-from telescope.config.model_files import vocabulary_size
-from telescope.config.model_source import read_meta_files
-from telescope.errors import RankLost, UserError
-from telescope.orchestrator import record_rows
-from telescope.orchestrator.checkpoints import Checkpoint, Checkpointer, CheckpointFolder
+from telescope.errors import UserError
+from telescope.orchestrator.checkpoints import Checkpoint, CheckpointFolder
 from telescope.orchestrator.collectors import Collectors, sources_of
 from telescope.orchestrator.evaluation import Evaluation, finished_at
-from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.final_model import save_where_possible
-from telescope.orchestrator.orchestrator import AfterStep, Orchestrator, Services
-from telescope.orchestrator.prompt_sampler import PromptSampler
 from telescope.orchestrator.resume import check_data, find_checkpoint
 from telescope.orchestrator.run_components import RunComponents, start_components
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import Interrupted, RunStatus, RunSummary, headline_of, summarize
 from telescope.orchestrator.supervision import Interrupt, Supervisor, watchdog
-from telescope.orchestrator.trainer_restart import TrainerRestarts
+from telescope.orchestrator.training import Training
 from telescope.record.files import RunFiles
 from telescope.record.recorder import Recorder
 from telescope.record.system_metrics import MachineSampler
@@ -84,7 +76,6 @@ class _TrainingRun:
         self._started_at = time.time()
         self._training_seconds: float | None = None
         self._model_dir: Path | None = None
-        self._leaving_at: float | None = None
         """When the run was stopped, or failed, while it trained."""
 
     async def run(self) -> RunSummary:
@@ -156,7 +147,13 @@ class _TrainingRun:
             if (headline := headline_of(results)) is not None:
                 self._directory.evaluated_before(headline.accuracy)
         started_at = time.time()
-        await self._train(components, evaluation)
+        start = self._resumed.state if self._resumed is not None else RunState()
+        if self._resumed is not None:
+            await evaluation.start_due(start.step, done=finished_at(self._directory.path, start.step))
+        training = Training(
+            config, components, evaluation, self._directory, status, self._checkpoints, self._interrupt
+        )  # fmt: skip
+        await training.run(start)
         self._training_seconds = time.time() - started_at
         if config.save_final_model and status.version > 0:
             status.phase = "saving the trained model"
@@ -168,87 +165,6 @@ class _TrainingRun:
     def _check_data(self, data: dict[str, Any]) -> None:
         if self._resumed is not None:
             self._resumed = check_data(self._config, self._resumed, data)
-
-    async def _train(self, components: RunComponents, evaluation: Evaluation) -> None:
-        """Trains to the last checkpoint. When a trainer rank is lost, continues from the newest one."""
-        config, status = self._config, self._status
-        restarts = TrainerRestarts(config, components, self._checkpoints, self._directory, status)
-        start = self._resumed.state if self._resumed else RunState()
-        if self._resumed is not None:
-            await evaluation.start_due(start.step, done=finished_at(self._directory.path, start.step))
-        while True:
-            status.phase = "training"
-            self._directory.started(components.topology | components.trainer.topology, start.step)
-            self._checkpoints.continue_after(start.step)
-            checkpointer = Checkpointer(
-                config, self._checkpoints, components.trainer, status,
-                last_step=start.step, model_files=read_meta_files(config), flush_record=self._directory.flush_record,
-                write=self._directory.recorder.write, seconds_left=self._seconds_left,
-            )  # fmt: skip
-            orchestrator = await make_orchestrator(
-                config, components, evaluation, self._directory, status, start=start,
-                after_step=partial(self._after_step, evaluation, checkpointer),
-            )  # fmt: skip
-            self._interrupt.on_first(self._leave)
-            self._interrupt.on_first(orchestrator.request_stop)
-            try:
-                await self._run_loops(orchestrator, checkpointer, components)
-                return
-            except RankLost as lost:
-                start = await self._interrupt.run_until_first(restarts.restart(lost, orchestrator, checkpointer))
-                await evaluation.continue_after(start.step)
-            except (Exception, asyncio.CancelledError):
-                await self._save_after_error(components, orchestrator, checkpointer)
-                raise
-
-    async def _after_step(
-        self, evaluation: Evaluation, checkpointer: Checkpointer, step: int, state: Callable[[], RunState]
-    ) -> None:
-        """Starts the evals and the checkpoint that are due after a finished step."""
-        if not self._interrupt.requested:
-            await evaluation.start_due(step)
-        await checkpointer.after_step(step, state)
-
-    def _leave(self) -> None:
-        self._leaving_at = self._leaving_at or time.monotonic()
-
-    def _seconds_left(self) -> float | None:
-        """Returns how long the run still waits for a checkpoint; None for ever."""
-        if self._leaving_at is None:
-            return None
-        return max(self._leaving_at + self._config.checkpoint_on_exit_timeout_s - time.monotonic(), 0.0)
-
-    async def _save_after_error(
-        self, components: RunComponents, orchestrator: Orchestrator, checkpointer: Checkpointer
-    ) -> None:
-        """Writes a checkpoint after an error that ended the loops, if the ranks have the weights of the last step.
-
-        Does not raise: the first error is what the user must see.
-        """
-        self._leave()
-        trainer, step = components.trainer, self._status.version
-        if not (trainer.is_settled and trainer.version == step == orchestrator.run_state().step):
-            return
-        self._status.phase = "writing a checkpoint after the error"
-        try:
-            await checkpointer.save_last(step, orchestrator.run_state)
-        except Exception as error:
-            # The trainer, or Ray, may have failed with the other component.
-            logger.warning("No checkpoint could be written after the error: %r", error)
-
-    async def _run_loops(
-        self, orchestrator: Orchestrator, checkpointer: Checkpointer, components: RunComponents
-    ) -> None:
-        """Runs the loops to their end, and writes the last checkpoint. Raises `RankLost` at once."""
-        loops = Supervisor()
-        loops.spawn(components.trainer.watch(), "trainer ranks")
-
-        async def train_and_save() -> None:
-            await orchestrator.run(loops)
-            self._status.phase = "writing the last checkpoint"
-            await checkpointer.save_last(self._status.version, orchestrator.run_state)
-
-        await loops.run_until(train_and_save())
 
     async def _load_checkpoint(self, components: RunComponents, checkpoint: Checkpoint) -> None:
         """Gives trainer and engines the weights of a checkpoint."""
@@ -327,49 +243,3 @@ def start_collectors(
     hosts = HostGroup(config, components.cluster)
     stack.push_async_callback(hosts.stop)
     return Collectors(sources_of(config, machine, components.trainer, components.inference, hosts), recorder)
-
-
-async def make_orchestrator(
-    config: TelescopeConfig,
-    components: RunComponents,
-    evaluation: Evaluation,
-    directory: RunDirectory,
-    status: RunStatus,
-    *,
-    start: RunState | None = None,
-    after_step: AfterStep | None = None,
-) -> Orchestrator:
-    """The loops over started components, from the state of a checkpoint or from the beginning.
-
-    Items that an eval holds out are never sampled.
-    """
-    infos = [await components.environments.describe(key) for key in components.keys.training]
-    for key, entry, info in zip(components.keys.training, config.environments, infos, strict=True):
-        directory.recorder.write("environments", record_rows.environment_row(key, entry.name, entry.weight, info))
-    for key, eval_entry in zip(components.keys.evals, config.evals, strict=True):
-        if key not in components.keys.training:
-            row = record_rows.environment_row(key, eval_entry.name, None, await components.environments.describe(key))
-            directory.recorder.write("environments", row)
-    sampler = PromptSampler(
-        config.seed,
-        sizes=[info.num_samples for info in infos],
-        weights=[entry.weight for entry in config.environments],
-        first_index=[evaluation.num_reserved(key) for key in components.keys.training],
-    )
-    services = Services(
-        environments=components.environments,
-        environment_keys=components.keys.training,
-        slots=components.slots,
-        engines=components.servers.clients,
-        trainer=components.trainer,
-        weights=components.weights,
-        recorder=directory.recorder,
-        step_log=directory.step_log,
-        filters=SampleFilters.from_config(config, vocabulary_size(config) if config.filter_gibberish else None),
-        infos=infos,
-        report_engine_failure=components.servers.report_failure,
-        after_step=after_step,
-        eval_history=evaluation.history,
-        data=components.data,
-    )
-    return Orchestrator(config, services, sampler, evaluation.held_out_uids, components.settings, status, start)

@@ -285,19 +285,17 @@ async def start_workers(
     if config.share_gpus:
         # A server measures free memory; a trainer that loads meanwhile would be counted as the server's.
         await _all_or_first_failure(*servers)
-        await set_up_trainer(config, directory, trainer, status, loopback=loopback)
+        await set_up_trainer(directory, trainer, status, loopback=loopback)
     else:
-        await _all_or_first_failure(set_up_trainer(config, directory, trainer, status, loopback=loopback), *servers)
+        await _all_or_first_failure(set_up_trainer(directory, trainer, status, loopback=loopback), *servers)
 
 
-async def set_up_trainer(
-    config: TelescopeConfig, directory: RunDirectory, trainer: TrainerGroup, status: RunStatus, *, loopback: bool
-) -> None:
+async def set_up_trainer(directory: RunDirectory, trainer: TrainerGroup, status: RunStatus, *, loopback: bool) -> None:
     """Loads the model into the started ranks, and compiles it."""
     status.set_component("trainer", "loading the model")
     infos = await trainer.setup(loopback=loopback)
     for info in infos:
-        _check_hash(config, "a trainer rank", info.config_hash)
+        _check_hash(trainer.config, "a trainer rank", info.config_hash)
     if infos[0].compiles:
         status.set_component("trainer", "compiling the model's blocks")
         record_warm_up(directory, await trainer.warm_up())

@@ -81,7 +81,7 @@ class TrainerRestarts:
             await parts.trainer.replace()
             await checkpointer.ranks_replaced()
             checkpoint = self._folder.load(True) if self._folder.steps() else None
-            await set_up_trainer(config, self._directory, parts.trainer, self._status, loopback=parts.loopback)
+            await set_up_trainer(self._directory, parts.trainer, self._status, loopback=parts.loopback)
             if checkpoint is not None:
                 await parts.trainer.load_checkpoint(checkpoint.step, checkpoint.path)
         await parts.weights.sync()

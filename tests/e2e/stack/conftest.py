@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,14 +20,16 @@ import pytest_asyncio
 from telescope.cluster.reaper import Reaper
 from telescope.config import TelescopeConfig, load_config
 from telescope.evals.runner import EvalResult, PlannedEval
-from telescope.orchestrator.checkpoints import Checkpoint, Checkpointer, CheckpointFolder
+from telescope.orchestrator.checkpoints import Checkpoint, CheckpointFolder
 from telescope.orchestrator.evaluation import Evaluation
 from telescope.orchestrator.orchestrator import Orchestrator
-from telescope.orchestrator.run import make_orchestrator, start_collectors
+from telescope.orchestrator.run import start_collectors
 from telescope.orchestrator.run_components import RunComponents, start_components
 from telescope.orchestrator.run_directory import RunDirectory
+from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import RunStatus
-from telescope.orchestrator.supervision import Supervisor
+from telescope.orchestrator.supervision import Interrupt, Supervisor
+from telescope.orchestrator.training import Training
 from telescope.record.reader import Run
 from telescope.rollout.sample import RolloutSettings
 
@@ -67,14 +69,14 @@ class Stack:
         self,
         timeout: float = 240,
         environment: str = "countdown",
-        after_step: tuple[int, Callable[[], object]] | None = None,
+        after_steps: Sequence[tuple[int, float, Callable[[], object]]] = (),
         checkpoint: Checkpoint | None = None,
         **changes: Any,
     ) -> Outcome:
         """Train on one of the environments, with `changes` of the config's loop settings.
 
-        It begins with the first weights, or continues from a checkpoint. `after_step` is a number of steps, and what to
-        do when so many are done.
+        It begins with the first weights, or continues from a checkpoint. `after_steps` are numbers of steps, seconds,
+        and what to do so long after so many are done.
         """
         if checkpoint is None:
             await self.parts.trainer.restart()
@@ -94,21 +96,18 @@ class Stack:
         async with AsyncExitStack() as exit_stack:
             exit_stack.enter_context(directory.open_record(console=True))
             evaluation = evaluation_on(parts, [], directory, status)
-            folder = CheckpointFolder.for_run(config, directory.path)
-            checkpointer = Checkpointer(config, folder, parts.trainer, status)
-            orchestrator = await make_orchestrator(
-                config, parts, evaluation, directory, status,
-                start=checkpoint.state if checkpoint else None, after_step=checkpointer.after_step,
-            )  # fmt: skip
             supervisor = Supervisor()
             supervisor.spawn(self.parts.servers.watch(), "server watch")
             collectors = start_collectors(config, parts, directory.recorder, exit_stack)
             supervisor.spawn(collectors.run(), "collectors")
+            training = Training(
+                config, parts, evaluation, directory, status, CheckpointFolder.for_run(config, directory.path),
+                Interrupt(status),
+            ).run(checkpoint.state if checkpoint else RunState())  # fmt: skip
             async with asyncio.timeout(timeout), asyncio.TaskGroup() as group:
-                if after_step is not None:
-                    group.create_task(act_after_step(status, *after_step))
-                await supervisor.run_until(orchestrator.run(supervisor))
-                await checkpointer.wait()
+                for action in after_steps:
+                    group.create_task(act_after_step(status, *action))
+                orchestrator = await supervisor.run_until(training)
         return Outcome(orchestrator, status, Run(directory.path))
 
     async def evaluate(self) -> EvalResult:
@@ -132,9 +131,10 @@ def evaluation_on(
     )  # fmt: skip
 
 
-async def act_after_step(status: RunStatus, step: int, action: Callable[[], object]) -> None:
+async def act_after_step(status: RunStatus, step: int, seconds: float, action: Callable[[], object]) -> None:
     while status.step < step:  # noqa: ASYNC110  # a status has no event
         await asyncio.sleep(0.05)
+    await asyncio.sleep(seconds)
     action()
 
 

@@ -21,8 +21,8 @@ from telescope.errors import EnvironmentFailure
 from telescope.orchestrator import orchestrator
 from telescope.orchestrator.filters import normalized
 from telescope.orchestrator.groups import Batch, Group
-from telescope.orchestrator.run import make_orchestrator
 from telescope.orchestrator.run_state import RunState
+from telescope.orchestrator.training import make_orchestrator
 from telescope.rollout.sample import RolloutSettings
 from telescope.trainer.batch import StepInput, StepResult, TrainSample
 from telescope.utils.process import rare_full_collections

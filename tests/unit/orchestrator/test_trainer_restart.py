@@ -177,6 +177,7 @@ class Ranks:
 
     def __init__(self, calls: list[str]) -> None:
         self.queue = asyncio.Lock()
+        self.config = CONFIG
         self.calls = calls
 
     async def replace(self) -> None:
