@@ -93,12 +93,13 @@ class RunDirectory:
 
         From here on the attempt replaces what earlier ones have written from `first_step` on.
         """
-        self._has_started = True
-        if self._is_resumed:
+        if self._is_resumed and not self._has_started:
+            self.step_log.fill_in(first_step)
             try:
                 _write_config(self.path, self._config)
             except OSError as error:
                 logger.error("config.yaml of the last attempt cannot be replaced: %s", error)
+        self._has_started = True
         self.recorder.write("attempts", {**self._attempt, "topology": topology, "first_step": first_step})
 
     def begin_next_attempt(self, note: str) -> None:

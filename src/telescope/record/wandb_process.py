@@ -29,8 +29,12 @@ def main() -> int:
     if first is None:
         return 0
     run = _start_run(first, out)
+    last_step = _last_step(run, first)
     for message in messages:
         if message["kind"] == "step":
+            is_eval = all(name.startswith("eval/") for name in message["metrics"])
+            if message["step"] <= last_step and not is_eval:
+                continue
             run.log({"step": message["step"], **message["metrics"]})
         elif message["kind"] == "summary":
             run.summary.update(message["values"])
@@ -39,6 +43,16 @@ def main() -> int:
     deadline.start()
     run.finish()
     return 0
+
+
+def _last_step(run: Any, first: dict[str, Any]) -> float:
+    """Returns the last step that W&B has of the earlier attempts, -1 if it has none."""
+    if run.resumed:
+        last = run.summary.get("step")
+        last = last.get("max") if hasattr(last, "get") else last
+    else:
+        last = first["last_step"] if run.offline else None  # the earlier attempts are in files beside this one's
+    return -1 if last is None else last
 
 
 def _private_stdout() -> TextIO:
@@ -73,12 +87,14 @@ def _init(first: dict[str, Any], mode: Any) -> Any:
         project=first["project"],
         name=first["name"],
         tags=first["tags"],
-        group=first["group"],
+        id=first["id"],
+        resume="allow" if first["id"] else None,
         config=first["config"],
+        allow_val_change=True,  # a resumed run may have another learning rate
         settings=wandb.Settings(console="off", save_code=False, init_timeout=INIT_SECONDS, silent=True),
     )
     # Steps are a column, because W&B's own counter cannot go back after a resume.
-    run.define_metric("step")
+    run.define_metric("step", summary="max")  # an eval may end after later steps
     run.define_metric("*", step_metric="step")
     return run
 

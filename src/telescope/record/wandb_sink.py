@@ -3,9 +3,10 @@
     log_step -> queue (bounded) -> thread -> pipe -> `python -m telescope.record.wandb_process` -> wandb
 
 Owns that process, and the choice between online and offline. W&B gets a copy of the record; when it is missing, slow or
-broken, the run only warns.
+broken, the run only warns. All attempts of a run are one run of W&B, whose id is that in `run.json`.
 
 Invariants: `log_step` returns at once. Every failure is reported once. `close` ends the process within its timeout.
+W&B has each step once: `wandb_process` leaves out steps that an earlier attempt has sent.
 """
 
 from __future__ import annotations
@@ -102,6 +103,14 @@ class WandbSink:
         """Sends the metrics of a step. Returns at once."""
         self._put({"kind": "step", "step": step, "metrics": dict(metrics)})
 
+    def fill_in(self, before: int) -> None:
+        """Sends the recorded steps before step `before` that W&B lacks, because an attempt was killed. Returns at once.
+
+        Offline nothing is known to be missing.
+        """
+        if self.mode == "online":
+            self._put({"kind": "fill in", "before": before})
+
     def log_summary(self, values: Mapping[str, float]) -> None:
         """Sets values of the run's summary. Returns at once."""
         self._put({"kind": "summary", "values": dict(values)})
@@ -140,6 +149,7 @@ class WandbSink:
 
     def _first_message(self, config: TelescopeConfig) -> dict[str, Any]:
         info = read_run_json(self._files.run_dir)
+        steps = [] if info is None else self._recorded_steps(["step"], all_attempts=True)
         return {
             "kind": "init",
             "mode": self.mode,
@@ -147,9 +157,15 @@ class WandbSink:
             "project": config.wandb_project,
             "name": config.wandb_run_name,
             "tags": list(config.wandb_tags),
-            "group": info.run_id if info else None,
+            "id": info.run_id if info else None,
+            "last_step": max((row["step"] for row in steps), default=None),
             "config": json.loads(config.to_json()),
         }
+
+    def _recorded_steps(self, columns: list[str], **options: Any) -> list[dict[str, Any]]:
+        from telescope.record.reader import Run
+
+        return Run(self._files.run_dir).table("steps", columns=columns, **options).to_pylist()
 
     # The methods below run in the sink's own thread.
 
@@ -193,10 +209,19 @@ class WandbSink:
         try:
             with process.stdin as pipe:
                 while (message := self._queue.get()) is not None:
-                    pipe.write(json.dumps(message, default=str).encode() + b"\n")
+                    for each in self._missing(message["before"]) if message["kind"] == "fill in" else [message]:
+                        pipe.write(json.dumps(each, default=str).encode() + b"\n")
                     pipe.flush()
         except BrokenPipeError:
             return  # The process ended; `_feed` reports its status.
+
+    def _missing(self, before: int) -> list[dict[str, Any]]:
+        rows = self._recorded_steps(["step", "metrics"])
+        return [
+            {"kind": "step", "step": row["step"], "metrics": dict(row["metrics"] or ())}
+            for row in rows
+            if row["step"] < before
+        ]
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         """Logs the messages of the process: per line, JSON with `level` and `message`."""

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from tests.unit.orchestrator.fakes import config_of
@@ -17,6 +18,7 @@ from telescope.errors import UserError
 from telescope.orchestrator.run import _TrainingRun
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.status import RunStatus, summarize
+from telescope.record import wandb_process
 from telescope.record.wandb_sink import MAX_WAITING, WandbSink
 
 
@@ -92,9 +94,10 @@ def offline_values(run_dir: Path) -> list[dict[str, float]]:
     """Returns the history that W&B wrote offline."""
     from wandb.proto import wandb_internal_pb2
 
-    (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
     rows = []
-    for data in records(path):
+    paths = sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len({path.name for path in paths}) == 1, "one run of W&B"
+    for data in (data for path in paths for data in records(path)):
         record = wandb_internal_pb2.Record.FromString(data)
         if record.HasField("history"):
             rows.append({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
@@ -115,6 +118,51 @@ def test_without_credentials_wandb_records_offline_with_one_warning(tmp_path, ca
     assert [(row["step"], row["reward_mean"]) for row in rows] == [(0.0, 0.0), (1.0, 0.5), (2.0, 1.0)]
     assert rows[0]["timing/forward/total"] == 1.5
     assert capfd.readouterr().out == "", "W&B prints nothing into the run's terminal"
+
+
+def test_attempts_are_one_run_of_wandb_in_which_each_step_is_there_once(tmp_path):
+    path = tmp_path / "run"
+    for first, last, learning_rate in ((0, 3, 1e-6), (2, 5, 2e-6)):
+        config = config_of(run_dir=str(path), use_wandb=True, learning_rate=learning_rate)
+        directory = RunDirectory.create(config, [], is_resumed=first > 0)
+        with directory.open_record(console=False):
+            directory.started({}, first)
+            for step in range(first, last):
+                directory.step_log.log_step(step, {"attempt": 1.0 + (first > 0)})
+                directory.recorder.write("steps", {"step": step, "metrics": {"attempt": 1.0}})
+            directory.step_log.log_step(1, {"eval/held_out": 0.5})
+    rows = offline_values(path)
+    trained = [(row["step"], row["attempt"]) for row in rows if "attempt" in row]
+    assert trained == [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2)], "what was sent stays, and the run continues past it"
+    assert sum("eval/held_out" in row for row in rows) == 2, "evals come when they end"
+
+
+class Resumed:
+    """W&B's answer after it has resumed a run whose last step is 4."""
+
+    resumed, offline = True, False
+    summary: ClassVar[dict[str, object]] = {"step": {"max": 4}}
+
+
+def test_steps_that_wandb_lacks_are_filled_in_from_the_record(tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setattr(WandbSink, "_start", lambda self: subprocess.Popen(
+        [sys.executable, "-c", f"import sys; open({str(tmp_path / 'sent')!r}, 'w').write(sys.stdin.read())"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ))  # fmt: skip
+    for first in (0, 5):
+        directory = RunDirectory.create(config_of(run_dir=str(path), use_wandb=True), [], is_resumed=first > 0)
+        with directory.open_record(console=False):
+            directory.started({}, first)
+            for step in range(first, 7):
+                directory.recorder.write("steps", {"step": step, "metrics": {"reward": step / 2}})
+    first_message, *sent = [json.loads(line) for line in (tmp_path / "sent").read_text().splitlines()]
+    assert first_message["last_step"] == 6
+    assert [(each["step"], each["metrics"]["reward"]) for each in sent if each["kind"] == "step"] == [
+        (step, step / 2) for step in range(5)
+    ]
+    assert wandb_process._last_step(Resumed(), first_message) == 4, "of these, the process sends none again"
 
 
 async def test_the_live_view_reports_offline_recording(tmp_path, monkeypatch):
