@@ -78,8 +78,8 @@ def test_a_driver_that_is_killed_while_it_trains_leaves_no_process_behind_and_it
     command.process.wait(timeout=30)
     command.wait_for("end of every process", lambda: not command.family(), 30)
     last = checkpoints.steps()[-1]
-    flags = ("--checkpoint_every=1", "--resume_from_checkpoint=true", "--eval_after_training=false")
-    resumed = Command(tiny_model, tmp_path, 18640, *flags, number_of_steps=last + 2)
+    flags = ("--eval_after_training=false",)
+    resumed = Command(tiny_model, tmp_path, 18640, *flags, number_of_steps=last + 2, resume=True)
     try:
         assert resumed.process.wait(timeout=400) == 0
     finally:

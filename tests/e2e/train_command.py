@@ -21,16 +21,22 @@ MARK = "TELESCOPE_TEST_MARK"
 class Command:
     """A running `train.py` on the demo's config, and every process that descends from it."""
 
-    def __init__(self, model: Path, folder: Path, port: int, *flags: str, number_of_steps: int = 500) -> None:
+    def __init__(
+        self, model: Path, folder: Path, port: int, *flags: str, number_of_steps: int = 500, resume: bool = False
+    ) -> None:
         self.run_dir = folder / "run"
         self.log = folder / "output.txt"
         self.mark = uuid.uuid4().hex
         self.known: dict[int, str] = {}
         """Every process of the family that was ever seen, by its id, with its start time."""
         command = [sys.executable, str(ROOT / "train.py")]
-        command += ["--config", str(ROOT / "configs" / "examples" / "demo_countdown.yaml")]
-        command += [f"--model={model}", f"--run_dir={self.run_dir}", f"--inference_base_port={port}"]
-        command += ["--use_wandb=false", f"--number_of_steps={number_of_steps}", "--eval_before_training=false", *flags]
+        if resume:
+            command += ["--resume", str(self.run_dir)]
+        else:
+            command += ["--config", str(ROOT / "configs" / "examples" / "demo_countdown.yaml"), f"--model={model}"]
+            command += [f"--run_dir={self.run_dir}", f"--inference_base_port={port}"]
+            command += ["--use_wandb=false", "--eval_before_training=false"]
+        command += [f"--number_of_steps={number_of_steps}", *flags]
         environment = {**os.environ, MARK: self.mark}
         with self.log.open("w") as output:
             self.process = subprocess.Popen(

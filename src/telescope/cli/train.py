@@ -144,6 +144,7 @@ def _train(loaded: LoadedConfig) -> int:
     notes = check_before_start(loaded)
 
     from telescope.cli.live_view import LiveView
+    from telescope.orchestrator.checkpoints import CheckpointFolder
     from telescope.orchestrator.run import run_training
 
     try:
@@ -152,7 +153,8 @@ def _train(loaded: LoadedConfig) -> int:
         if loaded.config.debug:
             traceback.print_exc()
         raise
-    print_summary(summary, _console())
+    checkpoints = CheckpointFolder.for_run(loaded.config, Path(summary.run_dir))
+    print_summary(summary, _console(), can_continue=bool(checkpoints.steps()))
     return 0 if summary.status == "finished" else EXIT_STOPPED
 
 
@@ -197,8 +199,8 @@ def try_what_the_user_brings(config: TelescopeConfig, *, here: bool = True) -> l
     return notices_of(infos)
 
 
-def print_summary(summary: RunSummary, console: Console) -> None:
-    """Prints the closing lines of a run: results, folders, and next commands."""
+def print_summary(summary: RunSummary, console: Console, *, can_continue: bool = False) -> None:
+    """Prints the closing lines of a run: results, folders, and next commands. `can_continue`: from a checkpoint."""
     from telescope.record.files import RunFiles
 
     run_dir = _short(summary.run_dir)
@@ -241,6 +243,9 @@ def print_summary(summary: RunSummary, console: Console) -> None:
         soft_wrap=True,
         markup=False,
     )
+    if can_continue:
+        more = "" if summary.status == "stopped" else f" --number_of_steps {2 * summary.steps}"
+        console.print(f"  {command} train --resume {run_dir}{more}", highlight=False, soft_wrap=True, markup=False)
     sys.stdout.flush()
 
 

@@ -206,8 +206,9 @@ def check_run_dir(config: TelescopeConfig) -> None:
     run_dir = choose_run_dir(config)
     if (run_dir / "run.json").exists() and not config.resume_from_checkpoint:
         raise ConfigError(
-            f"run_dir is {str(run_dir)!r}, which already holds a run. Continue it with resume_from_checkpoint: "
-            "true, choose another directory (or leave run_dir null for a new one each time), or remove that run"
+            f"run_dir is {str(run_dir)!r}, which already holds a run. Continue it with --resume {run_dir} (or "
+            "resume_from_checkpoint: true), choose another directory (or leave run_dir null for a new one each time), "
+            "or remove that run"
         )
     folder = config.checkpoint_dir and Path(config.checkpoint_dir).expanduser()
     if folder and any(folder.glob("step_*")) and not config.resume_from_checkpoint:

@@ -213,7 +213,9 @@ class Trainer:
             self._idle_since = ended
 
     def shutdown(self) -> None:
-        """Leaves the process group. Idempotent."""
+        """Closes the backend and leaves the process group. Idempotent."""
+        if self._backend is not None:
+            self._backend.close()
         self._backend = None
         leave_out_nothing()
         if dist.is_initialized():

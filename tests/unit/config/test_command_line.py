@@ -173,11 +173,13 @@ class Summary:
     reward_last: float | None = None
     model_dir: str | None = "/somewhere/else/runs/demo/model"
     record_error: str | None = None
+    status: str = "finished"
+    steps: int = 100
 
 
-def closing_lines(summary):
+def closing_lines(summary, **options):
     console = Console(file=io.StringIO(), width=120)
-    print_summary(summary, console)
+    print_summary(summary, console, **options)
     return console.file.getvalue()
 
 
@@ -192,6 +194,15 @@ def test_the_closing_lines_show_results_and_next_commands(tmp_path):
         "telescope query",
     ):
         assert word in text
+
+
+@pytest.mark.parametrize(
+    ("status", "command"), [("stopped", "train --resume {}"), ("finished", "train --resume {} --number_of_steps 14")]
+)
+def test_the_closing_lines_show_how_to_continue_a_run_with_checkpoints(tmp_path, status, command):
+    (tmp_path / "run.json").write_text("{}")
+    text = closing_lines(Summary(run_dir=str(tmp_path), status=status, steps=7), can_continue=True)
+    assert text.strip().splitlines()[-1].endswith(command.format(tmp_path))
 
 
 def test_the_closing_lines_show_the_interval_of_the_gain():

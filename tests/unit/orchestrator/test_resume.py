@@ -14,12 +14,14 @@ from tests.unit.orchestrator.fakes import config_of, group
 
 from telescope.cli.main import main
 from telescope.config import TelescopeConfig
+from telescope.config.loader import load_resumed_config
 from telescope.config.model_source import read_meta_files
 from telescope.errors import UserError
 from telescope.orchestrator.async_window import Ledger
 from telescope.orchestrator.checkpoints import HF_META, META, STATE, Checkpoint, CheckpointFolder
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.resume import check_data, describe_data, find_checkpoint
+from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState
 from telescope.record.files import read_json, replace_json
 
@@ -151,6 +153,15 @@ def test_changed_data_is_refused_with_both_sizes(resuming: Resuming) -> None:
     forced = check_data(resuming.config(resume_force=True), checkpoint, data)
     assert forced.state.groups == []
     assert "the data changed" in forced.notes[-1]
+
+
+def test_a_resumed_run_has_the_config_of_the_run_and_chooses_what_differs_from_defaults(tmp_path: Path) -> None:
+    first = config_of(run_dir=str(tmp_path / "run"), seed=0, share_gpus=True, max_tokens=32, checkpoint_every=3)
+    RunDirectory.create(first, [])
+    resumed = load_resumed_config(tmp_path / "run", ["--learning-rate", "2e-6"]).config
+    assert resumed.values == {**first.values, "resume_from_checkpoint": True, "learning_rate": 2e-6}
+    assert "max_tokens" in resumed.user_set
+    assert "seed" not in resumed.user_set, "it is the default, so that a rule may adjust it"
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,9 @@ class TrainingBackend(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} sets `compiles` but has no `warm_up`")
 
+    def close(self) -> None:  # noqa: B027  # most subclasses start nothing
+        """Ends what the backend has started besides this process."""
+
     @property
     @abstractmethod
     def num_parameters(self) -> int:

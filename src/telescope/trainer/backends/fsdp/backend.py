@@ -284,6 +284,10 @@ class FSDPBackend(TrainingBackend):
     def finish_checkpoint(self) -> None:
         self.saver.wait()
 
+    def close(self) -> None:
+        if "saver" in vars(self):
+            self.saver.close()
+
     @classmethod
     def missing_files(cls, directory: Path) -> list[str]:
         return missing_files(directory)

@@ -77,6 +77,10 @@ class BackgroundSaver:
             finally:
                 self._is_writing = False
 
+    def close(self) -> None:
+        """Ends the writer."""
+        self._writer.stop()
+
 
 def _on_all_ranks(holds: bool) -> bool:
     flag = torch.tensor(int(holds))
