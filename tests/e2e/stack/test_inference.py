@@ -13,6 +13,8 @@ import pytest
 import torch
 from tests.e2e.stack.conftest import Stack
 
+from telescope.errors import UserError
+from telescope.inference.chat import ChatSettings, Conversation, connect
 from telescope.inference.client import EngineClient, EngineRequestError
 from telescope.inference.vllm import adapter as wire
 from telescope.rollout.types import GenerateRequest, Generation
@@ -50,6 +52,24 @@ async def test_no_route_of_the_real_server_answers_without_the_secret(stack: Sta
             for path in sockets:
                 with pytest.raises(aiohttp.WSServerHandshakeError):
                     await session.ws_connect(url + path, headers=headers)
+
+
+async def test_a_conversation_is_streamed_in_the_chat_template_and_ends_with_the_context(stack: Stack) -> None:
+    client = connect(client_of(stack).base_url, stack.parts.inference._secret)
+    conversation = Conversation(client, stack.parts.config.model, ChatSettings(0.0, 1.0, max_tokens=12))
+
+    def ask(text: str) -> list[str]:
+        return list(conversation.ask(text))
+
+    first = await asyncio.to_thread(ask, "Use 3, 4 and 5 to make 12")
+    assert len(first) > 1
+    await asyncio.to_thread(ask, "And 13?")
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
+    conversation.reset()
+    assert await asyncio.to_thread(ask, "Use 3, 4 and 5 to make 12") == first  # greedy
+    with pytest.raises(UserError, match="reset"):
+        await asyncio.to_thread(ask, "7 " * 4000)
+    assert len(conversation.messages) == 2
 
 
 async def sampled(stack: Stack, name: str, temperature: float, top_p: float | None = None) -> list[Generation]:

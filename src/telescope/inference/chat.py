@@ -1,0 +1,98 @@
+"""A conversation with a served model: history, streamed answers, sampling settings.
+
+Uses the server's OpenAI-compatible route, so the chat template and the parsers are those that the server was started
+with. Does not own the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+from openai.types.chat import ChatCompletionChunk
+
+from telescope.errors import InfrastructureError, UserError
+
+CONNECT_SECONDS = 10.0
+
+
+@dataclass
+class ChatSettings:
+    """Sampling settings of the answers. `max_tokens` None: as many as the context leaves."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int | None = None
+
+
+@dataclass
+class Conversation:
+    """The messages so far. `system`, if any, comes before them."""
+
+    client: openai.OpenAI
+    model: str
+    settings: ChatSettings
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    finish_reason: str | None = None
+    """Why the last answer ended: `stop`, or `length` where `max_tokens` or the context did."""
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Yields the answer piece by piece, thinking included, and adds both sides to the history when it ends.
+
+        If the caller stops early, the server aborts the request and the history keeps what was received. Raises
+        `UserError` for a request that the server refuses (a conversation longer than the context), which leaves the
+        history as it was, and `InfrastructureError` if the server does not answer.
+        """
+        question = {"role": "user", "content": text}
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        answer = ""
+        try:
+            with self._request([*system, *self.messages, question]) as stream:
+                try:
+                    for chunk in stream:
+                        piece = self._piece(chunk)
+                        answer += piece
+                        if piece:
+                            yield piece
+                finally:
+                    self.messages += [question, {"role": "assistant", "content": answer}]
+        except openai.BadRequestError as error:
+            raise UserError(f"the server refuses this: {error.message}. /reset begins a new conversation") from error
+        except openai.APIError as error:
+            raise InfrastructureError(f"the server does not answer: {error}") from error
+
+    def reset(self) -> None:
+        """Begins a new conversation; `system` stays."""
+        self.messages.clear()
+
+    def _request(self, messages: list[dict[str, str]]) -> openai.Stream[ChatCompletionChunk]:
+        settings = self.settings
+        stream = self.client.chat.completions.create(
+            model=self.model,
+            messages=messages,  # type: ignore[arg-type]
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            max_completion_tokens=settings.max_tokens or openai.omit,
+            stream=True,
+        )
+        assert isinstance(stream, openai.Stream)
+        return stream
+
+    def _piece(self, chunk: ChatCompletionChunk) -> str:
+        """Returns the text of one event. A reasoning parser puts the thinking into a field of its own."""
+        if not chunk.choices:
+            return ""
+        choice = chunk.choices[0]
+        self.finish_reason = choice.finish_reason or self.finish_reason
+        extra: dict[str, Any] = choice.delta.model_extra or {}
+        thinking = extra.get("reasoning_content") or extra.get("reasoning") or ""
+        return thinking + (choice.delta.content or "")
+
+
+def connect(url: str, secret: str) -> openai.OpenAI:
+    """Returns a client for a server at `url`. Generation has no deadline, because an answer may take hours on a CPU."""
+    timeout = openai.Timeout(None, connect=CONNECT_SECONDS)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=secret, timeout=timeout, max_retries=0)

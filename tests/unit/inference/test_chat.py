@@ -1,0 +1,84 @@
+"""A conversation with a server that answers, refuses or breaks off."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from telescope.errors import InfrastructureError, UserError
+from telescope.inference.chat import ChatSettings, Conversation, connect
+
+
+class FakeServer(BaseHTTPRequestHandler):
+    """Streams the words of `answer`; `fault` is "refuse" or "break off"."""
+
+    answer, fault, requests = "one two three", None, []
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.requests.append(body)
+        if self.fault == "refuse":
+            text = json.dumps({"error": {"message": "the prompt is longer than the context"}}).encode()
+            self.send_response(400)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Content-Length", "100000")  # more than comes: the connection breaks off
+        self.end_headers()
+        for word in self.answer.split():
+            self.send_event({"choices": [{"index": 0, "delta": {"content": f"{word} "}}]})
+        if self.fault is None:
+            self.send_event({"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})
+            self.wfile.write(b"data: [DONE]\n\n")
+
+    def send_event(self, event):
+        self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def conversation():
+    FakeServer.fault, FakeServer.requests = None, []
+    server = HTTPServer(("127.0.0.1", 0), FakeServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    client = connect(f"http://127.0.0.1:{server.server_port}", "secret")
+    yield Conversation(client, "model", ChatSettings(temperature=0.5, top_p=1.0), system="Be short.")
+    server.shutdown()
+    server.server_close()
+
+
+def test_an_answer_is_streamed_and_the_next_question_carries_the_history(conversation):
+    assert list(conversation.ask("first")) == ["one ", "two ", "three "]
+    list(conversation.ask("second"))
+    asked = FakeServer.requests[-1]
+    assert [message["role"] for message in asked["messages"]] == ["system", "user", "assistant", "user"]
+    assert asked["messages"][2]["content"] == "one two three "
+    assert asked["temperature"] == 0.5
+    assert "max_completion_tokens" not in asked
+    assert conversation.finish_reason == "length"
+
+
+def test_an_answer_that_is_stopped_stays_in_the_history_as_far_as_it_came(conversation):
+    pieces = conversation.ask("first")
+    next(pieces)
+    pieces.close()
+    assert [message["content"] for message in conversation.messages] == ["first", "one "]
+
+
+def test_a_refused_question_leaves_the_history_as_it_was(conversation):
+    FakeServer.fault = "refuse"
+    with pytest.raises(UserError, match="longer than the context"):
+        list(conversation.ask("first"))
+    assert conversation.messages == []
+
+
+def test_a_server_that_breaks_off_is_an_error(conversation):
+    FakeServer.fault = "break off"
+    with pytest.raises(InfrastructureError, match="does not answer"):
+        list(conversation.ask("first"))
