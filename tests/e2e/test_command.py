@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from tests.e2e.train_command import Command
+from tests.e2e.train_command import ROOT, Command
 
 from telescope.orchestrator.checkpoints import CheckpointFolder
 from telescope.record.reader import Run
@@ -78,8 +81,7 @@ def test_a_driver_that_is_killed_while_it_trains_leaves_no_process_behind_and_it
     command.process.wait(timeout=30)
     command.wait_for("end of every process", lambda: not command.family(), 30)
     last = checkpoints.steps()[-1]
-    flags = ("--eval_after_training=false",)
-    resumed = Command(tiny_model, tmp_path, 18640, *flags, number_of_steps=last + 2, resume=True)
+    resumed = Command(tiny_model, tmp_path, 18640, number_of_steps=last + 2, resume=True)
     try:
         assert resumed.process.wait(timeout=400) == 0
     finally:
@@ -88,3 +90,61 @@ def test_a_driver_that_is_killed_while_it_trains_leaves_no_process_behind_and_it
     steps = [(row["step"], row["attempt"]) for row in run.table("steps").to_pylist()]
     assert sorted(steps) == [(step, 1 if step < last else 2) for step in range(last + 2)]
     assert checkpoints.steps()[-1] == last + 2
+    evaluate_checkpoints(command.run_dir, tmp_path, [last + 1, last + 2])
+
+
+EVALS = """
+evals:
+  - name: countdown
+    num_samples: 500
+    separate_eval_samples: true
+    temperature: 1.0
+    kwargs: &puzzles {dataset: generated, prompt_style: short, min_numbers: 3, max_numbers: 3, max_number: 10,
+                      operations: "+-", format_reward: 0.0, portion: heldout}
+  - name: countdown
+    num_samples: 30
+    temperature: 0.8
+    pass_k: {at_k: {metrics: [correct], k: [1, 4]}}
+    kwargs: {<<: *puzzles, portion: train}
+"""
+
+
+def evaluate_checkpoints(run_dir: Path, folder: Path, steps: list[int]) -> None:
+    """Two evals of two checkpoints of a run: interrupted, continued, and equal to what the run has measured."""
+    (folder / "eval.yaml").write_text(EVALS)
+    results = folder / "results.json"
+    command = [sys.executable, str(ROOT / "eval.py"), str(run_dir), "--config", str(folder / "eval.yaml")]
+    command += ["--step", ",".join(map(str, steps)), "--inference_base_port=18640", "--json", str(results)]
+    interrupted = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def num_samples() -> int:
+        return sum(len(file.read_bytes().splitlines()) for file in run_dir.glob("evals/*/samples.jsonl"))
+
+    try:
+        deadline = time.monotonic() + 300
+        while num_samples() < 100:
+            assert interrupted.poll() is None, interrupted.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        interrupted.send_signal(signal.SIGINT)
+        output, _ = interrupted.communicate(timeout=90)
+    finally:
+        interrupted.kill()
+    assert interrupted.returncode == 130
+    assert "The same command continues" in output
+    kept, all_samples = num_samples(), 2 * (500 + 4 * 30)
+    assert 100 <= kept < all_samples
+    continued = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
+    assert continued.returncode == 0, continued.stderr
+    assert num_samples() == all_samples, "no sample twice"
+    assert not list(run_dir.glob("evals/*/models")), "converted checkpoints are removed"
+    assert list(run_dir.glob("evals/*/accuracy.svg"))
+    models = json.loads(results.read_text())["models"]
+    assert [model["step"] for model in models] == steps
+    first, second = models[-1]["evals"]
+    assert {"pass@1/correct", "pass@4/correct"} <= second["metrics"].keys()
+    rows = Run(run_dir).table("evals").to_pylist()
+    (live,) = (row for row in rows if row["source"] == "live" and row["version"] == steps[-1])
+    assert (first["accuracy"], first["num_scored"]) == (live["accuracy"], live["num_scored"])
+    finished = [row for row in rows if row["source"] == "standalone" and row["status"] == "finished"]
+    assert sorted((row["version"], row["number"]) for row in finished) == [(step, n) for step in steps for n in (0, 1)]

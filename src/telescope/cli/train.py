@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.markup import escape
 
+from telescope.cli.arguments import HELP, Option, take_own
 from telescope.config import LoadedConfig, TelescopeConfig, load_config
 from telescope.config.loader import choose_run_dir, load_resumed_config
 from telescope.errors import ConfigError, RunError, UserError
 
 if TYPE_CHECKING:
+    from telescope.config.environments import EnvironmentKeys
     from telescope.orchestrator.status import RunSummary
 
 PIPE_WIDTH = 120
@@ -79,50 +81,29 @@ def run(argv: Sequence[str]) -> int:
     return _train(loaded)
 
 
+OPTIONS = {
+    **HELP,
+    "--help-all": Option(None),
+    "--dry-run": Option(None),
+    "--config": Option("the path of a YAML file", ("-c",), once="Give one file; flags override it"),
+    "--resume": Option("the folder of a run, as in --resume runs/first", once="Give one folder"),
+    "--gpu-memory-gib": Option("the GiB of one GPU, as in --gpu-memory-gib 80", once="Give one number"),
+}
+
+
 def parse_arguments(argv: Sequence[str]) -> TrainArguments:
     """Separates the command's own arguments from the flags of fields."""
-    paths: dict[str, Path] = {}
-    dry_run = False
-    gpu_memory_gib: float | None = None
-    wants_help: Literal["short", "all"] | None = None
-    overrides: list[str] = []
-    rest = list(argv)
-    while rest:
-        argument = rest.pop(0)
-        flag, equals, value = argument.partition("=")
-        if argument in ("-h", "--help"):
-            wants_help = wants_help or "short"
-        elif argument in ("--help-all", "--help_all"):
-            wants_help = "all"
-        elif argument in ("--dry-run", "--dry_run"):
-            dry_run = True
-        elif flag in ("--config", "-c", "--resume"):
-            name = "--resume" if flag == "--resume" else "--config"
-            if not equals:
-                if not rest or rest[0].startswith("--"):
-                    what = (
-                        "the folder of a run, as in --resume runs/first" if name == "--resume" else "the path of a YAML"
-                    )
-                    raise ConfigError(f"{name} needs {what}" + ("" if name == "--resume" else " file"))
-                value = rest.pop(0)
-            if name in paths:
-                only = "file; flags override it" if name == "--config" else "folder"
-                raise ConfigError(f"{name} is given twice: {paths[name]} and {value}. Give one {only}")
-            paths[name] = Path(value).expanduser()
-        elif flag in ("--gpu-memory-gib", "--gpu_memory_gib"):
-            if not equals:
-                value = "" if not rest or rest[0].startswith("--") else rest.pop(0)
-            if gpu_memory_gib is not None:
-                raise ConfigError(f"--gpu-memory-gib is given twice: {gpu_memory_gib:g} and {value}. Give one number")
-            gpu_memory_gib = _read_gib(value)
-        else:
-            overrides.append(argument)
+    own, overrides = take_own(argv, OPTIONS)
+    config, resume = (Path(own[name][0]).expanduser() if name in own else None for name in ("--config", "--resume"))
+    dry_run = "--dry-run" in own
+    wants_help: Literal["short", "all"] | None = "all" if "--help-all" in own else "short" if "--help" in own else None
+    gpu_memory_gib = _read_gib(own["--gpu-memory-gib"][0]) if "--gpu-memory-gib" in own else None
     if gpu_memory_gib is not None and not dry_run and not wants_help:
         raise ConfigError(
             f"--gpu-memory-gib {gpu_memory_gib:g} is for a dry run with assumed GPUs; a run uses those of this "
             "machine. Add --dry-run, or omit --gpu-memory-gib"
         )
-    return TrainArguments(paths.get("--config"), dry_run, wants_help, overrides, gpu_memory_gib, paths.get("--resume"))
+    return TrainArguments(config, dry_run, wants_help, overrides, gpu_memory_gib, resume)
 
 
 def _read_gib(value: str) -> float:
@@ -132,10 +113,9 @@ def _read_gib(value: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 < number <= LARGEST_GPU_GIB:
-        given = f"is {value!r}, but it" if value else "is given no value; it"
         raise ConfigError(
-            f"--gpu-memory-gib {given} is the GiB of one GPU, a number above 0 and at most {LARGEST_GPU_GIB:,}. Give "
-            "one, as in --gpu-memory-gib 80"
+            f"--gpu-memory-gib is {value!r}, but it is the GiB of one GPU, a number above 0 and at most "
+            f"{LARGEST_GPU_GIB:,}. Give one, as in --gpu-memory-gib 80"
         )
     return number
 
@@ -177,8 +157,7 @@ def try_what_the_user_brings(config: TelescopeConfig, *, here: bool = True) -> l
     Where the run is meant for this machine (`here`), tries the backend, the model's architecture, and vLLM's parsers
     too: those need packages that another machine may have.
     """
-    from telescope.config.environments import check_eval_items, environment_keys
-    from telescope.environments.worker_pool.trial import notices_of, try_environments
+    from telescope.config.environments import environment_keys
 
     if here:
         from telescope.inference.vllm.support import check_chat_parsers
@@ -187,7 +166,14 @@ def try_what_the_user_brings(config: TelescopeConfig, *, here: bool = True) -> l
         try_backend(config)
         try_model(config)
         check_chat_parsers(config)
-    keys = environment_keys(config)
+    return try_environments_of(config, environment_keys(config))
+
+
+def try_environments_of(config: TelescopeConfig, keys: EnvironmentKeys) -> list[str]:
+    """Loads environments and evals in a separate process. Returns their notices; raises `UserError`."""
+    from telescope.config.environments import check_eval_items
+    from telescope.environments.worker_pool.trial import notices_of, try_environments
+
     infos = try_environments(
         keys.specs,
         environments_path=list(config.environments_path),

@@ -17,9 +17,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from telescope.cli.arguments import HELP, Option, take_own
 from telescope.cli.live_view import LiveView
 from telescope.config import LoadedConfig, TelescopeConfig, load_config
-from telescope.errors import ConfigError, InfrastructureError, RunError, UserError
+from telescope.errors import InfrastructureError, RunError, UserError
 
 if TYPE_CHECKING:
     from telescope.orchestrator.status import RunStatus
@@ -30,7 +31,7 @@ EXIT_INTERRUPTED = 130
 PIPE_WIDTH = 140
 TINY_CONFIG = Path(__file__).parents[1] / "verify" / "tiny.yaml"
 
-HELP = """\
+HELP_TEXT = """\
 usage: telescope verify [--config FILE] [--json FILE] [--FIELD VALUE ...]
 
 Starts engine and trainer as a run would, and checks on this machine:
@@ -47,6 +48,13 @@ options:
 Training results are discarded. Exit code: 0 all checks pass, 1 one fails, 2 bad input."""
 
 
+OPTIONS = {
+    **HELP,
+    "--config": Option("the path of a YAML file"),
+    "--json": Option("the path of a file to write"),
+}
+
+
 def add_parser(subparsers: Any) -> None:
     """Registers the subcommand for the list of commands. `main` hands its arguments to `run` directly."""
     parser = subparsers.add_parser("verify", help="check engine, trainer and weights on this machine", add_help=False)
@@ -55,11 +63,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Runs the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
-    if "-h" in argv or "--help" in argv:
-        print(HELP)
+    own, overrides = take_own(argv, OPTIONS)
+    if "--help" in own:
+        print(HELP_TEXT)
         return 0
-    config_file, argv = _take(argv, "--config", "the path of a YAML file")
-    json_file, overrides = _take(argv, "--json", "the path of a file to write")
+    config_file, json_file = (own.get(name, [None])[0] for name in ("--config", "--json"))
     target = None if json_file is None else Path(json_file).expanduser()
     if target is not None and not target.parent.is_dir():
         raise UserError(f"--json: {target.parent} is not a folder; create it or name another file")
@@ -68,26 +76,6 @@ def run(argv: Sequence[str]) -> int:
     from telescope.cli.train import check_before_start
 
     return _verify(loaded.config, check_before_start(loaded), target)
-
-
-def _take(argv: Sequence[str], flag: str, what: str) -> tuple[str | None, list[str]]:
-    """The value of `--flag VALUE` or `--flag=VALUE`, and the remaining arguments."""
-    rest, value = [], None
-    arguments = list(argv)
-    while arguments:
-        argument = arguments.pop(0)
-        name, equals, text = argument.partition("=")
-        if name != flag:
-            rest.append(argument)
-            continue
-        if not equals:
-            if not arguments or arguments[0].startswith("--"):
-                raise ConfigError(f"{flag} needs {what}")
-            text = arguments.pop(0)
-        if value is not None:
-            raise ConfigError(f"{flag} is given twice: {value} and {text}")
-        value = text
-    return value, rest
 
 
 def _load(config_file: str | None, overrides: list[str]) -> LoadedConfig:
@@ -161,7 +149,8 @@ class PhaseView(LiveView):
                 parts = ", ".join(f"{part}: {doing}" for part, doing in sorted(status.components.items()))
                 starting = status.phase.startswith("starting the")
                 seconds = time.time() - status.started_at
-                line.update(Text(f"{seconds:.0f} s  {status.phase}" + (f" ({parts})" if starting else "")))
+                done = f": {status.eval_done}/{status.eval_total}" if status.eval_total else ""
+                line.update(Text(f"{seconds:.0f} s  {status.phase}{done}" + (f" ({parts})" if starting else "")))
 
     def _print_lines(self, status: RunStatus) -> None:
         shown = ""

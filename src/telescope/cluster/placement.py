@@ -85,7 +85,7 @@ def _options(group: PlacementGroup, bundle: int, cpus: float, gpus: float) -> di
 
 
 async def reserve(config: TelescopeConfig, plan: Plan) -> Placement:
-    """Reserves both groups, each within `ray_placement_timeout_s`, in the order of `plan`.
+    """Reserves the groups of the plan, each within `ray_placement_timeout_s`, in the order of `plan`.
 
     Raises DeadlineExceeded with the requested and the free resources.
     """
@@ -113,13 +113,14 @@ async def reserve(config: TelescopeConfig, plan: Plan) -> Placement:
         for group in groups.values():
             remove_placement_group(group)
         raise
+    trainer = groups.get("trainer")  # None for servers alone
     return Placement(
         groups["inference"],
-        groups["trainer"],
+        trainer or groups["inference"],
         server.get("GPU", 0),
         rank.get("GPU", 0),
         _nodes_of(groups["inference"]),
-        _nodes_of(groups["trainer"]),
+        _nodes_of(trainer) if trainer else [],
     )
 
 

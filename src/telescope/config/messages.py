@@ -17,6 +17,10 @@ from telescope.config.environments import EnvironmentEntry, EvalEntry
 from telescope.utils.text import did_you_mean
 
 ENTRY_TYPES: dict[str, type[Section]] = {"environments": EnvironmentEntry, "evals": EvalEntry}
+ENTRY_KEYS = {name: list(kind.model_fields) for name, kind in ENTRY_TYPES.items()} | {"checkpoints": ["path", "step"]}
+ENTRY_EXAMPLES = dict.fromkeys(ENTRY_TYPES, "{name: countdown}") | {
+    "checkpoints": "{path: runs/first/checkpoints/step_50}"
+}
 LONGEST_VALUE = 80  # characters of a wrong value that are worth repeating
 
 EXPECTATIONS = {
@@ -74,7 +78,7 @@ def describe_errors(error: ValidationError, values: Mapping[str, Any], sources: 
 
 def _written_location(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """The part of Pydantic's location that a person wrote: the field, or list, index and key; no union alternatives."""
-    if location and location[0] in ENTRY_TYPES:
+    if location and location[0] in ENTRY_KEYS:
         return location[:3]
     is_item = len(location) > 1 and isinstance(location[1], int)
     return location[:2] if is_item else location[:1]
@@ -87,10 +91,10 @@ def _describe(
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
     where = f" ({sources[top]})" if top in sources else ""
     if detail["type"] == "extra_forbidden":
-        known = list(ENTRY_TYPES[top].model_fields)
+        known = ENTRY_KEYS[top]
         return f"Unknown key '{name}'{where}.{did_you_mean(str(location[-1]), known)} The keys are {', '.join(known)}"
     if detail["type"] == "missing":
-        return f"{name} is missing{where}: each entry of {top} needs one, as in {{name: countdown}}"
+        return f"{name} is missing{where}: each entry of {top} needs one, as in {ENTRY_EXAMPLES[top]}"
     value = _value_at(values, location)
     if detail["type"] == "value_error" and isinstance(value, dict) and len(location) == 2:
         return f"{name} ({value.get('name', 'without a name')}){where}: {_own_message(detail)}"

@@ -115,19 +115,22 @@ def bundles_of(config: TelescopeConfig, device: Literal["cpu", "cuda"]) -> tuple
     return servers, ranks
 
 
-def plan_placement(config: TelescopeConfig, resources: ClusterResources) -> Placement:
-    """A place for every worker. Raises `PlacementError` when there is none."""
+def plan_placement(config: TelescopeConfig, resources: ClusterResources, *, with_trainer: bool = True) -> Placement:
+    """A place for every worker, without a trainer for those of servers alone. Raises `PlacementError` for none."""
     device = resolve_device(config, resources)
     servers, ranks = bundles_of(config, device)
+    if not with_trainer:
+        ranks = []
     _check_totals(config, resources, servers + ranks, device)
-    _check_single_bundles(config, resources, servers[0], ranks[0])
+    _check_single_bundles(config, resources, *servers[:1], *ranks[:1])
     if device == "cuda" and config.share_gpus:
         return _plan_shared(config, resources, servers, ranks)
     _check_strict_strategies(config, resources, servers, ranks)
     # Ray fills the groups one after the other. What must be on one node goes first, the largest first: that leaves the
     # fewest gaps. Where that order fails, the other one may still fit.
+    both = ((servers, config.ray_inference_placement_strategy), (ranks, config.ray_trainer_placement_strategy))
     groups = sorted(
-        ((servers, config.ray_inference_placement_strategy), (ranks, config.ray_trainer_placement_strategy)),
+        (group for group in both if group[0]),
         key=lambda group: (not group[1].startswith("STRICT"), *_undivided(*group)),
     )
     for order in (groups, groups[::-1]):
@@ -214,9 +217,17 @@ def _check_totals(
     config: TelescopeConfig, resources: ClusterResources, bundles: Sequence[Bundle], device: Literal["cpu", "cuda"]
 ) -> None:
     gpus = sum(bundle.gpus for bundle in bundles)
+    with_trainer = any(bundle.role == "trainer" for bundle in bundles)
     if device == "cuda" and not resources.gpus:
         raise PlacementError(
             'device is "cuda", but no GPU was found. Run it on a machine with GPUs, or set device to "cpu"'
+        )
+    cpus = sum(bundle.cpus for bundle in bundles)
+    if not with_trainer and (gpus > resources.gpus or cpus > resources.cpus + CPU_TOLERANCE):
+        raise PlacementError(
+            f"inference_num_workers is {config.inference_num_workers}, which needs {gpus} GPUs and {_amount(cpus)} CPU "
+            f"cores, but the cluster has {_describe_nodes(resources)}. Lower inference_num_workers or "
+            "ray_inference_cpus_per_worker"
         )
     if gpus > resources.gpus:
         raise PlacementError(
@@ -224,7 +235,6 @@ def _check_totals(
             f"{config.trainer_num_workers}, which needs {gpus} GPUs, but the cluster has {resources.gpus} "
             f"({_describe_nodes(resources)}). {_lower_gpu_workers(config, resources.gpus)}"
         )
-    cpus = sum(bundle.cpus for bundle in bundles)
     if cpus > resources.cpus + CPU_TOLERANCE:
         workers = config.inference_num_workers + config.trainer_num_workers
         no_gpu = device == "cpu" and config.device == "auto"
@@ -256,7 +266,7 @@ def _lower_gpu_workers(config: TelescopeConfig, available: int) -> str:
     return f"Lower them, for example inference_num_workers to {inference} and trainer_num_workers to {trainers}"
 
 
-def _check_single_bundles(config: TelescopeConfig, resources: ClusterResources, server: Bundle, rank: Bundle) -> None:
+def _check_single_bundles(config: TelescopeConfig, resources: ClusterResources, server: Bundle, *ranks: Bundle) -> None:
     most_gpus = max(node.gpus for node in resources.nodes)
     most_cpus = max(node.cpus for node in resources.nodes)
     if server.gpus > most_gpus:
@@ -264,7 +274,8 @@ def _check_single_bundles(config: TelescopeConfig, resources: ClusterResources, 
             f"inference_tensor_parallel_size is {config.inference_tensor_parallel_size}, but the largest node has "
             f"{most_gpus} GPUs, and one server cannot span nodes. Lower inference_tensor_parallel_size"
         )
-    for bundle, field in ((server, "ray_inference_cpus_per_worker"), (rank, "ray_trainer_cpus_per_worker")):
+    for bundle in (server, *ranks):
+        field = f"ray_{bundle.role}_cpus_per_worker"
         if bundle.cpus > most_cpus + CPU_TOLERANCE:
             raise PlacementError(
                 f"{field} is {_amount(getattr(config, field))}, so one {bundle.role} bundle needs "
@@ -280,7 +291,7 @@ def _check_strict_strategies(
         field = f"ray_{role}_placement_strategy"
         strategy = getattr(config, field)
         free = _Free.of(resources)
-        if strategy.startswith("STRICT") and _place(bundles, strategy, free) is None:
+        if bundles and strategy.startswith("STRICT") and _place(bundles, strategy, free) is None:
             what = "on one node" if strategy == "STRICT_PACK" else "each on a node of its own"
             raise PlacementError(
                 f'{field} is "{strategy}", which puts all {len(bundles)} {role} bundles {what}, but the nodes are: '

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,8 @@ class PlannedEval:
     """Index among the evals of the run, some of which may have the same name."""
     is_multi_turn: bool = False
     pass_k: dict[str, Any] = field(default_factory=dict)
+    session: str = ""
+    """Id of a standalone evaluation, which makes ids unique in the run's record. Empty for the run's own evals."""
 
     @property
     def num_completions(self) -> int:
@@ -65,7 +67,7 @@ class PlannedEval:
 
     def id_at(self, version: int) -> str:
         """Returns the id of this eval at a policy version, in the record."""
-        return f"eval{self.number}-{self.name}-v{version}"
+        return f"{self.session}{'-' if self.session else ''}eval{self.number}-{self.name}-v{version}"
 
 
 @dataclass(frozen=True)
@@ -138,11 +140,12 @@ async def run_eval(
     group_ids: itertools.count[int],
     on_engine_failure: Callable[[int, InfrastructureError], None],
     on_sample: Callable[[EvalItem, Trajectory], None],
+    known: Mapping[tuple[int, int], Mapping[str, float]] | None = None,
 ) -> EvalResult:
     """Samples every item as often as `pass_k` needs, else once, and averages the metrics.
 
-    `seed_of(item, completion, turn)` seeds the requests; `on_sample` is called as each sample ends. Raises
-    EnvironmentFailure when nothing at all could be scored.
+    `seed_of(item, completion, turn)` seeds the requests; `on_sample` is called as each sample ends. `known` has the
+    scores of samples that are done, by item and completion. Raises EnvironmentFailure when nothing could be scored.
     """
     started = time.monotonic()
     settings = dataclasses.replace(settings, sampling=plan.sampling, for_eval=True)
@@ -168,19 +171,25 @@ async def run_eval(
         on_sample(item, trajectory)
         return trajectory
 
-    asked = [(item, completion) for item in plan.items for completion in range(plan.num_completions)]
+    known = known or {}
+    every = [(item, completion) for item in plan.items for completion in range(plan.num_completions)]
+    asked = [(item, completion) for item, completion in every if (item.index, completion) not in known]
     tasks = [asyncio.ensure_future(one(item, completion)) for item, completion in asked]
     try:
         trajectories = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-    scores: dict[str, list[dict[str, float]]] = defaultdict(list)
+    found = {
+        (item.index, completion): scores_of(trajectory)
+        for (item, completion), trajectory in zip(asked, trajectories, strict=True)
+    }
+    scores: dict[str, list[Mapping[str, float]]] = defaultdict(list)
     """Scores by the identity of the item: equal items are one."""
-    for (item, _), trajectory in zip(asked, trajectories, strict=True):
-        if (reward := trajectory.reward) is not None:
-            total = {} if reward.total_reward is None else {"reward": reward.total_reward}
-            scores[item.prompt.sample_uid].append(total | reward.sample_metrics)
+    for item, completion in every:
+        key = item.index, completion
+        if (score := known.get(key, found.get(key))) is not None:
+            scores[item.prompt.sample_uid].append(score)
     if not scores:
         first = next((t.failure_message for t in trajectories), "the eval has no items")
         raise EnvironmentFailure(
@@ -189,9 +198,9 @@ async def run_eval(
     metrics = metrics_over_items(list(scores.values()), plan.pass_k)
     metric = "correct" if "correct" in metrics else "reward"
     by_item = {
-        uid: float(np.mean([score[metric] for score in found if metric in score]))
-        for uid, found in scores.items()
-        if any(metric in score for score in found)
+        uid: float(np.mean([score[metric] for score in scored if metric in score]))
+        for uid, scored in scores.items()
+        if any(metric in score for score in scored)
     }
     finite = bool(by_item) and bool(np.isfinite(list(by_item.values())).all())
     return EvalResult(
@@ -208,3 +217,11 @@ async def run_eval(
         by_item=by_item,
         estimate=estimate_mean(list(by_item.values())) if finite else None,
     )
+
+
+def scores_of(sample: Trajectory) -> dict[str, float] | None:
+    """Returns the metrics of a sample, its reward included. None if it has no score."""
+    if (reward := sample.reward) is None:
+        return None
+    total = {} if reward.total_reward is None else {"reward": reward.total_reward}
+    return total | reward.sample_metrics

@@ -25,7 +25,8 @@ from telescope.config import TelescopeConfig
 from telescope.config.environments import EnvironmentKeys, check_eval_items
 from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.errors import InfrastructureError
-from telescope.evals.runner import EvalItem, EvalResult, PlannedEval, plan_eval, run_eval
+from telescope.evals.runner import EvalItem, EvalResult, PlannedEval, plan_eval, run_eval, scores_of
+from telescope.evals.samples_file import SamplesFile
 from telescope.evals.statistics import estimate_difference
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.prompt_sampler import request_seed
@@ -75,6 +76,8 @@ class Evaluation:
     problems: list[str] = field(default_factory=list)
     """Evals that failed or were skipped, a sentence each."""
     group_ids: itertools.count[int] = field(default_factory=itertools.count)
+    samples: SamplesFile | None = None
+    """Keeps finished samples and has those of an interrupted evaluation (`telescope eval`)."""
 
     def __post_init__(self) -> None:
         dedicated = sorted(self.servers.dedicated)
@@ -187,6 +190,8 @@ class Evaluation:
                 self.recorder.write(table, row)
             if sample.version_range not in ((version, version), (-1, -1)):
                 raise InfrastructureError(f"tokens of versions {sample.version_range} in an eval of version {version}")
+            if self.samples is not None and (scores := scores_of(sample)) is not None:
+                self.samples.add(plan, item, sample, scores)
 
         try:
             result = await self._sample_and_score(plan, hold, on_sample)
@@ -210,6 +215,8 @@ class Evaluation:
     ) -> EvalResult:
         """Returns the result of one eval. Raises InfrastructureError once no server has the weights any more."""
         num_slots = max(server.capacity for server in hold.slots.servers)
+        known = self.samples.known(plan) if self.samples is not None else {}
+        self.status.eval_done += len(known)
         running = asyncio.ensure_future(
             run_eval(
                 plan,
@@ -228,6 +235,7 @@ class Evaluation:
                 group_ids=self.group_ids,
                 on_engine_failure=self.servers.report_failure,
                 on_sample=on_sample,
+                known=known,
             )
         )
         lost = asyncio.ensure_future(hold.lost.wait())

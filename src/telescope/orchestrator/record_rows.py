@@ -191,14 +191,13 @@ def eval_row(
     status: str = "finished",
     error: str | None = None,
     servers: Iterable[int] = (),
-    source: str = "live",
 ) -> dict[str, Any]:
     """Returns one row of `evals`, of an eval that has ended now; without a `result`, `error` is why."""
     row: dict[str, Any] = {
         "eval_id": plan.id_at(version),
         "name": plan.name,
         "number": plan.number,
-        "source": source,
+        "source": "standalone" if plan.session else "live",
         "status": status,
         "error": error and error[:MAX_FAILURE_MESSAGE],
         "step": version - 1,

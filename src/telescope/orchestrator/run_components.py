@@ -109,10 +109,7 @@ async def start_components(
     data = describe_data(keys.training, sizes, evals)
     check_data(data)
 
-    status.phase = "starting Ray"
-    cluster = await _connect(config, directory, temporary)
-    stack.push(partial(_disconnect, cluster, config, directory, temporary))
-    on_ray_started()
+    cluster = await connect_cluster(config, directory, status, stack, temporary, on_ray_started)
     plan = plan_placement(config, cluster.resources)
     placement = await reserve(config, plan)
     stack.callback(placement.remove)
@@ -137,16 +134,7 @@ async def start_components(
         group_size=config.group_size,
     )
     probe_prompt = await environments.prepare(keys.training[0], 0)
-    servers = ServerPool(
-        inference.handles,
-        inference.clients,
-        slots,
-        status,
-        start_timeout=config.inference_start_timeout_seconds,
-        hang_timeout=max(hang_timeout(config, on_cpu=runs_on_cpu(config)), config.weight_sync_timeout_seconds),
-        num_dedicated=config.num_eval_servers,
-        eval_slots_per_server=config.lanes_per_server,
-    )
+    servers = make_server_pool(config, inference, slots, status)
     topology = {"driver": cluster.node_names[cluster.driver_node], **trainer.topology}
     for index, node in enumerate(placement.server_nodes):
         gpus = f"{placement.gpus_per_server:g} GPUs" if placement.gpus_per_server else "CPU"
@@ -168,6 +156,22 @@ async def start_components(
         config, environments, keys, cluster, trainer, inference, slots, servers, weights, evals, settings, data,
         topology, loopback,
     )  # fmt: skip
+
+
+def make_server_pool(
+    config: TelescopeConfig, inference: InferenceGroup, slots: RequestSlotPool, status: RunStatus
+) -> ServerPool:
+    """The started servers, without `bring_weights` and not open."""
+    return ServerPool(
+        inference.handles,
+        inference.clients,
+        slots,
+        status,
+        start_timeout=config.inference_start_timeout_seconds,
+        hang_timeout=max(hang_timeout(config, on_cpu=runs_on_cpu(config)), config.weight_sync_timeout_seconds),
+        num_dedicated=config.num_eval_servers,
+        eval_slots_per_server=config.lanes_per_server,
+    )
 
 
 async def start_environments(
@@ -206,6 +210,22 @@ async def start_environments(
             )  # fmt: skip
             status.messages.append(f"{key}: each turn is a sample of its own (the chat template rewrites history)")
     return environments
+
+
+async def connect_cluster(
+    config: TelescopeConfig,
+    directory: RunDirectory,
+    status: RunStatus,
+    stack: AsyncExitStack,
+    temporary: Path,
+    on_ray_started: Callable[[], None],
+) -> Cluster:
+    """Joins or starts Ray, until `stack` ends. See `start_components`."""
+    status.phase = "starting Ray"
+    cluster = await _connect(config, directory, temporary)
+    stack.push(partial(_disconnect, cluster, config, directory, temporary))
+    on_ray_started()
+    return cluster
 
 
 async def _connect(config: TelescopeConfig, directory: RunDirectory, temporary: Path) -> Cluster:
@@ -271,23 +291,13 @@ async def start_workers(
     Raises the first failure at once.
     """
 
-    async def start_server(index: int) -> None:
-        status.set_component(f"server {index}", "starting vLLM")
-        progress = asyncio.create_task(_show_start(inference, index, status))
-        try:
-            info = await inference.start(index)
-        finally:
-            progress.cancel()
-        _check_hash(config, f"inference server {index}", info.config_hash)
-        status.set_component(f"server {index}", "ready")
-
-    servers = [start_server(index) for index in range(config.num_inference_servers)]
+    servers = start_servers(config, inference, status)
     if config.share_gpus:
         # A server measures free memory; a trainer that loads meanwhile would be counted as the server's.
-        await _all_or_first_failure(*servers)
+        await all_or_first_failure(*servers)
         await set_up_trainer(directory, trainer, status, loopback=loopback)
     else:
-        await _all_or_first_failure(set_up_trainer(directory, trainer, status, loopback=loopback), *servers)
+        await all_or_first_failure(set_up_trainer(directory, trainer, status, loopback=loopback), *servers)
 
 
 async def set_up_trainer(directory: RunDirectory, trainer: TrainerGroup, status: RunStatus, *, loopback: bool) -> None:
@@ -302,7 +312,26 @@ async def set_up_trainer(directory: RunDirectory, trainer: TrainerGroup, status:
     status.set_component("trainer", "ready")
 
 
-async def _all_or_first_failure(*starts: Coroutine[Any, Any, None]) -> None:
+def start_servers(
+    config: TelescopeConfig, inference: InferenceGroup, status: RunStatus
+) -> list[Coroutine[Any, Any, None]]:
+    """The starts of all servers."""
+
+    async def start_server(index: int) -> None:
+        status.set_component(f"server {index}", "starting vLLM")
+        progress = asyncio.create_task(_show_start(inference, index, status))
+        try:
+            info = await inference.start(index)
+        finally:
+            progress.cancel()
+        _check_hash(config, f"inference server {index}", info.config_hash)
+        status.set_component(f"server {index}", "ready")
+
+    return [start_server(index) for index in range(config.num_inference_servers)]
+
+
+async def all_or_first_failure(*starts: Coroutine[Any, Any, None]) -> None:
+    """Runs all of them. Raises the first error at once."""
     tasks = [asyncio.create_task(start) for start in starts]
     try:
         await asyncio.gather(*tasks)

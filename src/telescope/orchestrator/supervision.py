@@ -160,8 +160,10 @@ EXIT_CODE = 130
 class Interrupt:
     """Turns stop signals into a stop request. `requested`: whether there was one."""
 
-    def __init__(self, status: RunStatus) -> None:
+    def __init__(self, status: RunStatus, phase: str = "stopping after this step") -> None:
+        """`phase` is that of the status after the first signal."""
         self._status = status
+        self._phase = phase
         self._count = 0
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         self._on_first: list[Callable[[], None]] = []
@@ -222,7 +224,7 @@ class Interrupt:
     def _signalled(self) -> None:
         self._count += 1
         if self._count == 1:
-            self._status.phase = "stopping after this step (Ctrl-C again: at once)"
+            self._status.phase = f"{self._phase} (Ctrl-C again: at once)"
             actions, self._on_first = self._on_first, []
             for action in actions:
                 action()

@@ -20,6 +20,9 @@ FINISH_SECONDS = 300.0
 INIT_SECONDS = 90.0
 """Deadline for reaching the server. Afterwards the run is recorded offline."""
 
+RUN_FIELDS = ("entity", "project", "name", "tags", "id", "resume", "config")
+"""Fields of the first message that are arguments of `wandb.init`."""
+
 
 def main() -> int:
     """Reads messages until stdin closes. Returns the exit status."""
@@ -84,12 +87,7 @@ def _init(first: dict[str, Any], mode: Any) -> Any:
     run = wandb.init(
         mode=mode,
         dir=first["directory"],
-        project=first["project"],
-        name=first["name"],
-        tags=first["tags"],
-        id=first["id"],
-        resume="allow" if first["id"] else None,
-        config=first["config"],
+        **{name: value for name, value in first.items() if name in RUN_FIELDS},
         allow_val_change=True,  # a resumed run may have another learning rate
         settings=wandb.Settings(console="off", save_code=False, init_timeout=INIT_SECONDS, silent=True),
     )

@@ -66,9 +66,13 @@ def wandb_mode(environment: Mapping[str, str]) -> str:
 
 
 class WandbSink:
-    """Copies step metrics to W&B. Does nothing if `use_wandb` is false, W&B is missing, or `WANDB_MODE=disabled`."""
+    """Copies step metrics to W&B. Does nothing if `use_wandb` is false, W&B is missing, or `WANDB_MODE=disabled`.
 
-    def __init__(self, config: TelescopeConfig, run_dir: Path | str) -> None:
+    With `run_path` (entity/project/run_id) they go to that run of W&B, which must exist.
+    """
+
+    def __init__(self, config: TelescopeConfig, run_dir: Path | str, *, run_path: str | None = None) -> None:
+        self._run_path = run_path
         self._files = RunFiles(run_dir)
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
         self._process: subprocess.Popen[bytes] | None = None
@@ -79,7 +83,7 @@ class WandbSink:
         self._threads: list[threading.Thread] = []
         self.notice: str | None = None
         """Message for the user at the start of the run, or None."""
-        self.mode = wandb_mode(os.environ) if config.use_wandb else "disabled"
+        self.mode = wandb_mode(os.environ) if config.use_wandb or run_path else "disabled"
         if self.mode == "disabled":
             return
         if not _is_installed():
@@ -148,16 +152,20 @@ class WandbSink:
             self._queue.put_nowait(None)
 
     def _first_message(self, config: TelescopeConfig) -> dict[str, Any]:
+        common = {"kind": "init", "mode": self.mode, "directory": str(self._files.run_dir.resolve())}
+        if self._run_path is not None:
+            entity, project, run_id = self._run_path.split("/")
+            resume = "must" if self.mode == "online" else "allow"
+            return {**common, "entity": entity, "project": project, "id": run_id, "resume": resume, "last_step": None}
         info = read_run_json(self._files.run_dir)
         steps = [] if info is None else self._recorded_steps(["step"], all_attempts=True)
         return {
-            "kind": "init",
-            "mode": self.mode,
-            "directory": str(self._files.run_dir.resolve()),
+            **common,
             "project": config.wandb_project,
             "name": config.wandb_run_name,
             "tags": list(config.wandb_tags),
             "id": info.run_id if info else None,
+            "resume": "allow" if info else None,
             "last_step": max((row["step"] for row in steps), default=None),
             "config": json.loads(config.to_json()),
         }

@@ -104,6 +104,8 @@ class UpdateInfo:
     """Names that are not sent because another tensor is the same parameter (see `make_update`)."""
     background: bool = False
     """Whether the engine receives it while it samples (`weights.receiver`). The sender does not differ."""
+    folder: str = ""
+    """Model folder from which every worker loads the tensors itself, instead of a transfer."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -145,6 +147,7 @@ def make_update(
     bucket_mb: int = 256,
     timeout_seconds: float = 600.0,
     tied: Iterable[str] = (),
+    folder: str = "",
 ) -> UpdateInfo:
     """Plans a sync of the tensors in `metas`, in their order.
 
@@ -163,6 +166,7 @@ def make_update(
         shapes=[list(meta.shape) for meta in kept],
         timeout_seconds=timeout_seconds,
         tied=sorted(dropped),
+        folder=folder,
     )
 
 

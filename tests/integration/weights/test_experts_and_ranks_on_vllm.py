@@ -6,6 +6,7 @@ The model has a layer with experts and one without. One server per shape, for al
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.integration.weights.vllm_server import (
@@ -74,6 +75,12 @@ def test_every_worker_reports_why_it_is_updated_in_place(server: Server) -> None
         assert reasons == {"collectives of a tensor-parallel engine must not run during a transfer"}
     else:
         assert all(reasons)
+
+
+def test_a_model_folder_that_every_worker_reads_is_loaded_as_by_a_sync(server: Server, tmp_path: Path) -> None:
+    disturb(server.model, seed=server.version + 1)
+    server.load_folder(tmp_path)
+    assert worst(server) < equal_within(server)
 
 
 @pytest.mark.parametrize(("mode", "bucket_mb"), [("flattened_bucket", 1), ("flattened_bucket", 256), ("per_tensor", 1)])

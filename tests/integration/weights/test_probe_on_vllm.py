@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.integration.weights.vllm_server import (
@@ -15,7 +16,7 @@ from tests.integration.weights.vllm_server import (
     serving,
 )
 
-from telescope.errors import InfrastructureError
+from telescope.errors import InfrastructureError, RunError
 from telescope.inference.vllm.support import parse_version
 from telescope.rollout.types import GenerateRequest
 
@@ -48,6 +49,19 @@ def test_after_a_sync_the_engine_computes_with_the_new_weights(server: Server, m
     assert max(abs(a - b) for a, b in zip(after, expected, strict=True)) < 1e-4
     assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.1
     assert done.pause_seconds >= done.report.engine_seconds[0] > 0
+
+
+def test_a_model_folder_that_the_engine_reads_itself_is_loaded_as_by_a_sync(server: Server, tmp_path: Path) -> None:
+    disturb(server.model, seed=server.version + 1)
+    server.load_folder(tmp_path)
+    loaded = server.run(server.client.prompt_logprobs(PROBE_TOKENS))
+    expected = model_logprobs(server.model, PROBE_TOKENS)
+    assert max(abs(a - b) for a, b in zip(loaded, expected, strict=True)) < 1e-4
+    server.fault("skipped", "model.norm.weight")
+    disturb(server.model, seed=server.version + 1)
+    with pytest.raises(RunError, match=r"has not loaded the weights of .*model\.norm\.weight"):
+        server.load_folder(tmp_path)
+    server.verified_sync()
 
 
 @pytest.mark.parametrize(

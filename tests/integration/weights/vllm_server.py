@@ -34,9 +34,11 @@ from telescope.config.machine import visible_gpu_memory
 from telescope.inference.client import EngineClient
 from telescope.inference.process import EngineProcess
 from telescope.inference.vllm.launch import WORKER_EXTENSION, launch_command
+from telescope.orchestrator.folder_weights import load_folder
 from telescope.tiny_model.build import build_tokenizer
 from telescope.trainer.model import checkpoint_tensors
 from telescope.weights.communicator import backend_for
+from telescope.weights.model_folder import folder_metas, weight_files
 from telescope.weights.plan import TensorMeta, UpdateInfo, make_update
 from telescope.weights.probe import ProbeReport, compare
 from telescope.weights.sender import SendReport, WeightSender
@@ -302,6 +304,17 @@ class Server:
         """A whole sync that the probe must find right."""
         probe = self.sync().probe
         assert probe.ok, str(probe)
+
+    def load_folder(self, folder: Path) -> None:
+        """Saves the model in several files, which the engine loads itself, verified."""
+        self.model.save_pretrained(folder, max_shard_size="200KB")
+        assert len(weight_files(folder)) > 1
+        self.version += 1
+        update = make_update(
+            folder_metas(folder), version=self.version, dtype=self.dtype, bucket_mb=8, timeout_seconds=60.0,
+            folder=str(folder),
+        )  # fmt: skip
+        self.run(load_folder(self.client, update, self.dtype))
 
     async def in_place(self, update: UpdateInfo, *, drop_caches: bool = False) -> tuple[SendReport, float]:
         """A sync inside one pause. Returns the report and the seconds of the pause."""

@@ -112,7 +112,7 @@ def test_a_memory_that_no_gpu_has_is_refused(capsys, value):
 
 @pytest.mark.parametrize("arguments", [["--gpu-memory-gib"], ["--gpu-memory-gib", "--seed=1"]])
 def test_a_memory_without_a_number_is_refused(arguments):
-    with pytest.raises(ConfigError, match="is given no value"):
+    with pytest.raises(ConfigError, match="needs the GiB"):
         parse_arguments(["--dry-run", *arguments])
 
 

@@ -30,6 +30,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +44,9 @@ from telescope.inference.vllm.plugin import TRANSFER_VARIABLE
 from telescope.weights.communicator import Communicator
 from telescope.weights.control_channel import TransferError
 from telescope.weights.engine_weights import engine_weights, tied_names
-from telescope.weights.plan import InitInfo, UpdateInfo
+from telescope.weights.fingerprint import fingerprint, to_hex
+from telescope.weights.model_folder import folder_reader
+from telescope.weights.plan import InitInfo, UpdateInfo, plan_buckets
 from telescope.weights.receiver import (
     NamedTensors,
     OverlappedReceive,
@@ -96,6 +99,8 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         self.update: UpdateInfo | None = None
         """The last update whose tensors all arrived."""
         self.received: ReceiveReport | None = None
+        self.fingerprints_of_folder: dict[str, str] = {}
+        """Of the tensors of the last update, if they were read from a model folder."""
         # Before any reload, which separates tied parameters.
         self.tied = tied_names(model)
         self.addresses = storage_addresses(model)
@@ -192,6 +197,10 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
         if update_info.background:
             self._finish_background(update_info)
             return
+        self.fingerprints_of_folder = {}
+        if update_info.folder:
+            self._load_folder(update_info)
+            return
         if self.communicator is None:
             raise TransferError("weight transfer: no sender has connected yet")
         self.update = None
@@ -200,6 +209,18 @@ class TelescopeWeightTransferEngine(WeightTransferEngine[Any, Any]):
                 self.communicator, update_info, self._load, device=self.device, pin_memory=self.pin_memory
             )
         self.update = update_info
+
+    def _load_folder(self, update: UpdateInfo) -> None:
+        """Loads a model folder on this machine, a bucket at a time."""
+        self.update = None
+        dtype: torch.dtype = getattr(torch, update.dtype)
+        read = folder_reader(Path(update.folder))
+        with set_current_vllm_config(self.vllm_config):
+            for bucket in plan_buckets(update):
+                tensors = [(entry.name, read(entry.name).to(self.device, dtype)) for entry in bucket.entries]
+                self.fingerprints_of_folder |= {name: to_hex(fingerprint(tensor)) for name, tensor in tensors}
+                self._load(tensors)
+        self.update = update
 
     @stores_failure
     def finish_weight_update(self) -> None:
@@ -302,7 +323,8 @@ class WeightsWorkerExtension:
         """Returns fingerprints of the tensors of this worker's last update. Input of `weights.probe.compare`.
 
         `initial` is the `UpdateInfo` (JSON) that would send the weights that the engine has loaded by itself, if there
-        was no update yet. Keys: `version`, `tensors`, `shapes`, `unaccounted`, `moved`, and `seconds` of the reading.
+        was no update yet. Keys: `version`, `tensors`, `shapes`, `unaccounted`, `moved`, `seconds` of the reading, and
+        `read`, the fingerprints of a model folder's tensors if the update came from one.
         """
         start = time.monotonic()
         engine: TelescopeWeightTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
@@ -313,6 +335,7 @@ class WeightsWorkerExtension:
             answer = engine_weights(engine.model, update.metas, getattr(torch, update.dtype))
         now = storage_addresses(engine.model)
         answer["version"] = update.version
+        answer["read"] = engine.fingerprints_of_folder
         answer["shapes"] = dict(zip(update.names, update.shapes, strict=True))
         answer["moved"] = sorted(name for name, address in engine.addresses.items() if now.get(name) != address)
         answer["seconds"] = time.monotonic() - start

@@ -1,0 +1,251 @@
+"""`telescope eval`: measures saved checkpoints and models.
+
+Arguments and printing only; `orchestrator.eval_run` measures. Exit code 0 if all evals finished, 1 if one failed, 2 for
+bad input, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from telescope.cli.arguments import HELP, Option, take_own
+from telescope.errors import InfrastructureError, RunError, UserError
+
+if TYPE_CHECKING:
+    from telescope.orchestrator.eval_run import EvalJob, EvalOutcome
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+PIPE_WIDTH = 140
+
+HELP_TEXT = """\
+usage: telescope eval [MODEL ...] [--eval NAME ...] [--config FILE] [options] [--FIELD VALUE ...]
+
+Measures models on evals or environments. A MODEL is a run directory (all its checkpoints), a step_N folder, a folder of
+them, a model in Hugging Face format, or a name on the hub. Checkpoints need not be converted.
+
+  telescope eval runs/first                                 the run's own evals at every checkpoint
+  telescope eval runs/first --step 50,100 --eval math500    two checkpoints on another eval
+  telescope eval --model Qwen/Qwen3-0.6B --eval math500 --num-samples 100
+  telescope eval --config configs/evals/eval.yaml           see the comments in that file
+
+options:
+  --model MODEL        as MODEL; repeatable
+  --step N,M|all       only these checkpoints of runs and folders
+  --eval NAME          eval or environment to measure, with the run's settings for it if it has some; repeatable
+  --num-samples N      items of each eval, the first ones (-1: all)
+  --config FILE        YAML file with evals, checkpoints and fields
+  --checkpoint-dir D   as MODEL
+  --output DIR         folder for samples, logs and the plot (default: RUN_DIR/evals/<settings>, or evals/<model>-...)
+  --json FILE          also write the results to this file
+  --plot FILE          write the plot here (SVG; default: accuracy.svg in the output folder)
+  --wandb-run-path P   also log to this W&B run: entity/project/run_id
+  --max-concurrent-samples-per-server N   samples that a server generates at once (default: 256)
+  --FIELD VALUE        fields of `telescope train` that concern sampling, servers and environments, such as
+                       --temperature 0.6 --max_tokens 2048 --max_model_len 4096 --inference_num_workers 4
+
+Sampling settings and prompts of a run's checkpoints are the run's own, unless they are set here. All models share one
+pool of servers, which is started once. Results are in the run's record: telescope query "select * from evals".
+Ctrl-C leaves nothing behind; the same command continues with the samples that are not done yet."""
+
+OPTIONS = {
+    **HELP,
+    "--model": Option("a folder or a name on the hub", repeats=True),
+    "--step": Option("numbers of checkpoints, as in --step 50,100, or all"),
+    "--eval": Option("the name of an eval or environment", repeats=True),
+    "--num-samples": Option("a number of items"),
+    "--config": Option("the path of a YAML file", ("-c",)),
+    "--checkpoint-dir": Option("a folder of checkpoints"),
+    "--output": Option("a folder"),
+    "--json": Option("the path of a file to write"),
+    "--plot": Option("the path of a file to write"),
+    "--wandb-run-path": Option("entity/project/run_id"),
+    "--max-concurrent-samples-per-server": Option("a number of samples"),
+}
+FIELDS = ("--checkpoint-dir", "--wandb-run-path", "--max-concurrent-samples-per-server")
+"""Options that are fields of the file too."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Registers the subcommand for the list of commands. `main` hands its arguments to `run` directly."""
+    parser = subparsers.add_parser("eval", help="measure checkpoints and models", add_help=False)
+    parser.set_defaults(func=lambda _: run([]))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
+    own, rest = take_own(argv, OPTIONS)
+    if "--help" in own:
+        print(HELP_TEXT)
+        return 0
+    models = [*_leading(rest), *own.get("--model", [])]
+    overrides = rest[len(_leading(rest)) :]
+
+    from telescope.config.eval_config import load_eval_request
+    from telescope.orchestrator.eval_run import prepare
+
+    config = Path(own["--config"][0]).expanduser() if "--config" in own else None
+    command = {flag[2:].replace("-", "_"): _read(own[flag][0]) for flag in FIELDS if flag in own}
+    request = load_eval_request(config, overrides, command)
+    targets = {flag: _file(flag, own[flag][0]) for flag in ("--json", "--plot") if flag in own}
+    run_path = _run_path(request.command.wandb_run_path)
+    job = prepare(
+        request,
+        models,
+        steps=_steps(own["--step"][0]) if "--step" in own else None,
+        wanted=own.get("--eval", []),
+        num_samples=_number(own["--num-samples"][0]) if "--num-samples" in own else None,
+        output=Path(own["--output"][0]).expanduser() if "--output" in own else None,
+    )
+    outcome = _measure(job, run_path)
+    plot = targets.get("--plot", job.output / "accuracy.svg")
+    _write_plot(outcome, plot)
+    text = json.dumps(as_json(outcome), indent=1) + "\n"
+    for file in (job.output / "results.json", targets.get("--json")):
+        if file is not None:
+            file.write_text(text)
+    print_outcome(outcome, plot)
+    return EXIT_FAILED if outcome.problems else 0
+
+
+def _measure(job: EvalJob, run_path: str | None) -> EvalOutcome:
+    from telescope.cli.train import try_environments_of
+    from telescope.cli.verify import PhaseView
+    from telescope.orchestrator.eval_run import keys_of_evals, run_evals
+    from telescope.orchestrator.status import Interrupted
+    from telescope.record.wandb_sink import WandbSink
+
+    notices = try_environments_of(job.config, keys_of_evals(job.config))
+    view = PhaseView(Console(stderr=True))
+    for note in (*job.notes, *notices):
+        view.say(f"· {note}")
+    sink = WandbSink(job.config, job.output, run_path=run_path)
+    try:
+        return run_evals(job, view, sink.log_step)
+    except Interrupted:
+        print("Interrupted; every process was ended. The same command continues", file=sys.stderr)
+        raise SystemExit(EXIT_INTERRUPTED) from None
+    except InfrastructureError as error:
+        raise RunError(f"the evaluation could not go on: {error}. The same command continues") from error
+    finally:
+        view.stop()
+        sink.close()
+
+
+def as_json(outcome: EvalOutcome) -> dict[str, Any]:
+    """Returns the results as JSON values: models in order, each with its evals."""
+    models = [
+        {
+            "model": result.target.label,
+            "path": str(result.target.path),
+            "step": result.target.step,
+            "version": result.version,
+            "evals": [
+                {
+                    "name": each.name,
+                    "accuracy": each.accuracy,
+                    "metric": each.metric,
+                    "interval": None if each.estimate is None else [each.estimate.low, each.estimate.high],
+                    "gain": None if each.gain is None else [each.gain.mean, each.gain.low, each.gain.high],
+                    "num_items": each.num_items,
+                    "num_completions": each.num_completions,
+                    "num_scored": each.num_scored,
+                    "temperature": each.temperature,
+                    "metrics": each.metrics,
+                }
+                for each in result.results
+            ],
+        }
+        for result in outcome.results
+    ]
+    return {"models": models, "problems": outcome.problems, "output": str(outcome.job.output)}
+
+
+def print_outcome(outcome: EvalOutcome, plot: Path) -> None:
+    """Prints a table of the results, what went wrong, and where the details are."""
+    console = Console()
+    console = console if console.is_terminal else Console(width=PIPE_WIDTH)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("model", "eval"):
+        table.add_column(name)
+    for name in ("accuracy", "95 % interval", "gain", "items", "scored"):
+        table.add_column(name, justify="right")
+    for result in outcome.results:
+        for each in result.results:
+            low_high = "" if each.estimate is None else f"{each.estimate.low:.3f} to {each.estimate.high:.3f}"
+            gain = "" if each.gain is None else f"{each.gain.mean:+.3f} ({each.gain.low:+.3f} to {each.gain.high:+.3f})"
+            table.add_row(
+                Text(result.target.label), Text(each.name), f"{each.accuracy:.4f}", low_high, gain,
+                str(each.num_items), str(each.num_scored),
+            )  # fmt: skip
+            for name, value in each.metrics.items():
+                if name.startswith("pass"):
+                    table.add_row("", Text(f"  {name}"), f"{value:.4f}")
+    console.print(table)
+    for problem in outcome.problems:
+        console.print(Text(problem, style="red"), soft_wrap=True)
+    job = outcome.job
+    where = f"{job.output}, and in the record of {job.run_dir}" if job.run_dir else str(job.output)
+    console.print(f"results in {where}; plot in {plot}", highlight=False, soft_wrap=True)
+
+
+def _write_plot(outcome: EvalOutcome, path: Path) -> None:
+    from telescope.record.charts import Point, line_chart
+
+    series: dict[str, list[Point]] = {}
+    for result in outcome.results:
+        for each in result.results:
+            low, high = (each.estimate.low, each.estimate.high) if each.estimate else (None, None)
+            series.setdefault(each.name, []).append(Point(result.version, each.accuracy, low, high))
+    if series:
+        path.write_text(line_chart(series, title="Accuracy, with 95 % intervals", x_label="training step"))
+
+
+def _leading(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments before the first flag."""
+    first = next((place for place, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
+    return list(arguments[:first])
+
+
+def _file(flag: str, text: str) -> Path:
+    path = Path(text).expanduser()
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{flag}: {path.parent} is not a folder; create it or name another file")
+    return path
+
+
+def _read(text: str) -> Any:
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def _number(text: str) -> int:
+    if not text.lstrip("-").isdigit():
+        raise UserError(f"--num-samples is {text!r}. Give a number of items, or -1 for all")
+    return int(text)
+
+
+def _steps(text: str) -> list[int] | None:
+    if text == "all":
+        return None
+    numbers = text.replace(" ", "").split(",")
+    if not all(number.isdigit() for number in numbers):
+        raise UserError(f"--step is {text!r}. Give numbers of checkpoints, as in --step 50,100, or all")
+    return [int(number) for number in numbers]
+
+
+def _run_path(path: str | None) -> str | None:
+    """Checks `wandb_run_path`. The address of a run has /runs/ before the id."""
+    if path is None:
+        return None
+    parts = [part for part in path.strip("/").split("/") if part != "runs"]
+    if len(parts) != 3:
+        raise UserError(f"wandb_run_path is {path!r}. Give entity/project/run_id, or leave it null")
+    return "/".join(parts)

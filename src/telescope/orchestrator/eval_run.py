@@ -1,0 +1,340 @@
+"""Evaluates saved checkpoints and models: from the request to the results.
+
+One pool of servers measures all models; each is loaded into the running engines (`folder_weights`). Environments,
+servers and sampling are those of a training run (`run_components`, `evaluation`), without a trainer. Finished samples
+are kept in `samples.jsonl` of the output folder, so that the same evaluation continues after an interruption.
+
+Results go to the record of the run that the checkpoints belong to, or of the output folder if there is none or it is
+live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from telescope.cluster.inference_group import InferenceGroup
+from telescope.cluster.placement import network_of, reserve
+from telescope.cluster.ray_cluster import watch_daemons
+from telescope.cluster.reaper import Reaper
+from telescope.config import EvalEntry, TelescopeConfig, preflight
+from telescope.config.environments import EnvironmentKeys, environment_keys
+from telescope.config.eval_config import EvalRequest, build_eval_config, measurement_digest
+from telescope.config.machine import local_resources, ray_cluster_is_configured
+from telescope.config.plan import plan_placement
+from telescope.errors import ConfigError, UserError
+from telescope.evals.runner import EvalResult, plan_eval
+from telescope.evals.samples_file import SamplesFile
+from telescope.orchestrator.eval_targets import EvalTarget, find_targets
+from telescope.orchestrator.evaluation import Evaluation
+from telescope.orchestrator.folder_weights import FolderWeights
+from telescope.orchestrator.request_slots import RequestSlotPool
+from telescope.orchestrator.run import View
+from telescope.orchestrator.run_components import (
+    all_or_first_failure,
+    connect_cluster,
+    make_server_pool,
+    start_environments,
+    start_servers,
+)
+from telescope.orchestrator.run_directory import RunDirectory
+from telescope.orchestrator.servers import ServerPool
+from telescope.orchestrator.status import RunStatus
+from telescope.orchestrator.supervision import Interrupt, Supervisor, watchdog
+from telescope.record.logging import setup_logging
+from telescope.record.reader import Run
+from telescope.record.recorder import Recorder
+from telescope.rollout.sample import RolloutSettings
+
+logger = logging.getLogger(__name__)
+
+OUTPUTS = "evals"
+"""Folder of evaluations, in the run directory or the current one."""
+
+LogStep = Callable[[int, dict[str, float]], None]
+
+
+@dataclass(frozen=True)
+class EvalJob:
+    """A checked evaluation. `numbers` are those of the evals, as in the run if it has them too."""
+
+    config: TelescopeConfig
+    targets: list[EvalTarget]
+    numbers: list[int]
+    output: Path
+    run_dir: Path | None
+    notes: list[str]
+
+    def version_of(self, target: EvalTarget) -> int:
+        """Returns the step of a target, or its place if the targets have no different steps."""
+        steps = [each.step for each in self.targets]
+        if target.step is None or len(set(steps)) < len(steps) or None in steps:
+            return self.targets.index(target)
+        return target.step
+
+
+@dataclass(frozen=True)
+class TargetResult:
+    """The results of one model."""
+
+    target: EvalTarget
+    version: int
+    results: list[EvalResult]
+
+
+@dataclass(frozen=True)
+class EvalOutcome:
+    """All results, and what went wrong."""
+
+    job: EvalJob
+    results: list[TargetResult]
+    problems: list[str]
+
+
+def prepare(
+    request: EvalRequest,
+    sources: Sequence[str],
+    *,
+    steps: Sequence[int] | None = None,
+    wanted: Sequence[str] = (),
+    num_samples: int | None = None,
+    output: Path | None = None,
+) -> EvalJob:
+    """Finds the models, chooses the evals, and checks everything that needs nothing started. Raises `UserError`.
+
+    `wanted` names evals besides those of the request, with `num_samples` items each.
+    """
+    targets = find_targets(request.command, sources, steps)
+    of_run = next((values for target in targets if (values := target.run_config()) is not None), None)
+    runs = {target.run_dir for target in targets}
+    run_dir = next(iter(runs)) if len(runs) == 1 else None
+    of_the_run = [EvalEntry.model_validate(entry) for entry in (of_run or {}).get("evals", [])]
+    entries = choose_evals(request.command.evals, of_the_run, wanted, num_samples)
+    config = build_eval_config(
+        share_cores(request, of_run), of_run, entries, str(targets[0].model_files_folder().absolute())
+    )
+    digest = measurement_digest(config, entries)
+    if output is None:
+        root = run_dir / OUTPUTS if run_dir is not None else Path(OUTPUTS)
+        name = "" if run_dir is not None else f"{targets[0].path.name.removeprefix('.')}-"
+        output = root / f"{name}{digest}"
+    config = config.replace(run_dir=str(output.absolute()))
+    job = EvalJob(config, targets, eval_numbers(entries, of_the_run), output.absolute(), run_dir, list(request.notes))
+    checks = (
+        preflight.check_packages, preflight.check_plugin, preflight.check_ray_address, check_placement,
+        preflight.check_open_files, preflight.check_shared_memory, preflight.check_ports, preflight.check_evals,
+    )  # fmt: skip
+    if problems := preflight.find_problems(config, checks):
+        raise ConfigError("\n".join(problems))
+    _check_output(job, digest)
+    return job
+
+
+def choose_evals(
+    given: Sequence[EvalEntry], of_the_run: Sequence[EvalEntry], wanted: Sequence[str], num_samples: int | None
+) -> list[EvalEntry]:
+    """Returns the evals to measure: those of the file and of `wanted`, or else those of the run.
+
+    A wanted eval has the settings that the run has for it. Raises `UserError` without any.
+    """
+    known = {entry.name: entry for entry in reversed((*given, *of_the_run))}
+    chosen = [*given] if not wanted else [known.get(name, EvalEntry(name=name)) for name in wanted]
+    chosen = chosen or list(of_the_run)
+    if not chosen:
+        raise UserError(
+            "eval needs to know what to measure: name an eval or environment, as in --eval math500, or a file with "
+            "`evals`. `telescope envs` lists environments"
+        )
+    if num_samples is not None:
+        try:
+            chosen = [EvalEntry.model_validate(entry.model_dump() | {"num_samples": num_samples}) for entry in chosen]
+        except ValidationError as error:
+            raise UserError(f"--num-samples is {num_samples}: {error.errors()[0]['msg']}") from None
+    return chosen
+
+
+def eval_numbers(entries: Sequence[EvalEntry], of_the_run: Sequence[EvalEntry]) -> list[int]:
+    """Returns a number for each eval, on which its seeds depend: that of the run's eval of the same name."""
+    free = {number: entry.name for number, entry in enumerate(of_the_run)}
+    numbers, later = [], len(of_the_run)
+    for entry in entries:
+        same = next((number for number, name in free.items() if name == entry.name), None)
+        if same is None:
+            same, later = later, later + 1
+        else:
+            del free[same]
+        numbers.append(same)
+    return numbers
+
+
+def share_cores(request: EvalRequest, of_run: Any) -> EvalRequest:
+    """Gives the servers the cores of this machine, unless the number is chosen or others decide."""
+    field = "ray_inference_cpus_per_worker"
+    if field in request.fields or (of_run or {}).get(field) is not None:
+        return request
+    if ray_cluster_is_configured(str(request.fields.get("ray_address", "auto"))):
+        return request
+    cores = local_resources().cpus / max(1, int(request.fields.get("inference_num_workers", 1)))
+    return replace(request, fields={**request.fields, field: min(4.0, cores)})
+
+
+def check_placement(config: TelescopeConfig) -> None:
+    """Checks that the servers fit this machine, unless they join a cluster."""
+    if not ray_cluster_is_configured(config.ray_address):
+        plan_placement(config, local_resources(), with_trainer=False)
+
+
+def _check_output(job: EvalJob, digest: str) -> None:
+    """Makes the output folder. Raises `UserError` if it holds another measurement or cannot be written."""
+    marker = job.output / "measurement"
+    try:
+        job.output.mkdir(parents=True, exist_ok=True)
+        if marker.is_file() and marker.read_text() != digest:
+            raise UserError(
+                f"{job.output} holds results with other settings ({marker.read_text()}, now {digest}). Choose another "
+                "--output, or leave it out"
+            )
+        marker.write_text(digest)
+    except OSError as error:
+        raise UserError(f"{job.output} cannot be written: {error}. Choose another folder with --output") from error
+
+
+def run_evals(job: EvalJob, view: View | None = None, log_step: LogStep = lambda step, metrics: None) -> EvalOutcome:
+    """Measures all models of a job. Raises `Interrupted` after Ctrl-C, otherwise the first error of any component."""
+    return asyncio.run(_EvalRun(job, view, log_step).run())
+
+
+class _EvalRun:
+    def __init__(self, job: EvalJob, view: View | None, log_step: LogStep) -> None:
+        self._job = job
+        self._view = view
+        self._log_step = log_step
+        self._status = RunStatus("eval", 0)
+        self._status.messages.extend(job.notes)
+        self._interrupt = Interrupt(self._status, "stopping")
+        self._scratch = job.output / "models"
+        """Converted checkpoints, removed when they are measured."""
+        self._results: list[TargetResult] = []
+        self._problems: list[str] = []
+
+    async def run(self) -> EvalOutcome:
+        job = self._job
+        async with AsyncExitStack() as stack:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            stack.callback(shutil.rmtree, self._scratch, ignore_errors=True)
+            reaper = stack.enter_context(Reaper())
+            recorder = stack.enter_context(self._recorder())
+            setup_logging(job.output, "driver", None, debug=job.config.debug, console=self._view is None)
+            samples = stack.enter_context(SamplesFile(job.output / "samples.jsonl"))
+            if self._view is not None:
+                stack.callback(self._view.stop)
+                self._view.start(self._status)
+            self._interrupt.install(asyncio.get_running_loop())
+            async with AsyncExitStack() as parts:
+                supervisor = Supervisor()
+                await supervisor.run_until(self._measure(supervisor, parts, reaper.directory, recorder, samples))
+            self._status.phase = "done"
+        return EvalOutcome(job, self._results, self._problems)
+
+    def _recorder(self) -> Recorder:
+        """Opens the record of the run, unless it is live or unknown, else one in the output folder."""
+        run_dir = self._job.run_dir
+        if run_dir is not None:
+            run = Run(run_dir)
+            if run.status != "live" and run.info is not None:
+                return Recorder(run_dir, attempt=run.info.attempt)
+            self._status.messages.append(f"the run is live, so results are recorded in {self._job.output}")
+        return Recorder(self._job.output)
+
+    async def _measure(
+        self, supervisor: Supervisor, stack: AsyncExitStack, temporary: Path, recorder: Recorder, samples: SamplesFile
+    ) -> None:
+        job, status = self._job, self._status
+        first = job.targets[0]
+        folder = await self._interrupt.run_until_first(self._folder_of(first))
+        config = job.config.replace(model=str(folder.absolute()))
+        preflight.check_report(config, await asyncio.to_thread(preflight.inspect_model, config))
+        directory = RunDirectory(job.output, config, [])
+        loop = asyncio.get_running_loop()
+
+        def on_ray_started() -> None:
+            self._interrupt.install(loop)
+            supervisor.spawn(watch_daemons(), "Ray's daemons")
+
+        starting = self._start(config, directory, stack, temporary, on_ray_started)
+        servers, inference, keys, environments = await self._interrupt.run_until_first(starting)
+        weights = FolderWeights(config, inference.clients, folder, job.version_of(first))
+        servers.bring_weights = weights.sync_one
+        for index in range(config.num_inference_servers):
+            servers.open(index)
+        supervisor.spawn(servers.watch(), "server watch")
+        supervisor.spawn(watchdog(status, config.watchdog_seconds, inference.dump_stacks), "watchdog")
+        settings = RolloutSettings.from_config(config)
+        session = f"standalone-{int(time.time()):x}"
+        plans = [
+            replace(await plan_eval(entry, key, environments, settings.sampling, number), session=session)
+            for entry, key, number in zip(config.evals, keys.evals, job.numbers, strict=True)
+        ]
+        evaluation = Evaluation(
+            plans, config, environments, servers, settings, recorder, self._log_step, status, supervisor.spawn,
+            problems=self._problems, samples=samples,
+        )  # fmt: skip
+        for target in job.targets:
+            version, samples.model = job.version_of(target), target.identity()
+            if target is not first:
+                previous, folder = folder, await self._interrupt.run_until_first(self._folder_of(target))
+                status.phase = f"loading {target.label}"
+                await self._interrupt.run_until_first(weights.use(folder, version, servers.up))
+                if previous.parent == self._scratch and previous != Path(config.model):
+                    shutil.rmtree(previous)
+            status.messages.append(f"{target.label}: measuring version {version}")
+            results = await self._interrupt.run_until_first(evaluation.run_all(version))
+            self._results.append(TargetResult(target, version, results))
+
+    async def _folder_of(self, target: EvalTarget) -> Path:
+        self._status.phase = f"preparing {target.label}"
+        return await asyncio.to_thread(target.model_folder, self._scratch, self._job.config.engine_dtype)
+
+    async def _start(
+        self,
+        config: TelescopeConfig,
+        directory: RunDirectory,
+        stack: AsyncExitStack,
+        temporary: Path,
+        on_ray_started: Callable[[], None],
+    ) -> tuple[ServerPool, InferenceGroup, EnvironmentKeys, Any]:
+        """Starts environments and servers, which end with `stack`."""
+        status = self._status
+        status.phase = "loading evals"
+        keys = keys_of_evals(config)
+        environments = await start_environments(config, keys, directory, status, stack)
+        cluster = await connect_cluster(config, directory, status, stack, temporary, on_ray_started)
+        placement = await reserve(config, plan_placement(config, cluster.resources, with_trainer=False))
+        stack.callback(placement.remove)
+        network = network_of(config, placement, cluster.driver_node)
+        status.phase = "starting the inference servers"
+        inference = InferenceGroup(
+            config, placement, directory.path, cluster, network, secrets.token_urlsafe(32)
+        )  # fmt: skip
+        stack.push_async_callback(inference.stop)
+        await all_or_first_failure(*start_servers(config, inference, status))
+        stack.push_async_callback(inference.close_clients)
+        slots = RequestSlotPool([config.lanes_per_server] * config.num_inference_servers)
+        return make_server_pool(config, inference, slots, status), inference, keys, environments
+
+
+def keys_of_evals(config: TelescopeConfig) -> EnvironmentKeys:
+    """Returns what evals need of `environment_keys`: an eval shares the settings of the run's environment."""
+    keys = environment_keys(config)
+    specs = [spec for spec in keys.specs if spec.key in keys.evals]
+    return EnvironmentKeys(specs, [], keys.evals)

@@ -1,0 +1,185 @@
+"""Finds the checkpoints and models that `telescope eval` measures, and gives each a model folder.
+
+A target is a native checkpoint, a model folder, or a model of the Hugging Face hub. A native checkpoint is converted to
+a temporary folder, unless its run has a converted one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from telescope.config.eval_config import EvalCommand
+from telescope.config.loader import read_yaml_file
+from telescope.config.model_source import is_local_path
+from telescope.errors import UserError
+from telescope.orchestrator.checkpoints import META
+from telescope.orchestrator.conversion import CONVERTED, MARKER, checkpoints_of_run, convert, is_converted, read_meta
+from telescope.record.files import RunFiles, read_json
+from telescope.record.reader import is_run
+from telescope.weights.model_folder import weight_files
+
+CONFIG = "config.json"
+DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+"""Files of a hub model that are needed."""
+
+STEP = re.compile(r"step_(\d+)")
+SAME_IN_ALL = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "num_experts", "moe_intermediate_size", "tie_word_embeddings", "rope_theta",
+    "rope_scaling", "rope_parameters", "sliding_window",
+)  # fmt: skip
+"""Fields of config.json that models must share to be loaded into one engine."""
+
+
+@dataclass(frozen=True)
+class EvalTarget:
+    """One model to measure. `path` is its folder; `is_native`: a checkpoint of a run, not yet converted."""
+
+    label: str
+    path: Path
+    step: int | None
+    is_native: bool
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run that it belongs to, if it lies in a run directory."""
+        return next((parent for parent in self.path.resolve().parents[:2] if is_run(parent)), None)
+
+    def run_config(self) -> dict[str, Any] | None:
+        """Returns the config of its run, or None."""
+        if self.is_native and isinstance(config := read_meta(self.path).get("config"), dict):
+            return config
+        run_dir = self.run_dir
+        file = RunFiles(run_dir).config if run_dir else None
+        return read_yaml_file(file)[0] if file is not None and file.is_file() else None
+
+    def identity(self) -> str:
+        """Returns a digest of the weights' origin: that of the checkpoint, also for a converted one."""
+        marker = None if self.is_native else read_json(self.path / MARKER)
+        if self.is_native:
+            meta = read_meta(self.path)
+            origin: Any = {name: meta.get(name) for name in ("step", "time", "model", "config_hash")}
+        elif isinstance(marker, dict):
+            origin = marker["checkpoint"]
+        else:
+            stats = [(file.name, file.stat()) for file in weight_files(self.path)]
+            origin = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        return hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
+
+    def model_files_folder(self) -> Path:
+        """Returns the folder of its config and tokenizer."""
+        return self.path / "hf_meta" if self.is_native else self.path
+
+    def model_folder(self, scratch: Path, dtype: str) -> Path:
+        """Returns a folder with its weights: its own, or one in `scratch` to which it is converted now."""
+        if not self.is_native:
+            return self.path
+        run_dir = self.run_dir
+        if run_dir is not None:
+            converted = run_dir / CONVERTED / self.path.name
+            if converted.is_dir() and is_converted(self.path, converted):
+                return converted
+        folder = scratch / self.path.name
+        convert(self.path, folder, dtype=dtype)
+        return folder
+
+
+def find_targets(command: EvalCommand, sources: Sequence[str], steps: Sequence[int] | None = None) -> list[EvalTarget]:
+    """Returns what `sources` (arguments) and the command's fields name, without repetition, by step.
+
+    `steps` chooses among the checkpoints of runs and folders. Raises `UserError` for what does not exist or cannot
+    share an engine.
+    """
+    found = [target for source in sources for target in _targets_of(source, steps)]
+    if command.checkpoint_dir is not None:
+        found += _targets_of(command.checkpoint_dir, steps)
+    for entry in command.checkpoints:
+        for target in _targets_of(entry.path, None):
+            found.append(target if entry.step is None else replace(target, step=entry.step))
+    if isinstance(command.hf_weights, str | list):
+        names = [command.hf_weights] if isinstance(command.hf_weights, str) else command.hf_weights
+        found += [target for name in names for target in _targets_of(name, None)]
+    elif command.hf_weights is True and (native := next((t for t in found if t.is_native), None)):
+        raise UserError(
+            f"hf_weights is true, and {native.path} is a checkpoint of the trainer. Leave hf_weights out, or convert "
+            "it with `telescope convert`"
+        )
+    if not found:
+        raise UserError(
+            "eval needs a model: a run directory, a checkpoint, a model folder or a name on the hub, as in "
+            "`telescope eval runs/first --eval countdown`. `telescope eval --help` explains it"
+        )
+    unique = list({target.path.resolve(): target for target in found}.values())
+    unique.sort(key=lambda target: (target.step is not None, target.step or 0))
+    _refuse_different_models(unique)
+    return unique
+
+
+def _targets_of(source: str, steps: Sequence[int] | None) -> list[EvalTarget]:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if (path / META).is_file() or (path / CONFIG).is_file():
+            return [_target(path)]
+        folder = checkpoints_of_run(path).path if is_run(path) else path
+        children = {int(m[1]): child for child in _children(folder) if (m := STEP.fullmatch(child.name))}
+        complete = {n: child for n, child in sorted(children.items()) if _is_model(child)}
+        if not complete:
+            raise UserError(
+                f"{source} has no complete checkpoint and no model: neither {META} nor {CONFIG} in it or in a step_N "
+                f"folder of {folder}"
+            )
+        if steps is not None and (missing := [step for step in steps if step not in complete]):
+            raise UserError(f"{folder} has no step_{missing[0]}. It has {', '.join(f'step_{n}' for n in complete)}")
+        return [_target(child) for n, child in complete.items() if steps is None or n in steps]
+    if is_local_path(source):
+        raise UserError(f"{source} does not exist. Give a run directory, a checkpoint, a model folder or a hub name")
+    return [EvalTarget(source, _download(source), None, is_native=False)]
+
+
+def _children(folder: Path) -> list[Path]:
+    return [child for child in folder.iterdir() if child.is_dir()] if folder.is_dir() else []
+
+
+def _is_model(path: Path) -> bool:
+    return (path / META).is_file() or (path / CONFIG).is_file()
+
+
+def _target(path: Path) -> EvalTarget:
+    match = STEP.fullmatch(path.resolve().name)
+    is_native = (path / META).is_file()
+    step = int(read_meta(path)["step"]) if is_native else int(match[1]) if match else None
+    return EvalTarget(path.name if match else str(path), path, step, is_native)
+
+
+def _download(name: str) -> Path:
+    """Returns the folder of a hub model, downloaded if it is not cached. Raises `UserError`."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(DOWNLOADED)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{name} is no folder here and cannot be downloaded: {reason}. Check the name") from error
+
+
+def _refuse_different_models(targets: Sequence[EvalTarget]) -> None:
+    """Raises `UserError` unless all models have one shape and one tokenizer."""
+    first = targets[0]
+    for other in targets[1:]:
+        one, two = (read_json(t.model_files_folder() / CONFIG) or {} for t in (first, other))
+        differs = [name for name in SAME_IN_ALL if one.get(name) != two.get(name)]
+        files = [t.model_files_folder() / "tokenizer.json" for t in (first, other)]
+        if not differs and all(file.is_file() for file in files) and files[0].read_bytes() != files[1].read_bytes():
+            differs = ["tokenizer.json"]
+        if differs:
+            raise UserError(
+                f"{first.path} and {other.path} differ in {', '.join(differs)}, so one engine cannot load both. "
+                "Evaluate them in two commands"
+            )

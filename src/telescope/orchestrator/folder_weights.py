@@ -1,0 +1,84 @@
+"""Loads model folders into running engines, in place, and verifies them.
+
+For standalone evals, where no trainer sends weights. Every worker reads the folder itself, through the same loading
+code as a weight sync; its fingerprints are compared with those of the files. Owns the folder that servers should have.
+
+Invariant: one server is loaded at a time by `sync_one`, and never twice with the same folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from telescope.config import TelescopeConfig
+from telescope.errors import InfrastructureError, RunError
+from telescope.inference.client import EngineClient
+from telescope.weights.model_folder import folder_metas
+from telescope.weights.plan import UpdateInfo, make_update
+from telescope.weights.probe import compare
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class FolderWeights:
+    """The weights that the servers should have. `version` numbers them, like a policy version."""
+
+    config: TelescopeConfig
+    clients: Sequence[EngineClient]
+    folder: Path
+    version: int
+
+    def __post_init__(self) -> None:
+        self._locks = [asyncio.Lock() for _ in self.clients]
+        for client in self.clients:  # they start with this folder
+            client.initial_version = client.loaded_version = self.version
+
+    async def use(self, folder: Path, version: int, servers: Sequence[int]) -> None:
+        """Loads another folder into `servers`; those that come back later get it too (`sync_one`)."""
+        self.folder, self.version = folder, version
+        await asyncio.gather(*(self.sync_one(server, lambda: None, fresh=False) for server in servers))
+
+    async def sync_one(self, server: int, on_loaded: Callable[[], None], *, fresh: bool) -> None:
+        """Loads the folder into one server, unless an old process has it. Calls `on_loaded` before any other load.
+
+        Raises InfrastructureError when the server fails, RunError when it has loaded anything else.
+        """
+        client = self.clients[server]
+        async with self._locks[server]:
+            if fresh or client.loaded_version != self.version:
+                await load_folder(client, self._update(), self.config.engine_dtype)
+            on_loaded()
+
+    def _update(self) -> UpdateInfo:
+        config = self.config
+        return make_update(
+            folder_metas(self.folder),
+            version=self.version,
+            dtype=config.engine_dtype,
+            bucket_mb=config.weight_broadcast_bucket_mb,
+            timeout_seconds=config.weight_sync_timeout_seconds,
+            folder=str(self.folder.absolute()),
+        )
+
+
+async def load_folder(client: EngineClient, update: UpdateInfo, dtype: str) -> None:
+    """Pauses a server, loads a model folder and verifies it. Raises RunError if other weights were loaded."""
+    await client.pause("keep")
+    # Also ends an update that failed in one worker and is still open in the others.
+    await client.call_worker("telescope_transfer_mode")
+    await client.start_update()
+    await client.update_weights(update.to_dict())
+    await client.finish_update(update.version)
+    await client.resume()
+    loaded = await client.call_worker("telescope_fingerprints")
+    if not loaded:
+        raise InfrastructureError(f"no worker of {client.base_url} answered")
+    report = await asyncio.to_thread(compare, sent=loaded[0]["read"], loaded=loaded, dtype=dtype)
+    if not report.ok:
+        raise RunError(f"server {client.server_index} has not loaded the weights of {update.folder}: {report}")
+    logger.info("server %d has loaded %s: %s", client.server_index, update.folder, report)

@@ -1,0 +1,57 @@
+"""Reads model folders with safetensors files: the list of tensors, and single tensors.
+
+The driver lists them from the headers, without torch; the workers of an engine read them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from telescope.config.model_contents import safetensors_tensors
+from telescope.errors import UserError
+from telescope.weights.plan import TensorMeta
+
+if TYPE_CHECKING:
+    import torch
+
+
+def folder_metas(folder: Path) -> list[TensorMeta]:
+    """Returns names and shapes of a model's tensors; of tied ones the input embedding. Raises `UserError`."""
+    files = weight_files(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        stored = {name: tensor for file in files for name, tensor in safetensors_tensors(file).items()}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} is no complete model: {error}. Convert or download it again") from error
+    if config.get("tie_word_embeddings"):
+        stored.pop("lm_head.weight", None)
+    return [TensorMeta(name, tensor.shape) for name, tensor in stored.items()]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the safetensors files of a model, as its index lists them. Raises `UserError` if one is missing."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing or not names:
+        raise UserError(
+            f"{folder} has no {missing[0] if missing else 'safetensors file'}. Convert or download it again"
+        )
+    return [folder / name for name in names]
+
+
+def folder_reader(folder: Path) -> Callable[[str], torch.Tensor]:
+    """Returns a function that reads a tensor by its name, on the CPU."""
+    from safetensors import safe_open
+
+    file_of: dict[str, Any] = {}
+    for path in weight_files(folder):
+        file: Any = safe_open(path, framework="pt")
+        file_of |= dict.fromkeys(file.keys(), file)
+    return lambda name: file_of[name].get_tensor(name)

@@ -1,0 +1,58 @@
+"""An interrupted evaluation keeps its finished samples."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from telescope.evals.samples_file import SamplesFile
+
+
+def plan(*uids: str, number: int = 0) -> Any:
+    items = [SimpleNamespace(index=index, prompt=SimpleNamespace(sample_uid=uid)) for index, uid in enumerate(uids)]
+    return SimpleNamespace(name="math500", number=number, items=items)
+
+
+def add(file: SamplesFile, of: Any, item: int, completion: int, score: float) -> None:
+    file.add(of, of.items[item], SimpleNamespace(sample_index=completion), {"correct": score})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Three samples: two of model a, one of model b."""
+    with SamplesFile(tmp_path / "samples.jsonl") as file:
+        file.model = "a"
+        add(file, plan("x", "y"), 0, 0, 1.0)
+        add(file, plan("x", "y"), 1, 2, 0.0)
+        file.model = "b"
+        add(file, plan("x", "y"), 0, 0, 0.5)
+    return tmp_path / "samples.jsonl"
+
+
+def test_samples_are_known_by_model_eval_item_and_completion(path):
+    with SamplesFile(path) as file:
+        assert file.known(plan("x", "y")) == {}, "no model yet"
+        file.model = "a"
+        assert file.known(plan("x", "y")) == {(0, 0): {"correct": 1.0}, (1, 2): {"correct": 0.0}}
+        assert file.known(plan("x", "y", number=1)) == {}
+        file.model = "b"
+        assert file.known(plan("x", "y")) == {(0, 0): {"correct": 0.5}}
+
+
+def test_an_item_that_has_changed_is_sampled_again(path):
+    with SamplesFile(path) as file:
+        file.model = "a"
+        assert file.known(plan("x", "another")) == {(0, 0): {"correct": 1.0}}
+
+
+def test_a_line_that_a_kill_cut_off_is_dropped_and_the_next_one_is_whole(path):
+    path.write_bytes(path.read_bytes()[:-5])
+    with SamplesFile(path) as file:
+        file.model = "b"
+        assert file.known(plan("x", "y")) == {}
+        add(file, plan("x", "y"), 1, 0, 1.0)
+    with SamplesFile(path) as file:
+        file.model = "b"
+        assert file.known(plan("x", "y")) == {(1, 0): {"correct": 1.0}}
