@@ -20,6 +20,7 @@ from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.environments.worker_pool.pool import EnvironmentPool
 from telescope.errors import InfrastructureError
 from telescope.inference.client import EngineClient
+from telescope.orchestrator.evaluation import Evaluation, plan_evals
 from telescope.orchestrator.filters import SampleFilters
 from telescope.orchestrator.orchestrator import Orchestrator, Services
 from telescope.orchestrator.prompt_sampler import PromptSampler
@@ -82,17 +83,17 @@ class FakeWeightSync:
         assert self.servers is not None
         if self.fail_at == self.trainer.version:
             raise RuntimeError("the sync broke")
-        for index in self.servers.up:
+        for index in self.servers.synced:
             try:
                 await self._update(self.servers.clients[index])
             except InfrastructureError as error:
                 self.servers.report_failure(index, error)
-        return {"weight_sync/servers": float(len(self.servers.up))}
+        return {"weight_sync/servers": float(len(self.servers.synced))}
 
     async def sync_one(self, server: int, on_loaded: Callable[[], None], *, fresh: bool) -> None:
         assert self.servers is not None
         async with self.trainer.queue:
-            if fresh and self.trainer.version:
+            if self.servers.clients[server].loaded_version != self.trainer.version or (fresh and self.trainer.version):
                 await self._update(self.servers.clients[server])
             on_loaded()
 
@@ -129,10 +130,12 @@ class FakeRun:
     step_log: StepLog
     recorder: Recorder
     environments: EnvironmentPool
+    evaluation: Evaluation
 
     async def run(self, timeout: float = 30.0) -> None:
         """Trains to the end, or raises the run's error. AssertionError with the run's state after `timeout` seconds."""
         supervisor = Supervisor()
+        self.evaluation.spawn = supervisor.spawn
         supervisor.spawn(self.servers.watch(), "server watch")
         try:
             async with asyncio.timeout(timeout):
@@ -182,6 +185,7 @@ async def fake_run(
         servers = ServerPool(
             handles, clients, slots, status,
             start_timeout=SERVER_START_SECONDS, hang_timeout=0.0,
+            num_dedicated=config.num_eval_servers, eval_slots_per_server=config.lanes_per_server,
         )  # fmt: skip
         servers.bring_weights = weights.sync_one
         weights.servers = servers
@@ -189,6 +193,11 @@ async def fake_run(
             servers.open(index)
         recorder = stack.enter_context(Recorder(run_dir, flush_seconds=flush_seconds))
         step_log = StepLog()
+        settings = RolloutSettings.from_config(config)
+        evaluation = Evaluation(
+            await plan_evals(config, keys, environments, settings), config, environments, servers, settings, recorder,
+            lambda step, metrics: None, status, lambda coroutine, name: asyncio.create_task(coroutine, name=name),
+        )  # fmt: skip
         infos = [await environments.describe(key) for key in keys.training]
         sizes = [info.num_samples for info in infos]
         orchestrator = Orchestrator(
@@ -205,10 +214,14 @@ async def fake_run(
                 filters=SampleFilters.from_config(config, vocab_size=VOCAB_SIZE),
                 infos=infos,
                 report_engine_failure=servers.report_failure,
+                after_step=lambda step, state: evaluation.start_due(step),
+                eval_history=evaluation.history,
             ),
             PromptSampler(config.seed, sizes, [entry.weight for entry in config.environments], [0] * len(sizes)),
             frozenset(),
-            RolloutSettings.from_config(config),
+            settings,
             status,
         )
-        yield FakeRun(config, orchestrator, trainer, weights, servers, slots, status, step_log, recorder, environments)
+        yield FakeRun(
+            config, orchestrator, trainer, weights, servers, slots, status, step_log, recorder, environments, evaluation
+        )  # fmt: skip

@@ -210,6 +210,23 @@ async def test_a_multi_turn_eval_runs_its_environment(make_pool, encode):
     assert (advance.reward.total_reward, advance.reward.sample_metrics["reward"]) == (2.0, 2.0)
 
 
+async def test_a_tool_eval_calls_its_tools_and_is_scored_by_its_metrics(make_pool, encode):
+    from telescope.evals import eval_spec
+
+    kwargs = {"dataset": "generated", "num_samples": 3, "system_prompt": "Use the calculator."}
+    pool = await make_pool(eval_spec("calculator_agent", kwargs, key="eval"))
+    first = await pool.begin("r", "eval", 0)
+    assert first.messages[0]["role"] == "system" and "Use the calculator." in first.messages[0]["content"]
+    assert first.token_ids == (await pool.prepare("eval", 0)).token_ids
+    call = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</tool_call>'
+    reply = await say(pool, encode, "r", call, for_eval=True)
+    assert not reply.done and "42" in reply.messages[0]["content"]
+    last = await say(pool, encode, "r", "<answer>none</answer>", for_eval=True)
+    assert last.done
+    assert last.reward.sample_metrics["correct"] == 0.0
+    assert last.reward.sample_metrics["total_tool_calls"] == 1
+
+
 def notes_of(path):
     return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
 

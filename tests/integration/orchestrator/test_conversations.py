@@ -106,3 +106,26 @@ async def test_an_environment_process_that_is_killed_costs_no_sample(ground: Gro
         assert run.status.num_masked_samples == 0
         assert run.orchestrator.ledger.num_trained == 6 * 4
         assert run.orchestrator.ledger.is_balanced()
+
+
+async def test_evals_of_conversations_run_beside_training_at_one_version_each(ground: Ground, tmp_path: Path) -> None:
+    evals = [{"name": "rounds", "eval_every": 1, "kwargs": {"max_turns": 6}}]  # longer than a training step
+    servers = {"inference_num_workers": 2, "eval_num_servers": 1, "number_of_steps": 10}
+    async with harness(ground, tmp_path, engine=SLOW, evals=evals, **servers, **ROUNDS) as run:
+        await run.run()
+    record = Run(tmp_path)
+    assert record.table("steps").num_rows == 10
+    rows = record.table("evals").to_pylist()
+    finished = [row for row in rows if row["status"] == "finished"]
+    assert finished and any(row["status"] == "skipped" for row in rows)
+    links = record.table("eval_samples").to_pylist()
+    samples = {row["sample_id"]: row for row in record.table("samples").to_pylist()}
+    turns = turns_of(tmp_path)
+    for row in finished:
+        of_eval = [link["sample_id"] for link in links if link["eval_id"] == row["eval_id"]]
+        assert len(of_eval) == row["num_scored"] == 64
+        said = [turn for sample_id in of_eval for turn in turns[sample_id] if turn["role"] == "assistant"]
+        assert len(said) == 64 * 6
+        assert {version for turn in said for version in turn["versions"]} == {row["version"]}
+    assert {row["server"] for row in samples.values() if row["eval_name"]} == {1}
+    assert {row["server"] for row in samples.values() if not row["eval_name"] and row["status"] == "kept"} == {0}

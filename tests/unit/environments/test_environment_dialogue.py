@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from telescope.environments.rendering import Dialogue, Divergence, Renderer, why_not_extendable
 from telescope.environments.worker_pool.messages import RendererSpec
 from telescope.errors import UserError
+from telescope.evals import get_eval
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -242,6 +243,16 @@ def test_a_template_without_special_tokens_joins_at_its_text() -> None:
     assert extension.divergence is Divergence.END_TOKEN, "the template has no end of an answer"
     text = made.decode([*ids, *tokens, *extension.token_ids], cut_end_token=False)
     assert text == "user: Guess.\nassistant: crane\nuser: no\nassistant: "
+
+
+@pytest.mark.parametrize("enable_thinking", [False, True])
+def test_evals_use_the_chat_template_with_their_system_prompt_and_the_runs_thinking(enable_thinking: bool) -> None:
+    made = renderer("thinking", enable_thinking=enable_thinking)
+    ending = "" if enable_thinking else "<think>\n\n</think>\n\n"
+    for name, kwargs in (("gpqa_diamond", {}), ("math500", {"instruction_prompt_post": None})):
+        text = made.prompt_text(get_eval(name, system_prompt="Be brief.", **kwargs), "What?")
+        asked = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
+        assert text == asked + ending
 
 
 def test_a_conversation_without_a_chat_template_is_refused() -> None:
