@@ -314,8 +314,9 @@ def _comparable(result: EvalResult, baseline: EvalResult) -> bool:
 
 def finished_at(run_dir: Path, version: int) -> frozenset[int]:
     """Returns the numbers of the evals that earlier attempts of a run have finished at a policy version."""
-    rows = Run(run_dir).table("evals", columns=["number", "version", "status"]).to_pylist()
-    return frozenset(row["number"] for row in rows if (row["version"], row["status"]) == (version, "finished"))
+    rows = Run(run_dir).table("evals", columns=["number", "version", "status", "source"]).to_pylist()
+    finished = (version, "finished", "live")
+    return frozenset(row["number"] for row in rows if (row["version"], row["status"], row["source"]) == finished)
 
 
 async def plan_evals(

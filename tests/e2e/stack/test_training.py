@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import pytest_asyncio
-from tests.e2e.stack.conftest import LongRun, Outcome, Stack
+from tests.e2e.stack.conftest import LongRun, Outcome, Stack, evaluation_on
+from tests.unit.orchestrator.fakes import StrictRecorder
 
 from telescope.orchestrator.checkpoints import CheckpointFolder
+from telescope.orchestrator.status import RunStatus
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
@@ -84,6 +89,25 @@ async def test_a_run_resumed_after_one_step_samples_and_trains_as_one_that_was_n
             assert steps[0][step][name] == pytest.approx(steps[1][step][name], rel=1e-5, abs=1e-9), (step, name)
     assert resumed.orchestrator.ledger.num_trained == straight.orchestrator.ledger.num_trained
     assert resumed.orchestrator.position() == straight.orchestrator.position()
+
+
+async def test_an_eval_keeps_its_policy_version_while_training_goes_on(stack: Stack) -> None:
+    parts, recorder = stack.parts, StrictRecorder()
+    await parts.trainer.restart()
+    await parts.weights.sync()
+    directory: Any = SimpleNamespace(recorder=recorder, step_log=SimpleNamespace(log_step=lambda step, metrics: None))
+    evaluation = evaluation_on(parts, parts.evals, directory, RunStatus("eval", 1))
+    running = asyncio.create_task(evaluation.run_all(0))
+    outcome = await stack.run(number_of_steps=4, max_off_policy_steps=-1)
+    (result,) = await running
+    syncs = [row["metrics"]["weight_sync/servers"] for row in outcome.steps()]
+    assert syncs[0] == 0.0, "the server of a running eval receives no weights"
+    assert parts.trainer.version == len(syncs) == 4, "and training does not wait for it"
+    rows = recorder.of("samples", eval_name="countdown")
+    assert len(rows) == result.num_items == 500
+    assert {(row["start_version"], row["end_version"]) for row in rows} == {(0, 0)}
+    await parts.weights.sync()
+    assert parts.servers.clients[0].loaded_version == 4, "it is in the next sync"
 
 
 @pytest.mark.slow

@@ -307,7 +307,9 @@ async def test_gains_after_a_resume_refer_to_the_first_attempts_baseline() -> No
 def test_an_attempt_knows_which_evals_earlier_ones_have_finished(tmp_path: Any) -> None:
     with Recorder(tmp_path) as recorder:
         for number, version, status in ((0, 2, "finished"), (1, 2, "failed"), (1, 4, "finished")):
-            recorder.write("evals", {"number": number, "version": version, "status": status, "step": version - 1})
+            row = {"number": number, "version": version, "status": status, "step": version - 1, "source": "live"}
+            recorder.write("evals", row)
+        recorder.write("evals", {**row, "number": 2, "version": 2, "source": "standalone"})
     assert finished_at(tmp_path, 2) == {0}
 
 
