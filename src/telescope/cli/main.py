@@ -19,8 +19,8 @@ from telescope.utils.process import run_and_exit
 from telescope.utils.text import did_you_mean, plain
 
 # In the order of the help: what a user needs first comes first.
-COMMANDS = ("train", "eval", "verify", "convert", "config", "doctor", "tiny_model", "envs", "runs", "query")
-OWN_ARGUMENTS = ("train", "eval", "verify")
+COMMANDS = ("train", "eval", "chat", "convert", "verify", "config", "doctor", "tiny_model", "envs", "runs", "query")
+OWN_ARGUMENTS = ("train", "eval", "chat", "verify")
 """Commands with a flag for every field of the schema; they parse their own arguments."""
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2

@@ -1,11 +1,14 @@
-"""A conversation with a server that answers, refuses or breaks off."""
+"""`telescope chat` without vLLM: commands, printing, and a server that answers, refuses or breaks off."""
 
+import io
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from telescope.cli import chat
+from telescope.cli.main import main
 from telescope.errors import InfrastructureError, UserError
 from telescope.inference.chat import ChatSettings, Conversation, connect
 
@@ -82,3 +85,40 @@ def test_a_server_that_breaks_off_is_an_error(conversation):
     FakeServer.fault = "break off"
     with pytest.raises(InfrastructureError, match="does not answer"):
         list(conversation.ask("first"))
+
+
+def test_questions_and_commands_are_read_from_standard_input(conversation, capsys, monkeypatch):
+    lines = "first\n/temperature 0\n/max-tokens 7\nsecond\n/nonsense\n/reset\n/system\nthird\n/exit\nfourth\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    chat._talk(conversation)
+    shown, notes = capsys.readouterr()
+    assert shown.count("one two three") == 3
+    assert "There is no command /nonsense" in notes
+    second, third = FakeServer.requests[1:]
+    assert (second["temperature"], second["max_completion_tokens"]) == (0, 7)
+    assert third["messages"] == [{"role": "user", "content": "third"}]
+
+
+@pytest.mark.parametrize("line", ["/temperature hot", "/temperature 3", "/max-tokens -1", "/max-tokens"])
+def test_a_command_with_a_wrong_value_names_what_it_takes(conversation, line):
+    command, _, value = line.partition(" ")
+    with pytest.raises(UserError, match=f"{command} is '{value}'. Give a"):
+        chat.obey(conversation, command, value)
+
+
+def test_an_answer_cannot_control_the_terminal():
+    assert chat.printable("a\x1b[31m\tb\n\x07ü\x9b") == "a[31m\tb\nü"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["/nowhere/model"], "/nowhere/model does not exist"),
+        (["{folder}"], "has no complete checkpoint and no model"),
+        (["{folder}", "--temperature", "3"], "no complete checkpoint"),
+        ([], "required: path"),
+    ],
+)
+def test_bad_input_starts_nothing(tmp_path, capsys, arguments, reason):
+    assert main(["chat", *(word.format(folder=tmp_path) for word in arguments)]) == 2
+    assert reason in capsys.readouterr().err

@@ -1,0 +1,244 @@
+"""`telescope chat`: a conversation with a checkpoint, a model folder or a hub model, served by vLLM on this machine.
+
+Arguments, input and printing only; `inference.server` runs vLLM and `inference.chat` holds the conversation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import socket
+import sys
+import tempfile
+import threading
+import time
+import unicodedata
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from telescope.config.machine import LOOPBACK
+from telescope.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    import openai
+
+    from telescope.config import TelescopeConfig
+    from telescope.inference.chat import Conversation
+    from telescope.orchestrator.eval_targets import EvalTarget
+
+STATUS_SECONDS = 0.5
+
+EPILOG = """examples:
+  telescope chat runs/first                     the newest checkpoint of a run
+  telescope chat runs/first --step 50 --system "Answer in one word."
+  telescope chat models/tiny-countdown --temperature 0
+  telescope chat Qwen/Qwen2.5-0.5B-Instruct --max-model-len 4096 --prompt "What is 7 * 6?"
+
+Context, chat template, thinking, dtype and sampling of a run's checkpoint are those of the run. Other fields of
+inference are flags too, as for `telescope eval`: --inference_tensor_parallel_size 2, --gpu_memory_utilization 0.5."""
+
+COMMANDS = """  /reset             begin a new conversation
+  /system TEXT       set the system prompt, and begin a new conversation
+  /temperature T     0 is greedy
+  /max-tokens N      longest answer; 0: as long as the context allows
+  /exit              end (so does Ctrl-D; Ctrl-C stops an answer)"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Registers the subcommand for the list of commands. `main` hands its arguments to `run` directly."""
+    parser = subparsers.add_parser("chat", help="talk to a checkpoint or a model", add_help=False)
+    parser.set_defaults(func=lambda _: run([]))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command's own arguments; all others are flags of config fields."""
+    parser = argparse.ArgumentParser(
+        prog="telescope chat",
+        description="Serve a checkpoint, a model folder or a hub model with vLLM on this machine, and talk to it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("path", help="run directory, checkpoint (step_N), model folder, or name on the hub")
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint of a run (default: the newest)")
+    parser.add_argument("--prompt", metavar="TEXT", help="ask this, print the answer, and exit")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    parser.add_argument("--temperature", type=float, metavar="T", help="default: that of the run, else 1")
+    parser.add_argument("--top-p", "--top_p", type=float, metavar="P", help="default: that of the run, else 1")
+    parser.add_argument("--max-tokens", "--max_tokens", type=int, metavar="N", help="longest answer")
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs the command. Returns the exit code; raises `UserError` for bad input, before anything is started."""
+    from telescope.inference.chat import ChatSettings, Conversation
+
+    arguments, fields = build_parser().parse_known_args(argv)
+    target = _find_target(arguments.path, arguments.step)
+    config = _build_config(arguments, target, fields)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="telescope-chat-")))
+        if target.is_native:
+            _say(f"reading {target.path}")
+        folder = target.model_folder(scratch, config.engine_dtype)
+        client = stack.enter_context(_serving(config, folder, scratch))
+        settings = ChatSettings(
+            config.temperature if arguments.temperature is None else arguments.temperature,
+            (config.top_p or 1.0) if arguments.top_p is None else arguments.top_p,
+            arguments.max_tokens,
+        )
+        conversation = Conversation(client, config.model, settings, arguments.system)
+        if arguments.prompt is not None:
+            _answer(conversation, arguments.prompt)
+        else:
+            _talk(conversation)
+    return 0
+
+
+def _find_target(path: str, step: int | None) -> EvalTarget:
+    from telescope.config.eval_config import EvalCommand
+    from telescope.orchestrator.eval_targets import find_targets
+
+    return find_targets(EvalCommand(), [path], None if step is None else [step])[-1]
+
+
+def _build_config(arguments: argparse.Namespace, target: EvalTarget, fields: list[str]) -> TelescopeConfig:
+    """Returns the config of the server. Raises `ConfigError`."""
+    from telescope.config.eval_config import build_eval_config, load_eval_request
+    from telescope.config.model_shape import ModelShape
+    from telescope.record.files import read_json
+
+    for name, value, fits, bounds in (
+        ("--max-tokens", arguments.max_tokens, lambda n: n >= 1, "at least 1"),
+        ("--temperature", arguments.temperature, lambda t: 0 <= t <= 2, "from 0 to 2"),
+        ("--top-p", arguments.top_p, lambda p: 0 < p <= 1, "above 0 and at most 1"),
+    ):
+        if value is not None and not fits(value):
+            raise ConfigError(f"{name} is {value:g}. Give a number {bounds}")
+    request = load_eval_request(None, fields)
+    model = target.model_files_folder()
+    shape = ModelShape.from_config(read_json(model / "config.json") or {})
+    of_run = target.run_config()
+    if of_run is None and shape is not None and "max_model_len" not in request.fields:
+        default = build_eval_config(request, None, [], str(model)).max_model_len
+        longest = min(default, shape.max_position_embeddings or default)
+        request = load_eval_request(None, [*fields, f"--max_model_len={longest}", f"--max_tokens={longest}"])
+    return build_eval_config(request, of_run, [], str(model))
+
+
+@contextmanager
+def _serving(config: TelescopeConfig, folder: Path, directory: Path) -> Iterator[openai.OpenAI]:
+    """Serves a model folder while the context is open. Raises `RunError` if vLLM does not start."""
+    from telescope.inference.chat import connect
+    from telescope.inference.process import FIRST_STAGE, start_stage
+    from telescope.inference.server import InferenceServer, SupervisionLimits
+
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = free.getsockname()[1]
+    secret = secrets.token_urlsafe(32)
+    limits = SupervisionLimits(start_timeout=config.inference_start_timeout_seconds, max_restarts=0)
+    server = InferenceServer(config, 0, port, LOOPBACK, secret, str(folder), directory, limits=limits)
+    started = threading.Event()
+
+    def show_start() -> None:
+        began, stage, shown = time.monotonic(), FIRST_STAGE, ""
+        while not started.wait(STATUS_SECONDS):
+            stage = start_stage(server.status().last_log_lines) or stage
+            if stage != shown:
+                shown = stage
+                _say(f"starting vLLM: {stage} ({time.monotonic() - began:.0f} s)")
+
+    progress = threading.Thread(target=show_start, name="progress of the start", daemon=True)
+    progress.start()
+    try:
+        try:
+            server.start()
+        finally:
+            started.set()
+        yield connect(server.url, secret)
+    finally:
+        server.stop()
+
+
+def _talk(conversation: Conversation) -> None:
+    """Reads questions and commands until /exit or the end of the input."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        import readline  # noqa: F401  # line editing and history of `input`
+
+        _say(f"{conversation.model}. /help lists the commands.")
+    while True:
+        try:
+            line = input("> " if is_terminal else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print()
+            return
+        command, _, value = line.partition(" ")
+        if command in ("/exit", "/quit"):
+            return
+        try:
+            if command.startswith("/"):
+                _say(obey(conversation, command, value.strip()))
+            elif line:
+                _answer(conversation, line)
+        except UserError as error:
+            _say(str(error))
+
+
+def obey(conversation: Conversation, command: str, value: str) -> str:
+    """Runs a command of the conversation. Returns what to print; raises `UserError` for a value that cannot be."""
+    settings = conversation.settings
+    if command == "/reset":
+        conversation.reset()
+        return "a new conversation"
+    if command == "/system":
+        conversation.reset()
+        conversation.system = value or None
+        return f"system prompt: {value or 'none'}; a new conversation"
+    try:
+        if command == "/temperature":
+            temperature = float(value)
+            if not 0 <= temperature <= 2:
+                raise ValueError
+            settings.temperature = temperature
+            return f"temperature {temperature:g}"
+        if command == "/max-tokens":
+            number = int(value)
+            if number < 0:
+                raise ValueError
+            settings.max_tokens = number or None
+            return f"answers of at most {number} tokens" if number else "answers as long as the context allows"
+    except ValueError:
+        bounds = "a number from 0 to 2" if command == "/temperature" else "a whole number, 0 or more"
+        raise UserError(f"{command} is {value!r}. Give {bounds}") from None
+    if command != "/help":
+        raise UserError(f"There is no command {command}. The commands are:\n{COMMANDS}")
+    return COMMANDS
+
+
+def _answer(conversation: Conversation, question: str) -> None:
+    """Prints an answer as it comes. Ctrl-C stops it; the conversation keeps what was received."""
+    pieces = conversation.ask(question)
+    try:
+        for piece in pieces:
+            print(printable(piece), end="", flush=True)
+        if conversation.finish_reason == "length":
+            print(" [cut: --max-tokens or the context is used up]", end="")
+    except KeyboardInterrupt:
+        pieces.close()  # type: ignore[attr-defined]
+        print(" [stopped]", end="")
+    print(flush=True)
+
+
+def printable(text: str) -> str:
+    """Removes control characters but tabs and line ends, so that no answer can control the terminal."""
+    return "".join(char for char in text if char in "\n\t" or unicodedata.category(char) != "Cc")
+
+
+def _say(text: str) -> None:
+    """Prints what is not the model's, so that an answer alone can be redirected."""
+    print(text, file=sys.stderr, flush=True)
