@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,11 +126,17 @@ def load_eval_request(
 
 
 def build_eval_config(
-    request: EvalRequest, of_run: Mapping[str, Any] | None, evals: Sequence[EvalEntry], model: str
+    request: EvalRequest,
+    of_run: Mapping[str, Any] | None,
+    evals: Sequence[EvalEntry],
+    model: str,
+    *,
+    model_context: int | None = None,
 ) -> TelescopeConfig:
     """Makes the config of an eval's servers and environments, which load `model` first.
 
-    `of_run` are the values of the evaluated run's config. Raises `ConfigError`.
+    `of_run` are the values of the evaluated run's config; without them, lengths fit `model_context`, the model's
+    longest. Raises `ConfigError`.
     """
     defaults = TelescopeConfig.model_fields
     inherited = {
@@ -138,8 +145,10 @@ def build_eval_config(
         if name in OF_THE_RUN and value != defaults[name].get_default(call_default_factory=True)
     }
     values: dict[str, Any] = {"environments": NO_ENVIRONMENT, "inference_num_workers": 1, **inherited, **request.fields}
-    if of_run is None and "seq_len" not in request.fields and "max_model_len" in request.fields:
-        values["seq_len"] = request.fields["max_model_len"]
+    if of_run is None:
+        context = values.setdefault("max_model_len", min(defaults["max_model_len"].default, model_context or math.inf))
+        values.setdefault("max_tokens", min(defaults["max_tokens"].default, context))
+        values.setdefault("seq_len", context)
     tensor_parallel = values.get("inference_tensor_parallel_size", 1)
     if "inference_num_workers" not in request.fields and isinstance(tensor_parallel, int):
         values["inference_num_workers"] = max(values["inference_num_workers"], tensor_parallel)

@@ -4,8 +4,8 @@ One pool of servers measures all models; each is loaded into the running engines
 servers and sampling are those of a training run (`run_components`, `evaluation`), without a trainer. Finished samples
 are kept in `samples.jsonl` of the output folder, so that the same evaluation continues after an interruption.
 
-Results go to the record of the run that the checkpoints belong to, or of the output folder if there is none or it is
-live.
+Results go to the record of the run that the checkpoints belong to, or to that of the output folder without a run or if
+it is live.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Interrupt, Supervisor, watchdog
+from telescope.record.files import read_json
 from telescope.record.logging import setup_logging
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
@@ -66,7 +67,10 @@ LogStep = Callable[[int, dict[str, float]], None]
 
 @dataclass(frozen=True)
 class EvalJob:
-    """A checked evaluation. `numbers` are those of the evals, as in the run if it has them too."""
+    """A checked evaluation. `numbers` are those of the evals, as in the run if it has them too.
+
+    `run_dir` is the run whose record receives the results; None: the record of the output folder.
+    """
 
     config: TelescopeConfig
     targets: list[EvalTarget]
@@ -120,16 +124,20 @@ def prepare(
     run_dir = next(iter(runs)) if len(runs) == 1 else None
     of_the_run = [EvalEntry.model_validate(entry) for entry in (of_run or {}).get("evals", [])]
     entries = choose_evals(request.command.evals, of_the_run, wanted, num_samples)
-    config = build_eval_config(
-        share_cores(request, of_run), of_run, entries, str(targets[0].model_files_folder().absolute())
-    )
+    files = targets[0].model_files_folder().absolute()
+    context = (read_json(files / "config.json") or {}).get("max_position_embeddings")
+    config = build_eval_config(share_cores(request, of_run), of_run, entries, str(files), model_context=context)
     digest = measurement_digest(config, entries)
     if output is None:
         root = run_dir / OUTPUTS if run_dir is not None else Path(OUTPUTS)
         name = "" if run_dir is not None else f"{targets[0].path.name.removeprefix('.')}-"
         output = root / f"{name}{digest}"
     config = config.replace(run_dir=str(output.absolute()))
-    job = EvalJob(config, targets, eval_numbers(entries, of_the_run), output.absolute(), run_dir, list(request.notes))
+    notes = list(request.notes)
+    if run_dir is not None and Run(run_dir).status == "live":
+        notes.append(f"{run_dir} is live, so results are recorded in {output}")
+        run_dir = None
+    job = EvalJob(config, targets, eval_numbers(entries, of_the_run), output.absolute(), run_dir, notes)
     checks = (
         preflight.check_packages, preflight.check_plugin, preflight.check_ray_address, check_placement,
         preflight.check_open_files, preflight.check_shared_memory, preflight.check_ports, preflight.check_evals,
@@ -247,14 +255,12 @@ class _EvalRun:
         return EvalOutcome(job, self._results, self._problems)
 
     def _recorder(self) -> Recorder:
-        """Opens the record of the run, unless it is live or unknown, else one in the output folder."""
+        """Opens the record of the run, or one in the output folder."""
         run_dir = self._job.run_dir
-        if run_dir is not None:
-            run = Run(run_dir)
-            if run.status != "live" and run.info is not None:
-                return Recorder(run_dir, attempt=run.info.attempt)
-            self._status.messages.append(f"the run is live, so results are recorded in {self._job.output}")
-        return Recorder(self._job.output)
+        info = Run(run_dir).info if run_dir is not None else None
+        if run_dir is None or info is None:
+            return Recorder(self._job.output)
+        return Recorder(run_dir, attempt=info.attempt)
 
     async def _measure(
         self, supervisor: Supervisor, stack: AsyncExitStack, temporary: Path, recorder: Recorder, samples: SamplesFile

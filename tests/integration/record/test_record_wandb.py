@@ -104,6 +104,16 @@ def offline_values(run_dir: Path) -> list[dict[str, float]]:
     return [{key: float(json.loads(value)) for key, value in row.items()} for row in rows]
 
 
+def test_an_evaluation_goes_to_the_run_that_it_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(Config, "use_wandb", False)
+    sink = WandbSink(Config(), tmp_path, run_path="me/project/abc123")
+    sink.log_step(9, {"eval/math500/accuracy": 0.5})
+    sink.close()
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-abc123.wandb")
+    assert offline_summary(tmp_path)["eval/math500/accuracy"] == 0.5
+    assert b"me" in path.read_bytes()
+
+
 def test_without_credentials_wandb_records_offline_with_one_warning(tmp_path, caplog, capfd):
     sink = WandbSink(Config(), tmp_path)
     for step in range(3):
