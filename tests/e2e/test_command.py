@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -91,6 +92,19 @@ def test_a_driver_that_is_killed_while_it_trains_leaves_no_process_behind_and_it
     assert sorted(steps) == [(step, 1 if step < last else 2) for step in range(last + 2)]
     assert checkpoints.steps()[-1] == last + 2
     evaluate_checkpoints(command.run_dir, tmp_path, [last + 1, last + 2])
+    run_printed_commands(resumed.log.read_text(), tmp_path)
+
+
+def run_printed_commands(output: str, folder: Path) -> None:
+    """Runs the commands that a run prints at its end as they are, but for the one that continues it, as above."""
+    lines = output.partition("\nNext:\n")[2].splitlines()
+    commands = {words[1]: words for words in map(shlex.split, lines) if words}
+    assert list(commands) == ["runs", "query", "eval", "train"]
+    resume = commands.pop("train")
+    assert (resume[2], resume[4]) == ("--resume", "--number_of_steps")
+    for words in commands.values():
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, (words, done.stderr)
 
 
 EVALS = """

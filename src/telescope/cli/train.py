@@ -6,6 +6,7 @@ Arguments and printing only. Every field of the schema is a flag, so the argumen
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
 import sys
 import traceback
@@ -134,7 +135,9 @@ def _train(loaded: LoadedConfig) -> int:
             traceback.print_exc()
         raise
     checkpoints = CheckpointFolder.for_run(loaded.config, Path(summary.run_dir))
-    print_summary(summary, _console(), can_continue=bool(checkpoints.steps()))
+    print_summary(
+        summary, _console(), can_continue=bool(checkpoints.steps()), has_evals=bool(loaded.config.evals)
+    )  # fmt: skip
     return 0 if summary.status == "finished" else EXIT_STOPPED
 
 
@@ -185,8 +188,13 @@ def try_environments_of(config: TelescopeConfig, keys: EnvironmentKeys) -> list[
     return notices_of(infos)
 
 
-def print_summary(summary: RunSummary, console: Console, *, can_continue: bool = False) -> None:
-    """Prints the closing lines of a run: results, folders, and next commands. `can_continue`: from a checkpoint."""
+def print_summary(
+    summary: RunSummary, console: Console, *, can_continue: bool = False, has_evals: bool = False
+) -> None:
+    """Prints the closing lines of a run: results, folders, and next commands.
+
+    `can_continue`: the run has checkpoints, which can also be measured if it `has_evals`.
+    """
     from telescope.record.files import RunFiles
 
     run_dir = _short(summary.run_dir)
@@ -220,19 +228,25 @@ def print_summary(summary: RunSummary, console: Console, *, can_continue: bool =
     if not is_there:
         sys.stdout.flush()
         return
-    command = _own_command()
     console.print("\nNext:", highlight=False)
-    console.print(f"  {command} runs", highlight=False)
-    console.print(
-        f'  {command} query --run latest "select step, reward_mean from steps order by step"',
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
-    )
+    for arguments in next_commands(summary, run_dir, can_continue=can_continue, has_evals=has_evals):
+        console.print(f"  {_own_command()} {arguments}", highlight=False, soft_wrap=True, markup=False)
+    sys.stdout.flush()
+
+
+def next_commands(summary: RunSummary, run_dir: str, *, can_continue: bool, has_evals: bool) -> list[str]:
+    """Returns the commands that are possible after a run, without the program's name."""
+    root, run_dir = shlex.quote(str(Path(run_dir).parent)), shlex.quote(run_dir)
+    commands = [
+        "runs" if root == "runs" else f"runs --root {root}",
+        f'query --run {run_dir} "select step, reward_mean from steps order by step"',
+    ]
+    if can_continue and has_evals:
+        commands.append(f"eval {run_dir}")
     if can_continue:
         more = "" if summary.status == "stopped" else f" --number_of_steps {2 * summary.steps}"
-        console.print(f"  {command} train --resume {run_dir}{more}", highlight=False, soft_wrap=True, markup=False)
-    sys.stdout.flush()
+        commands.append(f"train --resume {run_dir}{more}")
+    return commands
 
 
 def _own_command() -> str:

@@ -205,6 +205,14 @@ def test_the_closing_lines_show_how_to_continue_a_run_with_checkpoints(tmp_path,
     assert text.strip().splitlines()[-1].endswith(command.format(tmp_path))
 
 
+def test_the_closing_lines_show_how_to_measure_checkpoints_if_there_are_evals(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    text = closing_lines(Summary(run_dir=str(tmp_path)), can_continue=True, has_evals=True)
+    assert f"telescope eval {tmp_path}\n" in text
+    assert f"query --run {tmp_path} " in text
+    assert "eval" not in closing_lines(Summary(run_dir=str(tmp_path)), has_evals=True)
+
+
 def test_the_closing_lines_show_the_interval_of_the_gain():
     assert "(+0.310, 95 % interval +0.270 to +0.352; 500 items" in closing_lines(
         Summary(heldout_gain_interval=[0.27, 0.352])
