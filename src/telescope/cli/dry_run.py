@@ -205,12 +205,14 @@ def _print_placement(config: TelescopeConfig, placement: Placement, console: Con
         table.add_column(heading, header_style="dim", no_wrap=True)
     order = {node: place for place, node in enumerate(placement.nodes)}
     by_node = sorted(placement.bundles, key=lambda placed: order[placed.node])
+    first_for_evals = config.num_inference_servers - config.num_eval_servers
     for placed in by_node[:MOST_WORKERS_SHOWN]:
         bundle = placed.bundle
         server = bundle.role == "inference"
+        use = ", for evals" if server and bundle.index >= first_for_evals else ""
         table.add_row(
             placed.node.name,
-            f"inference server {bundle.index}" if server else f"trainer rank {bundle.index}",
+            f"inference server {bundle.index}{use}" if server else f"trainer rank {bundle.index}",
             ", ".join(map(str, placed.gpu_indices)) or "-",
             f"{bundle.cpus:g}",
             f"port {config.inference_base_port + bundle.index}" if server else "",

@@ -216,6 +216,10 @@ def print_summary(
             f"  training reward    {summary.reward_first:.3f} → {summary.reward_last:.3f} (groups that were trained)",
             highlight=False,
         )
+    if summary.eval_problems:
+        count, last = len(summary.eval_problems), summary.eval_problems[-1]
+        problems = f"{count} without a result, the last: {last}"
+        console.print(f"  evals              {problems}", highlight=False, soft_wrap=True, markup=False)
     if summary.record_error is not None:
         console.print(
             f"  [bold red]the record is incomplete[/]: {escape(summary.record_error)}", highlight=False, soft_wrap=True

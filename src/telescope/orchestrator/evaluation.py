@@ -178,6 +178,7 @@ class Evaluation:
         """Runs and records one eval. Returns None if it failed, which is reported."""
         version, component = hold.version, f"eval {self._label(plan)}"
         started_at, used, num_done = time.time(), set[int](), itertools.count(1)
+        self.status.set_component(component, f"version {version}: 0/{plan.num_samples} samples")
 
         def on_sample(item: EvalItem, sample: Trajectory) -> None:
             self.status.set_component(component, f"version {version}: {next(num_done)}/{plan.num_samples} samples")
@@ -288,12 +289,12 @@ class Evaluation:
         """Reports an eval without a result: in the record, the log, the live view and the summary."""
         row = record_rows.eval_row(plan, version, started_at, status=status, error=error, servers=used or ())
         self.recorder.write("evals", row)
-        sentence = f"eval {self._label(plan)} at version {version} was {status}: {single_line(error)}"
-        if status == "failed":
-            sentence = sentence.replace(" was failed", " failed")
+        outcome = status if status == "failed" else f"was {status}"
+        sentence = f"eval {self._label(plan)} at version {version} {outcome}: {single_line(error)}"
         logger.warning("%s", sentence)
         self.status.messages.append(sentence)
-        self.status.set_component(f"eval {self._label(plan)}", f"version {version}: {status}")
+        if status != "skipped":
+            self.status.set_component(f"eval {self._label(plan)}", f"version {version}: {status}")
         self.problems.append(sentence)
 
     def _label(self, plan: PlannedEval) -> str:

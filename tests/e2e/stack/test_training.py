@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,15 +97,17 @@ async def test_an_eval_keeps_its_policy_version_while_training_goes_on(stack: St
     await parts.trainer.restart()
     await parts.weights.sync()
     directory: Any = SimpleNamespace(recorder=recorder, step_log=SimpleNamespace(log_step=lambda step, metrics: None))
-    evaluation = evaluation_on(parts, parts.evals, directory, RunStatus("eval", 1))
+    pass_k = {"at_k": {"metrics": ["correct"], "k": [4]}}  # 2,000 samples, which take longer than a step
+    plans = [replace(parts.evals[0], pass_k=pass_k)]
+    evaluation = evaluation_on(parts, plans, directory, RunStatus("eval", 1))
     running = asyncio.create_task(evaluation.run_all(0))
     outcome = await stack.run(number_of_steps=4, max_off_policy_steps=-1)
     (result,) = await running
     syncs = [row["metrics"]["weight_sync/servers"] for row in outcome.steps()]
-    assert syncs[0] == 0.0, "the server of a running eval receives no weights"
+    assert syncs[0] == 0.0, f"the server of a running eval receives no weights; {result.seconds:.1f} s"
     assert parts.trainer.version == len(syncs) == 4, "and training does not wait for it"
     rows = recorder.of("samples", eval_name="countdown")
-    assert len(rows) == result.num_items == 500
+    assert len(rows) == result.num_scored == 2_000
     assert {(row["start_version"], row["end_version"]) for row in rows} == {(0, 0)}
     await parts.weights.sync()
     assert parts.servers.clients[0].loaded_version == 4, "it is in the next sync"

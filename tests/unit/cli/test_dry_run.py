@@ -67,6 +67,12 @@ def dry_run(tmp_path: Path, tried: list[bool]):
     return run
 
 
+def test_the_servers_for_evals_are_marked(dry_run):
+    printed, _ = dry_run(**HERE, inference_num_workers=2, evals="[{name: countdown, num_samples: 3}]")
+    assert "inference server 1, for evals" in printed
+    assert "inference server 0, for evals" not in printed
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"), [({}, [True]), ({"device": "cuda"}, [False]), ({"run_dir": "/proc/x"}, [])]
 )

@@ -173,6 +173,7 @@ class Summary:
     reward_last: float | None = None
     model_dir: str | None = "/somewhere/else/runs/demo/model"
     record_error: str | None = None
+    eval_problems: tuple[str, ...] = ()
     status: str = "finished"
     steps: int = 100
 
@@ -211,6 +212,14 @@ def test_the_closing_lines_show_how_to_measure_checkpoints_if_there_are_evals(tm
     assert f"telescope eval {tmp_path}\n" in text
     assert f"query --run {tmp_path} " in text
     assert "eval" not in closing_lines(Summary(run_dir=str(tmp_path)), has_evals=True)
+
+
+def test_the_closing_lines_name_evals_without_a_result():
+    problem = "eval math500 at version 20 was skipped: the last eval on its servers is still running"
+    assert f"evals              1 without a result, the last: {problem}" in closing_lines(
+        Summary(eval_problems=(problem,))
+    )
+    assert "without a result" not in closing_lines(Summary())
 
 
 def test_the_closing_lines_show_the_interval_of_the_gain():

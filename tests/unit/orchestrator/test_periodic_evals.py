@@ -73,6 +73,9 @@ async def test_an_eval_slower_than_its_interval_delays_only_itself_and_has_one_v
     slow.gate.clear()
     await training.train(until=5)  # returns although the eval of step 2 has not answered once
     assert [engine.loaded_version for engine in training.engines] == [5, 2], "an eval holds its server's weights"
+    status = training.evaluation.status
+    assert status.components["eval arithmetic"] == "version 2: 0/12 samples"
+    assert status.eval_total == 0, "the progress bar is that of training"
     (skipped,) = training.rows("evals")
     assert (skipped["version"], skipped["status"]) == (4, "skipped")
     assert training.evaluation.problems == [
