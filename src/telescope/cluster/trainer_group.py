@@ -29,7 +29,6 @@ from telescope.config import TelescopeConfig
 from telescope.errors import DeadlineExceeded, RankLost, RunError, UserError
 from telescope.record.files import RunFiles
 from telescope.record.gauges import ReadingBatch
-from telescope.trainer.backends import find_backend
 from telescope.trainer.batch import Span, StepInput, StepResult
 from telescope.utils.process import log_size, log_tail
 from telescope.weights.plan import InitInfo, TensorMeta, UpdateInfo, sender_rank
@@ -254,8 +253,8 @@ class TrainerGroup:
             lambda rank: self._ranks[rank].finish_checkpoint.remote(),
             CHECKPOINT_TIMEOUT_SECONDS,
         )
-        backend, directory = find_backend(self.config.train_backend), self._saving
-        if missing := await asyncio.to_thread(backend.missing_files, directory):
+        directory = self._saving
+        if missing := await asyncio.to_thread(_missing_files, directory, self.config.train_backend):
             raise OSError(
                 f"{directory} is incomplete as {socket.gethostname()} sees it: {'; '.join(missing)}. All nodes must "
                 "share the file system of the checkpoints: set checkpoint_dir to a folder of one"
@@ -348,6 +347,12 @@ class TrainerGroup:
         how = "was lost with its node" if "node has died" in reason else describe_rank_exit(log)
         ended = f"{where} {how} during: {what}. Its log ({self._logs[rank]})"
         return f"{ended} ends:\n{log}" if log else f"{ended} is empty"
+
+
+def _missing_files(directory: Path, train_backend: str) -> list[str]:
+    from telescope.trainer.backends.fsdp.checkpoint import missing_files  # imports for a second: not in the event loop
+
+    return missing_files(directory, train_backend)
 
 
 def describe_rank_exit(log: str) -> str:

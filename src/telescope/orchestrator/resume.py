@@ -26,7 +26,6 @@ from telescope.orchestrator.async_window import Ledger
 from telescope.orchestrator.checkpoints import HF_META, Checkpoint, CheckpointFolder
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.run_state import RunState
-from telescope.trainer.backends import find_backend
 
 FIXED_FIELDS = ("model_dtype", "train_backend", "seed")
 """Fields that a resumed run cannot change, besides the environments."""
@@ -116,7 +115,9 @@ def without_open_prompts(state: RunState) -> RunState:
 
 def _check_files(checkpoint: Checkpoint) -> None:
     """Compares the shards with their index."""
-    if missing := find_backend(checkpoint.meta["train_backend"]).missing_files(checkpoint.path):
+    from telescope.trainer.backends.fsdp.checkpoint import missing_files  # imports for a second
+
+    if missing := missing_files(checkpoint.path, checkpoint.meta["train_backend"]):
         raise UserError(
             f"{checkpoint.path} is incomplete: {'; '.join(missing)}. Copy it again, or resume from another step with "
             "resume_from_checkpoint"

@@ -147,7 +147,7 @@ async def start_components(
         engines_up=lambda: servers.synced,
         on_failure=servers.report_failure,
         on_report=lambda report: record_sync(directory, report),
-        probe_token_ids=probe_prompt.token_ids[:PROBE_TEXT_TOKENS],
+        probe_token_ids=probe_prompt.token_ids[: min(PROBE_TEXT_TOKENS, config.max_model_len - 1)],
     )
     servers.bring_weights = weights.sync_one
     for index in range(config.num_inference_servers):

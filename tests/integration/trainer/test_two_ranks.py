@@ -101,7 +101,7 @@ def _failures_of_writers(trainer: Trainer, folder: Path) -> list[str | None]:
             trainer.save_checkpoint(step, directory)
             trainer.backend.finish_checkpoint()
             dist.barrier()
-            errors.append("; ".join(missing_files(directory)) or None)
+            errors.append("; ".join(missing_files(directory, "fsdp")) or None)
         except OSError as error:
             errors.append(str(error))
     return errors

@@ -65,11 +65,6 @@ class TrainingBackend(ABC):
         Called in another thread, while this rank trains on. By default `save_checkpoint` has written them.
         """
 
-    @classmethod
-    def missing_files(cls, directory: Path) -> list[str]:
-        """Returns what a checkpoint in `directory` lacks, in words. Called by the driver; by default nothing."""
-        return []
-
     @abstractmethod
     def load_checkpoint(self, step: int, directory: Path) -> None:
         """Loads a checkpoint of `save_checkpoint`, with any number of ranks. Collective."""

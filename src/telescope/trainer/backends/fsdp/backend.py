@@ -32,7 +32,6 @@ from telescope.trainer.backends import TrainingBackend
 from telescope.trainer.backends.fsdp.checkpoint import (
     BackgroundSaver,
     load_training_state,
-    missing_files,
     training_state,
 )
 from telescope.trainer.backends.fsdp.sharding import (
@@ -287,10 +286,6 @@ class FSDPBackend(TrainingBackend):
     def close(self) -> None:
         if "saver" in vars(self):
             self.saver.close()
-
-    @classmethod
-    def missing_files(cls, directory: Path) -> list[str]:
-        return missing_files(directory)
 
     def load_checkpoint(self, step: int, directory: Path) -> None:
         load_training_state(self.policy, self.optimizer, directory)

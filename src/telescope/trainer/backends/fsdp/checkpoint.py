@@ -96,8 +96,13 @@ def training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer | N
     return {MODEL: model_state, OPTIMIZER: optimizer_state}
 
 
-def missing_files(directory: Path) -> list[str]:
-    """Returns what a checkpoint lacks: its index, or shards that are absent or shorter than the index says."""
+def missing_files(directory: Path, train_backend: str) -> list[str]:
+    """Returns what a checkpoint lacks: its index, or shards that are absent or shorter than the index says.
+
+    Nothing for a backend that writes files of its own.
+    """
+    if train_backend != "fsdp" and not (directory / ".metadata").exists():
+        return []
     try:
         sizes = shard_sizes(directory)
     except FileNotFoundError:
