@@ -72,7 +72,7 @@ class RequestSlotPool:
         except BaseException as error:
             # Cancelled or timed out. The slot may have been assigned in the same iteration, so release it.
             if waiter.future.done() and not waiter.future.cancelled():
-                self.release(waiter.future.result())
+                RequestSlotPool.release(self, waiter.future.result())  # a subclass releases for a sample
             waiter.future.cancel()
             if isinstance(error, TimeoutError):
                 raise DeadlineExceeded(

@@ -179,3 +179,16 @@ async def test_a_cancelled_sample_leaves_the_group_waiting_for_its_slot() -> Non
     await other
     slots.forget_group(2)
     assert slots.num_used == 0
+
+
+async def test_a_group_that_is_forgotten_as_it_gets_its_slot_gives_it_back() -> None:
+    pool = GroupSlotPool([1])
+    pool.set_up(0, True)
+    await pool.acquire(1, timeout=5)
+    waiting = asyncio.create_task(pool.acquire(2, timeout=5))
+    await asyncio.sleep(0.01)
+    pool.forget_group(1)
+    pool.forget_group(2)
+    await asyncio.gather(waiting, return_exceptions=True)
+    await asyncio.sleep(0.01)
+    assert pool.num_used == 0

@@ -103,13 +103,13 @@ async def train_with_losses(config: TelescopeConfig, every: int, losses: list[in
 
     Returns the last loops, and the groups of every step of the surviving lineage.
     """
-    checkpoints = {0: RunState()}
+    checkpoints = {0: json.dumps(RunState().state_dict())}
     start = RunState()
     rows: list[dict[str, Any]] = []
 
     async def after_step(step: int, state: Callable[[], RunState]) -> None:
         if step % every == 0:
-            checkpoints[step] = RunState.load_state_dict(json.loads(json.dumps(state().state_dict())))
+            checkpoints[step] = json.dumps(state().state_dict())
         await tick(1)
 
     async def lose(ticks: int) -> None:
@@ -125,12 +125,12 @@ async def train_with_losses(config: TelescopeConfig, every: int, losses: list[in
             await loops.run_until(run.orchestrator.run(loops))
         except RankLost:
             newest = max(checkpoints)
-            lost = run.orchestrator.run_state()
-            synchronous = config.max_async_rollout == 0
+            loaded, lost = RunState.load_state_dict(json.loads(checkpoints[newest])), run.orchestrator.run_state()
             rows = [row for row in [*rows, *run.recorder.of("groups")] if row["step"] < newest]
             start = after_restart(
-                checkpoints[newest], lost, Staleness(config.max_off_policy_steps), synchronous=synchronous
+                loaded, lost, Staleness(config.max_off_policy_steps), synchronous=config.max_async_rollout == 0
             )
+            await tick(5)
             assert run.slots.num_used == 0
         else:
             return run, [*rows, *run.recorder.of("groups")]
