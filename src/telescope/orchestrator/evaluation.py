@@ -24,7 +24,7 @@ from typing import Any
 from telescope.config import TelescopeConfig
 from telescope.config.environments import EnvironmentKeys, check_eval_items
 from telescope.environments.worker_pool.pool import EnvironmentPool
-from telescope.errors import InfrastructureError
+from telescope.errors import DeadlineExceeded, EnvironmentFailure, InfrastructureError
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval, plan_eval, run_eval, scores_of
 from telescope.evals.samples_file import SamplesFile
 from telescope.evals.statistics import estimate_difference
@@ -163,6 +163,8 @@ class Evaluation:
                 hold = await self.servers.hold(servers, step)
                 lane.version = step
                 lane.task = self.spawn(self._run(due, hold), f"evals at version {step}")
+                # Also if it is cancelled before it begins.
+                lane.task.add_done_callback(lambda _, hold=hold: self.servers.release(hold))  # type: ignore[misc]
 
     # One eval
 
@@ -200,7 +202,8 @@ class Evaluation:
             self._report(plan, version, started_at, "cancelled", str(error) or "the run ended", used)
             raise
         except Exception as error:  # whatever it is, it ends this eval only
-            logger.debug("eval %s at version %d failed", plan.name, version, exc_info=True)
+            if not isinstance(error, EnvironmentFailure | InfrastructureError | DeadlineExceeded):
+                logger.exception("eval %s at version %d failed", plan.name, version)
             self._report(plan, version, started_at, "failed", f"{type(error).__name__}: {error}", used)
             return None
         baseline = self._baseline(result)

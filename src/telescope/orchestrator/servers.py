@@ -166,9 +166,8 @@ class ServerPool:
         return hold
 
     def release(self, hold: EvalHold) -> None:
-        """Ends a reservation. The servers receive the next weight sync."""
-        for index in hold.servers:
-            del self._holds[index]
+        """Ends a reservation, if it has not ended. The servers receive the next weight sync."""
+        self._holds = {index: other for index, other in self._holds.items() if other is not hold}
 
     def _leave_hold(self, index: int) -> None:
         hold = self._holds.pop(index, None)

@@ -62,6 +62,10 @@ class Training:
         async with asyncio.timeout(5):
             await asyncio.gather(*self.tasks)
 
+    async def ended_all(self) -> None:
+        """As `ended`, after cancelled ones too."""
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
     def rows(self, table: str, **values: Any) -> list[dict[str, Any]]:
         recorder: Any = self.evaluation.recorder
         return recorder.of(table, **values)  # type: ignore[no-any-return]
@@ -230,10 +234,20 @@ async def test_a_restart_of_the_trainer_ends_the_evals_of_lost_weights_only() ->
     assert [(row["version"], row["status"]) for row in training.rows("evals")] == [(3, "cancelled")]
     assert training.servers.synced == [0, 2]
     training.engines[1].gate.set()
-    await asyncio.gather(*training.tasks, return_exceptions=True)
+    await training.ended_all()
     assert [result.version for result in training.evaluation.results] == [2]
     await training.evaluation.continue_after(1)
     assert training.evaluation.results == []
+
+
+async def test_an_eval_that_is_cancelled_before_it_begins_holds_no_server() -> None:
+    training = await Training().start()
+    await training.evaluation.start_due(2)
+    await training.evaluation.cancel("a test")
+    assert training.servers.synced == [0, 1]
+    await training.train(until=2)
+    await training.ended_all()
+    assert [result.version for result in training.evaluation.results] == [2]
 
 
 async def test_running_evals_finish_when_none_comes_after_training() -> None:
