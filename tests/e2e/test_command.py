@@ -99,11 +99,13 @@ def run_printed_commands(output: str, folder: Path) -> None:
     """Runs the commands that a run prints at its end as they are, but for the one that continues it, as above."""
     lines = output.partition("\nNext:\n")[2].splitlines()
     commands = {words[1]: words for words in map(shlex.split, lines) if words}
-    assert list(commands) == ["runs", "query", "eval", "train"]
+    assert list(commands) == ["runs", "query", "chat", "eval", "train"]
     resume = commands.pop("train")
     assert (resume[2], resume[4]) == ("--resume", "--number_of_steps")
     for words in commands.values():
-        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=400)
+        done = subprocess.run(
+            words, cwd=folder, capture_output=True, text=True, timeout=400, input="1 2 3 -> 6\n/exit\n"
+        )
         assert done.returncode == 0, (words, done.stderr)
 
 

@@ -245,6 +245,8 @@ def next_commands(summary: RunSummary, run_dir: str, *, can_continue: bool, has_
         "runs" if root == "runs" else f"runs --root {root}",
         f'query --run {run_dir} "select step, reward_mean from steps order by step"',
     ]
+    if can_continue or summary.model_dir is not None:
+        commands.append(f"chat {run_dir if can_continue else shlex.quote(_short(str(summary.model_dir)))}")
     if can_continue and has_evals:
         commands.append(f"eval {run_dir}")
     if can_continue:

@@ -210,6 +210,7 @@ def test_the_closing_lines_show_how_to_measure_checkpoints_if_there_are_evals(tm
     (tmp_path / "run.json").write_text("{}")
     text = closing_lines(Summary(run_dir=str(tmp_path)), can_continue=True, has_evals=True)
     assert f"telescope eval {tmp_path}\n" in text
+    assert f"telescope chat {tmp_path}\n" in text
     assert f"query --run {tmp_path} " in text
     assert "eval" not in closing_lines(Summary(run_dir=str(tmp_path)), has_evals=True)
 
