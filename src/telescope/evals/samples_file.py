@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -56,6 +56,11 @@ class SamplesFile:
             for key, (uid, scores) in self._known[self.model, plan.number].items()
             if uids.get(key[0]) == uid
         }
+
+    def has_all(self, model: str, plans: Sequence[PlannedEval]) -> bool:
+        """Returns whether every sample of a model is done."""
+        self.model = model
+        return all(len(self.known(plan)) == plan.num_samples for plan in plans)
 
     def add(self, plan: PlannedEval, item: EvalItem, sample: Trajectory, scores: Mapping[str, float]) -> None:
         """Keeps a scored sample."""

@@ -14,7 +14,6 @@ import asyncio
 import logging
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -53,7 +52,7 @@ from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Interrupt, Supervisor, watchdog
 from telescope.record.files import read_json
 from telescope.record.logging import setup_logging
-from telescope.record.reader import Run
+from telescope.record.reader import Run, is_run
 from telescope.record.recorder import Recorder
 from telescope.rollout.sample import RolloutSettings
 
@@ -75,6 +74,8 @@ class EvalJob:
     config: TelescopeConfig
     targets: list[EvalTarget]
     numbers: list[int]
+    digest: str
+    """Of all settings that change results."""
     output: Path
     run_dir: Path | None
     notes: list[str]
@@ -137,14 +138,14 @@ def prepare(
     if run_dir is not None and Run(run_dir).status == "live":
         notes.append(f"{run_dir} is live, so results are recorded in {output}")
         run_dir = None
-    job = EvalJob(config, targets, eval_numbers(entries, of_the_run), output.absolute(), run_dir, notes)
+    job = EvalJob(config, targets, eval_numbers(entries, of_the_run), digest, output.absolute(), run_dir, notes)
     checks = (
         preflight.check_packages, preflight.check_plugin, preflight.check_ray_address, check_placement,
         preflight.check_open_files, preflight.check_shared_memory, preflight.check_ports, preflight.check_evals,
     )  # fmt: skip
     if problems := preflight.find_problems(config, checks):
         raise ConfigError("\n".join(problems))
-    _check_output(job, digest)
+    _check_output(job)
     return job
 
 
@@ -202,17 +203,17 @@ def check_placement(config: TelescopeConfig) -> None:
         plan_placement(config, local_resources(), with_trainer=False)
 
 
-def _check_output(job: EvalJob, digest: str) -> None:
+def _check_output(job: EvalJob) -> None:
     """Makes the output folder. Raises `UserError` if it holds another measurement or cannot be written."""
     marker = job.output / "measurement"
     try:
         job.output.mkdir(parents=True, exist_ok=True)
-        if marker.is_file() and marker.read_text() != digest:
+        if marker.is_file() and marker.read_text() != job.digest:
             raise UserError(
-                f"{job.output} holds results with other settings ({marker.read_text()}, now {digest}). Choose another "
-                "--output, or leave it out"
+                f"{job.output} holds results with other settings ({marker.read_text()}, now {job.digest}). Choose "
+                "another --output, or leave it out"
             )
-        marker.write_text(digest)
+        marker.write_text(job.digest)
     except OSError as error:
         raise UserError(f"{job.output} cannot be written: {error}. Choose another folder with --output") from error
 
@@ -265,65 +266,63 @@ class _EvalRun:
     async def _measure(
         self, supervisor: Supervisor, stack: AsyncExitStack, temporary: Path, recorder: Recorder, samples: SamplesFile
     ) -> None:
-        job, status = self._job, self._status
-        first = job.targets[0]
-        folder = await self._interrupt.run_until_first(self._folder_of(first))
-        config = job.config.replace(model=str(folder.absolute()))
-        preflight.check_report(config, await asyncio.to_thread(preflight.inspect_model, config))
+        job, status, config = self._job, self._status, self._job.config
         directory = RunDirectory(job.output, config, [])
+        status.phase = "loading evals"
+        keys = keys_of_evals(config)
+        environments = await self._interrupt.run_until_first(start_environments(config, keys, directory, status, stack))
+        settings = RolloutSettings.from_config(config)
+        session = f"standalone-{job.digest}"
+        plans = [
+            replace(await plan_eval(entry, key, environments, settings.sampling, number), session=session)
+            for entry, key, number in zip(config.evals, keys.evals, job.numbers, strict=True)
+        ]
+        servers, weights = make_server_pool(config, None, RequestSlotPool([]), status), None
+        if not all(samples.has_all(target.identity(), plans) for target in job.targets):
+            starting = self._start_servers(supervisor, directory, stack, temporary)
+            servers, weights = await self._interrupt.run_until_first(starting)
+        evaluation = Evaluation(
+            plans, config, environments, servers, settings, recorder, self._log_step, status, supervisor.spawn,
+            problems=self._problems, samples=samples, recorded=self._recorded(recorder.files.run_dir),
+        )  # fmt: skip
+        for target in job.targets:
+            version, samples.model = job.version_of(target), target.identity()
+            if weights is not None and target is not job.targets[0]:
+                await self._interrupt.run_until_first(self._load(target, version, weights, servers))
+            results = await self._interrupt.run_until_first(evaluation.run_all(version))
+            self._results.append(TargetResult(target, version, results))
+
+    def _recorded(self, run_dir: Path) -> frozenset[str]:
+        """Returns the ids of finished evals in a record."""
+        rows = Run(run_dir).table("evals", columns=["eval_id", "status"]).to_pylist() if is_run(run_dir) else []
+        return frozenset(row["eval_id"] for row in rows if row["status"] == "finished")
+
+    async def _load(self, target: EvalTarget, version: int, weights: FolderWeights, servers: ServerPool) -> None:
+        """Loads a model into the servers, and removes the one before it, except the first."""
+        previous, folder = weights.folder, await self._folder_of(target)
+        self._status.phase = f"loading {target.label}"
+        await weights.use(folder, version, servers.up)
+        if previous.parent == self._scratch and str(previous) != weights.config.model:
+            shutil.rmtree(previous)  # a server that restarts begins with the first
+
+    async def _folder_of(self, target: EvalTarget) -> Path:
+        self._status.phase = f"preparing {target.label}"
+        return await asyncio.to_thread(target.model_folder, self._scratch, self._job.config.engine_dtype)
+
+    async def _start_servers(
+        self, supervisor: Supervisor, directory: RunDirectory, stack: AsyncExitStack, temporary: Path
+    ) -> tuple[ServerPool, FolderWeights]:
+        """Starts the servers with the first model. They end with `stack`."""
+        job, status = self._job, self._status
+        folder = (await self._folder_of(job.targets[0])).absolute()
+        config = job.config.replace(model=str(folder))
+        preflight.check_report(config, await asyncio.to_thread(preflight.inspect_model, config))
         loop = asyncio.get_running_loop()
 
         def on_ray_started() -> None:
             self._interrupt.install(loop)
             supervisor.spawn(watch_daemons(), "Ray's daemons")
 
-        starting = self._start(config, directory, stack, temporary, on_ray_started)
-        servers, inference, keys, environments = await self._interrupt.run_until_first(starting)
-        weights = FolderWeights(config, inference.clients, folder, job.version_of(first))
-        servers.bring_weights = weights.sync_one
-        for index in range(config.num_inference_servers):
-            servers.open(index)
-        supervisor.spawn(servers.watch(), "server watch")
-        supervisor.spawn(watchdog(status, config.watchdog_seconds, inference.dump_stacks), "watchdog")
-        settings = RolloutSettings.from_config(config)
-        session = f"standalone-{int(time.time()):x}"
-        plans = [
-            replace(await plan_eval(entry, key, environments, settings.sampling, number), session=session)
-            for entry, key, number in zip(config.evals, keys.evals, job.numbers, strict=True)
-        ]
-        evaluation = Evaluation(
-            plans, config, environments, servers, settings, recorder, self._log_step, status, supervisor.spawn,
-            problems=self._problems, samples=samples,
-        )  # fmt: skip
-        for target in job.targets:
-            version, samples.model = job.version_of(target), target.identity()
-            if target is not first:
-                previous, folder = folder, await self._interrupt.run_until_first(self._folder_of(target))
-                status.phase = f"loading {target.label}"
-                await self._interrupt.run_until_first(weights.use(folder, version, servers.up))
-                if previous.parent == self._scratch and previous != Path(config.model):
-                    shutil.rmtree(previous)
-            status.messages.append(f"{target.label}: measuring version {version}")
-            results = await self._interrupt.run_until_first(evaluation.run_all(version))
-            self._results.append(TargetResult(target, version, results))
-
-    async def _folder_of(self, target: EvalTarget) -> Path:
-        self._status.phase = f"preparing {target.label}"
-        return await asyncio.to_thread(target.model_folder, self._scratch, self._job.config.engine_dtype)
-
-    async def _start(
-        self,
-        config: TelescopeConfig,
-        directory: RunDirectory,
-        stack: AsyncExitStack,
-        temporary: Path,
-        on_ray_started: Callable[[], None],
-    ) -> tuple[ServerPool, InferenceGroup, EnvironmentKeys, Any]:
-        """Starts environments and servers, which end with `stack`."""
-        status = self._status
-        status.phase = "loading evals"
-        keys = keys_of_evals(config)
-        environments = await start_environments(config, keys, directory, status, stack)
         cluster = await connect_cluster(config, directory, status, stack, temporary, on_ray_started)
         placement = await reserve(config, plan_placement(config, cluster.resources, with_trainer=False))
         stack.callback(placement.remove)
@@ -336,7 +335,14 @@ class _EvalRun:
         await all_or_first_failure(*start_servers(config, inference, status))
         stack.push_async_callback(inference.close_clients)
         slots = RequestSlotPool([config.lanes_per_server] * config.num_inference_servers)
-        return make_server_pool(config, inference, slots, status), inference, keys, environments
+        servers = make_server_pool(config, inference, slots, status)
+        weights = FolderWeights(config, inference.clients, folder, job.version_of(job.targets[0]))
+        servers.bring_weights = weights.sync_one
+        for index in range(config.num_inference_servers):
+            servers.open(index)
+        supervisor.spawn(servers.watch(), "server watch")
+        supervisor.spawn(watchdog(status, config.watchdog_seconds, inference.dump_stacks), "watchdog")
+        return servers, weights
 
 
 def keys_of_evals(config: TelescopeConfig) -> EnvironmentKeys:

@@ -18,7 +18,7 @@ from telescope.config.eval_config import EvalCommand
 from telescope.config.loader import read_yaml_file
 from telescope.config.model_source import is_local_path
 from telescope.errors import UserError
-from telescope.orchestrator.checkpoints import META
+from telescope.orchestrator.checkpoints import HF_META, META
 from telescope.orchestrator.conversion import CONVERTED, MARKER, checkpoints_of_run, convert, is_converted, read_meta
 from telescope.record.files import RunFiles, read_json
 from telescope.record.reader import is_run
@@ -73,8 +73,11 @@ class EvalTarget:
         return hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
 
     def model_files_folder(self) -> Path:
-        """Returns the folder of its config and tokenizer."""
-        return self.path / "hf_meta" if self.is_native else self.path
+        """Returns the folder of its config and tokenizer: for old checkpoints, of the model that the run began with."""
+        if not self.is_native:
+            return self.path
+        kept = self.path / HF_META
+        return kept if (kept / CONFIG).is_file() else Path(read_meta(self.path)["model"]).expanduser()
 
     def model_folder(self, scratch: Path, dtype: str) -> Path:
         """Returns a folder with its weights: its own, or one in `scratch` to which it is converted now."""
@@ -124,7 +127,7 @@ def find_targets(command: EvalCommand, sources: Sequence[str], steps: Sequence[i
 def _targets_of(source: str, steps: Sequence[int] | None) -> list[EvalTarget]:
     path = Path(source).expanduser()
     if path.is_dir():
-        if (path / META).is_file() or (path / CONFIG).is_file():
+        if _is_model(path):
             return [_target(path)]
         folder = checkpoints_of_run(path).path if is_run(path) else path
         children = {int(m[1]): child for child in _children(folder) if (m := STEP.fullmatch(child.name))}

@@ -78,6 +78,8 @@ class Evaluation:
     group_ids: itertools.count[int] = field(default_factory=itertools.count)
     samples: SamplesFile | None = None
     """Keeps finished samples and has those of an interrupted evaluation (`telescope eval`)."""
+    recorded: frozenset[str] = frozenset()
+    """Ids of evals that are finished in the record already."""
 
     def __post_init__(self) -> None:
         dedicated = sorted(self.servers.dedicated)
@@ -218,7 +220,7 @@ class Evaluation:
         self, plan: PlannedEval, hold: EvalHold, on_sample: Callable[[EvalItem, Trajectory], None]
     ) -> EvalResult:
         """Returns the result of one eval. Raises InfrastructureError once no server has the weights any more."""
-        num_slots = max(server.capacity for server in hold.slots.servers)
+        num_slots = max((server.capacity for server in hold.slots.servers), default=1)
         known = self.samples.known(plan) if self.samples is not None else {}
         self.status.eval_done += len(known)
         running = asyncio.ensure_future(
@@ -258,7 +260,8 @@ class Evaluation:
     def _record(self, plan: PlannedEval, result: EvalResult, started_at: float, used: set[int]) -> None:
         """Writes a result to the record, the log, the live view and W&B."""
         version, label, estimate = result.version, self._label(plan), result.estimate
-        self.recorder.write("evals", record_rows.eval_row(plan, version, started_at, result, servers=used))
+        if plan.id_at(version) not in self.recorded:
+            self.recorder.write("evals", record_rows.eval_row(plan, version, started_at, result, servers=used))
         self.recorder.write(
             "spans",
             {
@@ -290,8 +293,9 @@ class Evaluation:
         used: set[int] | None = None,
     ) -> None:
         """Reports an eval without a result: in the record, the log, the live view and the summary."""
-        row = record_rows.eval_row(plan, version, started_at, status=status, error=error, servers=used or ())
-        self.recorder.write("evals", row)
+        if not plan.session:  # a standalone evaluation continues, and records what has finished
+            row = record_rows.eval_row(plan, version, started_at, status=status, error=error, servers=used or ())
+            self.recorder.write("evals", row)
         outcome = status if status == "failed" else f"was {status}"
         sentence = f"eval {self._label(plan)} at version {version} {outcome}: {single_line(error)}"
         logger.warning("%s", sentence)

@@ -159,12 +159,12 @@ async def start_components(
 
 
 def make_server_pool(
-    config: TelescopeConfig, inference: InferenceGroup, slots: RequestSlotPool, status: RunStatus
+    config: TelescopeConfig, inference: InferenceGroup | None, slots: RequestSlotPool, status: RunStatus
 ) -> ServerPool:
-    """The started servers, without `bring_weights` and not open."""
+    """The started servers, or none, without `bring_weights` and not open."""
     return ServerPool(
-        inference.handles,
-        inference.clients,
+        inference.handles if inference else [],
+        inference.clients if inference else [],
         slots,
         status,
         start_timeout=config.inference_start_timeout_seconds,
