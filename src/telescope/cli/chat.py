@@ -107,8 +107,6 @@ def _find_target(path: str, step: int | None) -> EvalTarget:
 def _build_config(arguments: argparse.Namespace, target: EvalTarget, fields: list[str]) -> TelescopeConfig:
     """Returns the config of the server. Raises `ConfigError`."""
     from telescope.config.eval_config import build_eval_config, load_eval_request
-    from telescope.config.model_shape import ModelShape
-    from telescope.record.files import read_json
 
     for name, value, fits, bounds in (
         ("--max-tokens", arguments.max_tokens, lambda n: n >= 1, "at least 1"),
@@ -118,14 +116,7 @@ def _build_config(arguments: argparse.Namespace, target: EvalTarget, fields: lis
         if value is not None and not fits(value):
             raise ConfigError(f"{name} is {value:g}. Give a number {bounds}")
     request = load_eval_request(None, fields)
-    model = target.model_files_folder()
-    shape = ModelShape.from_config(read_json(model / "config.json") or {})
-    of_run = target.run_config()
-    if of_run is None and shape is not None and "max_model_len" not in request.fields:
-        default = build_eval_config(request, None, [], str(model)).max_model_len
-        longest = min(default, shape.max_position_embeddings or default)
-        request = load_eval_request(None, [*fields, f"--max_model_len={longest}", f"--max_tokens={longest}"])
-    return build_eval_config(request, of_run, [], str(model))
+    return build_eval_config(request, target.run_config(), [], target.model_files_folder())
 
 
 @contextmanager

@@ -129,14 +129,12 @@ def build_eval_config(
     request: EvalRequest,
     of_run: Mapping[str, Any] | None,
     evals: Sequence[EvalEntry],
-    model: str,
-    *,
-    model_context: int | None = None,
+    model: Path,
 ) -> TelescopeConfig:
-    """Makes the config of an eval's servers and environments, which load `model` first.
+    """Makes the config of an eval's servers and environments, which load the folder `model` first.
 
-    `of_run` are the values of the evaluated run's config; without them, lengths fit `model_context`, the model's
-    longest. Raises `ConfigError`.
+    `of_run` are the values of the evaluated run's config; without them, lengths fit the model's context. Raises
+    `ConfigError`.
     """
     defaults = TelescopeConfig.model_fields
     inherited = {
@@ -146,14 +144,16 @@ def build_eval_config(
     }
     values: dict[str, Any] = {"environments": NO_ENVIRONMENT, "inference_num_workers": 1, **inherited, **request.fields}
     if of_run is None:
-        context = values.setdefault("max_model_len", min(defaults["max_model_len"].default, model_context or math.inf))
+        file = model / "config.json"
+        longest = (json.loads(file.read_text()) if file.is_file() else {}).get("max_position_embeddings") or math.inf
+        context = values.setdefault("max_model_len", min(defaults["max_model_len"].default, longest))
         values.setdefault("max_tokens", min(defaults["max_tokens"].default, context))
         values.setdefault("seq_len", context)
     tensor_parallel = values.get("inference_tensor_parallel_size", 1)
     if "inference_num_workers" not in request.fields and isinstance(tensor_parallel, int):
         values["inference_num_workers"] = max(values["inference_num_workers"], tensor_parallel)
     values |= {
-        "model": model,
+        "model": str(model.absolute()),
         "evals": [entry.model_dump(mode="json") for entry in evals],
         "max_concurrent_prompts_per_server": request.command.max_concurrent_samples_per_server,
         "group_size": 1,

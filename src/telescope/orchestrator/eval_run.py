@@ -50,7 +50,6 @@ from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.servers import ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.orchestrator.supervision import Interrupt, Supervisor, watchdog
-from telescope.record.files import read_json
 from telescope.record.logging import setup_logging
 from telescope.record.reader import Run, is_run
 from telescope.record.recorder import Recorder
@@ -125,9 +124,7 @@ def prepare(
     run_dir = next(iter(runs)) if len(runs) == 1 else None
     of_the_run = [EvalEntry.model_validate(entry) for entry in (of_run or {}).get("evals", [])]
     entries = choose_evals(request.command.evals, of_the_run, wanted, num_samples)
-    files = targets[0].model_files_folder().absolute()
-    context = (read_json(files / "config.json") or {}).get("max_position_embeddings")
-    config = build_eval_config(share_cores(request, of_run), of_run, entries, str(files), model_context=context)
+    config = build_eval_config(share_cores(request, of_run), of_run, entries, targets[0].model_files_folder())
     digest = measurement_digest(config, entries)
     if output is None:
         root = run_dir / OUTPUTS if run_dir is not None else Path(OUTPUTS)

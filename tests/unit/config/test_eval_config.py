@@ -44,7 +44,7 @@ def test_every_field_of_files_in_use_is_taken(tmp_path):
     (tmp_path / "eval.yaml").write_text(PUBLISHED)
     request = load_eval_request(tmp_path / "eval.yaml")
     assert [entry.step for entry in request.command.checkpoints] == [50, None]
-    config = build_eval_config(request, None, request.command.evals, "/models/a")
+    config = build_eval_config(request, None, request.command.evals, Path("/models/a"))
     for name, value in yaml.safe_load(PUBLISHED).items():
         if name in SHARED_FIELDS:
             assert config.values[name] == value, name
@@ -56,7 +56,7 @@ def test_every_field_of_files_in_use_is_taken(tmp_path):
 
 def test_the_file_that_ships_is_valid():
     request = load_eval_request(ROOT / "configs" / "evals" / "eval.yaml")
-    build_eval_config(request, None, request.command.evals, "/models/a")
+    build_eval_config(request, None, request.command.evals, Path("/models/a"))
 
 
 def test_flags_win_over_the_file(tmp_path):
@@ -91,7 +91,7 @@ def test_checkpoints_of_a_run_are_measured_with_the_run_s_prompts_and_sampling()
         {},
     ).config  # fmt: skip
     request = load_eval_request(None, ["--max_tokens", "50"])
-    config = build_eval_config(request, run.values, [EvalEntry(name="countdown")], "/models/a")
+    config = build_eval_config(request, run.values, [EvalEntry(name="countdown")], Path("/models/a"))
     assert (config.temperature, config.seq_len, config.enable_thinking) == (0.7, 9000, True)
     assert config.max_tokens == 50, "what is asked for wins"
     assert config.environments[0].kwargs == {"max_number": 7}, "an eval of this name has these settings"
@@ -103,9 +103,9 @@ def test_only_what_changes_results_is_another_measurement():
     evals = [EvalEntry(name="math500")]
 
     def digest(*flags: str, **changes: object) -> str:
-        config = build_eval_config(load_eval_request(None, list(flags)), None, evals, "/models/a")
+        config = build_eval_config(load_eval_request(None, list(flags)), None, evals, Path("/models/a"))
         return measurement_digest(config, [EvalEntry(**{"name": "math500", **changes})])
 
-    same = measurement_digest(build_eval_config(request, None, evals, "/models/b"), evals)
+    same = measurement_digest(build_eval_config(request, None, evals, Path("/models/b")), evals)
     assert digest() == digest("--inference_base_port", "9000") == digest(eval_every=3) == same
     assert len({digest(), digest("--temperature", "0.5"), digest("--seed", "3"), digest(num_samples=7)}) == 4
