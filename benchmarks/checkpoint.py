@@ -1,0 +1,260 @@
+"""Measures checkpoints: how long training and generation stand still, when files are durable, conversion speed.
+
+    python benchmarks/checkpoint.py --quick                                  two small models on the CPU, 1 and 2 ranks
+    python benchmarks/checkpoint.py --shapes 4b --json results.json          one engine, one trainer rank
+    python benchmarks/checkpoint.py --shapes 8b --trainers 1 2 4 --dir /mnt/checkpoints
+
+Uses the components of a training run (Ray, vLLM servers, FSDP2 ranks, `Checkpointer`) on random weights of a real
+shape, with requests in flight all the time. On fewer GPUs than workers, servers and ranks share them. A training step
+comes first, so each checkpoint has weights and optimizer state. The first checkpoint allocates the memory of the copy;
+it is reported by itself. Seconds, medians over the others:
+
+- pause: the ranks copy their state and cannot train;
+- durable: from the request until the files are on disk and the checkpoint has its name; training goes on;
+- generation: the longest time without a new token until the checkpoint is durable, and in as long a time before it.
+
+A conversion writes one checkpoint as a Hugging Face model. Its speed is that of the bytes written, next to a plain
+sequential write of as many bytes to the same disk, with fsync.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from measure import positive, provenance, require_gpus
+from rich.console import Console
+from rich.table import Table
+from trainer import gpu_name, write_model
+from weight_sync import MORE_SHAPES, SHAPES, configuration, finish_model, load, print_logs
+
+from telescope.cluster.reaper import Reaper
+from telescope.orchestrator.checkpoints import Checkpointer, CheckpointFolder
+from telescope.orchestrator.conversion import convert
+from telescope.orchestrator.run_components import RunComponents, start_components
+from telescope.orchestrator.run_directory import RunDirectory
+from telescope.orchestrator.run_state import RunState
+from telescope.orchestrator.status import RunStatus
+from telescope.trainer.batch import StepInput, TrainSample
+from telescope.trainer.packing import pack_step
+from telescope.trainer.worker import choose_device
+
+ALL_SHAPES: dict[str, dict[str, Any]] = {
+    **SHAPES,
+    **MORE_SHAPES,
+    "60m": MORE_SHAPES["tiny"] | {
+        "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32_000,
+    },
+}  # fmt: skip
+POLL_SECONDS = 0.05
+"""Resolution of the time without a new token."""
+BLOCK_BYTES = 64 << 20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=list(ALL_SHAPES), default=["4b"])
+    parser.add_argument("--engines", type=positive, default=1)
+    parser.add_argument("--trainers", nargs="+", type=positive, default=[1], help="numbers of ranks")
+    parser.add_argument("--saves", type=positive, default=3, help="measured checkpoints of each case")
+    parser.add_argument("--requests", type=positive, default=32, help="in flight on each engine")
+    parser.add_argument("--dir", type=Path, help="where checkpoints are written, by default the temporary folder")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="more configuration fields")
+    parser.add_argument("--quick", action="store_true", help="two small shapes on the CPU")
+    parser.add_argument("--json", type=Path, help="write the results here, after every case")
+    arguments = parser.parse_args()
+    require_gpus(parser, quick=arguments.quick)
+    if arguments.quick:
+        arguments.shapes, arguments.trainers, arguments.requests = ["tiny", "60m"], [1, 2], 4
+    device = choose_device("cpu" if arguments.quick else "auto", 0)
+    report: dict[str, Any] = {
+        "where": provenance(["torch", "transformers", "ray"]) | {"gpu": gpu_name(device)},
+        "command": " ".join(["benchmarks/checkpoint.py", *sys.argv[1:]]),
+        "cases": [],
+    }
+    for shape in arguments.shapes:
+        with tempfile.TemporaryDirectory() as model:
+            write_model(ALL_SHAPES[shape], Path(model), device)
+            finish_model(Path(model))
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # leaves the GPU to the other processes
+            for num_ranks in arguments.trainers:
+                row = asyncio.run(measure(shape, model, num_ranks, device, arguments))
+                report["cases"].append(row)
+                print(json.dumps(row), flush=True)
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    print_table(report)
+    return 0
+
+
+async def measure(
+    shape: str, model: str, num_ranks: int, device: torch.device, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Returns the row of one shape and number of ranks."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoint-", dir=arguments.dir)))
+        stack.push(lambda kind, error, traceback: print_logs(folder / "run" / "logs") if error else None)
+        shares = device.type == "cuda" and torch.cuda.device_count() < num_ranks + arguments.engines
+        fields = argparse.Namespace(
+            engines=arguments.engines, trainers=num_ranks, requests=arguments.requests, bucket_mb=256,
+            set=["checkpoint_every=1", f"share_gpus={str(shares).lower()}", *arguments.set],
+        )  # fmt: skip
+        config = configuration(model, device, str(folder / "run"), fields)
+        reaper = stack.enter_context(Reaper())
+        directory = RunDirectory.create(config, [])
+        stack.enter_context(directory.open_record(console=False))
+        status = RunStatus("checkpoint", 0)
+        parts = await start_components(config, directory, status, stack, reaper.directory)
+        await stack.enter_async_context(load(parts, arguments.requests))
+        await parts.trainer.train_step(random_step(num_ranks, ALL_SHAPES[shape]["vocab_size"]))
+        checkpoints = CheckpointFolder(folder / "checkpoints")
+        checkpointer = Checkpointer(config, checkpoints, parts.trainer, status)
+        saves = [await save(step, parts, checkpointer) for step in range(1, arguments.saves + 2)]
+        if checkpoints.steps() != list(range(1, arguments.saves + 2)):
+            raise RuntimeError(f"a checkpoint failed: {list(status.messages)}")
+        newest = checkpoints.folder_of(arguments.saves + 1)
+        medians = {name: statistics.median(one[name] for one in saves[1:]) for name in saves[0]}
+        return {
+            "shape": shape,
+            "ranks": num_ranks,
+            "shared_gpus": shares,
+            "gigabytes": round(size_of(newest) / 1e9, 3),
+            "median_seconds": {name: round(value, 3) for name, value in medians.items()},
+            "first_seconds": {name: round(value, 3) for name, value in saves[0].items()},
+            "conversion": await asyncio.to_thread(measure_conversion, newest, folder / "converted"),
+        }
+
+
+def random_step(num_ranks: int, vocab_size: int) -> list[StepInput]:
+    """Returns a training step of two short samples for each rank: it makes the optimizer's state."""
+    rng = np.random.default_rng(0)
+    trained_L = np.arange(64) > 0
+    samples = [
+        TrainSample(
+            sample_id=f"s{index}",
+            group_id=index,
+            environment="countdown",
+            token_ids_L=rng.integers(0, vocab_size, 64),
+            trained_L=trained_L,
+            engine_logprob_L=np.where(trained_L, -np.log(vocab_size), 0.0),
+            version_L=np.where(trained_L, 0, -1),
+            reward=0.0,
+            advantage=float(rng.normal()),
+        )
+        for index in range(2 * num_ranks)
+    ]
+    return pack_step(samples, step=0, version=0, seq_len=64, num_ranks=num_ranks, pad_to_multiple_of=64)
+
+
+async def save(step: int, parts: RunComponents, checkpointer: Checkpointer) -> dict[str, float]:
+    """Writes one checkpoint under load. Returns its seconds."""
+    gaps = TokenGaps(parts)
+    started = time.monotonic()
+    await checkpointer.after_step(step, lambda: RunState(step=step))
+    paused = time.monotonic() - started
+    await checkpointer.wait()
+    durable = time.monotonic() - started
+    during = await gaps.longest()
+    gaps = TokenGaps(parts)
+    await asyncio.sleep(durable)
+    return {
+        "pause": paused,
+        "durable": durable,
+        "generation": during,
+        "generation_without": await gaps.longest(),
+    }
+
+
+class TokenGaps:
+    """Measures the longest time in which an engine samples no token, from now until `longest`."""
+
+    def __init__(self, parts: RunComponents) -> None:
+        self._tasks = [asyncio.create_task(self._watch(client)) for client in parts.inference.clients]
+        self._longest = 0.0
+        self._ended = False
+
+    async def longest(self) -> float:
+        """Returns the longest time of any engine."""
+        self._ended = True
+        await asyncio.gather(*self._tasks)
+        return self._longest
+
+    async def _watch(self, client: Any) -> None:
+        count, since = -1.0, time.monotonic()
+        while True:
+            latest = (await client.metrics())["vllm:generation_tokens_total"]
+            now = time.monotonic()
+            if latest != count:
+                count, since = latest, now
+            self._longest = max(self._longest, now - since)
+            if self._ended:
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
+
+def measure_conversion(checkpoint: Path, target: Path) -> dict[str, float]:
+    """Returns GB/s of a conversion, with its files on disk, and of a plain write of as many bytes."""
+    started = time.monotonic()
+    convert(checkpoint, target)
+    os.sync()
+    seconds = time.monotonic() - started
+    num_bytes = size_of(target)
+    plain = plain_write_seconds(target.with_name("plain"), num_bytes)
+    return {
+        "gigabytes": round(num_bytes / 1e9, 3),
+        "gigabytes_per_second": round(num_bytes / 1e9 / seconds, 3),
+        "disk_gigabytes_per_second": round(num_bytes / 1e9 / plain, 3),
+    }
+
+
+def plain_write_seconds(path: Path, num_bytes: int) -> float:
+    """Writes as many bytes in order, with fsync, and removes them. Returns the seconds."""
+    block = os.urandom(min(BLOCK_BYTES, num_bytes))
+    started = time.monotonic()
+    with path.open("wb") as file:
+        left = num_bytes
+        while left > 0:
+            left -= file.write(block[: min(left, len(block))])
+        file.flush()
+        os.fsync(file.fileno())
+    seconds = time.monotonic() - started
+    path.unlink()
+    return seconds
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def print_table(report: dict[str, Any]) -> None:
+    table = Table(
+        "shape", "ranks", "GB", "pause", "durable", "no token: with", "without", "convert GB/s", "disk GB/s", box=None
+    )
+    for case in report["cases"]:
+        seconds, conversion = case["median_seconds"], case["conversion"]
+        table.add_row(
+            case["shape"],
+            str(case["ranks"]),
+            f"{case['gigabytes']:.2f}",
+            *(f"{seconds[name]:.2f} s" for name in ("pause", "durable", "generation", "generation_without")),
+            f"{conversion['gigabytes_per_second']:.2f}",
+            f"{conversion['disk_gigabytes_per_second']:.2f}",
+        )
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
