@@ -36,8 +36,10 @@ def main() -> int:
     for message in messages:
         if message["kind"] == "step":
             is_eval = all(name.startswith("eval/") for name in message["metrics"])
-            if message["step"] <= last_step and not is_eval:
-                continue
+            if not is_eval:
+                if message["step"] <= last_step:
+                    continue
+                last_step = message["step"]  # the trainer may restart from an earlier step
             run.log({"step": message["step"], **message["metrics"]})
         elif message["kind"] == "summary":
             run.summary.update(message["values"])

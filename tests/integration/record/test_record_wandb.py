@@ -140,6 +140,7 @@ def test_attempts_are_one_run_of_wandb_in_which_each_step_is_there_once(tmp_path
             for step in range(first, last):
                 directory.step_log.log_step(step, {"attempt": 1.0 + (first > 0)})
                 directory.recorder.write("steps", {"step": step, "metrics": {"attempt": 1.0}})
+            directory.step_log.log_step(last - 1, {"attempt": 9.0})  # again, as after a restart of the trainer
             directory.step_log.log_step(1, {"eval/held_out": 0.5})
     rows = offline_values(path)
     trained = [(row["step"], row["attempt"]) for row in rows if "attempt" in row]
