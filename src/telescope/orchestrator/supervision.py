@@ -49,15 +49,24 @@ class Supervisor:
         task.add_done_callback(self._finished)
         return task
 
-    async def run_until(self, main: Coroutine[Any, Any, Any]) -> Any:
-        """Runs `main` beside the spawned tasks, then cancels those that still run."""
+    async def run_until(
+        self, main: Coroutine[Any, Any, Any], *, grace: Callable[[BaseException], float] = lambda error: 0.0
+    ) -> Any:
+        """Runs `main` beside the spawned tasks, then cancels those that still run.
+
+        When a task fails, `grace(error)` may ask `main` to end by itself, and returns the seconds that it has for that.
+        """
         if self._failure is None:
             self._failure = asyncio.get_running_loop().create_future()
         main_task = asyncio.get_running_loop().create_task(main, name="main")
         try:
             await asyncio.wait({main_task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
-            if self._failure.done():
-                self._failure.result()
+            if error := self._failure.done() and self._failure.exception():
+                if not main_task.done() and (seconds := grace(error)):
+                    await asyncio.wait({main_task}, timeout=seconds)
+                    if main_task.done() and not main_task.cancelled() and (second := main_task.exception()):
+                        logger.info("%s failed too: %r", main_task.get_name(), second)
+                raise error
             return main_task.result()
         finally:
             await self._cancel_all(main_task)

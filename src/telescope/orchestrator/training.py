@@ -16,7 +16,7 @@ from functools import partial
 from telescope.config import TelescopeConfig
 from telescope.config.model_files import vocabulary_size
 from telescope.config.model_source import read_meta_files
-from telescope.errors import RankLost
+from telescope.errors import RankLost, RunError
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.checkpoints import Checkpointer, CheckpointFolder
 from telescope.orchestrator.evaluation import Evaluation
@@ -119,7 +119,16 @@ class Training:
             self.status.phase = "writing the last checkpoint"
             await checkpointer.save_last(self.status.version, orchestrator.run_state)
 
-        await loops.run_until(train_and_save())
+        def grace(error: BaseException) -> float:
+            """Lets the step that runs end, with its checkpoint, if the trainer is not what failed."""
+            if not self.config.checkpoint_every or not isinstance(error, RunError) or isinstance(error, RankLost):
+                return 0.0
+            self._leave()
+            orchestrator.request_stop()
+            self.status.phase = "stopping after this step, because of an error"
+            return self._seconds_left() or 0.0
+
+        await loops.run_until(train_and_save(), grace=grace)
 
 
 async def make_orchestrator(

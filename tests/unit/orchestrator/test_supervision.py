@@ -35,6 +35,26 @@ async def test_a_task_that_fails_before_the_main_one_starts_is_not_lost() -> Non
         await asyncio.wait_for(supervisor.run_until(for_ever()), 5)
 
 
+@pytest.mark.parametrize(("seconds", "ends"), [(5.0, True), (0.01, False), (0.0, False)])
+async def test_the_main_task_may_end_by_itself_within_its_grace_after_a_failure(seconds: float, ends: bool) -> None:
+    supervisor, stop, done = Supervisor(), asyncio.Event(), list[str]()
+
+    async def main() -> None:
+        await stop.wait()
+        await asyncio.sleep(0.05)  # the step that runs, and its checkpoint
+        done.append("saved")
+
+    def grace(error: BaseException) -> float:
+        stop.set()
+        done.append(str(error))
+        return seconds
+
+    supervisor.spawn(fail("in a loop"), "loop")
+    with pytest.raises(ZeroDivisionError, match="in a loop"):
+        await asyncio.wait_for(supervisor.run_until(main(), grace=grace), 5)
+    assert done == ["in a loop", *(["saved"] if ends else [])]
+
+
 async def test_the_end_of_the_main_task_ends_the_loops() -> None:
     supervisor = Supervisor()
     loop = supervisor.spawn(for_ever(), "loop")
