@@ -6,12 +6,23 @@ task waits for another is a `Deadlock`.
 
 from __future__ import annotations
 
+import asyncio
+import random
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.orchestrator.fakes import config_of
 from tests.unit.orchestrator.simulated_clock import run_simulated
 from tests.unit.orchestrator.simulation import Pace, Simulation
+
+from telescope.orchestrator.async_window import Ledger
+from telescope.orchestrator.checkpoints import Checkpointer, CheckpointFolder
+from telescope.orchestrator.supervision import Supervisor
 
 seconds = st.sampled_from([0.0, 0.01, 0.3, 1.0, 4.0])
 
@@ -80,3 +91,88 @@ def test_every_prompt_is_accounted_for_and_nothing_leaks_or_hangs(
         seq_len=4096,
     )
     run_simulated(Simulation(config, pace, seed=seed, num_servers=2).run())
+
+
+class DelayedRanks:
+    """Ranks that take any time to copy and to write, and train, sync and save one after the other."""
+
+    world_size = 2
+
+    def __init__(self, simulation: Simulation, delays: tuple[float, float], rng: random.Random) -> None:
+        self.queue = asyncio.Lock()
+        self._delays, self._rng = delays, rng
+        trainer: Any = simulation.trainer
+        trainer.train_step = self.alone(trainer.train_step)
+        trainer.sync = self.alone(trainer.sync)
+
+    def alone(self, command: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def run(*arguments: Any) -> Any:
+            async with self.queue:
+                await self.delay()
+                return await command(*arguments)
+
+        return run
+
+    async def delay(self) -> None:
+        await asyncio.sleep(self._rng.uniform(*self._delays))
+
+    async def save_checkpoint(self, step: int, directory: Path) -> None:
+        assert self.queue.locked()
+        await self.delay()
+
+    async def finish_checkpoint(self) -> None:
+        await self.delay()
+
+    async def bring_servers_up(self) -> None:
+        """Takes the queue now and then, as a server that comes back does."""
+        while True:
+            await self.delay()
+            await asyncio.sleep(0.5)
+            async with self.queue:
+                await self.delay()
+
+
+@settings(max_examples=25)
+@given(
+    pace=paces,
+    delays=spans(seconds),
+    seed=st.integers(0, 10_000),
+    batch=st.integers(1, 3),
+    steps=st.integers(1, 6),
+    ahead=st.integers(0, 4),
+    bound=st.sampled_from([-1, 0, 2]),
+)
+def test_checkpoints_after_every_step_with_any_delays_never_block_a_run(
+    pace: Pace, delays: tuple[float, float], seed: int, batch: int, steps: int, ahead: int, bound: int
+) -> None:
+    config = config_of(
+        group_size=2, prompts_batch_size_for_trainer=batch, number_of_steps=steps, max_async_rollout=ahead,
+        max_off_policy_steps=bound, environment_error_budget=1.0, inference_num_workers=2, max_tokens=1000,
+        max_model_len=4096, seq_len=4096, checkpoint_every=1,
+    )  # fmt: skip
+
+    async def run(folder: CheckpointFolder) -> None:
+        simulation = Simulation(config, pace, seed=seed, num_servers=2)
+        ranks = DelayedRanks(simulation, delays, random.Random(seed))
+        checkpointer = Checkpointer(config, folder, ranks, simulation.status)
+        simulation.orchestrator.services.after_step = checkpointer.after_step
+        others = Supervisor()
+        others.spawn(ranks.bring_servers_up(), "servers")
+        async with asyncio.timeout(20_000):  # simulated seconds; some loops never stop setting timers
+            await others.run_until(simulation.run())
+        await checkpointer.save_last(steps, simulation.orchestrator.run_state)
+
+    with tempfile.TemporaryDirectory() as path:
+        folder = CheckpointFolder(Path(path))
+        run_simulated(run(folder))
+        assert folder.steps() == list(range(1, steps + 1))
+        for step in folder.steps():
+            state = folder.load(step).state
+            ledger = Ledger.load_state_dict(state.ledger)
+            assert ledger.is_balanced()
+            assert ledger.num_trained == step * batch
+            assert ledger.open == {group.group_id for group in state.groups}
+            unfinished = set(state.sampler.unfinished)
+            assert len(unfinished | ledger.open) == len(unfinished) + len(ledger.open)
+            settled = ledger.num_trained + ledger.dropped.total()
+            assert settled + len(unfinished) + len(ledger.open) == state.sampler.next_draw
