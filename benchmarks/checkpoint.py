@@ -65,19 +65,21 @@ BLOCK_BYTES = 64 << 20
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=list(ALL_SHAPES), default=["4b"])
+    parser.add_argument("--shapes", nargs="+", choices=list(ALL_SHAPES))
     parser.add_argument("--engines", type=positive, default=1)
-    parser.add_argument("--trainers", nargs="+", type=positive, default=[1], help="numbers of ranks")
+    parser.add_argument("--trainers", nargs="+", type=positive, help="numbers of ranks")
     parser.add_argument("--saves", type=positive, default=3, help="measured checkpoints of each case")
     parser.add_argument("--requests", type=positive, default=32, help="in flight on each engine")
     parser.add_argument("--dir", type=Path, help="where checkpoints are written, by default the temporary folder")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="more configuration fields")
-    parser.add_argument("--quick", action="store_true", help="two small shapes on the CPU")
+    parser.add_argument("--quick", action="store_true", help="small shapes on the CPU")
     parser.add_argument("--json", type=Path, help="write the results here, after every case")
     arguments = parser.parse_args()
     require_gpus(parser, quick=arguments.quick)
+    arguments.shapes = arguments.shapes or (["tiny", "60m"] if arguments.quick else ["4b"])
+    arguments.trainers = arguments.trainers or ([1, 2] if arguments.quick else [1])
     if arguments.quick:
-        arguments.shapes, arguments.trainers, arguments.requests = ["tiny", "60m"], [1, 2], 4
+        arguments.requests = 4
     device = choose_device("cpu" if arguments.quick else "auto", 0)
     report: dict[str, Any] = {
         "where": provenance(["torch", "transformers", "ray"]) | {"gpu": gpu_name(device)},
