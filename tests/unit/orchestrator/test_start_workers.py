@@ -27,6 +27,7 @@ class Workers:
     def __init__(self, config: TelescopeConfig, *, compiles: bool, until: str | None = None) -> None:
         self.happened: list[str] = []
         self.written: list[dict[str, Any]] = []
+        self.config = config
         self._info = SimpleNamespace(config_hash=config.hash, compiles=compiles)
         self._until = until
         self._news = asyncio.Event()
