@@ -116,7 +116,7 @@ def bundles_of(config: TelescopeConfig, device: Literal["cpu", "cuda"]) -> tuple
 
 
 def plan_placement(config: TelescopeConfig, resources: ClusterResources, *, with_trainer: bool = True) -> Placement:
-    """A place for every worker, without a trainer for those of servers alone. Raises `PlacementError` for none."""
+    """Places every worker; without the trainer, the servers only. Raises `PlacementError` when they do not fit."""
     device = resolve_device(config, resources)
     servers, ranks = bundles_of(config, device)
     if not with_trainer:

@@ -236,6 +236,18 @@ def test_a_run_fits_a_single_gpu_only_if_it_is_shared():
     assert [placed.gpu_indices for placed in plan.bundles] == [(0,), (0,)]
 
 
+def test_servers_alone_need_no_space_for_a_trainer():
+    node = ClusterResources((NodeResources("a", 16, 2),))
+    wanted = config(inference_num_workers=2, trainer_num_workers=2)
+    with pytest.raises(PlacementError, match="trainer_num_workers"):
+        plan_placement(wanted, node)
+    placement = plan_placement(wanted, node, with_trainer=False)
+    assert {placed.bundle.role for placed in placement.bundles} == {"inference"}
+    assert placement.order == ("inference",)
+    with pytest.raises(PlacementError, match=r"needs 4 GPUs and 16 CPU cores.*Lower inference_num_workers"):
+        plan_placement(config(inference_num_workers=4), node, with_trainer=False)
+
+
 def test_on_cpus_share_gpus_has_no_effect():
     plan = plan_placement(config(share_gpus=True, device="cpu"), cluster((32, 0)))
     assert plan == plan_placement(config(device="cpu"), cluster((32, 0)))
