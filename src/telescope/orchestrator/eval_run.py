@@ -80,11 +80,14 @@ class EvalJob:
     notes: list[str]
 
     def version_of(self, target: EvalTarget) -> int:
-        """Returns the step of a target, or its place if the targets have no different steps."""
-        steps = [each.step for each in self.targets]
-        if target.step is None or len(set(steps)) < len(steps) or None in steps:
-            return self.targets.index(target)
-        return target.step
+        """Returns the step of a target, or its place if not all have different steps."""
+        return target.step if has_steps(self.targets) and target.step is not None else self.targets.index(target)
+
+
+def has_steps(targets: Sequence[EvalTarget]) -> bool:
+    """Returns whether all targets have steps, and different ones."""
+    steps = [target.step for target in targets]
+    return None not in steps and len(set(steps)) == len(steps)
 
 
 @dataclass(frozen=True)
@@ -121,14 +124,14 @@ def prepare(
     targets = find_targets(request.command, sources, steps)
     of_run = next((values for target in targets if (values := target.run_config()) is not None), None)
     runs = {target.run_dir for target in targets}
-    run_dir = next(iter(runs)) if len(runs) == 1 else None
+    run_dir = next(iter(runs)) if len(runs) == 1 and has_steps(targets) else None
     of_the_run = [EvalEntry.model_validate(entry) for entry in (of_run or {}).get("evals", [])]
     entries = choose_evals(request.command.evals, of_the_run, wanted, num_samples)
     config = build_eval_config(share_cores(request, of_run), of_run, entries, targets[0].model_files_folder())
     digest = measurement_digest(config, entries)
     if output is None:
         root = run_dir / OUTPUTS if run_dir is not None else Path(OUTPUTS)
-        name = "" if run_dir is not None else f"{targets[0].path.name.removeprefix('.')}-"
+        name = "" if run_dir is not None else f"{Path(targets[0].label).name}-"
         output = root / f"{name}{digest}"
     config = config.replace(run_dir=str(output.absolute()))
     notes = list(request.notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from telescope.config import EvalEntry
 from telescope.config.eval_config import EvalCommand
 from telescope.errors import UserError
 from telescope.orchestrator.conversion import MARKER
-from telescope.orchestrator.eval_run import choose_evals, eval_numbers
+from telescope.orchestrator.eval_run import choose_evals, eval_numbers, has_steps
 from telescope.orchestrator.eval_targets import find_targets
 
 
@@ -94,6 +95,13 @@ def test_models_of_another_shape_or_tokenizer_cannot_share_an_engine(run, tmp_pa
         find_targets(EvalCommand(), [str(run / "model"), str(tmp_path / "other")])
     with pytest.raises(UserError, match="hf_weights is true"):
         find_targets(EvalCommand(hf_weights=True), [str(run)])
+
+
+def test_only_models_with_steps_of_their_own_are_recorded_as_versions_of_the_run(run):
+    checkpoints = find_targets(EvalCommand(), [str(run)])
+    assert has_steps(checkpoints)
+    assert not has_steps([*checkpoints, *find_targets(EvalCommand(), [str(run / "model")])])
+    assert not has_steps([*checkpoints, replace(checkpoints[0], label="the same step")])
 
 
 OF_THE_RUN = [EvalEntry(name="countdown", num_samples=50), EvalEntry(name="math500", temperature=0.5)]
