@@ -1,4 +1,4 @@
-"""Separates a command's own arguments from the flags of fields, for commands that take both."""
+"""Separates a command's own options from the flags of fields."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command's own arguments; all others are flags of config fields."""
+    """Returns the parser of the command's own options; others are config fields."""
     parser = argparse.ArgumentParser(
         prog="telescope chat",
         description="Serve a checkpoint, a model folder or a hub model with vLLM on this machine, and talk to it.",
@@ -181,7 +181,7 @@ def _talk(conversation: Conversation) -> None:
 
 
 def obey(conversation: Conversation, command: str, value: str) -> str:
-    """Runs a command of the conversation. Returns what to print; raises `UserError` for a value that cannot be."""
+    """Runs a command of the conversation. Returns what to print; raises `UserError` for an invalid value."""
     settings = conversation.settings
     if command == "/reset":
         conversation.reset()
@@ -226,10 +226,10 @@ def _answer(conversation: Conversation, question: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Removes control characters but tabs and line ends, so that no answer can control the terminal."""
+    """Removes control characters, so that an answer cannot control the terminal. Keeps tabs and line ends."""
     return "".join(char for char in text if char in "\n\t" or unicodedata.category(char) != "Cc")
 
 
 def _say(text: str) -> None:
-    """Prints what is not the model's, so that an answer alone can be redirected."""
+    """Prints to stderr, so that standard output has the answers only."""
     print(text, file=sys.stderr, flush=True)

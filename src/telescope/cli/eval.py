@@ -170,7 +170,7 @@ def as_json(outcome: EvalOutcome) -> dict[str, Any]:
 
 
 def print_outcome(outcome: EvalOutcome, plot: Path) -> None:
-    """Prints a table of the results, what went wrong, and where the details are."""
+    """Prints a table of the results, the problems, and the output folders."""
     console = Console()
     console = console if console.is_terminal else Console(width=PIPE_WIDTH)
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -75,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
         print_dry_run(
             loaded,
             _console(),
-            lambda here: try_what_the_user_brings(loaded.config, here=here),
+            lambda here: try_components(loaded.config, here=here),
             gpu_memory_gib=arguments.gpu_memory_gib,
         )
         return 0
@@ -150,11 +150,11 @@ def check_before_start(loaded: LoadedConfig) -> list[str]:
 
         find_checkpoint(loaded.config, choose_run_dir(loaded.config))
     preflight.check(loaded.config)
-    notices = try_what_the_user_brings(loaded.config)
+    notices = try_components(loaded.config)
     return [*loaded.notes, *preflight.find_remarks(loaded.config), *notices]
 
 
-def try_what_the_user_brings(config: TelescopeConfig, *, here: bool = True) -> list[str]:
+def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
     """Loads the environments and evals in a separate process, before anything is started. Returns their notices.
 
     Where the run is meant for this machine (`here`), tries the backend, the model's architecture, and vLLM's parsers
@@ -239,7 +239,7 @@ def print_summary(
 
 
 def next_commands(summary: RunSummary, run_dir: str, *, can_continue: bool, has_evals: bool) -> list[str]:
-    """Returns the commands that are possible after a run, without the program's name."""
+    """Returns the commands that can follow a run, without the program's name."""
     root, run_dir = shlex.quote(str(Path(run_dir).parent)), shlex.quote(run_dir)
     commands = [
         "runs" if root == "runs" else f"runs --root {root}",

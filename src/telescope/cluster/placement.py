@@ -50,7 +50,7 @@ class Placement:
         return _options(self.trainer, rank, cpus, self.gpus_per_rank)
 
     async def wait_for_ranks(self, seconds: float) -> None:
-        """Waits until Ray has placed the ranks' bundles again, those of a lost node elsewhere.
+        """Waits until Ray has placed the bundles of a lost node elsewhere.
 
         Raises DeadlineExceeded after `seconds`, the run's `ray_placement_timeout_s`.
         """
@@ -85,9 +85,9 @@ def _options(group: PlacementGroup, bundle: int, cpus: float, gpus: float) -> di
 
 
 async def reserve(config: TelescopeConfig, plan: Plan) -> Placement:
-    """Reserves the groups of the plan, each within `ray_placement_timeout_s`, in the order of `plan`.
+    """Reserves the placement groups of the plan, in its order.
 
-    Raises DeadlineExceeded with the requested and the free resources.
+    Raises DeadlineExceeded with the requested and the free resources after `ray_placement_timeout_s`.
     """
     on_gpu = plan.device == "cuda"
     tensor_parallel = config.inference_tensor_parallel_size

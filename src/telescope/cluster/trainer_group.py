@@ -103,15 +103,15 @@ class TrainerGroup:
         ]
 
     async def watch(self) -> None:
-        """Raises `RankLost` as soon as a command finds that a rank's process is gone."""
+        """Raises `RankLost` as soon as a command finds a rank lost."""
         await self._has_loss.wait()
         assert self._loss is not None
         raise self._loss
 
     async def replace(self) -> None:
-        """Ends the ranks' processes and starts new ones, to be set up again. The caller has locked `queue`.
+        """Ends the ranks' processes and starts new ones. `setup` must follow.
 
-        Raises DeadlineExceeded when a node is lost and there is no other place.
+        The caller has locked `queue`. Raises DeadlineExceeded when a node is lost and there is no other place.
         """
         for rank in self._ranks:
             ray.kill(rank)
@@ -335,7 +335,7 @@ class TrainerGroup:
                 task.cancel()
 
     async def _wait_for_loss(self) -> None:
-        """Waits until a running call finds that its rank is lost, `NODE_LOSS_SECONDS` at most."""
+        """Waits until a running call finds its rank lost. At most `NODE_LOSS_SECONDS`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(NODE_LOSS_SECONDS):
                 await self._has_loss.wait()

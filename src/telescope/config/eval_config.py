@@ -67,7 +67,7 @@ SHARED_FIELDS = frozenset(
 )
 """Fields of the training schema that concern evals."""
 
-OF_THE_RUN = SHARED_FIELDS | {"environments", "overlong_samples"}
+INHERITED_FIELDS = SHARED_FIELDS | {"environments", "overlong_samples"}
 """Fields whose values are taken from the config of an evaluated run."""
 
 MEASURED = (
@@ -76,7 +76,7 @@ MEASURED = (
 )  # fmt: skip
 """Fields that change results: other values are another measurement."""
 
-NO_ENVIRONMENT = [{"name": "countdown"}]
+PLACEHOLDER_ENVIRONMENT = [{"name": "countdown"}]
 """The schema wants an environment to train on; evals use theirs only."""
 
 
@@ -92,9 +92,10 @@ class EvalRequest:
 def load_eval_request(
     path: Path | None, overrides: Sequence[str] = (), command: Mapping[str, Any] | None = None
 ) -> EvalRequest:
-    """Reads a YAML file, flags of fields, and `command`, values of `EvalCommand` from flags, which win.
+    """Reads the request from a YAML file and flags, which win.
 
-    Raises `ConfigError` for an unknown field, and for one that only training has.
+    `overrides` are flags of fields, `command` has values of `EvalCommand`. Raises `ConfigError` for an unknown field,
+    and for one that only training has.
     """
     values, lines = read_yaml_file(path) if path is not None else ({}, {})
     sources = {name: f"{path}, line {line}" for name, line in lines.items()}
@@ -127,23 +128,28 @@ def load_eval_request(
 
 def build_eval_config(
     request: EvalRequest,
-    of_run: Mapping[str, Any] | None,
+    run_config: Mapping[str, Any] | None,
     evals: Sequence[EvalEntry],
     model: Path,
 ) -> TelescopeConfig:
-    """Makes the config of an eval's servers and environments, which load the folder `model` first.
+    """Returns the config of an eval's servers and environments.
 
-    `of_run` are the values of the evaluated run's config; without them, lengths fit the model's context. Raises
-    `ConfigError`.
+    The servers load the folder `model` first. `run_config` are the values of the evaluated run's config; without them,
+    lengths fit the model's context. Raises `ConfigError`.
     """
     defaults = TelescopeConfig.model_fields
     inherited = {
         name: value
-        for name, value in (of_run or {}).items()
-        if name in OF_THE_RUN and value != defaults[name].get_default(call_default_factory=True)
+        for name, value in (run_config or {}).items()
+        if name in INHERITED_FIELDS and value != defaults[name].get_default(call_default_factory=True)
     }
-    values: dict[str, Any] = {"environments": NO_ENVIRONMENT, "inference_num_workers": 1, **inherited, **request.fields}
-    if of_run is None:
+    values: dict[str, Any] = {
+        "environments": PLACEHOLDER_ENVIRONMENT,
+        "inference_num_workers": 1,
+        **inherited,
+        **request.fields,
+    }
+    if run_config is None:
         file = model / "config.json"
         longest = (json.loads(file.read_text()) if file.is_file() else {}).get("max_position_embeddings") or math.inf
         context = values.setdefault("max_model_len", min(defaults["max_model_len"].default, longest))

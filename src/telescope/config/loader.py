@@ -51,7 +51,7 @@ class LoadedConfig:
 
 
 def load_resumed_config(run_dir: Path, overrides: Sequence[str] = (), *, path: Path | None = None) -> LoadedConfig:
-    """Loads the config with which a run was started last, or that of `path`, to continue the run.
+    """Loads the config to continue a run: its last one, or `path`.
 
     Values that are defaults count as not chosen, so that they adjust to overrides as in a first start. Environment
     variables fill in nothing: the run's own values hold. Raises `ConfigError` as `load_config`, and if there is no run.
@@ -207,7 +207,7 @@ def choose_run_dir(config: TelescopeConfig, now: datetime | None = None) -> Path
 
 
 def choose_checkpoint_dir(checkpoint_dir: str | None, run_dir: Path) -> Path:
-    """`checkpoint_dir` (which TELESCOPE_CHECKPOINT_DIR fills in), else `checkpoints` in the run directory."""
+    """Returns `checkpoint_dir` (or TELESCOPE_CHECKPOINT_DIR), else `checkpoints` in the run directory."""
     return Path(checkpoint_dir).expanduser().absolute() if checkpoint_dir else run_dir / "checkpoints"
 
 

@@ -316,7 +316,7 @@ def trainer_share(config: TelescopeConfig, memory: int) -> int:
 
 
 def checkpoint_bytes(config: TelescopeConfig, shape: ModelShape) -> int:
-    """Estimates the bytes of one checkpoint on disk, which are also those of all ranks' copies in shared memory."""
+    """Estimates the bytes of one checkpoint. All ranks' copies in shared memory need as many."""
     weights = shape.num_parameters * DTYPE_BYTES[config.model_dtype]
     return weights * (3 if config.checkpoint_save_training_state else 1)  # AdamW: two moments
 

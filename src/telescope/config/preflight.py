@@ -313,7 +313,7 @@ def check_disk(config: TelescopeConfig, report: ModelReport) -> None:
 
 
 def check_checkpoint_memory(config: TelescopeConfig, report: ModelReport) -> None:
-    """Checks that shared memory has space for the copies of all ranks, unless some may be on other nodes."""
+    """Checks shared memory for all ranks' copies, unless ranks may be on other nodes."""
     if not config.checkpoint_every or report.shape is None or not SHARED_MEMORY.is_dir():
         return
     if ray_cluster_is_configured(config.ray_address):

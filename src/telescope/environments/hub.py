@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def hub_table(owner: str, name: str, subset: str | None, split: str, columns: Sequence[Sequence[str]]) -> pa.Table:
-    """One split of a dataset. `owner` is the environment or eval that errors name.
+    """Returns one split of a dataset. `owner` is the environment or eval that errors name.
 
-    Each entry of `columns` lists alternatives, of which the dataset must have one. Raises `UserError` with the columns
-    that it has when it lacks one, and when the package datasets is missing.
+    Each entry of `columns` lists alternatives, of which the dataset must have one. Raises `UserError` if a
+    column or the package datasets is missing.
     """
     try:
         import datasets
@@ -36,7 +36,7 @@ def hub_table(owner: str, name: str, subset: str | None, split: str, columns: Se
 def hub_rows(
     owner: str, name: str, subsets: Sequence[str | None], split: str, columns: Sequence[Sequence[str]]
 ) -> Iterator[dict[str, Any]]:
-    """Rows of all `subsets`, one after the other. Raises as `hub_table` does."""
+    """Yields the rows of all `subsets`, one after the other. Raises as `hub_table` does."""
     for subset in subsets:
         yield from hub_table(owner, name, subset, split, columns).to_pylist()
 

@@ -1,4 +1,4 @@
-r"""What environments of mathematical problems share: prompts, scoring, and the problems that ship with Telescope.
+r"""Base of the mathematical environments: prompts, scoring, and shipped problems.
 
 Used by `hendrycks_math`, `dapo_math` and `deepscaler`, and by the evals of `telescope.evals.math_benchmark`.
 """
@@ -69,7 +69,7 @@ class MathEnvironment(SingleTurnEnvironment):
         seed: int | None = None,
         **_: Any,
     ) -> list[Sample]:
-        """The problems as samples. Raises `UserError` when there is none."""
+        """Returns the problems as samples. Raises `UserError` if there is none."""
         name = dataset_name or self.hub_dataset
         return self.hub_or_own(
             num_samples,
@@ -83,11 +83,11 @@ class MathEnvironment(SingleTurnEnvironment):
         )
 
     def hub_samples(self, name: str, subset: str | None, split: str) -> list[Sample]:
-        """Problems of a dataset of the hub."""
+        """Returns the problems of a dataset of the hub."""
         return samples_of(hub_rows(self.name, name, [subset], split, COLUMNS))
 
     def own_samples(self) -> list[Sample]:
-        """Problems that ship with Telescope."""
+        """Returns the problems that ship with Telescope."""
         return samples_of(own_problems())
 
     def hub_or_own(
@@ -102,10 +102,10 @@ class MathEnvironment(SingleTurnEnvironment):
         own_replaces_hub: bool,
         selection: str,
     ) -> list[Sample]:
-        """The first `num_samples` of `hub` or `own`, as `dataset` says; shuffled before if there is a `seed`.
+        """Returns the first `num_samples` of `hub` or `own`, as `dataset` selects.
 
-        With `auto`, `own` is used when `hub` raises and `own_replaces_hub`, and a notice says so. Raises `UserError`
-        when there is no sample; `selection` is what it names as the reason.
+        They are shuffled before if there is a `seed`. With `auto`, `own` is used with a notice when `hub` raises and
+        `own_replaces_hub`. Raises `UserError` with `selection` as the reason if there is no sample.
         """
         if dataset not in ("auto", "hub", "own"):
             raise UserError(f"{self.name}: dataset is {dataset!r}; use auto, hub or own.")
@@ -141,7 +141,7 @@ class MathEnvironment(SingleTurnEnvironment):
         return super().build_messages(question)
 
     def extract_answer(self, text: str) -> str:
-        """The final answer in a completion without its thinking; `""` when there is none."""
+        """Returns the final answer in a completion without thinking, or `""`."""
         return extract_boxed_answer(text)
 
     def compute_reward(self, completion: str, sample: Sample, eos_token: str = "") -> RewardResult:
@@ -161,7 +161,7 @@ class MathEnvironment(SingleTurnEnvironment):
 
 
 def own_problems(subset: str | None = None) -> list[dict[str, Any]]:
-    """Rows of the problems that ship with Telescope, of one subject or of all."""
+    """Returns rows of the shipped problems, of one subject or of all."""
     rows: list[dict[str, Any]] = json.loads(_OWN_PROBLEMS.read_text(encoding="utf-8"))
     return [
         row for row in rows if subset is None or row["type"].lower().replace(" ", "_").replace("&", "and") == subset
@@ -169,12 +169,11 @@ def own_problems(subset: str | None = None) -> list[dict[str, Any]]:
 
 
 def samples_of(rows: Iterable[dict[str, Any]]) -> list[Sample]:
-    """Rows with `COLUMNS` as samples, without those that have no answer."""
+    """Returns rows with `COLUMNS` as samples. Rows without an answer are left out."""
     return [sample for row in rows if (sample := _sample(row)) is not None]
 
 
 def _sample(row: dict[str, Any]) -> Sample | None:
-    """Returns a dataset row as a sample; None when it has no answer."""
     answer = row.get("answer")
     answer = extract_boxed_answer(str(row.get("solution", ""))) if answer in (None, "") else str(answer)
     problem = row.get("problem") or row.get("question")

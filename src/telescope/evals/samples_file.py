@@ -1,4 +1,4 @@
-"""Keeps the scores of finished samples in a file, so that an interrupted evaluation continues.
+"""Stores scores of finished samples, to continue an interrupted evaluation.
 
 A line of JSON per sample, written when it is scored. Samples without a score are not kept; they are sampled again.
 """

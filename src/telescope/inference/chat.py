@@ -40,11 +40,12 @@ class Conversation:
     """Why the last answer ended: `stop`, or `length` where `max_tokens` or the context did."""
 
     def ask(self, text: str) -> Iterator[str]:
-        """Yields the answer piece by piece, thinking included, and adds both sides to the history when it ends.
+        """Yields the answer piece by piece, thinking included.
 
-        If the caller stops early, the server aborts the request and the history keeps what was received. Raises
-        `UserError` for a request that the server refuses (a conversation longer than the context), which leaves the
-        history as it was, and `InfrastructureError` if the server does not answer.
+        Adds question and answer to the history when it ends. If the caller stops early, the server aborts the request
+        and the history keeps what was received. Raises `UserError`, with the history unchanged, for a request that the
+        server refuses (a conversation longer than the context), and `InfrastructureError` if the server does not
+        answer.
         """
         question = {"role": "user", "content": text}
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -60,7 +61,8 @@ class Conversation:
                 finally:
                     self.messages += [question, {"role": "assistant", "content": answer}]
         except openai.BadRequestError as error:
-            raise UserError(f"the server refuses this: {error.message}. /reset begins a new conversation") from error
+            fix = "/reset begins a new conversation"
+            raise UserError(f"the server refused the request: {error.message}. {fix}") from error
         except openai.APIError as error:
             raise InfrastructureError(f"the server does not answer: {error}") from error
 
@@ -93,6 +95,7 @@ class Conversation:
 
 
 def connect(url: str, secret: str) -> openai.OpenAI:
-    """Returns a client for a server at `url`. Generation has no deadline, because an answer may take hours on a CPU."""
+    """Returns a client for a server at `url`."""
+    # No deadline for generation: an answer may take hours on a CPU.
     timeout = openai.Timeout(None, connect=CONNECT_SECONDS)
     return openai.OpenAI(base_url=f"{url}/v1", api_key=secret, timeout=timeout, max_retries=0)

@@ -99,9 +99,9 @@ class Ledger:
         self.dropped[reason] += 1
 
     def state_dict(self, open_prompts: Iterable[int], undropped: Mapping[int, str] | None = None) -> dict[str, Any]:
-        """Returns the counts for a run that continues with these open prompts only; the others are opened again.
+        """Returns the counts for a run that continues with these open prompts.
 
-        So are `undropped`, prompts that were dropped with these reasons.
+        All others, and `undropped`, which were dropped with these reasons, are opened again.
         """
         kept, undropped = sorted(open_prompts), undropped or {}
         return {

@@ -63,7 +63,7 @@ class Checkpoint:
     meta: dict[str, Any]
     state: RunState
     notes: tuple[str, ...] = ()
-    """What a run that continues from it should know (`resume`)."""
+    """Messages for the user of the run that continues from it (`resume`)."""
 
 
 class CheckpointFolder:
@@ -74,7 +74,7 @@ class CheckpointFolder:
 
     @classmethod
     def for_run(cls, config: TelescopeConfig, run_dir: Path) -> CheckpointFolder:
-        """The folder of `checkpoint_dir`, by default in the run directory."""
+        """Returns the folder of `checkpoint_dir`, by default in the run directory."""
         return cls(choose_checkpoint_dir(config.checkpoint_dir, run_dir))
 
     def steps(self) -> list[int]:
@@ -195,10 +195,11 @@ class Checkpointer:
         write: Callable[[str, dict[str, Any]], None] = lambda table, row: None,
         seconds_left: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """`last_step` is that of the checkpoint from which the run continues; `model_files` are for `hf_meta/`.
+        """`last_step` is the step of the checkpoint from which the run continues.
 
-        `write` adds a row to the record. `flush_record` writes the rows of the step to disk, so that a run that
-        continues after it misses none. `seconds_left` is how long the run still waits for a checkpoint, None for ever.
+        `model_files` are for `hf_meta/`. `write` adds a row to the record. `flush_record` writes the rows of the step
+        to disk, so that a run that continues after it misses none. `seconds_left` returns how long the run still waits
+        for a checkpoint, None without limit.
         """
         self._config = config
         self._folder = folder
@@ -220,7 +221,7 @@ class Checkpointer:
             await self._begin(step, state().state_dict())  # encoded now: the loops change these objects
 
     async def save_last(self, step: int, state: Callable[[], RunState]) -> None:
-        """Writes the checkpoint of the last step, unless it exists, and waits until it is complete or too late."""
+        """Writes the checkpoint of the last step, unless it exists. Waits while time is left."""
         await self.wait()
         if self._config.checkpoint_every and step > self._last_step:
             await self._begin(step, state().state_dict())

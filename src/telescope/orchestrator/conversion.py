@@ -1,10 +1,10 @@
 """Converts checkpoints of a run to model folders in Hugging Face format.
 
 A checkpoint is read and written tensor by tensor (`trainer.backends.fsdp.checkpoint`, `trainer.hf_folder`), so memory
-does not grow with the model. `read_checkpoint` is the one place that knows which backend has written it.
+does not grow with the model. Only `read_checkpoint` depends on the backend that wrote it.
 
-Invariant: a model folder names the checkpoint that it was made from (`MARKER`), so that a complete one is not made
-again and another one is not overwritten.
+Invariant: a model folder names its checkpoint (`MARKER`), so that a complete one is skipped and another one is not
+overwritten.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ OnBytes = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """The weights of a checkpoint, by Hugging Face names, and how to read them in that order."""
+    """The weights of a checkpoint by Hugging Face names. `read` yields them in order."""
 
     metas: list[TensorMeta]
     read: Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
 def find_checkpoints(folder: Path, step: int | str | None = None) -> dict[int, Path]:
-    """Returns the complete checkpoints of a run directory or a folder of checkpoints, by step.
+    """Returns the complete checkpoints of a run or folder, by step.
 
     `step` chooses one, or "all" of them; by default the newest. Raises `UserError` if there is none.
     """
@@ -71,7 +71,7 @@ def find_checkpoints(folder: Path, step: int | str | None = None) -> dict[int, P
 
 
 def checkpoints_of_run(run_dir: Path) -> CheckpointFolder:
-    """Returns the checkpoints of a run, from `checkpoint_dir` of its config or its own folder."""
+    """Returns the checkpoints of a run, in `checkpoint_dir` of its config."""
     from telescope.config.loader import read_yaml_file
 
     files = RunFiles(run_dir)
@@ -118,10 +118,10 @@ def convert(
     max_shard_bytes: int | None = None,
     on_bytes: OnBytes = lambda done, total: None,
 ) -> None:
-    """Writes the model of a checkpoint to `target`, which appears when it is complete.
+    """Writes the model of a checkpoint to `target`.
 
-    In `dtype`, by default as saved. Raises `UserError` for what is no checkpoint, `RunError` for one that is damaged or
-    a disk that is full.
+    `target` appears when it is complete, in `dtype` (default: as saved). Raises `UserError` if `checkpoint` is none,
+    `RunError` if it is damaged or the disk is full.
     """
     import torch
 
@@ -151,9 +151,9 @@ def convert(
 
 
 def read_checkpoint(checkpoint: Path, meta: dict[str, Any], *, is_tied: bool, read_bytes: int) -> ModelWeights:
-    """Returns the weights of a checkpoint, whichever backend has written it. Tied ones come once.
+    """Returns the weights of a checkpoint of any backend. Tied ones come once.
 
-    At most `read_bytes` of them, or the largest, are in memory. Raises `UserError` for a format that is not known.
+    At most `read_bytes` of them, or the largest tensor, are in memory. Raises `UserError` for an unknown format.
     """
     import torch
 
@@ -163,8 +163,8 @@ def read_checkpoint(checkpoint: Path, meta: dict[str, Any], *, is_tied: bool, re
 
     if not (checkpoint / ".metadata").is_file():
         raise UserError(
-            f"{checkpoint} was written by train_backend {meta.get('train_backend')!r} in a format of its own (it has "
-            "no .metadata of torch.distributed.checkpoint). Only checkpoints of the fsdp backend can be converted"
+            f"{checkpoint} was written by train_backend {meta.get('train_backend')!r} in another format (it has no "
+            ".metadata of torch.distributed.checkpoint). Only checkpoints of the fsdp backend can be converted"
         )
     saved = [m for m in saved_weights(checkpoint) if not (is_tied and m.name == f"{PREFIX}lm_head.weight")]
     metas = [
@@ -181,7 +181,7 @@ def read_checkpoint(checkpoint: Path, meta: dict[str, Any], *, is_tied: bool, re
 
 
 def model_files(checkpoint: Path, meta: dict[str, Any]) -> dict[str, bytes]:
-    """Returns config, tokenizer, chat template and generation config of a checkpoint's model, by file name.
+    """Returns config, tokenizer and template files of a checkpoint's model, by name.
 
     Raises `UserError` if the checkpoint has none and the folder of the model is gone.
     """
@@ -198,15 +198,15 @@ def model_files(checkpoint: Path, meta: dict[str, Any]) -> dict[str, bytes]:
 
 
 def _is_tied(config: bytes) -> bool:
-    """Returns whether the output layer is the embedding, by the default of the architecture if config.json omits it."""
+    """Returns whether the output layer shares the embedding's weight."""
     from transformers import AutoConfig
 
     values = json.loads(config)
     tied = values.get("tie_word_embeddings")
-    if tied is None:
+    if tied is None:  # the default of the architecture
         try:
             tied = AutoConfig.for_model(values["model_type"]).tie_word_embeddings
-        except (KeyError, ValueError):  # code of its own: a second copy of the weight does no harm
+        except (KeyError, ValueError):  # custom code: a second copy of the weight does no harm
             tied = False
     return bool(tied)
 
@@ -217,7 +217,7 @@ def _marker(meta: dict[str, Any], dtype: str | None) -> dict[str, Any]:
 
 
 def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """Names what a model folder was made from instead."""
+    """Returns the values in which two markers differ, as text."""
     have, want = ({**side.get("checkpoint", {}), "dtype": side.get("dtype")} for side in (found, wanted))
     return ", ".join(
         f"{name} {have.get(name)} instead of {want[name]}" for name in want if have.get(name) != want[name]

@@ -122,12 +122,12 @@ def prepare(
     `wanted` names evals besides those of the request, with `num_samples` items each.
     """
     targets = find_targets(request.command, sources, steps)
-    of_run = next((values for target in targets if (values := target.run_config()) is not None), None)
+    run_config = next((values for target in targets if (values := target.run_config()) is not None), None)
     runs = {target.run_dir for target in targets}
     run_dir = next(iter(runs)) if len(runs) == 1 and has_steps(targets) else None
-    of_the_run = [EvalEntry.model_validate(entry) for entry in (of_run or {}).get("evals", [])]
-    entries = choose_evals(request.command.evals, of_the_run, wanted, num_samples)
-    config = build_eval_config(share_cores(request, of_run), of_run, entries, targets[0].model_files_folder())
+    entries_of_run = [EvalEntry.model_validate(entry) for entry in (run_config or {}).get("evals", [])]
+    entries = choose_evals(request.command.evals, entries_of_run, wanted, num_samples)
+    config = build_eval_config(share_cores(request, run_config), run_config, entries, targets[0].model_files_folder())
     digest = measurement_digest(config, entries)
     if output is None:
         root = run_dir / OUTPUTS if run_dir is not None else Path(OUTPUTS)
@@ -138,7 +138,7 @@ def prepare(
     if run_dir is not None and Run(run_dir).status == "live":
         notes.append(f"{run_dir} is live, so results are recorded in {output}")
         run_dir = None
-    job = EvalJob(config, targets, eval_numbers(entries, of_the_run), digest, output.absolute(), run_dir, notes)
+    job = EvalJob(config, targets, eval_numbers(entries, entries_of_run), digest, output.absolute(), run_dir, notes)
     checks = (
         preflight.check_packages, preflight.check_plugin, preflight.check_ray_address, check_placement,
         preflight.check_open_files, preflight.check_shared_memory, preflight.check_ports, preflight.check_evals,
@@ -150,15 +150,15 @@ def prepare(
 
 
 def choose_evals(
-    given: Sequence[EvalEntry], of_the_run: Sequence[EvalEntry], wanted: Sequence[str], num_samples: int | None
+    given: Sequence[EvalEntry], entries_of_run: Sequence[EvalEntry], wanted: Sequence[str], num_samples: int | None
 ) -> list[EvalEntry]:
     """Returns the evals to measure: those of the file and of `wanted`, or else those of the run.
 
     A wanted eval has the settings that the run has for it. Raises `UserError` without any.
     """
-    known = {entry.name: entry for entry in reversed((*given, *of_the_run))}
+    known = {entry.name: entry for entry in reversed((*given, *entries_of_run))}
     chosen = [*given] if not wanted else [known.get(name, EvalEntry(name=name)) for name in wanted]
-    chosen = chosen or list(of_the_run)
+    chosen = chosen or list(entries_of_run)
     if not chosen:
         raise UserError(
             "eval needs to know what to measure: name an eval or environment, as in --eval math500, or a file with "
@@ -172,10 +172,10 @@ def choose_evals(
     return chosen
 
 
-def eval_numbers(entries: Sequence[EvalEntry], of_the_run: Sequence[EvalEntry]) -> list[int]:
+def eval_numbers(entries: Sequence[EvalEntry], entries_of_run: Sequence[EvalEntry]) -> list[int]:
     """Returns a number for each eval, on which its seeds depend: that of the run's eval of the same name."""
-    free = {number: entry.name for number, entry in enumerate(of_the_run)}
-    numbers, later = [], len(of_the_run)
+    free = {number: entry.name for number, entry in enumerate(entries_of_run)}
+    numbers, later = [], len(entries_of_run)
     for entry in entries:
         same = next((number for number, name in free.items() if name == entry.name), None)
         if same is None:
@@ -186,10 +186,10 @@ def eval_numbers(entries: Sequence[EvalEntry], of_the_run: Sequence[EvalEntry]) 
     return numbers
 
 
-def share_cores(request: EvalRequest, of_run: Any) -> EvalRequest:
+def share_cores(request: EvalRequest, run_config: Any) -> EvalRequest:
     """Gives the servers the cores of this machine, unless the number is chosen or others decide."""
     field = "ray_inference_cpus_per_worker"
-    if field in request.fields or (of_run or {}).get(field) is not None:
+    if field in request.fields or (run_config or {}).get(field) is not None:
         return request
     if ray_cluster_is_configured(str(request.fields.get("ray_address", "auto"))):
         return request

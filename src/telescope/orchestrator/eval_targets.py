@@ -1,4 +1,4 @@
-"""Finds the checkpoints and models that `telescope eval` measures, and gives each a model folder.
+"""Finds the checkpoints and models of `telescope eval` and their model folders.
 
 A target is a native checkpoint, a model folder, or a model of the Hugging Face hub. A native checkpoint is converted to
 a temporary folder, unless its run has a converted one.
@@ -48,7 +48,7 @@ class EvalTarget:
 
     @property
     def run_dir(self) -> Path | None:
-        """The run that it belongs to, if it lies in a run directory."""
+        """Returns the run directory that contains it, or None."""
         return next((parent for parent in self.path.resolve().parents[:2] if is_run(parent)), None)
 
     def run_config(self) -> dict[str, Any] | None:
@@ -60,7 +60,7 @@ class EvalTarget:
         return read_yaml_file(file)[0] if file is not None and file.is_file() else None
 
     def identity(self) -> str:
-        """Returns a digest of the weights' origin: that of the checkpoint, also for a converted one."""
+        """Returns a digest of the weights' origin. A converted checkpoint has that of the original."""
         marker = None if self.is_native else read_json(self.path / MARKER)
         if self.is_native:
             meta = read_meta(self.path)
@@ -73,14 +73,14 @@ class EvalTarget:
         return hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16]
 
     def model_files_folder(self) -> Path:
-        """Returns the folder of its config and tokenizer: for old checkpoints, of the model that the run began with."""
+        """Returns the folder with config and tokenizer. Old checkpoints refer to the run's first model."""
         if not self.is_native:
             return self.path
         kept = self.path / HF_META
         return kept if (kept / CONFIG).is_file() else Path(read_meta(self.path)["model"]).expanduser()
 
     def model_folder(self, scratch: Path, dtype: str) -> Path:
-        """Returns a folder with its weights: its own, or one in `scratch` to which it is converted now."""
+        """Returns a folder with its weights; converts a checkpoint to `scratch`, if necessary."""
         if not self.is_native:
             return self.path
         run_dir = self.run_dir
@@ -94,10 +94,10 @@ class EvalTarget:
 
 
 def find_targets(command: EvalCommand, sources: Sequence[str], steps: Sequence[int] | None = None) -> list[EvalTarget]:
-    """Returns what `sources` (arguments) and the command's fields name, without repetition, by step.
+    """Returns the distinct targets of arguments and fields, sorted by step.
 
-    `steps` chooses among the checkpoints of runs and folders. Raises `UserError` for what does not exist or cannot
-    share an engine.
+    `sources` are the arguments. `steps` chooses among the checkpoints of runs and folders. Raises `UserError` for what
+    does not exist or cannot share an engine.
     """
     found = [target for source in sources for target in _targets_of(source, steps)]
     if command.checkpoint_dir is not None:
@@ -161,7 +161,7 @@ def _target(path: Path) -> EvalTarget:
 
 
 def _download(name: str) -> Path:
-    """Returns the folder of a hub model, downloaded if it is not cached. Raises `UserError`."""
+    """Returns the folder of a hub model, downloaded unless cached. Raises `UserError`."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -3,10 +3,10 @@
 Owns the plan of evals, the set of held-out items, the schedule and the recording of results; `evals.runner` samples, by
 the same path as training.
 
-During training an eval runs in a task of its own, on servers that serve no rollouts. It holds them at one policy
-version (`servers.EvalHold`), so training and weight syncs of the other servers continue. Evals that share servers are a
-lane: they start together, and one that is due while the last is still running is skipped and reported. An eval that
-fails is reported and ends neither the others nor the run.
+During training an eval runs in a task of its own, on servers that serve no rollouts. It leases them at one policy
+version (`servers.EvalLease`), so training and weight syncs of the other servers continue. Evals that share servers
+start together, and one that is due while the last is still running is skipped and reported. An eval that fails is
+reported and ends neither the others nor the run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from telescope.evals.samples_file import SamplesFile
 from telescope.evals.statistics import estimate_difference
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.prompt_sampler import request_seed
-from telescope.orchestrator.servers import EvalHold, ServerPool
+from telescope.orchestrator.servers import EvalLease, ServerPool
 from telescope.orchestrator.status import RunStatus
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class _Lane:
+class _EvalShare:
     """Evals that share dedicated servers, and the task that runs them."""
 
     plans: list[PlannedEval]
@@ -83,8 +83,8 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         dedicated = sorted(self.servers.dedicated)
-        num_lanes = min(len(dedicated), len(self.plans))
-        self._lanes = [_Lane(self.plans[n::num_lanes], dedicated[n::num_lanes]) for n in range(num_lanes)]
+        num_shares = min(len(dedicated), len(self.plans))
+        self._shares = [_EvalShare(self.plans[n::num_shares], dedicated[n::num_shares]) for n in range(num_shares)]
         self._run_waits = True
         """Whether the run waits for the running evals, which then are its progress."""
 
@@ -121,25 +121,27 @@ class Evaluation:
         use_all = self.config.eval_start_end_use_all_servers or not self.servers.dedicated
         chosen = range(len(self.servers.clients)) if use_all else sorted(self.servers.dedicated)
         try:
-            return await self._run(self.plans, await self.servers.hold(chosen, version))
+            return await self._run(self.plans, await self.servers.lease(chosen, version))
         finally:
             self.status.eval_total = 0
 
     async def finish(self) -> None:
         """Waits until no eval is running."""
         self._run_waits = True
-        if any(lane.is_running for lane in self._lanes):
+        if any(share.is_running for share in self._shares):
             self.status.phase = "waiting for running evals"
-        await asyncio.gather(*(lane.task for lane in self._lanes if lane.task is not None))
+        await asyncio.gather(*(share.task for share in self._shares if share.task is not None))
 
     async def continue_after(self, step: int) -> None:
-        """Forgets the evals of later versions than `step`, whose weights were lost with the trainer's ranks."""
+        """Cancels and forgets evals of versions after `step`, whose weights are lost."""
         self.results = [result for result in self.results if result.version <= step]
         await self.cancel(f"training continues after step {step}", later_than=step)
 
     async def cancel(self, reason: str, *, later_than: int = -1) -> None:
         """Cancels the running evals of later versions."""
-        running = [lane.task for lane in self._lanes if lane.task and lane.is_running and lane.version > later_than]
+        running = [
+            share.task for share in self._shares if share.task and share.is_running and share.version > later_than
+        ]
         for task in running:
             task.cancel(reason)
         await asyncio.gather(*running, return_exceptions=True)
@@ -147,40 +149,43 @@ class Evaluation:
     # During training
 
     async def start_due(self, step: int, done: frozenset[int] = frozenset()) -> None:
-        """Starts the evals that are due after `step` finished steps, except those with a number in `done`.
+        """Starts the evals that are due after `step` finished steps.
 
-        Call it between two training steps. Waits at most for a weight sync of servers that missed the last one.
+        Those with a number in `done` are left out. Call it between two training steps. Waits at most for a weight sync
+        of servers that missed the last one.
         """
         self._run_waits = False
         if step >= self.config.number_of_steps and self.config.eval_after_training:
             return
-        for lane in self._lanes:
-            due = [p for p in lane.plans if step % self.config.evals[p.number].eval_every == 0 and p.number not in done]
-            servers = self.servers.dedicated.intersection(lane.servers)
-            if due and (lane.is_running or not servers):
+        for share in self._shares:
+            due = [
+                p for p in share.plans if step % self.config.evals[p.number].eval_every == 0 and p.number not in done
+            ]
+            servers = self.servers.dedicated.intersection(share.servers)
+            if due and (share.is_running or not servers):
                 busy = "the last eval on its servers is still running" if servers else "its servers serve rollouts"
                 for plan in due:
                     self._report(plan, step, time.time(), "skipped", busy)
             elif due:
-                hold = await self.servers.hold(servers, step)
-                lane.version = step
-                lane.task = self.spawn(self._run(due, hold), f"evals at version {step}")
+                lease = await self.servers.lease(servers, step)
+                share.version = step
+                share.task = self.spawn(self._run(due, lease), f"evals at version {step}")
                 # Also if it is cancelled before it begins.
-                lane.task.add_done_callback(lambda _, hold=hold: self.servers.release(hold))  # type: ignore[misc]
+                share.task.add_done_callback(lambda _, lease=lease: self.servers.release(lease))  # type: ignore[misc]
 
     # One eval
 
-    async def _run(self, plans: Sequence[PlannedEval], hold: EvalHold) -> list[EvalResult]:
-        """Runs evals concurrently on held servers, and releases them. Returns the results of those that finished."""
+    async def _run(self, plans: Sequence[PlannedEval], lease: EvalLease) -> list[EvalResult]:
+        """Runs evals concurrently on leased servers, and releases them. Returns the results of those that finished."""
         try:
-            results = await asyncio.gather(*(self._run_one(plan, hold) for plan in plans))
+            results = await asyncio.gather(*(self._run_one(plan, lease) for plan in plans))
         finally:
-            self.servers.release(hold)
+            self.servers.release(lease)
         return [result for result in results if result is not None]
 
-    async def _run_one(self, plan: PlannedEval, hold: EvalHold) -> EvalResult | None:
+    async def _run_one(self, plan: PlannedEval, lease: EvalLease) -> EvalResult | None:
         """Runs and records one eval. Returns None if it failed, which is reported."""
-        version, component = hold.version, f"eval {self._label(plan)}"
+        version, component = lease.version, f"eval {self._label(plan)}"
         started_at, used, num_done = time.time(), set[int](), itertools.count(1)
         self.status.set_component(component, f"version {version}: 0/{plan.num_samples} samples")
 
@@ -199,11 +204,11 @@ class Evaluation:
                 self.samples.add(plan, item, sample, scores)
 
         try:
-            result = await self._sample_and_score(plan, hold, on_sample)
+            result = await self._sample_and_score(plan, lease, on_sample)
         except asyncio.CancelledError as error:
             self._report(plan, version, started_at, "cancelled", str(error) or "the run ended", used)
             raise
-        except Exception as error:  # whatever it is, it ends this eval only
+        except Exception as error:  # training continues without this eval
             if not isinstance(error, EnvironmentFailure | InfrastructureError | DeadlineExceeded):
                 logger.exception("eval %s at version %d failed", plan.name, version)
             self._report(plan, version, started_at, "failed", f"{type(error).__name__}: {error}", used)
@@ -217,17 +222,17 @@ class Evaluation:
         return result
 
     async def _sample_and_score(
-        self, plan: PlannedEval, hold: EvalHold, on_sample: Callable[[EvalItem, Trajectory], None]
+        self, plan: PlannedEval, lease: EvalLease, on_sample: Callable[[EvalItem, Trajectory], None]
     ) -> EvalResult:
         """Returns the result of one eval. Raises InfrastructureError once no server has the weights any more."""
-        num_slots = max((server.capacity for server in hold.slots.servers), default=1)
+        num_slots = max((server.capacity for server in lease.slots.servers), default=1)
         known = self.samples.known(plan) if self.samples is not None else {}
         self.status.eval_done += len(known)
         running = asyncio.ensure_future(
             run_eval(
                 plan,
-                version=hold.version,
-                slots=hold.slots,
+                version=lease.version,
+                slots=lease.slots,
                 engine_of=lambda server: self.servers.clients[server],
                 environments=self.environments,
                 # All samples ask for a slot at once, and the last ones wait until the others are done.
@@ -244,12 +249,12 @@ class Evaluation:
                 known=known,
             )
         )
-        lost = asyncio.ensure_future(hold.lost.wait())
+        lost = asyncio.ensure_future(lease.lost.wait())
         try:
             await asyncio.wait({running, lost}, return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 raise InfrastructureError(
-                    f"no server has version {hold.version} any more: they failed, or restarted with newer weights"
+                    f"no server has version {lease.version} any more: they failed, or restarted with newer weights"
                 )
             return running.result()
         finally:
@@ -258,7 +263,7 @@ class Evaluation:
             await asyncio.gather(running, lost, return_exceptions=True)
 
     def _record(self, plan: PlannedEval, result: EvalResult, started_at: float, used: set[int]) -> None:
-        """Writes a result to the record, the log, the live view and W&B."""
+        """Reports a result in the record, log, live view and W&B."""
         version, label, estimate = result.version, self._label(plan), result.estimate
         if plan.id_at(version) not in self.recorded:
             self.recorder.write("evals", record_rows.eval_row(plan, version, started_at, result, servers=used))
@@ -305,7 +310,7 @@ class Evaluation:
         self.problems.append(sentence)
 
     def _label(self, plan: PlannedEval) -> str:
-        """Returns the name of an eval, with its number if another one has the same name."""
+        """Returns the name of an eval, with its number if the name is ambiguous."""
         twice = sum(other.name == plan.name for other in self.plans) > 1
         return f"{plan.name}#{plan.number}" if twice else plan.name
 
@@ -321,7 +326,7 @@ def _comparable(result: EvalResult, baseline: EvalResult) -> bool:
 
 
 def finished_at(run_dir: Path, version: int) -> frozenset[int]:
-    """Returns the numbers of the evals that earlier attempts of a run have finished at a policy version."""
+    """Returns the numbers of evals that earlier attempts finished at a policy version."""
     rows = Run(run_dir).table("evals", columns=["number", "version", "status", "source"]).to_pylist()
     finished = (version, "finished", "live")
     return frozenset(row["number"] for row in rows if (row["version"], row["status"], row["source"]) == finished)

@@ -1,4 +1,4 @@
-"""Saves the trained model at the end of a run, where there is space for it."""
+"""Saves the trained model of a run where there is space."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class FolderWeights:
             client.initial_version = client.loaded_version = self.version
 
     async def use(self, folder: Path, version: int, servers: Sequence[int]) -> None:
-        """Loads another folder into `servers`; those that come back later get it too (`sync_one`)."""
+        """Loads another folder into `servers`. Others get it when they restart (`sync_one`)."""
         self.folder, self.version = folder, version
         await asyncio.gather(*(self.sync_one(server, lambda: None, fresh=False) for server in servers))
 

@@ -169,7 +169,7 @@ class Orchestrator:
         return self._prompts.position(self.ledger.open)
 
     def run_state(self) -> RunState:
-        """Returns the state after the last finished step, from which another attempt can continue.
+        """Returns the state after the last finished step, to continue from.
 
         Finished groups are kept, also while they are packed; prompts in flight are unfinished. So are those that were
         dropped since that step: the record counts them to the next one, which the other attempt records anew.

@@ -1,8 +1,8 @@
-"""Decides whether a run may continue from a checkpoint, before anything is started.
+"""Checks whether a run can continue from a checkpoint, before it starts.
 
-Compares the checkpoint with the files on disk, the model and the config, field by field. Reads only. `FIXED_FIELDS`,
-the environments' names, weights and kwargs, and their data decide which prompt has which number, or what the weights
-are: a change is refused, unless `resume_force` is set. All other changes are used, and listed.
+Compares the checkpoint with the files on disk, the model and the config, field by field. Writes nothing.
+`FIXED_FIELDS`, the environments' names, weights and kwargs, and their data decide which prompt has which number, or
+what the weights are: a change is refused, unless `resume_force` is set. All other changes are used, and listed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIXED_FIELDS = ("model_dtype", "train_backend", "seed")
 FIXED_OF_ENVIRONMENTS = ("name", "weight", "kwargs")
 
 NOT_COMPARED = ("run_dir", "resume_from_checkpoint", "resume_force")
-"""Fields that say what is resumed."""
+"""Fields that select the checkpoint to resume."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 """Files that decide which id a token has."""
@@ -42,7 +42,7 @@ FORCE = "resume_force: true overrides this (docs/checkpoints.md names what no lo
 
 
 def find_checkpoint(config: TelescopeConfig, run_dir: Path) -> Checkpoint | None:
-    """Returns the checkpoint from which the run continues, or None for a new run.
+    """Returns the checkpoint to continue from, or None for a new run.
 
     Raises `UserError` for a checkpoint that does not exist, is incomplete, or does not fit the config.
     """
@@ -76,9 +76,9 @@ def find_checkpoint(config: TelescopeConfig, run_dir: Path) -> Checkpoint | None
 def changed_fields(
     saved: Mapping[str, Any], config: TelescopeConfig
 ) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
-    """Compares the config of a checkpoint with that of now. Returns the fixed fields that differ, and the others.
+    """Returns the fixed and the other fields that differ from a checkpoint's config.
 
-    Values are pairs of then and now. A field that the checkpoint's version did not have counts as its default.
+    Values are pairs of old and new. A field that the checkpoint's version did not have counts as its default.
     """
     before = type(config).model_construct().model_dump(mode="json", warnings=False) | dict(saved)
     changed = {
@@ -104,7 +104,7 @@ def _listed(changes: Mapping[str, tuple[Any, Any]], was: str, now: str) -> str:
 
 
 def without_open_prompts(state: RunState) -> RunState:
-    """Forgets prompts that were sampled and not trained: with other data, their numbers name other prompts."""
+    """Forgets sampled, untrained prompts: with other data, their numbers mean other prompts."""
     return replace(
         state,
         sampler=SamplerPosition(state.sampler.next_draw),
@@ -125,7 +125,7 @@ def _check_files(checkpoint: Checkpoint) -> None:
 
 
 def _check_model(config: TelescopeConfig, checkpoint: Checkpoint) -> None:
-    """Compares sizes and tokenizer of the model with those in the checkpoint, where both are known."""
+    """Compares sizes and tokenizer of model and checkpoint, where both are known."""
     saved, now = checkpoint.path / HF_META, inspect_model(config, ask_hub=False).shape
     try:
         before = ModelShape.from_config(json.loads((saved / "config.json").read_bytes()))
@@ -153,7 +153,7 @@ def _check_model(config: TelescopeConfig, checkpoint: Checkpoint) -> None:
 
 
 def describe_data(keys: Sequence[str], sizes: Sequence[int], evals: Sequence[PlannedEval]) -> dict[str, Any]:
-    """Returns what the numbers of prompts depend on: items, and items held out, per environment; for `RunState`.
+    """Returns the number of items and held-out items per environment, for `RunState`.
 
     `held-out items` is a digest of the identities of all that are held out.
     """
@@ -170,7 +170,10 @@ def describe_data(keys: Sequence[str], sizes: Sequence[int], evals: Sequence[Pla
 
 
 def check_data(config: TelescopeConfig, checkpoint: Checkpoint, data: Mapping[str, Any]) -> Checkpoint:
-    """Returns the checkpoint if its run had this data. Raises `UserError` with both if not, unless forced to."""
+    """Returns the checkpoint if its run had this data.
+
+    Otherwise raises `UserError` with both sizes, or with `resume_force` forgets the open prompts.
+    """
     before = checkpoint.state.data
     changes = {name: (before.get(name), now) for name, now in data.items() if before.get(name) != now}
     if not changes:

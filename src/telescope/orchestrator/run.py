@@ -76,7 +76,6 @@ class _TrainingRun:
         self._started_at = time.time()
         self._training_seconds: float | None = None
         self._model_dir: Path | None = None
-        """When the run was stopped, or failed, while it trained."""
 
     async def run(self) -> RunSummary:
         """Runs to the end. Raises the error that ended the run, unless the user stopped it."""

@@ -161,7 +161,7 @@ async def start_components(
 def make_server_pool(
     config: TelescopeConfig, inference: InferenceGroup | None, slots: RequestSlotPool, status: RunStatus
 ) -> ServerPool:
-    """The started servers, or none, without `bring_weights` and not open."""
+    """Returns a pool of the started servers, or an empty one. `bring_weights` is not set, and no server is open."""
     return ServerPool(
         inference.handles if inference else [],
         inference.clients if inference else [],
@@ -315,7 +315,7 @@ async def set_up_trainer(directory: RunDirectory, trainer: TrainerGroup, status:
 def start_servers(
     config: TelescopeConfig, inference: InferenceGroup, status: RunStatus
 ) -> list[Coroutine[Any, Any, None]]:
-    """The starts of all servers."""
+    """Returns coroutines that start the servers, one each."""
 
     async def start_server(index: int) -> None:
         status.set_component(f"server {index}", "starting vLLM")

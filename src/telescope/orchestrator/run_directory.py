@@ -89,7 +89,7 @@ class RunDirectory:
             self.recorder.close()
 
     def started(self, topology: dict[str, str], first_step: int) -> None:
-        """Records that everything has started, and the state of a checkpoint, if any, has loaded.
+        """Records that all components run and the checkpoint, if any, is loaded.
 
         From here on the attempt replaces what earlier ones have written from `first_step` on.
         """

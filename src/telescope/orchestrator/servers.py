@@ -6,11 +6,11 @@ Owns the state of each server and whether its request slots are open. The server
 
 A server that cannot come back is abandoned; the run ends when none is left.
 
-The last servers can be dedicated to evals: they serve no rollouts. An eval holds its servers, which then receive no
+The last servers can be dedicated to evals: they serve no rollouts. An eval leases its servers, which then receive no
 weights until it ends, so that all of its tokens have one policy version.
 
 Invariants: a server's slots are open only while its process answers and has loaded the newest synced weights, or those
-of the eval that holds it.
+of the eval that leases it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Server:
 
 
 @dataclass(eq=False)
-class EvalHold:
+class EvalLease:
     """Servers that are reserved for an eval at one policy version.
 
     A server that restarts and comes back with other weights leaves it; `lost` is set when none is left.
@@ -106,7 +106,7 @@ class ServerPool:
         self.dedicated = frozenset(range(len(handles) - num_dedicated, len(handles)))
         """Servers that serve evals and no rollouts."""
         self._eval_slots_per_server = eval_slots_per_server
-        self._holds: dict[int, EvalHold] = {}
+        self._leases: dict[int, EvalLease] = {}
         self._servers = [_Server(handle, client) for handle, client in zip(handles, clients, strict=True)]
         self._slots = slots
         self._status = status
@@ -125,26 +125,26 @@ class ServerPool:
 
     @property
     def synced(self) -> list[int]:
-        """Indices of the servers that receive weight syncs: those that are up and that no eval holds."""
-        return [index for index in self.up if index not in self._holds]
+        """Indices of the servers that are up and not leased, which receive weight syncs."""
+        return [index for index in self.up if index not in self._leases]
 
     @property
     def num_slots_used_by_evals(self) -> int:
-        return sum(hold.slots.num_used for hold in set(self._holds.values()))
+        return sum(lease.slots.num_used for lease in set(self._leases.values()))
 
     def open(self, index: int) -> None:
-        """Opens a server with the newest weights, or those of the eval that holds it, for samples."""
+        """Opens a server, which has the newest weights or those of its eval."""
         self._servers[index].up = True
-        hold = self._holds.get(index)
-        if hold is not None and self._servers[index].client.loaded_version != hold.version:
-            self._leave_hold(index)
-        elif hold is not None:
-            hold.set_up(index, True)
+        lease = self._leases.get(index)
+        if lease is not None and self._servers[index].client.loaded_version != lease.version:
+            self._leave_lease(index)
+        elif lease is not None:
+            lease.set_up(index, True)
         self._slots.set_up(index, index not in self.dedicated)
         self._status.set_component(f"server {index}", "serving evals" if index in self.dedicated else "serving")
 
-    async def hold(self, indices: Iterable[int], version: int) -> EvalHold:
-        """Reserves servers for an eval with the trainer's current weights, which are `version`.
+    async def lease(self, indices: Iterable[int], version: int) -> EvalLease:
+        """Leases servers to an eval at `version`, that of the trainer's weights.
 
         A server that missed the last sync, because of an earlier eval, receives them first. One that is down joins when
         it comes back with this version.
@@ -156,23 +156,23 @@ class ServerPool:
                     await self.bring_weights(index, lambda: None, fresh=False)
                 except InfrastructureError as error:
                     self.close(index, str(error))
-        hold = EvalHold(version, set(chosen), RequestSlotPool([self._eval_slots_per_server] * len(self._servers)))
+        lease = EvalLease(version, set(chosen), RequestSlotPool([self._eval_slots_per_server] * len(self._servers)))
         for index in chosen:
-            self._holds[index] = hold
+            self._leases[index] = lease
             if self._servers[index].up:
                 self.open(index)
-        if not hold.servers:
-            hold.lost.set()
-        return hold
+        if not lease.servers:
+            lease.lost.set()
+        return lease
 
-    def release(self, hold: EvalHold) -> None:
-        """Ends a reservation, if it has not ended. The servers receive the next weight sync."""
-        self._holds = {index: other for index, other in self._holds.items() if other is not hold}
+    def release(self, lease: EvalLease) -> None:
+        """Ends a lease, if it has not ended. The servers receive the next weight sync."""
+        self._leases = {index: other for index, other in self._leases.items() if other is not lease}
 
-    def _leave_hold(self, index: int) -> None:
-        hold = self._holds.pop(index, None)
-        if hold is not None:
-            hold.leave(index)
+    def _leave_lease(self, index: int) -> None:
+        lease = self._leases.pop(index, None)
+        if lease is not None:
+            lease.leave(index)
 
     def close(self, index: int, reason: str) -> None:
         """Closes a server for samples until it is brought up again."""
@@ -181,8 +181,8 @@ class ServerPool:
         logger.warning("inference server %d is down: %s", index, reason)
         self._servers[index].up = False
         self._slots.set_up(index, False)
-        if index in self._holds:
-            self._holds[index].set_up(index, False)
+        if index in self._leases:
+            self._leases[index].set_up(index, False)
         self._status.set_component(f"server {index}", f"down: {reason[:80]}")
         self._status.messages.append(f"server {index} is down: {single_line(reason)}")
         self._wake.set()
@@ -240,7 +240,7 @@ class ServerPool:
     def _abandon(self, index: int, reason: str) -> None:
         """Abandons a server for the rest of the run."""
         self.close(index, reason)
-        self._leave_hold(index)
+        self._leave_lease(index)
         self._servers[index].failed = reason
         self._status.set_component(f"server {index}", "failed permanently")
         self._status.messages.append(f"server {index} failed permanently: {single_line(reason)}")
@@ -249,7 +249,7 @@ class ServerPool:
         if self.dedicated.issuperset(left):  # no other server is left for rollouts
             self.dedicated = frozenset()
             for other in left:
-                self._leave_hold(other)
+                self._leave_lease(other)
                 self.close(other, "it takes over the rollouts; no evals run during training from now on")
         self._wake.set()
 
@@ -282,8 +282,8 @@ class ServerPool:
             self._abandon(index, str(error))
             return
         fresh, server.num_restarts = status.restarts != server.num_restarts, status.restarts
-        hold = self._holds.get(index)
-        if hold is not None and not fresh and index in hold.served and server.client.loaded_version == hold.version:
+        lease = self._leases.get(index)
+        if lease is not None and not fresh and index in lease.served and server.client.loaded_version == lease.version:
             self.open(index)  # newer weights would end its eval
             return
         self._status.set_component(f"server {index}", "receiving weights")

@@ -1,11 +1,11 @@
-"""Restarts the trainer's ranks from the newest checkpoint when the process or the node of one is lost.
+"""Restarts the trainer's ranks from the newest checkpoint after a loss.
 
     lost rank -> loops end -> all ranks replaced -> checkpoint loaded -> weights sent -> loops begin again
 
 Servers, environments and finished groups stay (`run_state.after_restart`); requests that run are aborted, and their
-prompts are sampled again. A restart is a new attempt in the record, so the steps that were lost are hidden. Only a lost
-process or node is followed by a restart, at most `trainer_max_restarts` times in a run: an exception in a rank ends the
-run, and a rank that is lost again and again at the same step does too.
+prompts are sampled again. A restart is a new attempt in the record, so the steps that were lost are hidden. Only the
+loss of a rank's process or node is followed by a restart, at most `trainer_max_restarts` times in a run. An exception
+in a rank ends the run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TrainerRestarts:
         self._num_restarts = 0
 
     async def restart(self, lost: RankLost, orchestrator: Orchestrator, checkpointer: Checkpointer) -> RunState:
-        """Returns the state from which new loops continue, once trainer and servers have its weights.
+        """Replaces the ranks. Returns the state to continue from, whose weights are loaded.
 
         `orchestrator` and `checkpointer` are those of the loops that ended. Raises `lost`, with the field that would
         have continued the run, when no restart is left.
@@ -75,7 +75,7 @@ class TrainerRestarts:
         return state
 
     async def _reload(self, orchestrator: Orchestrator, checkpointer: Checkpointer) -> RunState:
-        """Replaces the ranks; loads the newest checkpoint, or the first weights if there is none."""
+        """Replaces the ranks and loads the newest checkpoint, or the first weights."""
         config, parts = self._config, self._components
         async with parts.trainer.queue:  # a server that comes back meanwhile waits for its weights
             await parts.trainer.replace()
@@ -103,7 +103,7 @@ class TrainerRestarts:
             task.cancel()
 
     def _refusal(self, lost: RankLost) -> RankLost:
-        """Returns the error that ends the run, with the field that allows a restart."""
+        """Returns the error that ends the run, with the fix."""
         config = self._config
         if not config.checkpoint_every:
             fix = "The ranks can restart from a checkpoint: set checkpoint_every"

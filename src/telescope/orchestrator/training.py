@@ -1,7 +1,7 @@
-"""Training from a state to the last checkpoint: the loops, and what happens when they end early.
+"""Training from a state to the last checkpoint.
 
-A lost trainer rank is followed by other loops (`trainer_restart`). Any other error, and a stop signal, by a checkpoint
-if there is time.
+When a trainer rank is lost, new loops continue (`trainer_restart`). After any other error, or a stop signal, a
+checkpoint is written if there is time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Training:
     status: RunStatus
     checkpoints: CheckpointFolder
     interrupt: Interrupt
-    _leaving_at: float | None = None
+    _exit_requested_at: float | None = None
 
     async def run(self, start: RunState) -> Orchestrator:
         """Trains to the last checkpoint. When a trainer rank is lost, continues from the newest one.
@@ -66,7 +66,7 @@ class Training:
                 config, components, self.evaluation, self.directory, status, start=start,
                 after_step=partial(self._after_step, checkpointer),
             )  # fmt: skip
-            self.interrupt.on_first(self._leave)
+            self.interrupt.on_first(self._request_exit)
             self.interrupt.on_first(orchestrator.request_stop)
             try:
                 await self._run_loops(orchestrator, checkpointer)
@@ -79,26 +79,26 @@ class Training:
                 raise
 
     async def _after_step(self, checkpointer: Checkpointer, step: int, state: Callable[[], RunState]) -> None:
-        """Starts the evals and the checkpoint that are due after a finished step."""
+        """Starts the evals and the checkpoint due after a step."""
         if not self.interrupt.requested:
             await self.evaluation.start_due(step)
         await checkpointer.after_step(step, state)
 
-    def _leave(self) -> None:
-        self._leaving_at = self._leaving_at or time.monotonic()
+    def _request_exit(self) -> None:
+        self._exit_requested_at = self._exit_requested_at or time.monotonic()
 
     def _seconds_left(self) -> float | None:
-        """Returns how long the run still waits for a checkpoint; None for ever."""
-        if self._leaving_at is None:
+        """Returns how long the run waits for a checkpoint; None without limit."""
+        if self._exit_requested_at is None:
             return None
-        return max(self._leaving_at + self.config.checkpoint_on_exit_timeout_s - time.monotonic(), 0.0)
+        return max(self._exit_requested_at + self.config.checkpoint_on_exit_timeout_s - time.monotonic(), 0.0)
 
     async def _save_after_error(self, orchestrator: Orchestrator, checkpointer: Checkpointer) -> None:
-        """Writes a checkpoint after an error that ended the loops, if the ranks have the weights of the last step.
+        """Writes a checkpoint after an error, if the ranks have the last step's weights.
 
-        Does not raise: the first error is what the user must see.
+        Does not raise: the user must see the first error.
         """
-        self._leave()
+        self._request_exit()
         trainer, step = self.components.trainer, self.status.version
         if not (trainer.is_settled and trainer.version == step == orchestrator.run_state().step):
             return
@@ -120,10 +120,10 @@ class Training:
             await checkpointer.save_last(self.status.version, orchestrator.run_state)
 
         def grace(error: BaseException) -> float:
-            """Lets the step that runs end, with its checkpoint, if the trainer is not what failed."""
+            """Returns how long the current step and its checkpoint may take after an error."""
             if not self.config.checkpoint_every or not isinstance(error, RunError) or isinstance(error, RankLost):
                 return 0.0
-            self._leave()
+            self._request_exit()
             orchestrator.request_stop()
             self.status.phase = "stopping after this step, because of an error"
             return self._seconds_left() or 0.0
@@ -141,7 +141,7 @@ async def make_orchestrator(
     start: RunState | None = None,
     after_step: AfterStep | None = None,
 ) -> Orchestrator:
-    """The loops over started components, from the state of a checkpoint or from the beginning.
+    """Builds the loops over started components. `start` is the state of a checkpoint.
 
     Items that an eval holds out are never sampled.
     """

@@ -14,7 +14,7 @@ NUM_TICKS = 5
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A value at x, with the ends of its interval if it has one."""
+    """A value at x, with the bounds of its interval, if any."""
 
     x: float
     y: float
@@ -72,7 +72,7 @@ def _padded(low: float, high: float) -> tuple[float, float]:
 
 
 def _ticks(xs: Sequence[float]) -> list[float]:
-    """Returns up to eight of the x values, the first and the last among them."""
+    """Returns up to eight x values, including the first and the last."""
     known = sorted(set(xs))
     every = -(-len(known) // 8)
     return [*known[:-1:every], known[-1]]

@@ -1,4 +1,4 @@
-"""Describes a converted model from the record of its run, and uploads both to the Hugging Face hub."""
+"""Model cards from the record of a run, and upload to the hub."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ SHOWN_FIELDS = (
 
 
 def push_to_hub(folder: Path, name: str, checkpoint: Path, *, private: bool = False) -> str:
-    """Writes a card for the model in `folder` and uploads all of it. Returns the address of the commit.
+    """Uploads a model folder with a model card. Returns the URL of the commit.
 
-    Raises `UserError` for a name that cannot be or a missing login, `RunError` if the hub refuses or cannot be reached.
+    Raises `UserError` for an invalid name or a missing login, `RunError` if the hub refuses or cannot be reached.
     """
     write_card(folder, name, checkpoint)
     api = huggingface_hub.HfApi(library_name="telescope", library_version=__version__)
@@ -96,7 +96,7 @@ def model_card(name: str, meta: Mapping[str, Any], run: Run | None, rewards: lis
 
 
 def _rewards(run: Run | None, last_step: int) -> list[Point]:
-    """Returns the mean reward of each step before the checkpoint; the step N is the (N + 1)th."""
+    """Returns mean rewards before the checkpoint. Steps count from 1."""
     if run is None:
         return []
     rows = run.table("steps", columns=["step", "reward_mean"]).to_pylist()
@@ -105,7 +105,7 @@ def _rewards(run: Run | None, last_step: int) -> list[Point]:
 
 
 def _evals(run: Run | None, last_step: int) -> list[tuple[object, ...]]:
-    """Returns the newest result of each eval up to the checkpoint, and its result before training."""
+    """Returns each eval's newest result at the checkpoint and its first result."""
     if run is None:
         return []
     rows = [

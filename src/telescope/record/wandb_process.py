@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def _last_step(run: Any, first: dict[str, Any]) -> float:
-    """Returns the last step that W&B has of the earlier attempts, -1 if it has none."""
+    """Returns the last step of earlier attempts in W&B, or -1."""
     if run.resumed:
         last = run.summary.get("step")
         last = last.get("max") if hasattr(last, "get") else last

@@ -108,9 +108,9 @@ class WandbSink:
         self._put({"kind": "step", "step": step, "metrics": dict(metrics)})
 
     def fill_in(self, before: int) -> None:
-        """Sends the recorded steps before step `before` that W&B lacks, because an attempt was killed. Returns at once.
+        """Sends recorded steps before `before` that W&B lacks after a kill.
 
-        Offline nothing is known to be missing.
+        Returns at once. Does nothing offline, where missing steps are not known.
         """
         if self.mode == "online":
             self._put({"kind": "fill in", "before": before})

@@ -1,7 +1,7 @@
 """Writes model folders in Hugging Face format: safetensors files, their index, and the files beside them.
 
 The layout of every file follows from the tensors' shapes, so each tensor is written as it comes and memory holds one of
-them. Does not know where tensors come from: the trainer gathers them, `trainer.conversion` reads a checkpoint.
+them. The trainer gathers them, and `orchestrator.conversion` reads them from a checkpoint.
 
 Invariant: a model folder is complete or absent. It is written under another name and renamed.
 """
@@ -46,10 +46,11 @@ def write_model_folder(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    """Writes `tensors`, which come in the order and with the dtypes of `metas`, and `files`; replaces `folder`.
+    """Writes a model to `folder`, replacing it.
 
-    `on_bytes` is called with the size of each written tensor. Raises `OSError` with the size of the model, before the
-    first byte if the disk has too little space.
+    `tensors` come in the order and with the dtypes of `metas`; `files` are written beside them. `on_bytes` is called
+    with the size of each written tensor. Raises `OSError` with the size of the model, before the first byte if the disk
+    has too little space.
     """
     partial = folder.with_name(f"{PARTIAL}{folder.name}")
     num_bytes = sum(map(size_of, metas))
@@ -77,7 +78,7 @@ def size_of(meta: TensorMeta) -> int:
 
 
 def plan_shards(metas: Sequence[TensorMeta], max_bytes: int) -> list[list[TensorMeta]]:
-    """Splits tensors, in order, into files of at most `max_bytes`; a larger tensor has a file to itself."""
+    """Splits tensors, in order, into files of `max_bytes`. A larger tensor gets its own."""
     shards: list[list[TensorMeta]] = [[]]
     used = 0
     for meta in metas:
@@ -90,7 +91,7 @@ def plan_shards(metas: Sequence[TensorMeta], max_bytes: int) -> list[list[Tensor
 
 
 def with_dtype(files: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
-    """Returns `files` with the weights' dtype in config.json, under the name that it has there."""
+    """Returns `files` with the weights' dtype in config.json (`dtype` or `torch_dtype`)."""
     config: dict[str, Any] = json.loads(files[CONFIG])
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     return {**files, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def folder_metas(folder: Path) -> list[TensorMeta]:
-    """Returns names and shapes of a model's tensors; of tied ones the input embedding. Raises `UserError`."""
+    """Returns names and shapes of a model's tensors, without tied ones. Raises `UserError`."""
     files = weight_files(folder)
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -47,7 +47,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def folder_reader(folder: Path) -> Callable[[str], torch.Tensor]:
-    """Returns a function that reads a tensor by its name, on the CPU."""
+    """Returns a function that reads a tensor by name, on the CPU."""
     from safetensors import safe_open
 
     file_of: dict[str, Any] = {}

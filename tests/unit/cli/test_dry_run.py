@@ -131,7 +131,7 @@ def test_a_field_without_effect_is_a_remark_of_dry_run_run_and_verification(
 
     monkeypatch.setattr("telescope.orchestrator.run.run_training", run_training)
     monkeypatch.setattr("telescope.verify.run.run_verification", run_verification)
-    monkeypatch.setattr("telescope.cli.train.try_what_the_user_brings", lambda config: [])
+    monkeypatch.setattr("telescope.cli.train.try_components", lambda config: [])
     values = HERE | {"model": tmp_path / "model", "environments": "[{name: countdown}]"} | settings
     flags = [f"--{name}={value}" for name, value in values.items()]
     with pytest.raises(KeyboardInterrupt):

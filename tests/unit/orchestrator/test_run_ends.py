@@ -56,7 +56,7 @@ async def test_after_an_error_a_checkpoint_is_written_if_the_ranks_have_the_weig
     assert await ending.save() == saved
     left = ending.training._seconds_left()
     assert left is not None and 500 < left <= 600
-    ending.training._leaving_at = time.monotonic() - 700
+    ending.training._exit_requested_at = time.monotonic() - 700
     assert ending.training._seconds_left() == 0
 
 

@@ -48,7 +48,7 @@ class DapoMathEnvironment(MathEnvironment):
         return extract_boxed_answer(lines[-1]) or lines[-1].strip(" \t*_").removesuffix(".")
 
     def hub_samples(self, name: str, subset: str | None, split: str) -> list[Sample]:
-        """Every problem once: the hub's dataset has each of them a hundred times."""
+        """Returns every problem once: the hub's dataset repeats each a hundred times."""
         import pyarrow.compute as pc
 
         table = hub_table(self.name, name, subset, split, [("prompt",), ("reward_model",)])
@@ -62,7 +62,7 @@ class DapoMathEnvironment(MathEnvironment):
         return [Sample(prompt, answer=str(answer)) for prompt, answer in answers.items() if prompt and answer]
 
     def own_samples(self) -> list[Sample]:
-        """The shipped problems whose answer is a whole number."""
+        """Returns the shipped problems whose answer is a whole number."""
         return [
             Sample(f"{sample.prompt}\n\n{OWN_INSTRUCTION}", answer=sample.answer)
             for sample in samples_of(own_problems())

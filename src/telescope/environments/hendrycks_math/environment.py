@@ -45,7 +45,7 @@ class HendrycksMathEnvironment(MathEnvironment):
         levels: list[int] | None = None,
         **_: Any,
     ) -> list[Sample]:
-        """The problems as samples. Raises `UserError` when there is none."""
+        """Returns the problems as samples. Raises `UserError` if there is none."""
         if levels is not None and not set(levels) <= {1, 2, 3, 4, 5}:
             raise UserError(f"hendrycks_math: levels is {levels!r}; use some of 1 to 5.")
         name = dataset_name or self.hub_dataset

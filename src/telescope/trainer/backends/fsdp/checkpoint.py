@@ -1,8 +1,8 @@
 """Checkpoints of the FSDP backend: sharded weights and optimizer state, written in the background.
 
 Owns the format, that of `torch.distributed.checkpoint` (DCP), which loads on any number of ranks. A save copies the
-shards of this rank into host memory that a second process shares (pinned on a GPU, allocated once). Training stands
-still for the copy only; the second process (`checkpoint_writer`) then writes the files.
+shards of this rank into host memory that a second process shares (pinned on a GPU, allocated once). Training pauses
+for the copy only; the second process (`checkpoint_writer`) then writes the files.
 
 Invariants: one save at a time. A save that fails leaves its folder incomplete and changes nothing else.
 """
@@ -97,9 +97,9 @@ def training_state(policy: torch.nn.Module, optimizer: torch.optim.Optimizer | N
 
 
 def missing_files(directory: Path, train_backend: str) -> list[str]:
-    """Returns what a checkpoint lacks: its index, or shards that are absent or shorter than the index says.
+    """Returns descriptions of a missing index, and of missing or truncated shards.
 
-    Nothing for a backend that writes files of its own.
+    Empty for a backend with another format.
     """
     if train_backend != "fsdp" and not (directory / ".metadata").exists():
         return []
@@ -156,7 +156,7 @@ def saved_weights(directory: Path) -> list[TensorMeta]:
 def read_weights(
     directory: Path, metas: Sequence[TensorMeta], *, read_bytes: int = READ_BYTES
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields whole tensors of a checkpoint, in the order of `metas`, without a process group.
+    """Yields whole tensors in the order of `metas`, without a process group.
 
     Memory holds `read_bytes` of them, or the largest. Raises `RunError` for a damaged checkpoint.
     """

@@ -1,8 +1,8 @@
-"""A process beside each rank that writes its checkpoints while the rank trains.
+"""Process that writes the checkpoints of a rank while the rank trains.
 
     rank  --pipe: copied shards, in shared memory-->  writer  --collectives (gloo)-->  writers of the other ranks
 
-The writers of all ranks are a process group of their own, which meets at the ranks' store. Owns the process and its
+The writers of all ranks form a separate process group, initialized through the ranks' store. Owns the process and its
 group, not the format (`checkpoint`). Invariants: a writer handles one request at a time and answers every one. A writer
 whose group is broken exits, so that all ranks start new ones together (`CheckpointWriter.is_alive`).
 """
@@ -32,7 +32,7 @@ class CheckpointWriter:
     """The writer of one rank. It starts in the background: the first request waits for it."""
 
     def __init__(self, store: tuple[str, int], generation: int, rank: int, world_size: int) -> None:
-        """`store` is host and port of the ranks' store; `generation` differs for each group of writers."""
+        """`store` is host and port of the ranks' store. `generation` numbers the groups of writers."""
         context = torch.multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
         self._process = context.Process(
@@ -51,7 +51,7 @@ class CheckpointWriter:
         return self._process.pid
 
     def begin(self, state: dict[str, Any], directory: Path) -> None:
-        """Starts to write `state`, whose tensors are in shared memory and stay unchanged until `wait` has returned."""
+        """Starts to write `state`. Its tensors, in shared memory, must not change before `wait` returns."""
         self._pipe.send((state, directory))
 
     def wait(self) -> None:
@@ -102,7 +102,7 @@ def _serve(pipe: Connection, store: tuple[str, int], generation: int, rank: int,
 
 
 def _exit_with_the_rank() -> None:
-    """Ends this process when its rank was killed, so that it does not write into a folder that is used again."""
+    """Exits when the rank has exited, before its folder is used again."""
     rank = multiprocessing.parent_process()
     assert rank is not None
     rank.join()

@@ -1,4 +1,4 @@
-"""What checkpoints use of torch that is not public: its memory-keeping copy of a state, and the index of shards.
+"""Adapter for private parts of torch: staging buffers and the index of shards.
 
 A new version of torch is checked here first (`tests/unit/trainer/test_torch_internals.py`). Tested with 2.11 and 2.13.
 """
@@ -16,9 +16,10 @@ NO_SHARED_MEMORY = ("shared memory", "unable to resize file", "unable to mmap", 
 
 
 class SharedCopies:
-    """Copies states into host memory that another process can read, pinned on a GPU, and kept for the next copy.
+    """Staging buffer in shared host memory for copies of states.
 
-    torch's public `DefaultStager` is closed after one copy in torch 2.11.
+    It is pinned if the device is a GPU, and used again for the next copy. torch's public `DefaultStager` is closed
+    after one copy in torch 2.11.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +44,7 @@ class SharedCopies:
 
 
 def shard_sizes(directory: Path) -> dict[str, int]:
-    """Returns the files that a checkpoint's index names, with the least size of each.
+    """Returns the files in a checkpoint's index, with their minimum sizes in bytes.
 
     Raises `OSError` or `ValueError` if the index cannot be read.
     """
