@@ -6,21 +6,16 @@ Arguments and printing only; `orchestrator.conversion` converts and `record.mode
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from telescope.cli.progress import progress
 from telescope.errors import UserError
 from telescope.orchestrator import conversion
 from telescope.utils.text import pluralize
 
 GB = 10**9
-LINE_SECONDS = 5.0
-"""Between two lines of progress where there is no terminal."""
-
 EPILOG = """examples:
   telescope convert runs/first                            the newest checkpoint, to runs/first/hf/step_N
   telescope convert runs/first --step all --dtype bfloat16
@@ -68,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{target} is complete: skipped")
             continue
         started = time.monotonic()
-        with _progress(checkpoint.name) as on_bytes:
+        with progress(checkpoint.name, " GB", GB) as on_bytes:
             conversion.convert(
                 checkpoint, target, dtype=arguments.dtype, max_shard_bytes=max_shard_bytes, on_bytes=on_bytes
             )
@@ -117,26 +112,3 @@ def choose_jobs(arguments: argparse.Namespace) -> list[tuple[Path, Path]]:
             return [(next(iter(found.values())), output)]
         root = root or arguments.run / conversion.CONVERTED
     return [(checkpoint, root / checkpoint.name) for checkpoint in found.values()]
-
-
-@contextmanager
-def _progress(name: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows bytes written: a bar on a terminal, otherwise a line every few seconds. On stderr."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn(name), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task(name, total=None)
-            yield lambda done, total: progress.update(task, completed=done, total=total)
-        return
-    last = time.monotonic()
-
-    def report(done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= LINE_SECONDS:
-            last = time.monotonic()
-            print(f"{name}: {done / GB:.2f} of {total / GB:.2f} GB written", file=sys.stderr, flush=True)
-
-    yield report

@@ -20,6 +20,7 @@ from telescope.cli.arguments import HELP, Option, take_own
 from telescope.errors import InfrastructureError, RunError, UserError
 
 if TYPE_CHECKING:
+    from telescope.evals.runner import EvalResult
     from telescope.orchestrator.eval_run import EvalJob, EvalOutcome
 
 EXIT_FAILED = 1
@@ -151,6 +152,7 @@ def as_json(outcome: EvalOutcome) -> dict[str, Any]:
             "evals": [
                 {
                     "name": each.name,
+                    "number": each.number,
                     "accuracy": each.accuracy,
                     "metric": each.metric,
                     "interval": None if each.estimate is None else [each.estimate.low, each.estimate.high],
@@ -169,6 +171,12 @@ def as_json(outcome: EvalOutcome) -> dict[str, Any]:
     return {"models": models, "problems": outcome.problems, "output": str(outcome.job.output)}
 
 
+def label(outcome: EvalOutcome, result: EvalResult) -> str:
+    """Returns the name of an eval, with its number if another one has the same name."""
+    numbers = {each.number for model in outcome.results for each in model.results if each.name == result.name}
+    return f"{result.name}#{result.number}" if len(numbers) > 1 else result.name
+
+
 def print_outcome(outcome: EvalOutcome, plot: Path) -> None:
     """Prints a table of the results, the problems, and the output folders."""
     console = Console()
@@ -183,7 +191,7 @@ def print_outcome(outcome: EvalOutcome, plot: Path) -> None:
             low_high = "" if each.estimate is None else f"{each.estimate.low:.3f} to {each.estimate.high:.3f}"
             gain = "" if each.gain is None else f"{each.gain.mean:+.3f} ({each.gain.low:+.3f} to {each.gain.high:+.3f})"
             table.add_row(
-                Text(result.target.label), Text(each.name), f"{each.accuracy:.4f}", low_high, gain,
+                Text(result.target.label), Text(label(outcome, each)), f"{each.accuracy:.4f}", low_high, gain,
                 str(each.num_items), str(each.num_scored),
             )  # fmt: skip
             for name, value in each.metrics.items():
@@ -204,7 +212,7 @@ def _write_plot(outcome: EvalOutcome, path: Path) -> None:
     for result in outcome.results:
         for each in result.results:
             low, high = (each.estimate.low, each.estimate.high) if each.estimate else (None, None)
-            series.setdefault(each.name, []).append(Point(result.version, each.accuracy, low, high))
+            series.setdefault(label(outcome, each), []).append(Point(result.version, each.accuracy, low, high))
     if series:
         path.write_text(line_chart(series, title="Accuracy, with 95 % intervals", x_label="training step"))
 

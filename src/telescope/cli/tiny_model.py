@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from telescope.cli.progress import progress
 from telescope.tiny_model.cache import TinyModelSettings, ensure_tiny_model, write_tiny_model
 
 if TYPE_CHECKING:
     from telescope.tiny_model.warm_start import WarmStartProgress
-
-_SECONDS_BETWEEN_LINES = 5.0
 
 _HELP = {
     "task": "task of the warm start: countdown or calculator_agent",
@@ -80,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Builds or finds the model. Returns the exit status."""
     values = {field.name: getattr(arguments, field.name) for field in fields(TinyModelSettings)}
     try:
-        with _progress() as report:
+        with warm_start_progress() as report:
             if arguments.output is not None:
                 folder = write_tiny_model(arguments.output, TinyModelSettings(**values), report=report)
             else:
@@ -97,45 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[WarmStartProgress], None]]:
-    """A bar on a terminal, otherwise a line every few seconds. Both on stderr, so that stdout has only the path."""
-    if sys.stderr.isatty():
-        with _bar() as report:
-            yield report
-    else:
-        yield _lines()
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[WarmStartProgress], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("warm start"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("warm start", total=None, loss=float("nan"), visible=False)
-
-        def report(state: WarmStartProgress) -> None:
-            progress.update(task, completed=state.step, total=state.num_steps, loss=state.loss, visible=True)
-
-        yield report
-
-
-def _lines() -> Callable[[WarmStartProgress], None]:
-    last = time.monotonic()
-
-    def report(state: WarmStartProgress) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= _SECONDS_BETWEEN_LINES or state.step == state.num_steps:
-            last = now
-            text = f"warm start: step {state.step}/{state.num_steps}, loss {state.loss:.3f}"
-            print(text, file=sys.stderr, flush=True)
-
-    return report
+def warm_start_progress() -> Iterator[Callable[[WarmStartProgress], None]]:
+    """Shows the steps of a warm start. On stderr, so that stdout has only the path."""
+    with progress("warm start") as report:
+        yield lambda state: report(state.step, state.num_steps, f"loss {state.loss:.3f}")

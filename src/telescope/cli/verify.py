@@ -82,10 +82,12 @@ def _load(config_file: str | None, overrides: list[str]) -> LoadedConfig:
     if config_file is not None:
         return load_config(Path(config_file).expanduser(), overrides)
     if not any(argument.partition("=")[0] == "--model" for argument in overrides):
+        from telescope.cli.tiny_model import warm_start_progress
         from telescope.tiny_model.cache import ensure_tiny_model
 
         print("no --config: the tiny model on the CPU", file=sys.stderr)
-        overrides = [f"--model={ensure_tiny_model(report=_ModelProgress())}", *overrides]
+        with warm_start_progress() as report:
+            overrides = [f"--model={ensure_tiny_model(report=report)}", *overrides]
     return load_config(TINY_CONFIG, overrides)
 
 
@@ -158,15 +160,3 @@ class PhaseView(LiveView):
             if status.phase != shown:
                 shown = status.phase
                 self.say(f"[{time.time() - status.started_at:.0f} s] {shown}")
-
-
-class _ModelProgress:
-    """Prints the progress of a new tiny model's warm start from time to time."""
-
-    def __init__(self) -> None:
-        self._said_at = 0.0
-
-    def __call__(self, progress: Any) -> None:
-        if time.monotonic() - self._said_at > 5:
-            self._said_at = time.monotonic()
-            print(f"building the tiny model: step {progress.step}/{progress.num_steps}", file=sys.stderr)
