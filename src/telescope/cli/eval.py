@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,8 +88,8 @@ def run(argv: Sequence[str]) -> int:
     if "--help" in own:
         print(HELP_TEXT)
         return 0
-    models = [*_leading(rest), *own.get("--model", [])]
-    overrides = rest[len(_leading(rest)) :]
+    leading = list(takewhile(lambda argument: not argument.startswith("-"), rest))
+    models, overrides = [*leading, *own.get("--model", [])], rest[len(leading) :]
 
     from telescope.config.eval_config import load_eval_request
     from telescope.orchestrator.eval_run import prepare
@@ -215,12 +216,6 @@ def _write_plot(outcome: EvalOutcome, path: Path) -> None:
             series.setdefault(label(outcome, each), []).append(Point(result.version, each.accuracy, low, high))
     if series:
         path.write_text(line_chart(series, title="Accuracy, with 95 % intervals", x_label="training step"))
-
-
-def _leading(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments before the first flag."""
-    first = next((place for place, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
-    return list(arguments[:first])
 
 
 def _file(flag: str, text: str) -> Path:

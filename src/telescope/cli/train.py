@@ -135,9 +135,7 @@ def _train(loaded: LoadedConfig) -> int:
             traceback.print_exc()
         raise
     checkpoints = CheckpointFolder.for_run(loaded.config, Path(summary.run_dir))
-    print_summary(
-        summary, _console(), can_continue=bool(checkpoints.steps()), has_evals=bool(loaded.config.evals)
-    )  # fmt: skip
+    print_summary(summary, _console(), can_continue=bool(checkpoints.steps()), has_evals=bool(loaded.config.evals))
     return 0 if summary.status == "finished" else EXIT_STOPPED
 
 

@@ -256,7 +256,7 @@ class TrainerGroup:
         directory = self._saving
         if missing := await asyncio.to_thread(_missing_files, directory, self.config.train_backend):
             raise OSError(
-                f"{directory} is incomplete as {socket.gethostname()} sees it: {'; '.join(missing)}. All nodes must "
+                f"{directory} is incomplete on {socket.gethostname()}: {'; '.join(missing)}. All nodes must "
                 "share the file system of the checkpoints: set checkpoint_dir to a folder of one"
             )
 
@@ -303,9 +303,8 @@ class TrainerGroup:
             return await answer(reference, f"{what}, trainer rank {rank}")
         except ActorExited as error:
             loss = RankLost(self._exit_report(rank, what, str(error)))
-            if (
-                self._loss is None and num_replacements == self.num_replacements
-            ):  # not a call to a rank that was replaced
+            was_replaced = num_replacements != self.num_replacements
+            if self._loss is None and not was_replaced:
                 self._loss = loss
                 self._has_loss.set()
             raise loss from None

@@ -77,7 +77,7 @@ MEASURED = (
 """Fields that change results: other values are another measurement."""
 
 PLACEHOLDER_ENVIRONMENT = [{"name": "countdown"}]
-"""The schema wants an environment to train on; evals use theirs only."""
+"""Required by the schema, which is that of training. Evals do not use it."""
 
 
 @dataclass(frozen=True)

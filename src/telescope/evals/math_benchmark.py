@@ -1,4 +1,4 @@
-"""What the mathematical benchmarks share: prompts and scoring of `hendrycks_math`, and datasets of the hub."""
+"""Base of the mathematical benchmarks: scoring of `hendrycks_math`, datasets of the hub."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MathBenchmark(Eval):
         dataset_split: str | None = None,
         **_: Any,
     ) -> list[Sample]:
-        """The problems as samples. Raises `UserError` when there is none."""
+        """Returns the problems as samples. Raises `UserError` if there is none."""
         name = dataset_name or self.hub_dataset
         if own_selected(self.name, dataset):
             samples = samples_of(json.loads(self.own_items.read_text(encoding="utf-8")))

@@ -51,7 +51,8 @@ SLOW_SECONDS = 5.0
 LAYOUT_VERSION = 1
 """Version of the files of a checkpoint. Raise it when an older Telescope could not read them."""
 
-_COMPLETE = re.compile(r"step_(\d+)")
+STEP_NAME = re.compile(r"step_(\d+)")
+"""Name of the folder of a complete checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class CheckpointFolder:
         """Returns the steps of the complete checkpoints, in order."""
         if not self.path.is_dir():
             return []
-        names = (_COMPLETE.fullmatch(entry.name) for entry in self.path.iterdir() if (entry / META).is_file())
+        names = (STEP_NAME.fullmatch(entry.name) for entry in self.path.iterdir() if (entry / META).is_file())
         return sorted(int(match[1]) for match in names if match)
 
     def folder_of(self, step: int) -> Path:

@@ -72,11 +72,16 @@ def find_checkpoints(folder: Path, step: int | str | None = None) -> dict[int, P
 
 def checkpoints_of_run(run_dir: Path) -> CheckpointFolder:
     """Returns the checkpoints of a run, in `checkpoint_dir` of its config."""
+    chosen = config_of_run(run_dir).get("checkpoint_dir")
+    return CheckpointFolder(Path(chosen).expanduser() if chosen else RunFiles(run_dir).checkpoints)
+
+
+def config_of_run(run_dir: Path) -> dict[str, Any]:
+    """Returns the values of a run's `config.yaml`, none if it has no such file. Raises `ConfigError`."""
     from telescope.config.loader import read_yaml_file
 
-    files = RunFiles(run_dir)
-    chosen = read_yaml_file(files.config)[0].get("checkpoint_dir") if files.config.is_file() else None
-    return CheckpointFolder(Path(chosen).expanduser() if chosen else files.checkpoints)
+    file = RunFiles(run_dir).config
+    return read_yaml_file(file)[0] if file.is_file() else {}
 
 
 def read_meta(checkpoint: Path) -> dict[str, Any]:
@@ -211,9 +216,13 @@ def _is_tied(config: bytes) -> bool:
     return bool(tied)
 
 
+def identity_of(meta: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of `meta.json` that distinguish a checkpoint from all others."""
+    return {name: meta.get(name) for name in ("step", "time", "model", "config_hash")}
+
+
 def _marker(meta: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    identity = {name: meta.get(name) for name in ("step", "time", "model", "config_hash")}
-    return {"checkpoint": identity, "dtype": dtype or "as saved"}
+    return {"checkpoint": identity_of(meta), "dtype": dtype or "as saved"}
 
 
 def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> str:

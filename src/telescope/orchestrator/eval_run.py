@@ -161,7 +161,7 @@ def choose_evals(
     chosen = chosen or list(entries_of_run)
     if not chosen:
         raise UserError(
-            "eval needs to know what to measure: name an eval or environment, as in --eval math500, or a file with "
+            "No eval is given. Name an eval or environment, as in --eval math500, or a file with "
             "`evals`. `telescope envs` lists environments"
         )
     if num_samples is not None:
@@ -328,9 +328,7 @@ class _EvalRun:
         stack.callback(placement.remove)
         network = network_of(config, placement, cluster.driver_node)
         status.phase = "starting the inference servers"
-        inference = InferenceGroup(
-            config, placement, directory.path, cluster, network, secrets.token_urlsafe(32)
-        )  # fmt: skip
+        inference = InferenceGroup(config, placement, directory.path, cluster, network, secrets.token_urlsafe(32))
         stack.push_async_callback(inference.stop)
         await all_or_first_failure(*start_servers(config, inference, status))
         stack.push_async_callback(inference.close_clients)

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from telescope.config.eval_config import EvalCommand
-from telescope.config.loader import read_yaml_file
 from telescope.config.model_source import is_local_path
 from telescope.errors import UserError
-from telescope.orchestrator.checkpoints import HF_META, META
-from telescope.orchestrator.conversion import CONVERTED, MARKER, checkpoints_of_run, convert, is_converted, read_meta
-from telescope.record.files import RunFiles, read_json
+from telescope.orchestrator.checkpoints import HF_META, META, STEP_NAME
+from telescope.orchestrator.conversion import (
+    CONVERTED,
+    MARKER,
+    checkpoints_of_run,
+    config_of_run,
+    convert,
+    identity_of,
+    is_converted,
+    read_meta,
+)
+from telescope.record.files import read_json
 from telescope.record.reader import is_run
 from telescope.weights.model_folder import weight_files
 
@@ -28,7 +35,6 @@ CONFIG = "config.json"
 DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 """Files of a hub model that are needed."""
 
-STEP = re.compile(r"step_(\d+)")
 SAME_IN_ALL = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "num_experts", "moe_intermediate_size", "tie_word_embeddings", "rope_theta",
@@ -55,17 +61,13 @@ class EvalTarget:
         """Returns the config of its run, or None."""
         if self.is_native and isinstance(config := read_meta(self.path).get("config"), dict):
             return config
-        run_dir = self.run_dir
-        file = RunFiles(run_dir).config if run_dir else None
-        return read_yaml_file(file)[0] if file is not None and file.is_file() else None
+        return config_of_run(self.run_dir) or None if self.run_dir else None
 
     def identity(self) -> str:
         """Returns a digest of the weights' origin. A converted checkpoint has that of the original."""
-        marker = None if self.is_native else read_json(self.path / MARKER)
         if self.is_native:
-            meta = read_meta(self.path)
-            origin: Any = {name: meta.get(name) for name in ("step", "time", "model", "config_hash")}
-        elif isinstance(marker, dict):
+            origin: Any = identity_of(read_meta(self.path))
+        elif isinstance(marker := read_json(self.path / MARKER), dict):
             origin = marker["checkpoint"]
         else:
             stats = [(file.name, file.stat()) for file in weight_files(self.path)]
@@ -130,8 +132,9 @@ def _targets_of(source: str, steps: Sequence[int] | None) -> list[EvalTarget]:
         if _is_model(path):
             return [_target(path)]
         folder = checkpoints_of_run(path).path if is_run(path) else path
-        children = {int(m[1]): child for child in _children(folder) if (m := STEP.fullmatch(child.name))}
-        complete = {n: child for n, child in sorted(children.items()) if _is_model(child)}
+        children = folder.iterdir() if folder.is_dir() else ()
+        found = {int(m[1]): child for child in children if (m := STEP_NAME.fullmatch(child.name))}
+        complete = {n: child for n, child in sorted(found.items()) if _is_model(child)}
         if not complete:
             raise UserError(
                 f"{source} has no complete checkpoint and no model: neither {META} nor {CONFIG} in it or in a step_N "
@@ -145,16 +148,12 @@ def _targets_of(source: str, steps: Sequence[int] | None) -> list[EvalTarget]:
     return [EvalTarget(source, _download(source), None, is_native=False)]
 
 
-def _children(folder: Path) -> list[Path]:
-    return [child for child in folder.iterdir() if child.is_dir()] if folder.is_dir() else []
-
-
 def _is_model(path: Path) -> bool:
     return (path / META).is_file() or (path / CONFIG).is_file()
 
 
 def _target(path: Path) -> EvalTarget:
-    match = STEP.fullmatch(path.resolve().name)
+    match = STEP_NAME.fullmatch(path.resolve().name)
     is_native = (path / META).is_file()
     step = int(read_meta(path)["step"]) if is_native else int(match[1]) if match else None
     return EvalTarget(path.name if match else str(path), path, step, is_native)
