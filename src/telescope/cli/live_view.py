@@ -240,3 +240,27 @@ class LiveView:
             for summary in history[num_shown:]:
                 self._console.print(step_line(summary, status.num_steps), highlight=False, markup=False, soft_wrap=True)
             num_shown = len(history)
+
+
+class PhaseView(LiveView):
+    """One redrawn line with the phase of a command on a terminal, otherwise a line per phase."""
+
+    def say(self, text: str) -> None:
+        """Prints one line above the redrawn one."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _redraw(self, status: RunStatus) -> None:
+        with self._console.status("") as line:
+            while not self._stop.wait(0.2):
+                parts = ", ".join(f"{part}: {doing}" for part, doing in sorted(status.components.items()))
+                starting = status.phase.startswith("starting the")
+                seconds = time.time() - status.started_at
+                done = f": {status.eval_done}/{status.eval_total}" if status.eval_total else ""
+                line.update(Text(f"{seconds:.0f} s  {status.phase}{done}" + (f" ({parts})" if starting else "")))
+
+    def _print_lines(self, status: RunStatus) -> None:
+        shown = ""
+        while not self._stop.wait(0.2):
+            if status.phase != shown:
+                shown = status.phase
+                self.say(f"[{time.time() - status.started_at:.0f} s] {shown}")

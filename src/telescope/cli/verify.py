@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from telescope.cli.arguments import HELP, Option, take_own
-from telescope.cli.live_view import LiveView
+from telescope.cli.live_view import PhaseView
 from telescope.config import LoadedConfig, TelescopeConfig, load_config
 from telescope.errors import InfrastructureError, RunError, UserError
 
 if TYPE_CHECKING:
-    from telescope.orchestrator.status import RunStatus
     from telescope.verify.report import Check, Report
 
 EXIT_FAILED = 1
@@ -136,27 +134,3 @@ def _line(check: Check) -> str:
 def _console() -> Console:
     console = Console()
     return console if console.is_terminal else Console(width=PIPE_WIDTH)
-
-
-class PhaseView(LiveView):
-    """Progress of the verification: one redrawn line on a terminal, otherwise a line per phase."""
-
-    def say(self, text: str) -> None:
-        """Prints one line above the redrawn one."""
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def _redraw(self, status: RunStatus) -> None:
-        with self._console.status("") as line:
-            while not self._stop.wait(0.2):
-                parts = ", ".join(f"{part}: {doing}" for part, doing in sorted(status.components.items()))
-                starting = status.phase.startswith("starting the")
-                seconds = time.time() - status.started_at
-                done = f": {status.eval_done}/{status.eval_total}" if status.eval_total else ""
-                line.update(Text(f"{seconds:.0f} s  {status.phase}{done}" + (f" ({parts})" if starting else "")))
-
-    def _print_lines(self, status: RunStatus) -> None:
-        shown = ""
-        while not self._stop.wait(0.2):
-            if status.phase != shown:
-                shown = status.phase
-                self.say(f"[{time.time() - status.started_at:.0f} s] {shown}")
