@@ -103,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
         request,
         models,
         steps=_steps(own["--step"][0]) if "--step" in own else None,
-        wanted=own.get("--eval", []),
+        names=own.get("--eval", []),
         num_samples=_number(own["--num-samples"][0]) if "--num-samples" in own else None,
         output=Path(own["--output"][0]).expanduser() if "--output" in own else None,
     )
@@ -119,8 +119,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _measure(job: EvalJob, run_path: str | None) -> EvalOutcome:
+    from telescope.cli.live_view import PhaseView
     from telescope.cli.train import try_environments_of
-    from telescope.cli.verify import PhaseView
     from telescope.orchestrator.eval_run import keys_of_evals, run_evals
     from telescope.orchestrator.status import Interrupted
     from telescope.record.wandb_sink import WandbSink

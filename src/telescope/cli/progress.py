@@ -13,7 +13,10 @@ LINE_SECONDS = 5.0
 
 @contextmanager
 def progress(name: str, unit: str = "", per_unit: float = 1) -> Iterator[Callable[..., None]]:
-    """Yields a function of the done part, the total, and if wanted a note. Shown are both divided by `per_unit`."""
+    """Yields a function that shows the done part, the total and an optional note.
+
+    Both numbers are divided by `per_unit` before they are shown with `unit`.
+    """
     if not sys.stderr.isatty():
         yield _lines(name, unit, per_unit)
         return

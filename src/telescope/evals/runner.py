@@ -140,12 +140,12 @@ async def run_eval(
     group_ids: itertools.count[int],
     on_engine_failure: Callable[[int, InfrastructureError], None],
     on_sample: Callable[[EvalItem, Trajectory], None],
-    known: Mapping[tuple[int, int], Mapping[str, float]] | None = None,
+    finished: Mapping[tuple[int, int], Mapping[str, float]] | None = None,
 ) -> EvalResult:
     """Samples every item as often as `pass_k` needs, else once, and averages the metrics.
 
-    `seed_of(item, completion, turn)` seeds the requests; `on_sample` is called as each sample ends. `known` has the
-    scores of samples that are done, by item and completion. Raises EnvironmentFailure when nothing could be scored.
+    `seed_of(item, completion, turn)` seeds the requests; `on_sample` is called as each sample ends. `finished` has
+    scores of samples to keep, by item and completion. Raises EnvironmentFailure when nothing could be scored.
     """
     started = time.monotonic()
     settings = dataclasses.replace(settings, sampling=plan.sampling, for_eval=True)
@@ -171,9 +171,9 @@ async def run_eval(
         on_sample(item, trajectory)
         return trajectory
 
-    known = known or {}
+    finished = finished or {}
     every = [(item, completion) for item in plan.items for completion in range(plan.num_completions)]
-    asked = [(item, completion) for item, completion in every if (item.index, completion) not in known]
+    asked = [(item, completion) for item, completion in every if (item.index, completion) not in finished]
     tasks = [asyncio.ensure_future(one(item, completion)) for item, completion in asked]
     try:
         trajectories = await asyncio.gather(*tasks)
@@ -188,7 +188,7 @@ async def run_eval(
     """Scores by the identity of the item: equal items are one."""
     for item, completion in every:
         key = item.index, completion
-        if (score := known.get(key, found.get(key))) is not None:
+        if (score := finished.get(key, found.get(key))) is not None:
             scores[item.prompt.sample_uid].append(score)
     if not scores:
         first = next((t.failure_message for t in trajectories), "the eval has no items")

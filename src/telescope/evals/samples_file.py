@@ -20,14 +20,14 @@ Scores = dict[tuple[int, int], dict[str, float]]
 
 
 class SamplesFile:
-    """The finished samples of several models. `model` is the identity of the one that is measured now.
+    """The finished samples of several models. `model` is the identity of the current one.
 
     Drops an incomplete last line, which a kill leaves.
     """
 
     def __init__(self, path: Path) -> None:
         self.model = ""
-        self._known: dict[tuple[str, int], dict[tuple[int, int], tuple[str, dict[str, float]]]] = defaultdict(dict)
+        self._finished: dict[tuple[str, int], dict[tuple[int, int], tuple[str, dict[str, float]]]] = defaultdict(dict)
         end = 0
         if path.is_file():
             for line in path.read_bytes().splitlines(keepends=True):
@@ -35,7 +35,7 @@ class SamplesFile:
                     break
                 end += len(line)
                 row = json.loads(line)
-                self._known[row["model"], row["eval"]][row["item"], row["completion"]] = row["uid"], row["scores"]
+                self._finished[row["model"], row["eval"]][row["item"], row["completion"]] = row["uid"], row["scores"]
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")
         self._file.truncate(end)
@@ -48,24 +48,24 @@ class SamplesFile:
     ) -> None:
         self._file.close()
 
-    def known(self, plan: PlannedEval) -> Scores:
+    def finished(self, plan: PlannedEval) -> Scores:
         """Returns the samples of the current model that are done. An item that has changed is not."""
         uids = {item.index: item.prompt.sample_uid for item in plan.items}
         return {
             key: scores
-            for key, (uid, scores) in self._known[self.model, plan.number].items()
+            for key, (uid, scores) in self._finished[self.model, plan.number].items()
             if uids.get(key[0]) == uid
         }
 
     def has_all(self, model: str, plans: Sequence[PlannedEval]) -> bool:
         """Returns whether every sample of a model is done."""
         self.model = model
-        return all(len(self.known(plan)) == plan.num_samples for plan in plans)
+        return all(len(self.finished(plan)) == plan.num_samples for plan in plans)
 
     def add(self, plan: PlannedEval, item: EvalItem, sample: Trajectory, scores: Mapping[str, float]) -> None:
         """Keeps a scored sample."""
         uid = item.prompt.sample_uid
-        self._known[self.model, plan.number][item.index, sample.sample_index] = uid, dict(scores)
+        self._finished[self.model, plan.number][item.index, sample.sample_index] = uid, dict(scores)
         row: dict[str, Any] = {
             "model": self.model, "eval": plan.number, "name": plan.name, "item": item.index,
             "completion": sample.sample_index, "uid": uid, "scores": dict(scores),

@@ -65,7 +65,7 @@ LogStep = Callable[[int, dict[str, float]], None]
 
 @dataclass(frozen=True)
 class EvalJob:
-    """A checked evaluation. `numbers` are those of the evals, as in the run if it has them too.
+    """A checked evaluation. `numbers` are the evals' numbers in the run, or new ones.
 
     `run_dir` is the run whose record receives the results; None: the record of the output folder.
     """
@@ -80,12 +80,12 @@ class EvalJob:
     notes: list[str]
 
     def version_of(self, target: EvalTarget) -> int:
-        """Returns the step of a target, or its place if not all have different steps."""
+        """Returns the step of a target, or its index if the steps are not distinct."""
         return target.step if has_steps(self.targets) and target.step is not None else self.targets.index(target)
 
 
 def has_steps(targets: Sequence[EvalTarget]) -> bool:
-    """Returns whether all targets have steps, and different ones."""
+    """Returns whether all targets have distinct steps."""
     steps = [target.step for target in targets]
     return None not in steps and len(set(steps)) == len(steps)
 
@@ -101,7 +101,7 @@ class TargetResult:
 
 @dataclass(frozen=True)
 class EvalOutcome:
-    """All results, and what went wrong."""
+    """All results, and sentences about evals without one."""
 
     job: EvalJob
     results: list[TargetResult]
@@ -113,20 +113,20 @@ def prepare(
     sources: Sequence[str],
     *,
     steps: Sequence[int] | None = None,
-    wanted: Sequence[str] = (),
+    names: Sequence[str] = (),
     num_samples: int | None = None,
     output: Path | None = None,
 ) -> EvalJob:
-    """Finds the models, chooses the evals, and checks everything that needs nothing started. Raises `UserError`.
+    """Checks an evaluation before anything is started. Raises `UserError`.
 
-    `wanted` names evals besides those of the request, with `num_samples` items each.
+    `names` selects evals, by default those of the request or the run; each has `num_samples` items.
     """
     targets = find_targets(request.command, sources, steps)
     run_config = next((values for target in targets if (values := target.run_config()) is not None), None)
     runs = {target.run_dir for target in targets}
     run_dir = next(iter(runs)) if len(runs) == 1 and has_steps(targets) else None
     entries_of_run = [EvalEntry.model_validate(entry) for entry in (run_config or {}).get("evals", [])]
-    entries = choose_evals(request.command.evals, entries_of_run, wanted, num_samples)
+    entries = choose_evals(request.command.evals, entries_of_run, names, num_samples)
     config = build_eval_config(share_cores(request, run_config), run_config, entries, targets[0].model_files_folder())
     digest = measurement_digest(config, entries)
     if output is None:
@@ -150,14 +150,14 @@ def prepare(
 
 
 def choose_evals(
-    given: Sequence[EvalEntry], entries_of_run: Sequence[EvalEntry], wanted: Sequence[str], num_samples: int | None
+    given: Sequence[EvalEntry], entries_of_run: Sequence[EvalEntry], names: Sequence[str], num_samples: int | None
 ) -> list[EvalEntry]:
-    """Returns the evals to measure: those of the file and of `wanted`, or else those of the run.
+    """Returns the evals to measure: `names`, else those of the file, else of the run.
 
-    A wanted eval has the settings that the run has for it. Raises `UserError` without any.
+    A name has the settings of the file or the run for it. Raises `UserError` if there is none.
     """
     known = {entry.name: entry for entry in reversed((*given, *entries_of_run))}
-    chosen = [*given] if not wanted else [known.get(name, EvalEntry(name=name)) for name in wanted]
+    chosen = [*given] if not names else [known.get(name, EvalEntry(name=name)) for name in names]
     chosen = chosen or list(entries_of_run)
     if not chosen:
         raise UserError(
@@ -187,7 +187,7 @@ def eval_numbers(entries: Sequence[EvalEntry], entries_of_run: Sequence[EvalEntr
 
 
 def share_cores(request: EvalRequest, run_config: Any) -> EvalRequest:
-    """Gives the servers the cores of this machine, unless the number is chosen or others decide."""
+    """Sets the servers' cores to those of this machine, unless the user or a cluster does."""
     field = "ray_inference_cpus_per_worker"
     if field in request.fields or (run_config or {}).get(field) is not None:
         return request
@@ -298,7 +298,7 @@ class _EvalRun:
         return frozenset(row["eval_id"] for row in rows if row["status"] == "finished")
 
     async def _load(self, target: EvalTarget, version: int, weights: FolderWeights, servers: ServerPool) -> None:
-        """Loads a model into the servers, and removes the one before it, except the first."""
+        """Loads a model into the servers and removes the previous one, except the first."""
         previous, folder = weights.folder, await self._folder_of(target)
         self._status.phase = f"loading {target.label}"
         await weights.use(folder, version, servers.up)
@@ -344,7 +344,7 @@ class _EvalRun:
 
 
 def keys_of_evals(config: TelescopeConfig) -> EnvironmentKeys:
-    """Returns what evals need of `environment_keys`: an eval shares the settings of the run's environment."""
+    """Returns the `environment_keys` of evals, which share settings with the run's environments."""
     keys = environment_keys(config)
     specs = [spec for spec in keys.specs if spec.key in keys.evals]
     return EnvironmentKeys(specs, [], keys.evals)

@@ -226,8 +226,8 @@ class Evaluation:
     ) -> EvalResult:
         """Returns the result of one eval. Raises InfrastructureError once no server has the weights any more."""
         num_slots = max((server.capacity for server in lease.slots.servers), default=1)
-        known = self.samples.known(plan) if self.samples is not None else {}
-        self.status.eval_done += len(known)
+        finished = self.samples.finished(plan) if self.samples is not None else {}
+        self.status.eval_done += len(finished)
         running = asyncio.ensure_future(
             run_eval(
                 plan,
@@ -246,7 +246,7 @@ class Evaluation:
                 group_ids=self.group_ids,
                 on_engine_failure=self.servers.report_failure,
                 on_sample=on_sample,
-                known=known,
+                finished=finished,
             )
         )
         lost = asyncio.ensure_future(lease.lost.wait())

@@ -9,7 +9,7 @@ A server that cannot come back is abandoned; the run ends when none is left.
 The last servers can be dedicated to evals: they serve no rollouts. An eval leases its servers, which then receive no
 weights until it ends, so that all of its tokens have one policy version.
 
-Invariants: a server's slots are open only while its process answers and has loaded the newest synced weights, or those
+Invariant: a server's slots are open only while its process answers and has loaded the newest synced weights, or those
 of the eval that leases it.
 """
 

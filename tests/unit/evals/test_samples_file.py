@@ -33,26 +33,26 @@ def path(tmp_path):
 
 def test_samples_are_known_by_model_eval_item_and_completion(path):
     with SamplesFile(path) as file:
-        assert file.known(plan("x", "y")) == {}, "no model yet"
+        assert file.finished(plan("x", "y")) == {}, "no model yet"
         file.model = "a"
-        assert file.known(plan("x", "y")) == {(0, 0): {"correct": 1.0}, (1, 2): {"correct": 0.0}}
-        assert file.known(plan("x", "y", number=1)) == {}
+        assert file.finished(plan("x", "y")) == {(0, 0): {"correct": 1.0}, (1, 2): {"correct": 0.0}}
+        assert file.finished(plan("x", "y", number=1)) == {}
         file.model = "b"
-        assert file.known(plan("x", "y")) == {(0, 0): {"correct": 0.5}}
+        assert file.finished(plan("x", "y")) == {(0, 0): {"correct": 0.5}}
 
 
 def test_an_item_that_has_changed_is_sampled_again(path):
     with SamplesFile(path) as file:
         file.model = "a"
-        assert file.known(plan("x", "another")) == {(0, 0): {"correct": 1.0}}
+        assert file.finished(plan("x", "another")) == {(0, 0): {"correct": 1.0}}
 
 
 def test_a_line_that_a_kill_cut_off_is_dropped_and_the_next_one_is_whole(path):
     path.write_bytes(path.read_bytes()[:-5])
     with SamplesFile(path) as file:
         file.model = "b"
-        assert file.known(plan("x", "y")) == {}
+        assert file.finished(plan("x", "y")) == {}
         add(file, plan("x", "y"), 1, 0, 1.0)
     with SamplesFile(path) as file:
         file.model = "b"
-        assert file.known(plan("x", "y")) == {(1, 0): {"correct": 1.0}}
+        assert file.finished(plan("x", "y")) == {(1, 0): {"correct": 1.0}}
