@@ -73,6 +73,7 @@ SHARES = (
     "--json {json} --port {port} --folder {folder} --set ray_inference_cpus_per_worker=4 ray_trainer_cpus_per_worker=4"
 )
 SYNC = f"{sys.executable} benchmarks/weight_sync.py --json {{json}} --set inference_base_port={{port}} --shapes"
+CHECKPOINT = f"{sys.executable} benchmarks/checkpoint.py --json {{json}} --set inference_base_port={{port}} --shapes"
 TRAINER = f"{sys.executable} benchmarks/trainer.py --json {{json}} --shapes"
 FEW = "--steps 3 --warmup 2"
 EXPERTS_AND_RANKS = "tests/gpu/weights/test_experts_and_ranks_on_gpu.py"
@@ -116,6 +117,7 @@ PARTS = (
         1,
         360,
     ),
+    Part("checkpoints of 4b", f"{CHECKPOINT} 4b", 2, 420),
     Part("trainer 8b on two", f"{TRAINER} 8b --ranks 2 --loads single --micro-batches 2 {FEW}", 2, 450),
     Part(
         "trainer 14b on four",

@@ -26,8 +26,6 @@ from telescope.config.plan import Role
 from telescope.errors import DeadlineExceeded
 from telescope.inference.server import advertised_host
 
-PLACEMENT_POLL_SECONDS = 0.5
-
 
 @dataclass
 class Placement:
@@ -49,20 +47,8 @@ class Placement:
         """Options of the actor of trainer rank `rank`."""
         return _options(self.trainer, rank, cpus, self.gpus_per_rank)
 
-    async def wait_for_ranks(self, seconds: float) -> None:
-        """Waits until Ray has placed the bundles of a lost node elsewhere.
-
-        Raises DeadlineExceeded after `seconds`, the run's `ray_placement_timeout_s`.
-        """
-        try:
-            async with asyncio.timeout(seconds):
-                while placement_group_table(self.trainer)["state"] != "CREATED":  # noqa: ASYNC110  # Ray has no event
-                    await asyncio.sleep(PLACEMENT_POLL_SECONDS)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"placement of trainer workers: Ray found no other place for those of the lost node within "
-                f"ray_placement_timeout_s = {seconds:g} s. Add a node, or resume the run with fewer trainer workers"
-            ) from None
+    def find_ranks(self) -> None:
+        """Updates `rank_nodes` after Ray has moved the ranks of a lost node."""
         self.rank_nodes = _nodes_of(self.trainer)
 
     def remove(self) -> None:

@@ -93,7 +93,7 @@ class TrainerGroup:
         self.is_settled = True
         """Whether the ranks have the weights of `version`: not during a step, nor after one that failed."""
         self._log_starts = [log_size(path) for path in self._logs]
-        self._nodes = [self._node_names.get(node, node) for node in self._placement.rank_nodes]
+        self._nodes = self._names_of_nodes()
         cpus = self.config.ray_trainer_cpus_per_worker
         self._ranks = [
             make_actor(TrainerActor, self._placement.rank_options(rank, cpus)).remote(
@@ -101,6 +101,23 @@ class TrainerGroup:
             )
             for rank in range(self.world_size)
         ]
+
+    async def _start_again(self) -> None:
+        for rank in self._ranks:
+            ray.kill(rank)
+        self._num_restarts += 1
+        self.num_replacements += 1
+        self._loss = None
+        self._has_loss.clear()
+        self._start()
+        await self._all(
+            "starting the ranks again, within ray_placement_timeout_s",
+            lambda rank: self._ranks[rank].dump_stacks.remote(),
+            self.config.ray_placement_timeout_s,
+        )
+
+    def _names_of_nodes(self) -> list[str]:
+        return [self._node_names.get(node, node) for node in self._placement.rank_nodes]
 
     async def watch(self) -> None:
         """Raises `RankLost` as soon as a command finds a rank lost."""
@@ -113,14 +130,12 @@ class TrainerGroup:
 
         The caller has locked `queue`. Raises DeadlineExceeded when a node is lost and there is no other place.
         """
-        for rank in self._ranks:
-            ray.kill(rank)
-        self._num_restarts += 1
-        self.num_replacements += 1
-        await self._placement.wait_for_ranks(self.config.ray_placement_timeout_s)
-        self._loss = None
-        self._has_loss.clear()
-        self._start()
+        try:
+            await self._start_again()
+        except RankLost:  # it was placed on a lost node, whose loss Ray had not noticed
+            await self._start_again()
+        self._placement.find_ranks()
+        self._nodes = self._names_of_nodes()
 
     async def setup(self, *, loopback: bool) -> list[Any]:
         """Connects the ranks and loads the model. Returns each rank's `TrainerInfo`."""

@@ -28,7 +28,7 @@ from telescope.cluster.ray_cluster import admits, disconnect, settle_authenticat
 from telescope.cluster.trainer_group import TrainerGroup
 from telescope.config import TelescopeConfig
 from telescope.config.plan import PlacementError, plan_placement
-from telescope.errors import DeadlineExceeded, UserError
+from telescope.errors import DeadlineExceeded, RankLost, UserError
 from telescope.orchestrator.collectors import Collectors, sources_of
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.record.gauges import ReadingBatch
@@ -297,6 +297,38 @@ async def test_gauges_of_every_node_are_recorded_and_a_node_that_goes_away_is_a_
     assert {row["node"] for row in gauges if row["time"] > lost_at} == {here}
     memory = {row["node"]: row["value"] for row in gauges if row["name"] == "memory_total_bytes"}
     assert memory[here] == memory[there] > 0, "they are one machine, after all"
+
+
+async def test_ranks_restart_on_the_nodes_that_are_left_when_one_is_lost(two_nodes: TwoNodes) -> None:
+    """Real ranks, on CPUs. The node that is lost was added for this test."""
+    raylets = two_nodes.raylets
+    added = raylets.add_node(num_cpus=4, num_gpus=4, object_store_memory=80 << 20, node_ip_address="127.0.0.4")
+    config = config_of(
+        device="cpu", model=str(MODEL), trainer_num_workers=2, trainer_threads=1,
+        ray_trainer_placement_strategy="SPREAD", ray_placement_timeout_s=60,
+    )  # fmt: skip
+    placement = await reserve(config, plan_placement(config, two_nodes.cluster.resources))
+    try:
+        group = TrainerGroup(config, placement, two_nodes.run_dir, two_nodes.cluster)
+        await group.setup(loopback=False)
+        here = two_nodes.cluster.driver_node
+        (lost,) = [rank for rank, node in enumerate(placement.rank_nodes) if node != here]
+        await asyncio.to_thread(raylets.remove_node, added, allow_graceful=False)
+
+        async def ask() -> None:
+            while True:  # the rank exits a moment after its node
+                await group.weight_metadata()
+
+        with pytest.raises(RankLost, match=f"trainer rank {lost} on "):
+            await asyncio.wait_for(ask(), 60)
+        async with group.queue:
+            await group.replace()
+            assert placement.rank_nodes == [here, here]
+            await group.setup(loopback=False)
+            assert await group.weight_metadata()
+        await group.stop()
+    finally:
+        placement.remove()
 
 
 def test_ray_shutdown_on_exit_stops_the_joined_cluster_and_nothing_else(
