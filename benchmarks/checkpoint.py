@@ -181,7 +181,7 @@ async def save(step: int, parts: RunComponents, checkpointer: Checkpointer) -> d
 
 
 class TokenGaps:
-    """Measures the longest time in which an engine samples no token, from now until `longest`."""
+    """Measures the longest time without a token, until `longest` is called."""
 
     def __init__(self, parts: RunComponents) -> None:
         self._tasks = [asyncio.create_task(self._watch(client)) for client in parts.inference.clients]
@@ -208,7 +208,7 @@ class TokenGaps:
 
 
 def measure_conversion(checkpoint: Path, target: Path) -> dict[str, float]:
-    """Returns GB/s of a conversion, with its files on disk, and of a plain write of as many bytes."""
+    """Returns GB/s of a conversion to disk, and of a plain write."""
     started = time.monotonic()
     convert(checkpoint, target)
     os.sync()

@@ -1,4 +1,4 @@
-"""Kills processes of a run, and compares what it trained with a run that was left alone."""
+"""Kills processes of a run and compares it with an undisturbed one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEPENDS_ON_TIMING = (
 
 
 def _is_a_worker(process: psutil.Process) -> bool:
-    """Whether it runs an environment; the fork server, its parent, has the same command line."""
+    """Returns whether it runs an environment. The fork server has the same command line."""
     parent = process.parent()
     return _has("fork_server")(process) and parent is not None and _has("fork_server")(parent)
 
@@ -57,7 +57,7 @@ def kill(driver: int, target: str, choice: int = 0) -> bool:
 
 
 def assert_trains_the_same(killed: Run, straight: Run) -> None:
-    """Compares the steps, losses, learning rates and samples of both, and the ledger with the record."""
+    """Compares steps, metrics and samples of both, and the ledger with the record."""
     steps = [{row["step"]: row["metrics"] for row in rows(run, "steps")} for run in (killed, straight)]
     assert len(rows(killed, "steps")) == len(steps[0])
     assert steps[0].keys() == steps[1].keys() == set(range(len(steps[1])))

@@ -96,7 +96,7 @@ def test_a_driver_that_is_killed_while_it_trains_leaves_no_process_behind_and_it
 
 
 def run_printed_commands(output: str, folder: Path) -> None:
-    """Runs the commands that a run prints at its end as they are, but for the one that continues it, as above."""
+    """Runs the commands that a run prints at its end, except for the continuation."""
     lines = output.partition("\nNext:\n")[2].splitlines()
     commands = {words[1]: words for words in map(shlex.split, lines) if words}
     assert list(commands) == ["runs", "query", "chat", "eval", "train"]
@@ -126,7 +126,7 @@ evals:
 
 
 def evaluate_checkpoints(run_dir: Path, folder: Path, steps: list[int]) -> None:
-    """Two evals of two checkpoints of a run: interrupted, continued, and equal to what the run has measured."""
+    """Evaluates two checkpoints with an interruption, and compares with the run's own evals."""
     (folder / "eval.yaml").write_text(EVALS)
     results = folder / "results.json"
     command = [sys.executable, str(ROOT / "eval.py"), str(run_dir), "--config", str(folder / "eval.yaml")]

@@ -243,7 +243,7 @@ class LiveView:
 
 
 class PhaseView(LiveView):
-    """One redrawn line with the phase of a command on a terminal, otherwise a line per phase."""
+    """The phase of a command as one redrawn line, or as lines without a terminal."""
 
     def say(self, text: str) -> None:
         """Prints one line above the redrawn one."""

@@ -13,7 +13,7 @@ LINE_SECONDS = 5.0
 
 @contextmanager
 def progress(name: str, unit: str = "", per_unit: float = 1) -> Iterator[Callable[..., None]]:
-    """Yields a function that shows the done part, the total and an optional note.
+    """Yields a function that shows a done amount, a total and a note.
 
     Both numbers are divided by `per_unit` before they are shown with `unit`.
     """

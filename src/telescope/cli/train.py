@@ -153,7 +153,7 @@ def check_before_start(loaded: LoadedConfig) -> list[str]:
 
 
 def try_components(config: TelescopeConfig, *, here: bool = True) -> list[str]:
-    """Loads the environments and evals in a separate process, before anything is started. Returns their notices.
+    """Loads the environments and evals in a separate process. Returns their notices.
 
     Where the run is meant for this machine (`here`), tries the backend, the model's architecture, and vLLM's parsers
     too: those need packages that another machine may have.

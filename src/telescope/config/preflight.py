@@ -313,7 +313,7 @@ def check_disk(config: TelescopeConfig, report: ModelReport) -> None:
 
 
 def check_checkpoint_memory(config: TelescopeConfig, report: ModelReport) -> None:
-    """Checks shared memory for all ranks' copies, unless ranks may be on other nodes."""
+    """Checks space in shared memory for copies, if all ranks run here."""
     if not config.checkpoint_every or report.shape is None or not SHARED_MEMORY.is_dir():
         return
     if ray_cluster_is_configured(config.ray_address):

@@ -80,7 +80,7 @@ class EvalJob:
     notes: list[str]
 
     def version_of(self, target: EvalTarget) -> int:
-        """Returns the step of a target, or its index if the steps are not distinct."""
+        """Returns the step of a target, or its index if steps repeat."""
         return target.step if has_steps(self.targets) and target.step is not None else self.targets.index(target)
 
 
@@ -187,7 +187,7 @@ def eval_numbers(entries: Sequence[EvalEntry], entries_of_run: Sequence[EvalEntr
 
 
 def share_cores(request: EvalRequest, run_config: Any) -> EvalRequest:
-    """Sets the servers' cores to those of this machine, unless the user or a cluster does."""
+    """Gives the servers this machine's cores, unless they are set elsewhere."""
     field = "ray_inference_cpus_per_worker"
     if field in request.fields or (run_config or {}).get(field) is not None:
         return request
@@ -298,7 +298,7 @@ class _EvalRun:
         return frozenset(row["eval_id"] for row in rows if row["status"] == "finished")
 
     async def _load(self, target: EvalTarget, version: int, weights: FolderWeights, servers: ServerPool) -> None:
-        """Loads a model into the servers and removes the previous one, except the first."""
+        """Loads a model into the servers. Removes the previous one, except the first."""
         previous, folder = weights.folder, await self._folder_of(target)
         self._status.phase = f"loading {target.label}"
         await weights.use(folder, version, servers.up)

@@ -82,7 +82,7 @@ class EvalTarget:
         return kept if (kept / CONFIG).is_file() else Path(read_meta(self.path)["model"]).expanduser()
 
     def model_folder(self, scratch: Path, dtype: str) -> Path:
-        """Returns a folder with its weights; converts a checkpoint to `scratch`, if necessary."""
+        """Returns a folder with its weights. Converts a checkpoint to `scratch` if necessary."""
         if not self.is_native:
             return self.path
         run_dir = self.run_dir

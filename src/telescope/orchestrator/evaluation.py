@@ -326,7 +326,7 @@ def _comparable(result: EvalResult, baseline: EvalResult) -> bool:
 
 
 def finished_at(run_dir: Path, version: int) -> frozenset[int]:
-    """Returns the numbers of evals that earlier attempts finished at a policy version."""
+    """Returns the numbers of evals that have finished at a policy version."""
     rows = Run(run_dir).table("evals", columns=["number", "version", "status", "source"]).to_pylist()
     finished = (version, "finished", "live")
     return frozenset(row["number"] for row in rows if (row["version"], row["status"], row["source"]) == finished)

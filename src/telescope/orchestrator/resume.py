@@ -76,7 +76,7 @@ def find_checkpoint(config: TelescopeConfig, run_dir: Path) -> Checkpoint | None
 def changed_fields(
     saved: Mapping[str, Any], config: TelescopeConfig
 ) -> tuple[dict[str, tuple[Any, Any]], dict[str, tuple[Any, Any]]]:
-    """Returns the fixed and the other fields that differ from a checkpoint's config.
+    """Returns fixed and other fields that differ from a checkpoint's config.
 
     Values are pairs of old and new. A field that the checkpoint's version did not have counts as its default.
     """

@@ -125,7 +125,7 @@ class ServerPool:
 
     @property
     def synced(self) -> list[int]:
-        """Indices of the servers that are up and not leased, which receive weight syncs."""
+        """Indices of servers with weight syncs: up and not leased."""
         return [index for index in self.up if index not in self._leases]
 
     @property
@@ -133,7 +133,7 @@ class ServerPool:
         return sum(lease.slots.num_used for lease in set(self._leases.values()))
 
     def open(self, index: int) -> None:
-        """Opens a server, which has the newest weights or those of its eval."""
+        """Opens a server. It has the newest weights or its eval's."""
         self._servers[index].up = True
         lease = self._leases.get(index)
         if lease is not None and self._servers[index].client.loaded_version != lease.version:

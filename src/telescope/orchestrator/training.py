@@ -94,7 +94,7 @@ class Training:
         return max(self._exit_requested_at + self.config.checkpoint_on_exit_timeout_s - time.monotonic(), 0.0)
 
     async def _save_after_error(self, orchestrator: Orchestrator, checkpointer: Checkpointer) -> None:
-        """Writes a checkpoint after an error, if the ranks have the last step's weights.
+        """Writes a checkpoint after an error, unless a step is incomplete.
 
         Does not raise: the user must see the first error.
         """
@@ -120,7 +120,7 @@ class Training:
             await checkpointer.save_last(self.status.version, orchestrator.run_state)
 
         def grace(error: BaseException) -> float:
-            """Returns how long the current step and its checkpoint may take after an error."""
+            """Returns the seconds that the current step and its checkpoint may take."""
             if not self.config.checkpoint_every or not isinstance(error, RunError) or isinstance(error, RankLost):
                 return 0.0
             self._request_exit()

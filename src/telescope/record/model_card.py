@@ -1,4 +1,4 @@
-"""Model cards from the record of a run, and upload to the hub."""
+"""Model cards from the record of a run, and their upload."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Stack:
         checkpoint: Checkpoint | None = None,
         **changes: Any,
     ) -> Outcome:
-        """Train on one of the environments, with `changes` of the config's loop settings.
+        """Trains on an environment, with `changes` of the config's loop settings.
 
         It begins with the first weights, or continues from a checkpoint. `after_steps` are numbers of steps, seconds,
         and what to do so long after so many are done.

@@ -1,4 +1,4 @@
-"""A synchronous run whose processes are killed trains what a run that is left alone does, bit for bit."""
+"""A synchronous run with killed processes equals an undisturbed one, bit for bit."""
 
 from __future__ import annotations
 

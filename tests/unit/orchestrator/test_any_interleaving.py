@@ -94,7 +94,7 @@ def test_every_prompt_is_accounted_for_and_nothing_leaks_or_hangs(
 
 
 class DelayedRanks:
-    """Ranks that take any time to copy and to write, and train, sync and save one after the other."""
+    """Ranks with any delays, which train, sync and save one after the other."""
 
     world_size = 2
 

@@ -28,7 +28,7 @@ def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Training:
-    """The evals of a run of `num_servers` servers, of which `dedicated` are for evals, and its steps."""
+    """Evals and steps of a run with `num_servers` servers, `dedicated` of them for evals."""
 
     def __init__(self, *evals: dict[str, Any], num_servers: int = 2, dedicated: int = 1, **fields: Any) -> None:
         self.config = config_of(
@@ -50,7 +50,7 @@ class Training:
         return self.tasks[-1]
 
     async def train(self, until: int) -> None:
-        """Finish steps: each sync reaches the servers that no eval holds, and then the due evals start."""
+        """Finishes steps: each syncs the servers that are not leased, then starts the due evals."""
         while self.step < until:
             self.step += 1
             for index in self.servers.synced:

@@ -99,7 +99,7 @@ def test_kept_groups_are_open_and_every_other_prompt_is_unfinished() -> None:
 
 
 async def train_with_losses(config: TelescopeConfig, every: int, losses: list[int]) -> tuple[InMemoryRun, list[Any]]:
-    """Trains to the end with a rank lost after so many turns of the event loop, each time anew.
+    """Trains to the end. A rank is lost after each of these numbers of event loop turns.
 
     Returns the last loops, and the groups of every step of the surviving lineage.
     """

@@ -44,7 +44,7 @@ class SharedCopies:
 
 
 def shard_sizes(directory: Path) -> dict[str, int]:
-    """Returns the files in a checkpoint's index, with their minimum sizes in bytes.
+    """Returns the files in a checkpoint's index, with minimum sizes in bytes.
 
     Raises `OSError` or `ValueError` if the index cannot be read.
     """
