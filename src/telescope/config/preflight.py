@@ -202,7 +202,7 @@ def check_open_files(config: TelescopeConfig) -> None:
 
 
 def check_run_dir(config: TelescopeConfig) -> None:
-    """Checks that the run directory is writable and has no other run."""
+    """Checks that the run and checkpoint directories are writable and have no other run."""
     run_dir = choose_run_dir(config)
     if (run_dir / "run.json").exists() and not config.resume_from_checkpoint:
         raise ConfigError(
@@ -216,17 +216,24 @@ def check_run_dir(config: TelescopeConfig) -> None:
             f"checkpoint_dir is {str(folder)!r}, which already holds checkpoints. Continue their run with "
             "resume_from_checkpoint: true, or choose another folder"
         )
-    place = _existing_parent(run_dir)
-    fix = "Set run_dir (or TELESCOPE_RUN_DIR) to a directory that you may write"
+    _check_writable("run_dir", run_dir, "TELESCOPE_RUN_DIR")
+    if folder and config.checkpoint_every:
+        _check_writable("checkpoint_dir", folder.absolute(), "TELESCOPE_CHECKPOINT_DIR")
+
+
+def _check_writable(field: str, folder: Path, variable: str) -> None:
+    """Checks that a folder, or the nearest one above it that exists, can be written."""
+    place = _existing_parent(folder)
+    fix = f"Set {field} (or {variable}) to a directory that you may write"
     if not place.is_dir():
-        raise ConfigError(f"run_dir is {str(run_dir)!r}, but {place} is a file. {fix}")
+        raise ConfigError(f"{field} is {str(folder)!r}, but {place} is a file. {fix}")
     try:
         # Permissions are not enough (read-only mounts, quotas, root): write a byte.
         with tempfile.TemporaryFile(dir=place) as probe:
             probe.write(b"\0")
     except OSError as error:
         raise ConfigError(
-            f"run_dir is {str(run_dir)!r}, but {place} is not writable ({error.strerror}). {fix}"
+            f"{field} is {str(folder)!r}, but {place} is not writable ({error.strerror}). {fix}"
         ) from None
 
 

@@ -87,6 +87,16 @@ def test_a_place_that_cannot_be_written_is_refused():
     assert "not writable" in message
 
 
+@pytest.mark.parametrize(("folder", "problem"), [("file/checkpoints", "is a file"), ("/proc/x", "not writable")])
+def test_a_checkpoint_directory_that_cannot_be_written_is_refused(tmp_path, folder, problem):
+    (tmp_path / "file").write_text("")
+    given = {"run_dir": str(tmp_path / "run"), "checkpoint_dir": str(tmp_path / folder)}
+    message = message_of(preflight.check_run_dir, config(**given, checkpoint_every=2))
+    assert message.startswith("checkpoint_dir is")
+    assert problem in message
+    preflight.check_run_dir(config(**given, checkpoint_every=0))
+
+
 def test_a_directory_of_another_run_is_refused(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     message = message_of(preflight.check_run_dir, config(run_dir=str(tmp_path)))
