@@ -18,9 +18,9 @@ from telescope.utils.text import pluralize
 GB = 10**9
 EPILOG = """examples:
   telescope convert runs/first                            the newest checkpoint, to runs/first/hf/step_N
-  telescope convert runs/first --step all --dtype bfloat16
+  telescope convert runs/first --step all
   telescope convert --checkpoint-dir runs/first/checkpoints/step_50 --output-dir models/first-50
-  telescope convert --checkpoint-root runs/first/checkpoints --output-root models/first
+  telescope convert --checkpoint-root runs/first/checkpoints --output-root models/first-bf16 --dtype bfloat16
   telescope convert runs/first --push-to-hub me/first     needs `hf auth login`
 
 The result loads in transformers, in vLLM, and as `model` of another run. Models that are complete are skipped."""

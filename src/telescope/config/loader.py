@@ -26,6 +26,7 @@ from telescope.config.messages import describe_errors, show, unknown_field
 from telescope.config.remarks import no_effect_note, refuse_unavailable_choices, remarks
 from telescope.config.schema import TelescopeConfig
 from telescope.errors import ConfigError
+from telescope.utils.text import did_you_mean
 
 ENVIRONMENT_VARIABLES = {
     "TELESCOPE_RUN_DIR": "run_dir",
@@ -59,9 +60,7 @@ def load_resumed_config(run_dir: Path, overrides: Sequence[str] = (), *, path: P
     if path is None:
         path = run_dir / "config.yaml"
         if not path.is_file():
-            raise ConfigError(
-                f"--resume {run_dir}: there is no run, because it holds no config.yaml{_neighbors(run_dir)}"
-            )
+            raise ConfigError(f"--resume {run_dir}: there is no run, because {_why_no_run(run_dir)}")
     given = parse_overrides(overrides)
     if "run_dir" in given:
         raise ConfigError(f"--resume {run_dir} and --run_dir {given['run_dir']} name two folders. Give one")
@@ -304,6 +303,19 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         return f"{error.problem or error.context}{where}"
     return str(error).splitlines()[0]
+
+
+def _why_no_run(folder: Path) -> str:
+    """Says why a folder cannot be resumed, and which one was probably meant."""
+    run = folder.absolute().parent.parent
+    if folder.name.startswith("step_") and (run / "config.yaml").is_file():
+        step = folder.name.removeprefix("step_")
+        return f"it is a checkpoint. Give --resume {run} --resume_from_checkpoint {step}"
+    if folder.is_dir():
+        return "it holds no config.yaml"
+    beside = sorted(path.parent.name for path in folder.absolute().parent.glob("*/config.yaml"))
+    others = f" Runs in {folder.parent}: {', '.join(beside[:10])}." if beside else ""
+    return f"the folder does not exist.{did_you_mean(folder.name, beside)}{others}"
 
 
 def _neighbors(path: Path) -> str:

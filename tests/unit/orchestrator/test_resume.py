@@ -167,7 +167,10 @@ def test_a_resumed_run_has_the_config_of_the_run_and_chooses_what_differs_from_d
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--resume", "{root}/nothing"], "there is no run"),
+        (["--resume", "{root}/nothing"], "there is no run, because the folder does not exist"),
+        (["--resume", "{root}/rum"], "Did you mean 'run'?"),
+        (["--resume", "{root}/run/checkpoints/step_2"], "run --resume_from_checkpoint 2"),
+        (["--resume", "{root}/run/checkpoints"], "it holds no config.yaml"),
         (["--resume", "{root}/run", "--run_dir", "x"], "name two folders"),
         (["--resume", "{root}/run", "--resume_from_checkpoint=false"], "resume_from_checkpoint is false"),
         (["--resume", "{root}/run", "--resume_from_checkpoint=7"], "step_7 does not exist. There is step_2"),
