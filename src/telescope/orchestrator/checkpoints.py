@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import telescope
 from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_checkpoint_dir
+from telescope.config.messages import show
 from telescope.errors import UserError
 from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import RunStatus
@@ -134,8 +135,8 @@ class CheckpointFolder:
         steps = self.steps()
         if not steps:
             raise UserError(
-                f"resume_from_checkpoint is {wanted}, but {self.path} holds no complete checkpoint. Set run_dir (or "
-                "checkpoint_dir) to a run that has one, or resume_from_checkpoint: false in an empty run_dir"
+                f"resume_from_checkpoint is {show(wanted)}, but {self.path} holds no complete checkpoint. Set run_dir "
+                "(or checkpoint_dir) to a run that has one, or resume_from_checkpoint to false with an empty run_dir"
             )
         step = steps[-1] if wanted is True else int(wanted)
         path = self.folder_of(step)

@@ -143,8 +143,9 @@ def _targets_of(source: str, steps: Sequence[int] | None) -> list[EvalTarget]:
         if steps is not None and (missing := [step for step in steps if step not in complete]):
             raise UserError(f"{folder} has no step_{missing[0]}. It has {', '.join(f'step_{n}' for n in complete)}")
         return [_target(child) for n, child in complete.items() if steps is None or n in steps]
-    if is_local_path(source):
-        raise UserError(f"{source} does not exist. Give a run directory, a checkpoint, a model folder or a hub name")
+    if is_local_path(source) or source.endswith("/"):
+        problem = "is a file" if path.is_file() else "does not exist"
+        raise UserError(f"{source} {problem}. Give a run directory, a checkpoint, a model folder or a hub name")
     return [EvalTarget(source, _download(source), None, is_native=False)]
 
 
@@ -167,7 +168,7 @@ def _download(name: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(DOWNLOADED)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].rstrip(".")
         raise UserError(f"{name} is no folder here and cannot be downloaded: {reason}. Check the name") from error
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 
 from telescope import __version__
 from telescope.errors import RunError, UserError
@@ -42,8 +42,8 @@ def push_to_hub(folder: Path, name: str, checkpoint: Path, *, private: bool = Fa
         )
     except (LocalTokenNotFoundError, HFValidationError) as error:
         raise UserError(f"--push-to-hub {name}: {error}. Log in with `hf auth login`, or set HF_TOKEN") from error
-    except (HfHubHTTPError, OSError) as error:
-        fix = "Check the name and the rights of your token (`hf auth whoami`)"
+    except Exception as error:  # without a network: of requests, httpx or httpx2, by the version of huggingface_hub
+        fix = "Check the network, the name and the rights of your token (`hf auth whoami`)"
         raise RunError(f"{name} was not uploaded: {error}. The model is in {folder}. {fix}") from error
     return str(getattr(commit, "commit_url", None) or repository)
 

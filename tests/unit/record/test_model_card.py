@@ -96,6 +96,7 @@ def test_a_checkpoint_without_a_record_has_a_card_all_the_same(checkpoint, calls
         (LocalTokenNotFoundError("no token"), UserError, "hf auth login"),
         (HFValidationError("a//b is no name"), UserError, "a//b is no name"),
         (OSError("no route to host"), RunError, "was not uploaded: no route to host. The model is in"),
+        (type("ConnectError", (Exception,), {})("no name"), RunError, "was not uploaded: no name. The model is in"),
     ],
 )
 def test_what_the_hub_refuses_is_an_error_with_the_fix(checkpoint, calls, monkeypatch, error, kind, text):
