@@ -150,5 +150,5 @@ def test_memory_holds_one_file_of_a_model_of_many(models, tmp_path):
     arguments = [str(tmp_path / "step_1"), str(tmp_path / "m"), str(shard), str(tmp_path / "step_2")]
     command = [sys.executable, "-c", CONVERT, *arguments]
     peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    assert peak < 1.5 * shard, f"{peak / 2**20:.0f} MiB for files of 64 MiB, of a model of 192 MiB"
+    assert peak < 2 * shard, f"{peak / 2**20:.0f} MiB for files of 64 MiB, of a model of 192 MiB"
     assert len(list((tmp_path / "m").glob("*.safetensors"))) == 2
