@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.e2e.train_command import ROOT, Command
 
+from telescope.orchestrator.checkpoints import CheckpointFolder
 from telescope.record.reader import Run
 
 pytestmark = pytest.mark.e2e
@@ -65,6 +66,33 @@ def test_a_driver_that_is_killed_while_something_starts_leaves_no_process_behind
         command.process.kill()
     command.process.wait(timeout=30)
     command.wait_for("end of every process", lambda: not command.family(), 30)
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_and_its_checkpoints_are_evaluated_and_its_printed_commands_work(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    command = Command(tiny_model, tmp_path, 18640, "--checkpoint_every=1")
+    checkpoints = CheckpointFolder(command.run_dir / "checkpoints")
+    try:
+        command.wait_for("second checkpoint", lambda: len(checkpoints.steps()) > 1, 400)
+        assert len(command.family()) > 8
+    finally:
+        command.process.kill()
+    command.process.wait(timeout=30)
+    command.wait_for("end of every process", lambda: not command.family(), 30)
+    last = checkpoints.steps()[-1]
+    resumed = Command(tiny_model, tmp_path, 18640, number_of_steps=last + 2, resume=True)
+    try:
+        assert resumed.process.wait(timeout=400) == 0
+    finally:
+        resumed.process.kill()
+    run = Run(command.run_dir)
+    steps = [(row["step"], row["attempt"]) for row in run.table("steps").to_pylist()]
+    assert sorted(steps) == [(step, 1 if step < last else 2) for step in range(last + 2)]
+    assert checkpoints.steps()[-1] == last + 2
+    evaluate_checkpoints(command.run_dir, tmp_path, [last + 1, last + 2])
+    run_printed_commands(resumed.log.read_text(), tmp_path)
 
 
 def run_printed_commands(output: str, folder: Path) -> None:
