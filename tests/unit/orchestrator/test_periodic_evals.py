@@ -1,4 +1,4 @@
-"""Evals during training: on servers of their own, at one policy version each, in nobody's way."""
+"""Evals during training run on dedicated servers, each at one policy version, and delay no other part of the run."""
 
 from __future__ import annotations
 

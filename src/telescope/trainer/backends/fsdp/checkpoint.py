@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from telescope.errors import RunError
 from telescope.trainer.backends.fsdp.checkpoint_writer import CheckpointWriter
-from telescope.trainer.backends.fsdp.torch_internals import SharedCopies, shard_sizes
+from telescope.trainer.backends.fsdp.torch_internals import SharedCopies, read_index, shard_sizes
 from telescope.weights.plan import TensorMeta
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -143,9 +143,9 @@ READ_BYTES = 256 << 20
 def saved_weights(directory: Path) -> list[TensorMeta]:
     """Returns the weights of a checkpoint by their names in the model. Raises `RunError` for a damaged one."""
     try:
-        saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    except Exception as error:  # a pickle
-        raise RunError(f"{directory} is damaged: its .metadata cannot be read ({error!r}). Use another step") from error
+        saved = read_index(directory).state_dict_metadata
+    except (OSError, ValueError) as error:
+        raise RunError(f"{directory} is damaged: its .metadata cannot be read ({error}). Use another step") from error
     return [
         TensorMeta(name.removeprefix(f"{MODEL}."), tuple(entry.size), str(entry.properties.dtype).partition(".")[2])
         for name, entry in saved.items()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 NO_SHARED_MEMORY = ("shared memory", "unable to resize file", "unable to mmap", "No space left")
 """Parts of the messages of torch when /dev/shm is full."""
@@ -43,19 +44,20 @@ class SharedCopies:
         return copy
 
 
-def shard_sizes(directory: Path) -> dict[str, int]:
-    """Returns the files in a checkpoint's index, with minimum sizes in bytes.
-
-    Raises `OSError` or `ValueError` if the index cannot be read.
-    """
+def read_index(directory: Path) -> Metadata:
+    """Returns the index of a checkpoint's shards. Raises `OSError` or `ValueError` if it cannot be read."""
     try:
-        metadata = dcp.FileSystemReader(directory).read_metadata()
+        return dcp.FileSystemReader(directory).read_metadata()
     except OSError:
         raise
     except Exception as error:  # it is a pickle, which raises anything when it is damaged
         raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def shard_sizes(directory: Path) -> dict[str, int]:
+    """Returns the files in a checkpoint's index, with minimum sizes in bytes. Raises as `read_index`."""
     sizes: dict[str, int] = {}
-    for stored in (metadata.storage_data or {}).values():
+    for stored in (read_index(directory).storage_data or {}).values():
         try:
             end = stored.offset + stored.length
             sizes[stored.relative_path] = max(sizes.get(stored.relative_path, 0), end)
