@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telescope.config.machine import LOOPBACK
-from telescope.errors import ConfigError, UserError
+from telescope.errors import ConfigError, InfrastructureError, RunError, UserError
 
 if TYPE_CHECKING:
     import openai
@@ -212,13 +212,18 @@ def obey(conversation: Conversation, command: str, value: str) -> str:
 
 
 def _answer(conversation: Conversation, question: str) -> None:
-    """Prints an answer as it comes. Ctrl-C stops it; the conversation keeps what was received."""
+    """Prints an answer as it comes. Ctrl-C stops it; the conversation keeps what was received.
+
+    Raises `RunError` if the server no longer answers.
+    """
     pieces = conversation.ask(question)
     try:
         for piece in pieces:
             print(printable(piece), end="", flush=True)
         if conversation.finish_reason == "length":
             print(" [cut: --max-tokens or the context is used up]", end="")
+    except InfrastructureError as error:
+        raise RunError(f"The conversation has ended: {error}") from error
     except KeyboardInterrupt:
         pieces.close()  # type: ignore[attr-defined]
         print(" [stopped]", end="")

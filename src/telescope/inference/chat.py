@@ -49,7 +49,7 @@ class Conversation:
         """
         question = {"role": "user", "content": text}
         system = [{"role": "system", "content": self.system}] if self.system else []
-        answer = ""
+        answer, self.finish_reason = "", None
         try:
             with self._request([*system, *self.messages, question]) as stream:
                 try:

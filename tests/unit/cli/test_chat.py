@@ -9,7 +9,7 @@ import pytest
 
 from telescope.cli import chat
 from telescope.cli.main import main
-from telescope.errors import InfrastructureError, UserError
+from telescope.errors import InfrastructureError, RunError, UserError
 from telescope.inference.chat import ChatSettings, Conversation, connect
 
 
@@ -85,6 +85,12 @@ def test_a_server_that_breaks_off_is_an_error(conversation):
     FakeServer.fault = "break off"
     with pytest.raises(InfrastructureError, match="does not answer"):
         list(conversation.ask("first"))
+
+
+def test_a_server_that_breaks_off_ends_the_command_with_a_message(conversation):
+    FakeServer.fault = "break off"
+    with pytest.raises(RunError, match="The conversation has ended: the server does not answer"):
+        chat._answer(conversation, "first")
 
 
 def test_questions_and_commands_are_read_from_standard_input(conversation, capsys, monkeypatch):
