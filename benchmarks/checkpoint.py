@@ -112,7 +112,7 @@ async def measure(
         shares = device.type == "cuda" and torch.cuda.device_count() < num_ranks + arguments.engines
         fields = argparse.Namespace(
             engines=arguments.engines, trainers=num_ranks, requests=arguments.requests, bucket_mb=256,
-            set=["checkpoint_every=1", f"share_gpus={str(shares).lower()}", *arguments.set],
+            set=["checkpoint_every=1", "checkpoint_keep_last=1", f"share_gpus={str(shares).lower()}", *arguments.set],
         )  # fmt: skip
         config = configuration(model, device, str(folder / "run"), fields)
         reaper = stack.enter_context(Reaper())
@@ -125,8 +125,8 @@ async def measure(
         checkpoints = CheckpointFolder(folder / "checkpoints")
         checkpointer = Checkpointer(config, checkpoints, parts.trainer, status)
         saves = [await save(step, parts, checkpointer) for step in range(1, arguments.saves + 2)]
-        if checkpoints.steps() != list(range(1, arguments.saves + 2)):
-            raise RuntimeError(f"a checkpoint failed: {list(status.messages)}")
+        if checkpoints.steps() != [arguments.saves + 1]:
+            raise RuntimeError(f"the last checkpoint failed: {list(status.messages)}")
         newest = checkpoints.folder_of(arguments.saves + 1)
         medians = {name: statistics.median(one[name] for one in saves[1:]) for name in saves[0]}
         return {
