@@ -172,12 +172,14 @@ async def save(step: int, parts: RunComponents, checkpointer: Checkpointer) -> d
     during = await gaps.longest()
     gaps = TokenGaps(parts)
     await asyncio.sleep(durable)
-    return {
+    seconds = {
         "pause": paused,
         "durable": durable,
         "generation": during,
         "generation_without": await gaps.longest(),
     }
+    print(f"checkpoint {step}: " + ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items()), flush=True)
+    return seconds
 
 
 class TokenGaps:
