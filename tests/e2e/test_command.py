@@ -72,7 +72,7 @@ def test_a_driver_that_is_killed_while_something_starts_leaves_no_process_behind
 def test_a_killed_run_continues_and_its_checkpoints_are_evaluated_and_its_printed_commands_work(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    command = Command(tiny_model, tmp_path, 18640, "--checkpoint_every=1")
+    command = Command(tiny_model, tmp_path, 18660, "--checkpoint_every=1")
     checkpoints = CheckpointFolder(command.run_dir / "checkpoints")
     try:
         command.wait_for("second checkpoint", lambda: len(checkpoints.steps()) > 1, 400)
@@ -82,7 +82,7 @@ def test_a_killed_run_continues_and_its_checkpoints_are_evaluated_and_its_printe
     command.process.wait(timeout=30)
     command.wait_for("end of every process", lambda: not command.family(), 30)
     last = checkpoints.steps()[-1]
-    resumed = Command(tiny_model, tmp_path, 18640, number_of_steps=last + 2, resume=True)
+    resumed = Command(tiny_model, tmp_path, 18660, number_of_steps=last + 2, resume=True)
     try:
         assert resumed.process.wait(timeout=400) == 0
     finally:
@@ -130,7 +130,7 @@ def evaluate_checkpoints(run_dir: Path, folder: Path, steps: list[int]) -> None:
     (folder / "eval.yaml").write_text(EVALS)
     results = folder / "results.json"
     command = [sys.executable, str(ROOT / "eval.py"), str(run_dir), "--config", str(folder / "eval.yaml")]
-    command += ["--step", ",".join(map(str, steps)), "--inference_base_port=18640", "--json", str(results)]
+    command += ["--step", ",".join(map(str, steps)), "--inference_base_port=18660", "--json", str(results)]
     interrupted = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def num_samples() -> int:

@@ -1,9 +1,15 @@
 """Configuration, environments, run reading and command line work without training packages."""
 
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
-HEAVY = ("torch", "ray", "vllm", "transformers", "tokenizers", "safetensors", "datasets", "wandb", "aiohttp", "uvicorn")
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+TRAIN = [re.split(r"[^\w-]", requirement)[0] for requirement in PROJECT["optional-dependencies"]["train"]]
+HEAVY = (*(name.replace("-", "_") for name in TRAIN), "grpc", "vllm", "aiohttp", "uvicorn")
+"""Modules of the extra `train` and of vLLM, none of which `pip install telescope` brings."""
 
 BLOCKER = f"""
 import sys
