@@ -19,6 +19,7 @@ from telescope.orchestrator.groups import Group
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.status import RunStatus, StepSummary
 from telescope.orchestrator.step_metrics import DiscardCounts, batch_metrics
+from telescope.orchestrator.step_stats import step_stats_rows
 from telescope.record.recorder import Recorder
 from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import StepResult
@@ -108,7 +109,7 @@ class StepRecorder:
             self._recorder.write("samples", {**row, "prompt_text": group.prompt.text, **fate})
 
     async def trained(self, trained: TrainedStep) -> None:
-        """Counts, writes and shows a finished step. Yields to the event loop after each group."""
+        """Counts, writes and shows a finished step. Yields to the event loop after each group and environment."""
         ended_at = time.time()
         # The clock may have been set back in between.
         seconds = max(ended_at - trained.started_at, 1e-6)
@@ -128,6 +129,10 @@ class StepRecorder:
             self._status.num_tokens_generated,
         )
         await self._write_trained_groups(trained)
+        for rows in step_stats_rows(trained.groups, trained.advantages.tolist(), step=trained.step):
+            for row in rows:
+                self._recorder.write("step_stats", row)
+            await asyncio.sleep(0)
         samples = [sample for group in trained.groups for sample in group.usable_samples]
         num_tokens = sum(sample.num_completion_tokens for sample in samples)
         self._recorder.write(

@@ -157,7 +157,7 @@ def _visible_rows(run: Run, name: str, files: list[tuple[Run, Path]]) -> str:
     superseded = superseded_sql(run.cutoffs())
     if TABLES[name].by_step:
         return f"SELECT * FROM ({rows}) WHERE NOT {superseded}"
-    if name == "turns" and superseded != "false":
+    if TABLES[name].of_sample and superseded != "false":
         hidden = f"SELECT attempt, sample_id FROM ({_all_rows(run, 'samples', files)}) WHERE {superseded}"
         return f"SELECT * FROM ({rows}) ANTI JOIN ({hidden}) USING (attempt, sample_id)"
     return rows

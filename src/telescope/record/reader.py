@@ -113,7 +113,7 @@ class Run:
         needed = set(columns or definition.column_names)
         if cut and definition.by_step:
             needed |= {"attempt", "step"}
-        if cut and name == "turns":
+        if cut and definition.of_sample:
             needed |= {"attempt", "sample_id"}
         if definition.latest_wins:
             needed |= set(definition.key)
@@ -122,7 +122,7 @@ class Run:
             data = _latest(data, definition.key)
         if cut and definition.by_step:
             data = data.filter(pc.invert(superseded(data, cut)))
-        elif cut and name == "turns":
+        elif cut and definition.of_sample:
             data = self._without_superseded_samples(data)
         return data.select(list(columns)) if columns is not None else data
 
@@ -239,10 +239,10 @@ class Run:
             break
         return pa.concat_tables(pieces), max([cursor, *(segment.end for segment in segments)])
 
-    def _without_superseded_samples(self, turns: pa.Table) -> pa.Table:
+    def _without_superseded_samples(self, rows: pa.Table) -> pa.Table:
         samples, _ = self._read("samples", 0, ["attempt", "sample_id", "step"])
         hidden = samples.filter(superseded(samples, self.cutoffs()))
-        return turns.filter(pc.invert(pc.is_in(_sample_key(turns), value_set=_sample_key(hidden))))
+        return rows.filter(pc.invert(pc.is_in(_sample_key(rows), value_set=_sample_key(hidden))))
 
     @property
     def num_unreadable(self) -> int:

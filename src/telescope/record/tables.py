@@ -27,6 +27,8 @@ TEXTS = pa.map_(pa.string(), pa.string())
 TEXT_LIST = pa.list_(pa.string())
 INT32_LIST = pa.list_(pa.int32())
 FLOAT32_LIST = pa.list_(pa.float32())
+NUMBER_LIST = pa.list_(pa.float64())
+BOOLEAN_LIST = pa.list_(pa.bool_())
 
 
 class Keep(IntEnum):
@@ -35,11 +37,11 @@ class Keep(IntEnum):
     TELEMETRY = 0
     """Spans, gauges and log lines: dropped first."""
     DETAIL = 1
-    """Turns: long texts, which the samples have too."""
+    """Turns, tool calls, notes and tokens: long, and the samples have their texts too."""
     RESULT = 2
-    """Samples and groups: dropped only when no other rows are left."""
+    """Samples, groups and statistics of steps: dropped only when no other rows are left."""
     ALWAYS = 3
-    """Runs, attempts, steps and evals: never dropped. At most a few rows per second, so that memory stays bounded."""
+    """Runs, attempts, steps, evals and alerts: never dropped. At most a few rows per second: memory stays bounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class Table:
     key: tuple[str, ...]
     keep: Keep
     by_step: bool = False
+    of_sample: bool = False
+    """Its rows are hidden together with their sample."""
     latest_wins: bool = False
     """Rows of one key are versions, of which readers show only the newest."""
 
@@ -180,6 +184,38 @@ STEPS = Table(
     ),
     key=("attempt", "step"),
     keep=Keep.ALWAYS,
+    by_step=True,
+)
+
+STEP_STATS = Table(
+    "step_stats",
+    "One row per step, environment and number of a sample: its distribution over the samples trained on.",
+    (
+        ATTEMPT,
+        Column("step", INTEGER, "The training step."),
+        Column("environment", TEXT, "Name of the environment; empty for all samples of the step."),
+        Column(
+            "metric",
+            TEXT,
+            "`reward`, `advantage`, `prompt_tokens`, `completion_tokens`, `environment_tokens`, `total_tokens`, "
+            "`num_turns`, `age`, or `sample_metrics/<name>`.",
+        ),
+        Column("n", INTEGER, "Samples that have it, without values that are not finite."),
+        Column("mean", NUMBER, "Mean."),
+        Column("std", NUMBER, "Standard deviation (ddof 1); 0 for one sample."),
+        Column("min", NUMBER, "Smallest value."),
+        Column("max", NUMBER, "Largest value."),
+        Column("p5", NUMBER, "5th percentile, interpolated linearly."),
+        Column("p25", NUMBER, "25th percentile."),
+        Column("p50", NUMBER, "Median."),
+        Column("p75", NUMBER, "75th percentile."),
+        Column("p95", NUMBER, "95th percentile."),
+        Column("histogram", INT32_LIST, "Samples in each of 20 bins of equal width."),
+        Column("bin_edges", NUMBER_LIST, "The 21 edges of the bins. Only the last bin includes its upper edge."),
+        Column("gini", NUMBER, "Mean Gini coefficient of the groups; null for `advantage`, `age` and `prompt_tokens`."),
+    ),
+    key=("attempt", "step", "environment", "metric"),
+    keep=Keep.RESULT,
     by_step=True,
 )
 
@@ -345,6 +381,64 @@ TURNS = Table(
     ),
     key=("attempt", "sample_id", "turn"),
     keep=Keep.DETAIL,
+    of_sample=True,
+)
+
+TOOL_CALLS = Table(
+    "tool_calls",
+    "One row per tool call of a sample, hidden together with the sample.",
+    (
+        ATTEMPT,
+        Column("sample_id", TEXT, "Its sample."),
+        Column("turn", INTEGER, "Answer of the model that made it, from 0."),
+        Column("call", INTEGER, "Place among the calls of the sample, from 0."),
+        Column("name", TEXT, "Name of the tool."),
+        Column("arguments", TEXT, "Its arguments, as JSON, or as the model wrote them if they are not valid."),
+        Column("result", TEXT, "What the model was told."),
+        Column("error", TEXT, "Why it failed; null if it succeeded."),
+        Column("seconds", NUMBER, "How long the tool ran."),
+    ),
+    key=("attempt", "sample_id", "call"),
+    keep=Keep.DETAIL,
+    of_sample=True,
+)
+
+INFO = Table(
+    "info",
+    "One row per note or output that an environment attached to a sample, hidden together with the sample.",
+    (
+        ATTEMPT,
+        Column("sample_id", TEXT, "Its sample."),
+        Column("number", INTEGER, "Place in the environment's list `info_turns`, from 0."),
+        Column("turn", INTEGER, "Answer of the model that it belongs to, from 0; null if the note does not say."),
+        Column("key", TEXT, "Key of the note: `guess`, `feedback`, ..."),
+        Column("value", TEXT, "Its text; JSON if the value is no text."),
+    ),
+    key=("attempt", "sample_id", "number", "key"),
+    keep=Keep.DETAIL,
+    of_sample=True,
+)
+
+TOKENS = Table(
+    "tokens",
+    "One row per training sequence that `record_tokens` chooses: one number per token in each list.",
+    (
+        ATTEMPT,
+        Column("sample_id", TEXT, "Its sample."),
+        Column(
+            "part", INTEGER, "Place among the training sequences of the sample, from 0. Turns that restart begin one."
+        ),
+        Column("step", INTEGER, "Step that trained it."),
+        Column("token_ids", INT32_LIST, "Token ids of prompt, answers and what the environment added."),
+        Column("trained", BOOLEAN_LIST, "Whether the token has a loss: the mask."),
+        Column("engine_logprobs", FLOAT32_LIST, "The engine's logprob; 0 where the model did not sample the token."),
+        Column("trainer_logprobs", FLOAT32_LIST, "The trainer's logprob before the step; NaN where not trained."),
+        Column("entropies", FLOAT32_LIST, "Entropy of the trainer's distribution, in nats; NaN where not trained."),
+        Column("versions", INT32_LIST, "Policy version that sampled the token; -1 where the model did not."),
+    ),
+    key=("attempt", "sample_id", "part"),
+    keep=Keep.DETAIL,
+    by_step=True,
 )
 
 SPANS = Table(
@@ -388,7 +482,7 @@ GAUGES = Table(
 
 LOGS = Table(
     "logs",
-    "One row per log line of the processes that log through the driver.",
+    "One row per log line of the processes of a run: driver, trainer ranks, servers and environments.",
     (
         ATTEMPT,
         Column("time", TIME, "When it was logged."),
@@ -397,15 +491,32 @@ LOGS = Table(
         Column("message", TEXT, "The line, with its traceback if any."),
         Column("process", INTEGER, "Process id."),
         Column("place", TEXT, "Logger and source line: `telescope.orchestrator.run:120`."),
+        Column("source", TEXT, "File below `logs/` that has the line: `trainer-0.log`."),
     ),
     key=("attempt", "time", "component"),
     keep=Keep.TELEMETRY,
 )
 
+ALERTS = Table(
+    "alerts",
+    "One row per thing that a person should know about the run.",
+    (
+        ATTEMPT,
+        Column("time", TIME, "When it was noticed."),
+        Column("level", TEXT, "`info`, `warning` or `error`."),
+        Column("kind", TEXT, "What it is about: `server`, `trainer`, `eval`, `checkpoint`, `discards`, `log`, ..."),
+        Column("message", TEXT, "One or two sentences, with numbers and what to do."),
+        Column("step", INTEGER, "The step that the run was at."),
+    ),
+    key=("attempt", "time", "kind"),
+    keep=Keep.ALWAYS,
+)
+
 TABLES: dict[str, Table] = {
     table.name: table
     for table in (
-        *(RUNS, ATTEMPTS, ENVIRONMENTS, LOGS, GAUGES, SPANS, TURNS, SAMPLES, EVAL_SAMPLES, EVALS, GROUPS, STEPS),
+        *(RUNS, ATTEMPTS, ENVIRONMENTS, LOGS, ALERTS, GAUGES, SPANS, TURNS, TOOL_CALLS, INFO, TOKENS),
+        *(SAMPLES, EVAL_SAMPLES, EVALS, GROUPS, STEP_STATS, STEPS),
     )
 }
 """All tables, in the order of writing: the row of a step or an eval follows its samples, so that a reader that lists

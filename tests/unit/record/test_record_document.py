@@ -28,5 +28,5 @@ def test_the_command_line_describes_every_column():
 
 def test_rows_that_a_resume_can_supersede_have_a_step_and_an_attempt():
     by_step = {name for name, table in TABLES.items() if table.by_step}
-    assert by_step == {"steps", "groups", "samples", "evals", "eval_samples"}
+    assert by_step == {"steps", "step_stats", "groups", "samples", "evals", "eval_samples", "tokens"}
     assert all({"attempt", "step"} <= set(table.column_names) for table in TABLES.values() if table.by_step)

@@ -1,0 +1,111 @@
+"""Distributions of the numbers of a step's samples: rows of `step_stats`. Pure functions on arrays."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from telescope.orchestrator.groups import Group
+from telescope.rollout.trajectory import Trajectory
+
+NUM_BINS = 20
+"""Bins of a histogram: about the number of pixels of a small chart's rows, and 160 bytes per row."""
+
+PERCENTILES = (5, 25, 50, 75, 95)
+
+WITHOUT_GINI = frozenset({"advantage", "age", "prompt_tokens"})
+"""Numbers without a Gini coefficient: centered on 0, or equal within a group."""
+
+
+def step_stats_rows(
+    groups: Sequence[Group], advantages: Sequence[float], *, step: int
+) -> Iterator[list[dict[str, Any]]]:
+    """Yields the rows of all samples, then those of each environment: a list each, so that a caller can pause.
+
+    `advantages` are of the usable samples of `groups`, in order. `step` is also the version that the step started from.
+    """
+    samples = [sample for group in groups for sample in group.usable_samples]
+    group_N = np.repeat(np.arange(len(groups)), [len(group.usable_samples) for group in groups])
+    numbers = [_numbers(s, a, step) for s, a in zip(samples, advantages, strict=True)]
+    environments = sorted({sample.environment for sample in samples})
+    for environment in ("", *environments):
+        chosen = [i for i, sample in enumerate(samples) if environment in ("", sample.environment)]
+        by_metric: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        for i in chosen:
+            for name, value in numbers[i].items():
+                by_metric[name].append((value, group_N[i]))
+        rows = []
+        for name, pairs in by_metric.items():
+            values, of_group = (np.asarray(column) for column in zip(*pairs, strict=True))
+            stats = distribution(values, None if name in WITHOUT_GINI else of_group)
+            if stats:
+                rows.append({"step": step, "environment": environment, "metric": name, **stats})
+        yield rows
+
+
+def distribution(values: np.ndarray, groups: np.ndarray | None = None) -> dict[str, Any]:
+    """Returns the statistics of some numbers. Empty without a finite one; `groups` has the group of each."""
+    values = np.asarray(values, dtype=np.float64)
+    finite = np.isfinite(values)
+    x = values[finite]
+    if len(x) == 0:
+        return {}
+    edges = _bin_edges(float(x.min()), float(x.max()))
+    bins = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, NUM_BINS - 1)
+    return {
+        "n": len(x),
+        "mean": float(x.mean()),
+        "std": float(x.std(ddof=1)) if len(x) > 1 else 0.0,
+        "min": float(x.min()),
+        "max": float(x.max()),
+        **{f"p{q}": float(value) for q, value in zip(PERCENTILES, np.percentile(x, PERCENTILES), strict=True)},
+        "histogram": np.bincount(bins, minlength=NUM_BINS).tolist(),
+        "bin_edges": edges.tolist(),
+        "gini": None if groups is None else mean_gini(x, groups[finite]),
+    }
+
+
+def _bin_edges(low: float, high: float) -> np.ndarray:
+    """Returns the edges of bins from `low` to `high`, widened if a bin would be narrower than rounding errors."""
+    size = max(abs(low), abs(high))
+    if high / 2 - low / 2 <= 1e-9 * size:  # halves: the difference of huge values is infinite
+        pad = max(0.5, 1e-6 * size)
+        low, high = low - pad, high + pad
+    share = np.arange(NUM_BINS + 1) / NUM_BINS
+    return low * (1 - share) + high * share
+
+
+def mean_gini(values: np.ndarray, groups: np.ndarray) -> float:
+    """Returns the mean of `step_metrics.gini` over the groups, without a loop. `groups` has the group of each value."""
+    order = np.lexsort((values, groups))
+    x, group = values[order], groups[order]
+    starts = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])
+    sizes = np.diff(np.r_[starts, len(x)])
+    x = x - np.repeat(np.minimum(x[starts], 0.0), sizes)
+    ranks = np.arange(len(x)) - np.repeat(starts, sizes) + 1
+    totals = np.add.reduceat(x, starts)
+    weighted = np.add.reduceat(ranks * x, starts)
+    safe = np.where(totals == 0, 1.0, totals)
+    return float(np.where(totals == 0, 0.0, 2 * weighted / (sizes * safe) - (sizes + 1) / sizes).mean())
+
+
+def _numbers(sample: Trajectory, advantage: float, version: int) -> dict[str, float]:
+    assert sample.reward is not None
+    oldest = sample.version_range[0]
+    prompt, completion, environment = (
+        sample.num_prompt_tokens, sample.num_completion_tokens, sample.num_environment_tokens
+    )  # fmt: skip
+    return {
+        "reward": sample.total_reward,
+        "advantage": advantage,
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "environment_tokens": environment,
+        "total_tokens": prompt + completion + environment,
+        "num_turns": len(sample.turns),
+        **({"age": version - oldest} if oldest >= 0 else {}),
+        **{f"sample_metrics/{name}": value for name, value in sample.reward.sample_metrics.items()},
+    }
