@@ -1,0 +1,81 @@
+/** Typed requests, and server-sent events that reconnect. A cookie carries the token, where the server wants one. */
+
+export class ApiError extends Error {
+  constructor(
+    readonly status: number,
+    message: string,
+  ) {
+    super(message);
+  }
+}
+
+export type Query = Record<string, string | number | boolean | null | undefined>;
+
+/** Returns the path with the parameters that are set. */
+export function address(path: string, query: Query = {}): string {
+  const set = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const text = new URLSearchParams(set.map(([name, value]) => [name, String(value)])).toString();
+  return text ? `${path}?${text}` : path;
+}
+
+/** Returns the path of a run's resource; ids may contain slashes. */
+export function runPath(run: string, ...rest: (string | number)[]): string {
+  return ["/api/runs", encodeURIComponent(run), ...rest.map((part) => encodeURIComponent(part))].join("/");
+}
+
+export async function get<T>(path: string, query: Query = {}, signal?: AbortSignal): Promise<T> {
+  const answer = await fetch(address(path, query), { signal, headers: { accept: "application/json" } });
+  if (answer.ok) return (await answer.json()) as T;
+  let message = `${answer.status} ${answer.statusText}`;
+  try {
+    const body = (await answer.json()) as { detail?: unknown };
+    if (typeof body.detail === "string") message = body.detail;
+  } catch {
+    // Not JSON: the status says enough.
+  }
+  throw new ApiError(answer.status, message);
+}
+
+export interface RunEvents {
+  /** Called with the tables that grew. */
+  onTables(tables: Record<string, number>): void;
+  onStatus(status: string): void;
+  onConnected(connected: boolean): void;
+}
+
+const FIRST_RETRY_MS = 1000;
+const LAST_RETRY_MS = 15000;
+
+/** Follows the events of a run; returns a function that ends it. */
+export function follow(run: string, events: RunEvents): () => void {
+  let source: EventSource | null = null;
+  let timer: ReturnType<typeof setTimeout> | undefined;
+  let wait = FIRST_RETRY_MS;
+  const read = (event: MessageEvent<string>) => {
+    const body = JSON.parse(event.data) as Record<string, unknown>;
+    const tables = (body.tables ?? body) as Record<string, unknown>;
+    const grown = Object.entries(tables).filter((entry): entry is [string, number] => typeof entry[1] === "number");
+    if (grown.length) events.onTables(Object.fromEntries(grown));
+    if (typeof body.status === "string") events.onStatus(body.status);
+  };
+  const connect = () => {
+    source = new EventSource(address("/api/events", { run }));
+    source.onopen = () => {
+      wait = FIRST_RETRY_MS;
+      events.onConnected(true);
+    };
+    source.onmessage = read;
+    for (const name of ["tables", "status"]) source.addEventListener(name, read as EventListener);
+    source.onerror = () => {
+      events.onConnected(false);
+      if (source?.readyState !== EventSource.CLOSED) return; // the browser reconnects, with Last-Event-ID
+      timer = setTimeout(connect, wait);
+      wait = Math.min(2 * wait, LAST_RETRY_MS);
+    };
+  };
+  connect();
+  return () => {
+    clearTimeout(timer);
+    source?.close();
+  };
+}

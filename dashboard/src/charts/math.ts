@@ -1,0 +1,147 @@
+/** What charts compute: ticks, smoothing, ranges, stacks. No drawing here. */
+
+import type { Value } from "../types";
+
+/** Returns round numbers between two ends, about `wanted` of them. */
+export function ticks(low: number, high: number, wanted: number): number[] {
+  const rough = (high - low) / wanted;
+  if (!(rough > 0) || !Number.isFinite(rough)) return [low];
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const first = rough / power;
+  const step = (first < 1.5 ? 1 : first < 3 ? 2 : first < 7 ? 5 : 10) * power;
+  const out: number[] = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-6; i += 1) {
+    out.push(Number((i * step).toPrecision(12)));
+  }
+  return out;
+}
+
+/** Returns powers of ten between two positive ends; round numbers between them when there are fewer than two. */
+export function logTicks(low: number, high: number): number[] {
+  const out: number[] = [];
+  for (let power = Math.ceil(Math.log10(low)); power <= Math.log10(high) + 1e-9; power += 1) out.push(10 ** power);
+  if (out.length < 2) return ticks(low, high, 3).filter((value) => value > 0);
+  const every = Math.ceil(out.length / 5);
+  return out.filter((_, i) => i % every === 0);
+}
+
+/** Returns whole ticks for steps. */
+export const stepTicks = (low: number, high: number, wanted: number): number[] =>
+  ticks(low, high, wanted).filter((value) => Number.isInteger(value));
+
+/**
+ * Returns the exponential moving average with weight `keep` for the past, corrected for its start, so that the first value is
+ * the first measured one. Gaps stay gaps.
+ */
+export function smooth(values: Value[], keep: number): Value[] {
+  if (keep <= 0) return values;
+  let sum = 0;
+  let weight = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = sum * keep + value * (1 - keep);
+    weight = weight * keep + (1 - keep);
+    return sum / weight;
+  });
+}
+
+/** Returns the value below which a share `q` of the sorted values lies, between neighbors. */
+export function quantile(sorted: number[], q: number): number {
+  if (sorted.length === 0) return NaN;
+  const at = (sorted.length - 1) * q;
+  const below = Math.floor(at);
+  const low = sorted[below]!;
+  const high = sorted[Math.min(below + 1, sorted.length - 1)]!;
+  return low + (high - low) * (at - below);
+}
+
+export interface RangeOptions {
+  low?: number;
+  high?: number;
+  log?: boolean;
+  /** Leaves the outermost 2 % on each side out of the range. */
+  withoutOutliers?: boolean;
+}
+
+/** Returns the ends of the y axis for lines; [0, 1] without a value. */
+export function valueRange(lines: Value[][], options: RangeOptions = {}): [number, number] {
+  let all: number[] = [];
+  for (const line of lines) for (const value of line) if (value !== null && Number.isFinite(value)) all.push(value);
+  if (options.log) all = all.filter((value) => value > 0);
+  if (all.length === 0) return options.log ? [0.1, 1] : [options.low ?? 0, options.high ?? 1];
+  all.sort((a, b) => a - b);
+  const cut = options.withoutOutliers && all.length >= 20;
+  const first = cut ? quantile(all, 0.02) : all[0]!;
+  const last = cut ? quantile(all, 0.98) : all[all.length - 1]!;
+  let low = options.low ?? first;
+  let high = options.high ?? last;
+  if (options.log) {
+    const span = Math.max(Math.log10(high / low), 0.2);
+    return [low / 10 ** (0.06 * span), high * 10 ** (0.06 * span)];
+  }
+  const span = high - low || Math.abs(high) || 1;
+  // An axis that nearly reaches zero starts there.
+  if (options.low === undefined) low = first >= 0 && first < 0.4 * last ? 0 : first - 0.06 * span;
+  if (options.high === undefined) high = last <= 0 && low < 0 && last > 0.4 * low ? 0 : last + 0.06 * span;
+  return low < high ? [low, high] : [low - 0.5, high + 0.5];
+}
+
+/** Returns the sums of the lines up to and with each: the upper edges of a stack. */
+export function stack(lines: Value[][]): Value[][] {
+  const sums: Value[][] = [];
+  lines.forEach((line, i) => {
+    const below = sums[i - 1];
+    sums.push(line.map((value, row) => (value === null && below?.[row] == null ? null : (below?.[row] ?? 0) + (value ?? 0))));
+  });
+  return sums;
+}
+
+/** Returns mean minus and plus the standard deviation, within the measured ends. */
+export function stdBand(mean: Value[], std: Value[], min?: Value[], max?: Value[]): { low: Value[]; high: Value[] } {
+  const edge = (sign: 1 | -1) =>
+    mean.map((value, i) => {
+      const spread = std[i];
+      if (value === null || spread == null) return null;
+      const out = value + sign * spread;
+      const end = sign < 0 ? min?.[i] : max?.[i];
+      return end == null ? out : sign < 0 ? Math.max(out, end) : Math.min(out, end);
+    });
+  return { low: edge(-1), high: edge(1) };
+}
+
+/** Returns the row whose x is nearest; -1 without rows. x rises. */
+export function nearest(xs: number[], x: number): number {
+  if (xs.length === 0) return -1;
+  let low = 0;
+  let high = xs.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (xs[middle]! <= x) low = middle;
+    else high = middle;
+  }
+  return Math.abs(xs[low]! - x) <= Math.abs(xs[high]! - x) ? low : high;
+}
+
+/** Returns the last row with a value; -1 without one. */
+export function lastRow(values: (Value | undefined)[]): number {
+  for (let row = values.length - 1; row >= 0; row -= 1) if (values[row] != null) return row;
+  return -1;
+}
+
+/** Returns the 95 % Wilson interval of a share of `n`. */
+export function wilson(share: number, n: number): [number, number] {
+  if (n === 0) return [0, 1];
+  const z = 1.959964;
+  const denominator = 1 + (z * z) / n;
+  const center = (share + (z * z) / (2 * n)) / denominator;
+  const half = (z * Math.sqrt((share * (1 - share)) / n + (z * z) / (4 * n * n))) / denominator;
+  return [Math.max(0, center - half), Math.min(1, center + half)];
+}
+
+/** Returns pass@k of an item: the chance that one of k answers, drawn without repetition, of n with c right, is right. */
+export function passAtK(n: number, c: number, k: number): number {
+  if (n - c < k) return 1;
+  let miss = 1;
+  for (let i = 0; i < k; i += 1) miss *= (n - c - i) / (n - i);
+  return 1 - miss;
+}

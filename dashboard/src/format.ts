@@ -1,0 +1,84 @@
+/** Numbers and times as people read them: true minus, thin spaces between thousands. */
+
+const MINUS = "\u2212";
+const THIN = "\u2009";
+export const NONE = "–";
+
+const minus = (text: string) => text.replaceAll("-", MINUS);
+
+/** Returns about three significant digits, or `digits` decimals. */
+export function number(value: number | null | undefined, digits?: number): string {
+  if (value === null || value === undefined || Number.isNaN(value)) return NONE;
+  if (!Number.isFinite(value)) return value > 0 ? "∞" : `${MINUS}∞`;
+  if (digits !== undefined) {
+    const text = value.toFixed(digits);
+    return Number(text) === 0 ? text.replace("-", "") : minus(text);
+  }
+  const size = Math.abs(value);
+  if (size === 0) return "0";
+  if (size >= 1e9) return minus(`${(value / 1e9).toFixed(1)}G`);
+  if (size >= 1e6) return minus(`${(value / 1e6).toFixed(1)}M`);
+  if (size >= 1e5) return minus(`${(value / 1e3).toFixed(0)}k`);
+  if (Number.isInteger(value)) return count(value);
+  if (size >= 1e4) return minus(`${(value / 1e3).toFixed(1)}k`);
+  if (size >= 100) return minus(value.toFixed(0));
+  if (size >= 10) return minus(value.toFixed(1));
+  if (size >= 1) return minus(value.toFixed(2));
+  if (size >= 0.1) return minus(value.toFixed(3));
+  if (size >= 0.001) return minus(value.toFixed(4));
+  return minus(value.toExponential(1));
+}
+
+/** Returns a whole number with thin spaces between thousands. */
+export function count(value: number | null | undefined): string {
+  if (value === null || value === undefined || Number.isNaN(value)) return NONE;
+  return minus(Math.round(value).toString().replace(/\B(?=(\d{3})+(?!\d))/g, THIN));
+}
+
+/** Returns a share from 0 to 1 in percent. */
+export function percent(share: number | null | undefined, digits = 1): string {
+  return share === null || share === undefined || Number.isNaN(share) ? NONE : `${number(100 * share, digits)}${THIN}%`;
+}
+
+/** Returns seconds in the two largest units: `1 h 5 min`. */
+export function duration(seconds: number | null | undefined): string {
+  if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return NONE;
+  if (seconds < 10) return `${seconds.toFixed(seconds < 1 ? 2 : 1)} s`;
+  const whole = Math.round(seconds);
+  const units: [number, string][] = [
+    [86400, "d"],
+    [3600, "h"],
+    [60, "min"],
+    [1, "s"],
+  ];
+  const first = units.findIndex(([size]) => whole >= size);
+  const [size, unit] = units[first]!;
+  const rest = units[first + 1];
+  const text = `${Math.floor(whole / size)} ${unit}`;
+  const left = rest ? Math.floor((whole % size) / rest[0]) : 0;
+  return rest && left ? `${text} ${left} ${rest[1]}` : text;
+}
+
+/** Returns the local date and time; without the date when it is today. */
+export function moment(time: number | null | undefined, now = Date.now()): string {
+  if (time === null || time === undefined) return NONE;
+  const date = new Date(time * 1000);
+  const clock = date.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
+  if (date.toDateString() === new Date(now).toDateString()) return clock;
+  const sameYear = date.getFullYear() === new Date(now).getFullYear();
+  const day = date.toLocaleDateString("en-GB", { day: "numeric", month: "short", year: sameYear ? undefined : "numeric" });
+  return `${day} ${clock}`;
+}
+
+/** Returns a value of the config as one line. */
+export function setting(value: unknown): string {
+  if (value === null || value === undefined) return "none";
+  if (typeof value === "number") return minus(Math.abs(value) >= 1e-3 || value === 0 ? String(value) : value.toExponential().replace("e-", "e-"));
+  if (typeof value === "string") return value === "" ? '""' : value;
+  if (Array.isArray(value)) return value.length ? value.map(setting).join(", ") : "none";
+  if (typeof value === "object") {
+    const inside = Object.entries(value).map(([name, part]) => `${name}: ${setting(part)}`);
+    return inside.join(", ");
+  }
+  return String(value);
+}

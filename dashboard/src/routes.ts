@@ -1,0 +1,25 @@
+/** Every page, in the order of the header. A page that is not in this table does not exist. */
+
+import { type ComponentType, lazy, type LazyExoticComponent } from "react";
+
+export interface Route {
+  /** The name in the address. */
+  page: string;
+  title: string;
+  /** Pressed after `g`. */
+  key: string;
+  /** Pages of all runs stand outside a run's address. */
+  ofRun: boolean;
+  /** Left out of the header; the palette and links lead there. */
+  hidden?: boolean;
+  component: LazyExoticComponent<ComponentType>;
+}
+
+const page = (load: () => Promise<Record<string, unknown>>, name: string) =>
+  lazy(async () => ({ default: (await load())[name] as ComponentType }));
+
+export const ROUTES: Route[] = [
+  { page: "runs", title: "Runs", key: "r", ofRun: false, component: page(() => import("./pages/Runs"), "Runs") },
+];
+
+export const routeOf = (name: string): Route | undefined => ROUTES.find((route) => route.page === name);

@@ -1,0 +1,118 @@
+/** The frame of every page: header, ruler of steps, palette, keys. */
+
+import { Component, type ReactNode, Suspense, useEffect, useState } from "react";
+import { ApiError } from "../api";
+import { ROUTES, routeOf } from "../routes";
+import { useEvents } from "../state/live";
+import { useRunInfo } from "../state/run";
+import { useTheme } from "../state/theme";
+import { elsewhere, go, usePlace } from "../state/url";
+import { CompareDialog } from "./CompareDialog";
+import { Header } from "./Header";
+import { KeysDialog, startKeys, useKeys } from "./keys";
+import { Palette } from "./Palette";
+import { Ruler } from "./Ruler";
+
+export type Opened = "palette" | "keys" | "compare" | null;
+
+export function App() {
+  const place = usePlace();
+  useTheme();
+  useEvents(place.run);
+  const route = routeOf(place.page);
+  const info = useRunInfo(place.run);
+  const [opened, open] = useState<Opened>(null);
+  useEffect(startKeys, []);
+  useKeys("Everywhere", [
+    { keys: ["Control+k", "Meta+k"], does: "search pages, runs, metrics, commands", run: () => open("palette") },
+    { keys: ["?"], does: "this list", run: () => open("keys") },
+    { keys: ["/"], does: "search on this page", run: () => focusSearch() || open("palette") },
+    ...ROUTES.map((other) => ({
+      keys: [`g ${other.key}`],
+      does: other.title,
+      run: () => {
+        if (!other.ofRun) go(elsewhere(place, { run: null, page: other.page }));
+        else if (place.run !== null) go(elsewhere(place, { page: other.page }));
+      },
+    })),
+  ]);
+  useEffect(() => {
+    const name = info.data?.info.name;
+    document.title = [name, route?.title, "Telescope"].filter(Boolean).join(" · ");
+  }, [info.data?.info.name, route?.title]);
+
+  return (
+    <>
+      <a className="skip" href="#main" onClick={(event) => (event.preventDefault(), document.getElementById("main")?.focus())}>
+        Skip to the page
+      </a>
+      <Header open={open} />
+      {place.run !== null && info.data && <Ruler />}
+      <main className="page" id="main" tabIndex={-1}>
+        <Boundary key={`${place.run}/${place.page}`}>{content()}</Boundary>
+      </main>
+      <Palette opened={opened === "palette"} close={() => open(null)} openOther={open} />
+      <KeysDialog opened={opened === "keys"} close={() => open(null)} />
+      <CompareDialog opened={opened === "compare"} close={() => open(null)} />
+    </>
+  );
+
+  function content(): ReactNode {
+    if (!route) return <Quiet title="There is no such page." text={`The address names the page "${place.page}".`} />;
+    if (route.ofRun && place.run === null) return <Quiet title="Choose a run first." text="This page belongs to a run." />;
+    if (place.run !== null && info.error && !info.data) return <Failure error={info.error} />;
+    const Page = route.component;
+    return (
+      <Suspense fallback={null}>
+        <Page />
+      </Suspense>
+    );
+  }
+}
+
+function focusSearch(): boolean {
+  const field = document.querySelector<HTMLInputElement>('main input[type="search"]');
+  field?.focus();
+  field?.select();
+  return field !== null;
+}
+
+/** A page with nothing to show says why, and what to do. */
+export function Quiet({ title, text, children }: { title: string; text?: ReactNode; children?: ReactNode }) {
+  return (
+    <section className="quiet">
+      <h1>{title}</h1>
+      {text && <p>{text}</p>}
+      {children}
+    </section>
+  );
+}
+
+export function Failure({ error }: { error: Error }) {
+  const missing = error instanceof ApiError && error.status === 404;
+  return (
+    <Quiet title={missing ? "This run is not here." : "The server did not answer this."} text={error.message}>
+      <p>
+        <a className="link" href="#/">
+          All runs
+        </a>
+      </p>
+    </Quiet>
+  );
+}
+
+class Boundary extends Component<{ children: ReactNode }, { error: Error | null }> {
+  state = { error: null as Error | null };
+  static getDerivedStateFromError(error: Error) {
+    return { error };
+  }
+  render() {
+    const { error } = this.state;
+    if (!error) return this.props.children;
+    return (
+      <Quiet title="This page has a fault." text={error.message}>
+        <pre>{error.stack}</pre>
+      </Quiet>
+    );
+  }
+}

@@ -1,0 +1,52 @@
+/** Chooses the runs that are drawn over this one. */
+
+import { useState } from "react";
+import { moment } from "../format";
+import { routeOf } from "../routes";
+import { useRuns } from "../state/run";
+import { runColor } from "../state/theme";
+import { elsewhere, format, setOthers, useOthers, usePlace } from "../state/url";
+import { Dialog } from "./Dialog";
+import { statusWord } from "./Header";
+
+const MOST = 5;
+
+export function CompareDialog({ opened, close }: { opened: boolean; close: () => void }) {
+  const place = usePlace();
+  const others = useOthers();
+  const runs = useRuns().data?.runs ?? [];
+  const [text, setText] = useState("");
+  const shown = runs.filter((run) => run.id !== place.run && `${run.name} ${run.id}`.toLowerCase().includes(text.toLowerCase()));
+  const toggle = (id: string) => setOthers(others.includes(id) ? others.filter((other) => other !== id) : [...others, id]);
+  return (
+    <Dialog opened={opened} close={close} title="Draw other runs over this one">
+      <input className="field" type="search" placeholder="Filter runs" aria-label="Filter runs" value={text} onChange={(event) => setText(event.target.value)} />
+      <ul className="choose">
+        {shown.map((run) => {
+          const at = others.indexOf(run.id);
+          return (
+            <li key={run.id}>
+              <label>
+                <input type="checkbox" checked={at >= 0} disabled={at < 0 && others.length >= MOST} onChange={() => toggle(run.id)} />
+                <i className="dot" style={at >= 0 ? { background: `var(${runColor(at + 1)})` } : undefined} />
+                <span className="cut">
+                  {run.name} <span className="f">{run.id}</span>
+                </span>
+                <span className="f">{statusWord(run.status)}</span>
+                <span className="f">{moment(run.started_at)}</span>
+              </label>
+            </li>
+          );
+        })}
+        {shown.length === 0 && <li className="f">{runs.length < 2 ? "There is no other run here." : "No run has this name."}</li>}
+      </ul>
+      {routeOf("compare") && others.length > 0 && (
+        <p>
+          <a className="link" href={format(elsewhere(place, { page: "compare" }))} onClick={close}>
+            Compare config and code
+          </a>
+        </p>
+      )}
+    </Dialog>
+  );
+}

@@ -1,0 +1,35 @@
+/** The browser's own modal dialog: it keeps the focus inside, Escape and a click beside it close it. */
+
+import { type ReactNode, useEffect, useRef } from "react";
+
+interface DialogProps {
+  opened: boolean;
+  close: () => void;
+  title: string;
+  bare?: boolean;
+  children: ReactNode;
+}
+
+export function Dialog({ opened, close, title, bare = false, children }: DialogProps) {
+  const dialog = useRef<HTMLDialogElement>(null);
+  useEffect(() => {
+    const element = dialog.current!;
+    if (opened && !element.open) element.showModal();
+    if (!opened && element.open) element.close();
+  }, [opened]);
+  return (
+    <dialog ref={dialog} aria-label={title} onClose={close} onClick={(event) => event.target === dialog.current && close()}>
+      <div className="in">
+        {!bare && (
+          <h2>
+            {title}
+            <button onClick={close} aria-label="Close">
+              <kbd>Esc</kbd>
+            </button>
+          </h2>
+        )}
+        {children}
+      </div>
+    </dialog>
+  );
+}

@@ -1,0 +1,99 @@
+/** Mark, run, state, pages and tools: the same on every page. */
+
+import { useState } from "react";
+import { ROUTES } from "../routes";
+import { useRunInfo, useStatus } from "../state/run";
+import { setTheme, THEMES, useTheme } from "../state/theme";
+import { elsewhere, format, useOthers, usePlace } from "../state/url";
+import type { Opened } from "./App";
+
+const WORDS: Record<string, string> = {
+  live: "training",
+  dead: "stopped without a word",
+  finished: "finished",
+  stopped: "stopped",
+  failed: "failed",
+  unknown: "unknown",
+};
+
+export const statusWord = (status: string): string => WORDS[status] ?? status;
+export const statusClass = (status: string): string => (status === "live" ? "live" : status === "failed" || status === "dead" ? "bad" : "");
+
+export function Header({ open }: { open: (what: Opened) => void }) {
+  const place = usePlace();
+  const others = useOthers();
+  const info = useRunInfo(place.run).data?.info;
+  const { status, live, connected } = useStatus(place.run);
+  const shown = ROUTES.filter((route) => !route.hidden && (!route.ofRun || place.run !== null));
+  return (
+    <header className="bar">
+      <a className="mark" href={format(elsewhere(place, { run: null, page: "runs" }))} aria-label="Telescope, all runs">
+        <svg width={20} height={20} viewBox="0 0 20 20" fill="none" stroke="currentColor" strokeWidth={1.5} aria-hidden>
+          <circle cx={10} cy={10} r={8.2} />
+          <path d="M1.8 10h3M15.2 10h3M10 1.8v3M10 15.2v3" />
+          <circle cx={10} cy={10} r={1.6} fill="currentColor" stroke="none" />
+        </svg>
+      </a>
+      <div className="id">
+        <b title={place.run ?? undefined}>{info?.name ?? (place.run === null ? "Telescope" : "")}</b>
+        {place.run !== null && status && (
+          <span className={`state ${statusClass(status)}`} title={live && connected === false ? "The page lost the server and tries again." : undefined}>
+            <i />
+            {live && connected === false ? "reconnecting" : statusWord(status)}
+          </span>
+        )}
+      </div>
+      <nav aria-label="Pages">
+        {shown.map((route) => (
+          <a
+            key={route.page}
+            href={format(elsewhere(place, route.ofRun ? { page: route.page } : { run: null, page: route.page }))}
+            aria-current={route.page === place.page ? "page" : undefined}
+            title={`g ${route.key}`}
+          >
+            {route.title}
+          </a>
+        ))}
+      </nav>
+      <div className="tools">
+        {place.run !== null && <button onClick={() => open("compare")}>Compare{others.length > 0 ? ` ${others.length + 1}` : ""}</button>}
+        <CopyLink />
+        <ThemeButton />
+        <button onClick={() => open("palette")} aria-label="Search everything">
+          <span className="word">Search </span>
+          <kbd>Ctrl K</kbd>
+        </button>
+        <button onClick={() => open("keys")} aria-label="Keys">
+          <kbd>?</kbd>
+        </button>
+      </div>
+    </header>
+  );
+}
+
+function CopyLink() {
+  const [copied, setCopied] = useState(false);
+  const copy = async () => {
+    await navigator.clipboard.writeText(location.href);
+    setCopied(true);
+    setTimeout(() => setCopied(false), 1500);
+  };
+  return (
+    <button className="wide" onClick={() => void copy()} aria-live="polite">
+      {copied ? "Copied" : "Copy link"}
+    </button>
+  );
+}
+
+function ThemeButton() {
+  const { theme } = useTheme();
+  const next = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]!;
+  return (
+    <button onClick={() => setTheme(next)} aria-label={`Theme: ${theme}. Change to ${next}`} title={`Theme: ${theme}`} className="theme">
+      <svg width={14} height={14} viewBox="0 0 14 14" aria-hidden>
+        <circle cx={7} cy={7} r={5.7} fill="none" stroke="currentColor" strokeWidth={1.3} />
+        {theme !== "light" && <path d={theme === "dark" ? "M7 1.3a5.7 5.7 0 0 1 0 11.4a5.7 5.7 0 0 1 0-11.4z" : "M7 1.3a5.7 5.7 0 0 1 0 11.4z"} fill="currentColor" />}
+      </svg>
+    </button>
+  );
+}

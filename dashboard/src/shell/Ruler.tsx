@@ -1,0 +1,143 @@
+/**
+ * The ruler of steps under every header. A place on it is a number of finished steps: step s lies between s and s + 1,
+ * an eval of version v at v. Dragging selects the range of the page, a double click clears it.
+ */
+
+import { useEffect, useRef, useState } from "react";
+import { ticks } from "../charts/math";
+import { count, duration } from "../format";
+import { useEvals, useHealth, useRunId, useRunInfo, useStatus } from "../state/run";
+import { useSteps } from "../state/steps";
+import { place, setParams, usePlace, useRange } from "../state/url";
+import { useKeys } from "./keys";
+
+export function Ruler() {
+  const run = useRunId();
+  const { steps } = useSteps(run);
+  const info = useRunInfo(run).data?.info;
+  const health = useHealth(run).data;
+  const evals = useEvals(run).data ?? [];
+  const { live } = useStatus(run);
+  const [range, setRange] = useRange();
+  const host = useRef<HTMLDivElement>(null);
+  const [width, setWidth] = useState(0);
+  const [drag, setDrag] = useState<{ from: number; to: number } | null>(null);
+  useEffect(() => {
+    const observer = new ResizeObserver(() => setWidth(host.current!.clientWidth));
+    observer.observe(host.current!);
+    return () => observer.disconnect();
+  }, []);
+
+  const last = steps?.step.at(-1);
+  const done = last === undefined ? (info?.steps ?? 0) : last + 1;
+  const end = Math.max(done, info?.num_steps ?? 0, 1);
+  const selected = Number(usePlace().params.step ?? NaN);
+  const step = (by: 1 | -1) => {
+    const now = Number.isNaN(selected) ? (by > 0 ? -1 : done) : selected;
+    setParams({ step: String(Math.min(Math.max(0, now + by), Math.max(0, done - 1))) }, true);
+  };
+  useKeys("Steps", [
+    { keys: ["["], does: "step before", run: () => step(-1) },
+    { keys: ["]"], does: "step after", run: () => step(1) },
+    { keys: ["Escape"], does: "clear the selected step and range", run: () => setParams({ step: null, range: null }) },
+  ]);
+
+  const X = (value: number) => (value / end) * width;
+  const stepAt = (event: React.PointerEvent) => {
+    const box = host.current!.getBoundingClientRect();
+    return Math.min(Math.max(0, Math.floor(((event.clientX - box.left) / box.width) * end)), end - 1);
+  };
+  const down = (event: React.PointerEvent) => {
+    event.currentTarget.setPointerCapture(event.pointerId);
+    const at = stepAt(event);
+    setDrag({ from: at, to: at });
+  };
+  const move = (event: React.PointerEvent) => drag && setDrag({ from: drag.from, to: stepAt(event) });
+  const up = () => {
+    if (drag) {
+      const [from, to] = [Math.min(drag.from, drag.to), Math.max(drag.from, drag.to)];
+      if (from === to) setParams({ step: place().params.step === String(from) ? null : String(Math.min(from, Math.max(0, done - 1))) });
+      else setRange({ from, to });
+    }
+    setDrag(null);
+  };
+  const clear = () => setParams({ step: null, range: null });
+
+  const shown = drag && drag.from !== drag.to ? { from: Math.min(drag.from, drag.to), to: Math.max(drag.from, drag.to) } : range;
+  const labels = ticks(0, end, Math.max(2, Math.min(10, Math.floor(width / 90)))).filter((tick) => Number.isInteger(tick) && tick > 0);
+  const minor = end <= 150 ? Array.from({ length: end + 1 }, (_, i) => i) : ticks(0, end, 120);
+  const versions = [...new Set(evals.map((row) => row.version))];
+  const alerts = (health?.alerts ?? []).filter((alert) => alert.step !== null);
+  return (
+    <div className="ruler">
+      <span>
+        <b>Step {count(done)}</b> {info?.num_steps ? <span className="d">of {count(info.num_steps)}</span> : null}
+      </span>
+      <div ref={host} className="rl" onPointerDown={down} onPointerMove={move} onPointerUp={up} onDoubleClick={clear}>
+        <svg width={width} height={36} role="img" aria-label={`Progress: step ${done} of ${end}`}>
+          <line className="ax" x1={0} x2={width} y1={25.5} y2={25.5} />
+          {minor.map((tick) => (
+            <line
+              key={tick}
+              x1={X(tick)}
+              x2={X(tick)}
+              y1={labels.includes(tick) || tick === 0 ? 19 : 22}
+              y2={25}
+              stroke={tick <= done ? "var(--ink2)" : "var(--line2)"}
+              shapeRendering="crispEdges"
+            />
+          ))}
+          {labels.map((tick) => (
+            <text key={tick} x={X(tick)} y={15} textAnchor={X(tick) > width - 16 ? "end" : "middle"}>
+              {count(tick)}
+            </text>
+          ))}
+          <rect x={0} y={24} width={X(done)} height={3} fill="var(--ink)" />
+          {shown && <Selection from={X(shown.from)} to={X(shown.to + 1)} />}
+          {!Number.isNaN(selected) && <Selection from={X(selected)} to={X(selected + 1)} />}
+          {versions.map((version) => (
+            <path key={version} d={`M${X(version)} 28l4 4-4 4-4-4z`} fill="var(--ground)" stroke="var(--ink2)" strokeWidth={1.2}>
+              <title>{`eval after ${version} steps`}</title>
+            </path>
+          ))}
+          {alerts.map((alert, i) => (
+            <path key={i} d={`M${X(alert.step! + 0.5)} 2l5 9h-10z`} fill={alert.resolved ? "var(--ink3)" : "var(--warn)"}>
+              <title>{`step ${alert.step}: ${alert.title}`}</title>
+            </path>
+          ))}
+          {live && <circle cx={X(done)} cy={25.5} r={4.5} fill="var(--live)" stroke="var(--ground)" strokeWidth={1.5} />}
+        </svg>
+      </div>
+      <span className="d right">
+        {range ? (
+          <button className="btn" onClick={() => setRange(null)}>
+            steps {range.from} to {range.to} ×
+          </button>
+        ) : (
+          <Times live={live} seconds={info?.duration ?? null} left={health?.progress.seconds_left ?? null} rows={steps?.step.length ?? 0} />
+        )}
+      </span>
+    </div>
+  );
+}
+
+function Selection({ from, to }: { from: number; to: number }) {
+  const right = Math.max(to, from + 2);
+  return (
+    <>
+      <rect x={from} width={right - from} y={4} height={26} fill="var(--c1)" opacity={0.12} />
+      <path d={`M${from} 4v26M${right} 4v26`} stroke="var(--c1)" strokeWidth={1.5} />
+    </>
+  );
+}
+
+function Times({ live, seconds, left, rows }: { live: boolean; seconds: number | null; left: number | null; rows: number }) {
+  if (live && left !== null)
+    return (
+      <>
+        {duration(seconds)} in, <b className="ink">{duration(left)} left</b>
+      </>
+    );
+  if (live) return <>{duration(seconds)} in</>;
+  return rows === 0 ? <>no steps</> : <>{duration(seconds)} in all</>;
+}

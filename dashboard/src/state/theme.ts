@@ -1,0 +1,55 @@
+/** Dark, light or as the system says; from the address, else as chosen last. */
+
+import { useEffect, useSyncExternalStore } from "react";
+import { setParams, usePlace } from "./url";
+
+export const THEMES = ["system", "light", "dark"] as const;
+export type Theme = (typeof THEMES)[number];
+const KEY = "telescope.theme";
+
+const system = typeof matchMedia === "undefined" ? null : matchMedia("(prefers-color-scheme: dark)");
+
+function useSystemDark(): boolean {
+  return useSyncExternalStore(
+    (listener) => {
+      system?.addEventListener("change", listener);
+      return () => system?.removeEventListener("change", listener);
+    },
+    () => system?.matches ?? false,
+  );
+}
+
+const known = (text: string | null | undefined): Theme | null => THEMES.find((theme) => theme === text) ?? null;
+
+/** Returns the chosen theme and whether the page is dark, and sets the document to it. */
+export function useTheme(): { theme: Theme; dark: boolean } {
+  const theme = known(usePlace().params.theme) ?? known(localStorage.getItem(KEY)) ?? "system";
+  const systemDark = useSystemDark();
+  const dark = theme === "dark" || (theme === "system" && systemDark);
+  document.documentElement.dataset.theme = dark ? "dark" : "light";
+  useEffect(() => {
+    colors.clear();
+  }, [dark]);
+  return { theme, dark };
+}
+
+export function setTheme(theme: Theme): void {
+  localStorage.setItem(KEY, theme);
+  setParams({ theme });
+}
+
+const colors = new Map<string, string>();
+
+/** Returns a color token's value in the present theme, for canvases: `color("--c1")`. */
+export function color(token: string): string {
+  const key = `${document.documentElement.dataset.theme}${token}`;
+  let value = colors.get(key);
+  if (value === undefined) {
+    value = getComputedStyle(document.documentElement).getPropertyValue(token).trim();
+    colors.set(key, value);
+  }
+  return value;
+}
+
+/** Returns the color token of the run at this place of the overlay. */
+export const runColor = (place: number): string => `--c${(place % 6) + 1}`;
