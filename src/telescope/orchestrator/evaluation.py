@@ -31,7 +31,7 @@ from telescope.evals.statistics import estimate_difference
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.prompt_sampler import request_seed
 from telescope.orchestrator.servers import EvalLease, ServerPool
-from telescope.orchestrator.status import RunStatus
+from telescope.orchestrator.status import REPORTED, RunStatus
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.rollout.sample import RolloutSettings
@@ -283,9 +283,10 @@ class Evaluation:
             "eval %s at version %d: accuracy %.4f (%d of %d scored, temperature %g, %.1f s)",
             label, version, result.accuracy, result.num_scored, plan.num_samples, result.temperature, result.seconds,
         )  # fmt: skip
-        self.status.messages.append(
+        self.status.report(
             f"{label} at version {version}: accuracy {result.accuracy:.3f}"
-            + (f" ({estimate.low:.3f} to {estimate.high:.3f})" if estimate else "")
+            + (f" ({estimate.low:.3f} to {estimate.high:.3f})" if estimate else ""),
+            "eval",
         )
 
     def _report(
@@ -303,8 +304,8 @@ class Evaluation:
             self.recorder.write("evals", row)
         outcome = status if status == "failed" else f"was {status}"
         sentence = f"eval {self._label(plan)} at version {version} {outcome}: {single_line(error)}"
-        logger.warning("%s", sentence)
-        self.status.messages.append(sentence)
+        logger.warning("%s", sentence, extra=REPORTED)
+        self.status.report(sentence, "eval", "warning")
         if status != "skipped":
             self.status.set_component(f"eval {self._label(plan)}", f"version {version}: {status}")
         self.problems.append(sentence)

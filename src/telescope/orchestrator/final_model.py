@@ -10,6 +10,7 @@ from pathlib import Path
 
 from telescope.cluster.reaper import temporary_base
 from telescope.errors import RunError
+from telescope.orchestrator.status import REPORTED
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ async def save_where_possible(
                 continue
             if problems:
                 news = f"the trained model was saved to {candidate}, because {problems[0]}"
-                logger.warning("%s", news)
+                logger.warning("%s", news, extra=REPORTED)
                 announce(news)
             return candidate
         what = f"The trained model cannot be saved. {'. '.join(problems)}"
@@ -56,7 +57,7 @@ async def save_where_possible(
                 f"{what}. Free space in one of these folders: saving is tried every {retry_seconds:g} s for "
                 f"{wait_seconds / 60:g} min, and the weights are lost after that"
             )
-            logger.error("%s", news)
+            logger.error("%s", news, extra=REPORTED)
             announce(news)
         if time.monotonic() + retry_seconds > deadline:
             raise RunError(

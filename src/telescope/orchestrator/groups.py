@@ -139,6 +139,11 @@ class DiscardStreak:
         """True only at the discard that reaches the limit."""
         return self.count == self.limit
 
+    @property
+    def is_half_over(self) -> bool:
+        """True only at the discard that reaches half of the limit: a person can still change something."""
+        return self.count == self.limit // 2
+
     def diagnosis(self) -> str:
         """Explains why no group can be trained, with the observed rewards."""
         kinds = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in sorted(self.kinds.items()))

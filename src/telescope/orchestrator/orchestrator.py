@@ -350,6 +350,8 @@ class Orchestrator:
         del self._unsettled[group.group_id]
         self._streak.discarded(kind or reason, rewards_n)
         self._step_recorder.discarded(group, reason, kind, self.window.version)
+        if self._streak.is_half_over:
+            self.status.report(self._streak.diagnosis(), "discards", "warning")
         if self._streak.is_over:
             raise RunError(self._streak.diagnosis())
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,7 +70,8 @@ class _TrainingRun:
         self._directory = RunDirectory.create(config, notes, path=path, is_resumed=self._resumed is not None)
         self._status = RunStatus(config.wandb_run_name, config.number_of_steps)
         self._status.run_dir = str(self._directory.path)
-        self._status.messages.extend(notes)
+        for note in notes:
+            self._status.report(note, "config")
         self._interrupt = Interrupt(self._status)
         self._interrupt.on_second(self._directory.ended_at_once)
         self._evaluation: Evaluation | None = None
@@ -83,8 +85,9 @@ class _TrainingRun:
         async with AsyncExitStack() as stack:
             reaper = stack.enter_context(Reaper())
             stack.enter_context(self._directory.open_record(console=self._view is None))
+            self._status.record_alerts(self._directory.recorder.write)
             if self._directory.step_log.notice:
-                self._status.messages.append(self._directory.step_log.notice)
+                self._status.report(self._directory.step_log.notice, "wandb")
             stack.callback(self._stop_view)
             if self._view is not None:
                 self._view.start(self._status)
@@ -174,7 +177,7 @@ class _TrainingRun:
         await components.weights.sync()
         for note in checkpoint.notes:
             logger.info("%s", note)
-            status.messages.append(note)
+            status.report(note, "checkpoint")
         status.step = status.version = checkpoint.step
 
     async def _save_model(self, components: RunComponents) -> Path:
@@ -185,7 +188,8 @@ class _TrainingRun:
                 await components.trainer.save_hf(folder)
 
         folder = RunFiles(self._directory.path).model
-        return await save_where_possible(save, folder, self._status.messages.append, self._status.progressed)
+        announce = partial(self._status.report, kind="model", level="error")
+        return await save_where_possible(save, folder, announce, self._status.progressed)
 
     async def _take_gauges(self, components: RunComponents) -> None:
         """Updates the live view's numbers and the record's gauges."""
@@ -199,7 +203,7 @@ class _TrainingRun:
             status.num_generating = components.slots.num_used + components.servers.num_slots_used_by_evals
             news = self._directory.record_news()
             if news is not None:
-                status.messages.append(news)
+                status.report(news, "record", "warning")
             now = time.time()
             for name, value in (
                 ("event_loop_lag_seconds", lag),

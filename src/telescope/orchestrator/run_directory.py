@@ -169,6 +169,9 @@ class RunDirectory:
                 replace_json(RunFiles(self.path).summary, summary.to_json())
         except OSError as error:
             logger.error("The summary of this run cannot be written: %s", error)
+        if summary.error is not None:
+            alert = {"level": "error", "kind": "run", "message": summary.error, "step": summary.steps}
+            self.recorder.write("alerts", {"time": time.time(), **alert})
         end_run(self.recorder, self._info, summary.status, config_json=self._config.to_json(), error=summary.error)
 
 

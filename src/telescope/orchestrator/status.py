@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from telescope.utils.text import pluralize, single_line
 
 if TYPE_CHECKING:
     from telescope.config import TelescopeConfig
     from telescope.evals.runner import EvalResult
+
+
+REPORTED = {"is_reported": True}
+"""`extra` of a log line that is also an alert of `RunStatus.report`; other warnings become alerts by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +67,28 @@ class RunStatus:
     messages: deque[str] = field(default_factory=lambda: deque(maxlen=6))
     last_progress_at: float = field(default_factory=time.monotonic)
     token_times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4096))
+    _alerts: list[dict[str, Any]] = field(default_factory=list)
+    _write: Callable[[str, dict[str, Any]], None] | None = None
 
     def set_component(self, component: str, doing: str) -> None:
         """Sets the current activity of a component (trainer, server, loop)."""
         self.components[component] = doing
+
+    def report(self, message: str, kind: str, level: Literal["info", "warning", "error"] = "info") -> None:
+        """Shows a message in the live view, and records it as an alert."""
+        self.messages.append(message)
+        row = {"time": time.time(), "level": level, "kind": kind, "message": message, "step": self.step}
+        if self._write is None:
+            self._alerts.append(row)
+        else:
+            self._write("alerts", row)
+
+    def record_alerts(self, write: Callable[[str, dict[str, Any]], None]) -> None:
+        """Records all alerts, also those from before this call. `write` is that of the recorder."""
+        self._write = write
+        for row in self._alerts:
+            write("alerts", row)
+        self._alerts.clear()
 
     def progressed(self) -> None:
         """Resets the watchdog, because a sample or a step finished."""

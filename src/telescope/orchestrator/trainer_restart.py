@@ -23,7 +23,7 @@ from telescope.orchestrator.orchestrator import Orchestrator
 from telescope.orchestrator.run_components import RunComponents, set_up_trainer
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState, after_restart
-from telescope.orchestrator.status import RunStatus
+from telescope.orchestrator.status import REPORTED, RunStatus
 from telescope.utils.text import pluralize
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class TrainerRestarts:
         if self._num_restarts >= config.trainer_max_restarts or not config.checkpoint_every:
             raise self._refusal(lost) from None
         self._num_restarts += 1
-        logger.warning("%s", lost)
+        logger.warning("%s", lost, extra=REPORTED)
         last_step = status.step
         status.phase = "restarting the trainer: a rank was lost"
         state = await self._with_progress(self._reload(orchestrator, checkpointer))
@@ -67,8 +67,8 @@ class TrainerRestarts:
             f"step {state.step} with {pluralize(kept, 'finished group')} (restart {self._num_restarts} of "
             f"{config.trainer_max_restarts})"
         )
-        logger.warning("%s", news)
-        status.messages.append(news)
+        logger.warning("%s", news, extra=REPORTED)
+        status.report(news, "trainer", "warning")
         status.history = [summary for summary in status.history if summary.step < state.step]
         status.step = status.version = state.step
         self._directory.begin_next_attempt(news)

@@ -106,13 +106,14 @@ class _FileHandler(_TelescopeHandler, logging.FileHandler):
 
 
 class _RecordHandler(_TelescopeHandler, logging.Handler):
-    """Writes a row of `logs` per line."""
+    """Writes a row of `logs` per line. The first warning of each place of Telescope is also an alert."""
 
     def __init__(self, recorder: Recorder, component: str) -> None:
         super().__init__()
         self._recorder = recorder
         self._component = component
         self._formatter = logging.Formatter("%(message)s")
+        self._alerted: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -120,6 +121,7 @@ class _RecordHandler(_TelescopeHandler, logging.Handler):
         except (TypeError, ValueError):
             self.handleError(record)  # A wrong format string: logging prints where.
             return
+        place = f"{record.name}:{record.lineno}"
         self._recorder.write(
             "logs",
             {
@@ -128,9 +130,21 @@ class _RecordHandler(_TelescopeHandler, logging.Handler):
                 "component": self._component,
                 "message": message,
                 "process": record.process,
-                "place": f"{record.name}:{record.lineno}",
+                "place": place,
             },
         )
+        is_ours = record.name.startswith("telescope") and not getattr(record, "is_reported", False)
+        if record.levelno >= logging.WARNING and is_ours and place not in self._alerted:
+            self._alerted.add(place)
+            self._recorder.write(
+                "alerts",
+                {
+                    "time": record.created,
+                    "level": "warning" if record.levelno == logging.WARNING else "error",
+                    "kind": "log",
+                    "message": message,
+                },
+            )
 
 
 class _ConsoleHandler(_TelescopeHandler, logging.StreamHandler[TextIO]):

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from telescope.orchestrator.status import REPORTED
 from telescope.record import Recorder
 from telescope.record.files import RunFiles
 from telescope.record.logging import setup_logging
@@ -96,3 +97,19 @@ def test_invalid_unicode_and_wrong_formats_do_not_raise(tmp_path, installed, mon
         monkeypatch.setattr(logging, "raiseExceptions", False)
         logger.warning("%d", "x")
     assert Run(tmp_path).table("logs")["message"].to_pylist()[0] == "a?b"
+
+
+def test_the_first_warning_of_each_place_is_an_alert_unless_it_is_one_already(tmp_path, installed):
+    with Recorder(tmp_path) as recorder:
+        installed(setup_logging(tmp_path, "driver", recorder, console=False))
+        for number in range(3):
+            logger.warning("sample %d is masked", number)
+        logger.error("the disk is full")
+        logger.warning("server 1 is down", extra=REPORTED)
+        logging.getLogger("other").warning("a library")
+        logger.info("step 1")
+    rows = Run(tmp_path).table("alerts").to_pylist()
+    assert [(row["level"], row["kind"], row["message"]) for row in rows] == [
+        ("warning", "log", "sample 0 is masked"),
+        ("error", "log", "the disk is full"),
+    ]

@@ -120,7 +120,7 @@ def test_files_of_another_version_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("sql", "parts"),
     [
-        ("SELECT * FROM sampels", ["no table 'sampels'", "Did you mean 'samples'?", "The tables are attempts, "]),
+        ("SELECT * FROM sampels", ["no table 'sampels'", "Did you mean 'samples'?", "The tables are alerts, "]),
         ("SELECT reward_men FROM steps", ["no column 'reward_men'", "'reward_mean'", "Columns of steps: run, attempt"]),
         ("SELECT s.entropy FROM steps s", ["no column 'entropy'", "metrics['entropy'] in steps.metrics"]),
         ("SELECT 1; SELECT 2", ["2 statements"]),

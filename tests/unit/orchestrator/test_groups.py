@@ -63,9 +63,13 @@ def test_equal_rewards_are_classified_by_their_sign(value: float, kind: str) -> 
 
 def test_a_streak_of_discards_ends_at_its_limit_and_a_usable_group_resets_it() -> None:
     streak = DiscardStreak(limit=3)
+    assert not streak.is_half_over
     for _ in range(2):
         streak.discarded("all_zero", np.zeros(4))
     assert not streak.is_over
+    streak.usable()
+    streak.discarded("all_zero", np.zeros(4))
+    assert streak.is_half_over, "a warning is given long before the limit"
     streak.usable()
     for _ in range(2):
         streak.discarded("all_positive", np.ones(4))

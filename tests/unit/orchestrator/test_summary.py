@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.orchestrator.fakes import config_of
+from tests.unit.orchestrator.fakes import StrictRecorder, config_of
 
 from telescope.evals.runner import EvalResult
 from telescope.evals.statistics import Estimate
@@ -116,3 +116,16 @@ def test_the_file_holds_every_field_as_plain_json() -> None:
     for name in ("heldout_before", "heldout_after", "steps", "seconds", "run_dir", "config_hash", "status", "evals"):
         assert name in written
     assert written["evals"][1]["metrics"]["correct"] == 0.5
+
+
+def test_a_message_of_the_live_view_is_an_alert_of_the_record_also_from_before_it_was_open() -> None:
+    status, recorder = RunStatus("demo", 10), StrictRecorder()
+    status.report("group_size was raised", "config")
+    status.record_alerts(recorder.write)
+    status.step = 3
+    status.report("server 1 is down: it exited", "server", "warning")
+    assert list(status.messages) == ["group_size was raised", "server 1 is down: it exited"]
+    assert [(row["level"], row["kind"], row["step"]) for row in recorder.of("alerts")] == [
+        ("info", "config", 0),
+        ("warning", "server", 3),
+    ]
