@@ -106,6 +106,8 @@ class RolloutState:
     stop_reason: str | None = None
     error: str | None = None
     custom: dict[str, Any] = field(default_factory=dict)
+    tool_records: list[dict[str, Any]] = field(default_factory=list)
+    """Tool calls since the last answer, for the record of the run (`ToolCall.record`)."""
 
     @property
     def num_turns(self) -> int:

@@ -73,15 +73,30 @@ class ToolCall:
     raw_text: str = ""
     error: str | None = None
 
+    def record(self, result: ToolResult, text: str) -> dict[str, Any]:
+        """Returns a row of the table `tool_calls`, without its place. `text` is what the model was told."""
+        readable = self.error is None
+        return {
+            "name": self.name,
+            "arguments": (as_text(self.arguments) if readable else self.raw_text)[:MAX_CALL_CHARACTERS],
+            "result": text,
+            "error": None if result.success else str(result.error)[:MAX_CALL_CHARACTERS],
+            "seconds": result.seconds,
+        }
+
 
 @dataclass(slots=True)
 class ToolResult:
-    """Outcome of a call: a `result`, or an `error` with `success` False. Both become text for the model."""
+    """Outcome of a call: a `result`, or an `error` with `success` False. Both become text for the model.
+
+    `seconds` is how long the call took; the environment fills it in.
+    """
 
     tool_name: str
     result: Any
     success: bool = True
     error: str | None = None
+    seconds: float | None = None
 
     def __await__(self) -> Generator[Any, None, ToolResult]:
         """Itself: `await execute_tool(call)` works whether the tool is async or not."""

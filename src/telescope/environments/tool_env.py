@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar, Literal
@@ -204,12 +205,16 @@ class ToolEnvironment(MultiTurnEnvironment):
     # Running
 
     def _run(self, call: ToolCall) -> ToolResult | Awaitable[ToolResult]:
+        started_at = time.perf_counter()
         try:
-            return self.execute_tool(call)
+            result = self.execute_tool(call)
         except InfrastructureError:
             raise
         except (Exception, SystemExit) as error:  # raised by an override
-            return self._error_result(call.name, error)
+            result = self._error_result(call.name, error)
+        if isinstance(result, ToolResult):
+            result.seconds = time.perf_counter() - started_at
+        return result
 
     async def _respond_later(
         self, calls: list[ToolCall], pending: list[ToolResult | Awaitable[ToolResult]], state: RolloutState
@@ -224,13 +229,17 @@ class ToolEnvironment(MultiTurnEnvironment):
             _state.reset(token)
         return self._respond(calls, results, state)
 
-    async def _settled(self, call: ToolCall, result: ToolResult | Awaitable[ToolResult]) -> ToolResult:
+    async def _settled(self, call: ToolCall, pending: ToolResult | Awaitable[ToolResult]) -> ToolResult:
+        started_at = time.perf_counter()
         try:
-            return await result
+            result = await pending
         except InfrastructureError:
             raise
         except (Exception, SystemExit) as error:
-            return self._error_result(call.name, error)
+            result = self._error_result(call.name, error)
+        if not isinstance(pending, ToolResult):
+            result.seconds = time.perf_counter() - started_at
+        return result
 
     async def _wait_for(self, tool: Tool, result: Awaitable[Any]) -> ToolResult:
         try:
@@ -271,6 +280,7 @@ class ToolEnvironment(MultiTurnEnvironment):
                 {"tool": name, "result": result.result, "success": bool(result.success), "error": result.error}
             )
             custom["tool_success_count" if result.success else "tool_error_count"] += 1
+            state.tool_records.append(call.record(result, self.format_tool_result(result)))
             if name in self.tool_map:
                 custom["tools_by_name"][name] = custom["tools_by_name"].get(name, 0) + 1
         if self.tool_role == "tool":

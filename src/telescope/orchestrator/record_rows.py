@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from telescope.environments.worker_pool.messages import EnvironmentInfo
@@ -172,6 +172,31 @@ def turn_rows(sample: Trajectory) -> list[dict[str, Any]]:
     return rows
 
 
+def tool_call_rows(sample: Trajectory) -> list[dict[str, Any]]:
+    """Returns the rows of `tool_calls`."""
+    calls = [(turn, call) for turn, made in enumerate(sample.turns) for call in made.tool_calls]
+    return [{"sample_id": sample.sample_id, "turn": turn, "call": i, **call} for i, (turn, call) in enumerate(calls)]
+
+
+def info_rows(sample: Trajectory) -> list[dict[str, Any]]:
+    """Returns the rows of `info`: one per key of each note."""
+    rows = []
+    for number, note in enumerate(sample.reward.info_turns if sample.reward is not None else ()):
+        values = dict(note) if isinstance(note, dict) else {"": note}
+        turn = values.pop("turn") if isinstance(values.get("turn"), int) else number
+        for key, value in values.items():
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            rows.append({"sample_id": sample.sample_id, "number": number, "turn": turn, "key": key, "value": text})
+    return rows
+
+
+def detail_rows(sample: Trajectory) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the rows that belong to a sample, each with its table: `turns`, `tool_calls`, `info`."""
+    for table, rows in (("turns", turn_rows), ("tool_calls", tool_call_rows), ("info", info_rows)):
+        for row in rows(sample):
+            yield table, row
+
+
 def request_span_rows(sample: Trajectory) -> list[dict[str, Any]]:
     """Returns the spans of a sample: each turn's generation, and the reward after the last one."""
     rows = []
@@ -228,7 +253,7 @@ def eval_row(
 def rows_of_eval_sample(
     plan: PlannedEval, version: int, item: EvalItem, sample: Trajectory
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the rows of a finished sample of an eval, each with its table: `samples`, `turns`, `eval_samples`."""
+    """Returns the rows of a finished sample of an eval, each with its table. The sample follows its details."""
     step = version - 1
     link = {
         "eval_id": plan.id_at(version),
@@ -239,7 +264,7 @@ def rows_of_eval_sample(
         "sample_uid": item.prompt.sample_uid,
     }
     row = sample_row(sample, item.prompt.text, status="eval", reason=None, step=step, eval_name=plan.name)
-    return [*(("turns", turn) for turn in turn_rows(sample)), ("samples", row), ("eval_samples", link)]
+    return [*detail_rows(sample), ("samples", row), ("eval_samples", link)]
 
 
 def trainer_span_row(span: Span, step: int | None) -> dict[str, Any]:

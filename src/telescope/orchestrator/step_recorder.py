@@ -211,7 +211,7 @@ class StepRecorder:
         oldest = sample.version_range[0]
         age = version - oldest if oldest >= 0 else None
         write("samples", record_rows.sample_row(sample, group.prompt.text, age=age, **outcome))
-        for row in record_rows.turn_rows(sample):
-            write("turns", row)
+        for table, row in record_rows.detail_rows(sample):
+            write(table, row)
         for row in record_rows.request_span_rows(sample):
             write("spans", row)

@@ -410,7 +410,7 @@ INFO = Table(
         ATTEMPT,
         Column("sample_id", TEXT, "Its sample."),
         Column("number", INTEGER, "Place in the environment's list `info_turns`, from 0."),
-        Column("turn", INTEGER, "Answer of the model that it belongs to, from 0; null if the note does not say."),
+        Column("turn", INTEGER, "Answer of the model that it belongs to: its `turn`, or else its place in the list."),
         Column("key", TEXT, "Key of the note: `guess`, `feedback`, ..."),
         Column("value", TEXT, "Its text; JSON if the value is no text."),
     ),

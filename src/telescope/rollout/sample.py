@@ -242,7 +242,7 @@ class Rollout:
             finally:
                 if not settings.free_lane_after_generation:
                     self._slots.release(lease)
-            turn.text = reply.completion_text
+            turn.text, turn.tool_calls = reply.completion_text, reply.tool_calls
             if reply.done:
                 trajectory.reward, trajectory.end_reason = reply.reward, reply.end_reason
                 return

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,8 @@ class Turn:
     restarts: bool = False
     replies: list[tuple[str, str]] = field(default_factory=list)
     divergence: str | None = None
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    """Calls in this answer, as `ToolCall.record` has them."""
 
 
 @dataclass

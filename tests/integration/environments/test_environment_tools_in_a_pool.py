@@ -28,7 +28,9 @@ async def test_tools_that_hang_are_observations_and_their_process_continues(make
         "[run_a_loop] ran",
     ]
     assert [advance.messages[0]["content"] for advance in advances] == expected * 5
+    assert [(c["name"], c["error"] is None) for c in advances[3].tool_calls] == [("run_a_loop", True)]
     last = await pool.respond("r0", encode("That is all."))
+    assert last.tool_calls == [], "calls are those of one answer"
     assert (last.done, last.end_reason, last.reward.sample_metrics["tool_error_count"]) == (True, "final_answer", 1.0)
     assert (pool.status().restarts, pool.status().deadlines_passed) == (0, 0)
 

@@ -216,6 +216,22 @@ def test_state_of_tools_belongs_to_the_rollout():
     assert text == "a1,b1"
 
 
+def test_every_call_is_recorded_with_what_the_model_was_told():
+    environment = Tools([add, slow_add, fail])
+    state = environment.create_initial_state(environment.get_sample(0))
+    told = reply(environment, xml("add", [1, 2]) + xml("slow_add", {"a": 3, "b": 4}) + xml("fail", []), state)
+    records = state.tool_records
+    assert json.loads(json.dumps(records)) == records
+    assert [(r["name"], r["arguments"], r["result"], r["error"]) for r in records] == [
+        ("add", "[1, 2]", told[0], None),
+        ("slow_add", '{"a": 3, "b": 4}', told[1], None),
+        ("fail", "[]", told[2], "ValueError: no luck"),
+    ]
+    assert all(record["seconds"] >= 0 for record in records)
+    reply(environment, "<tool_call>{broken", state)
+    assert "broken" in records[3]["arguments"] and records[3]["error"]
+
+
 def test_metrics_have_their_names_and_count_what_happened():
     environment = Tools([add, fail])
     state = environment.create_initial_state(environment.get_sample(0))

@@ -28,6 +28,10 @@ def an_eval() -> tuple[PlannedEval, EvalResult]:
 
 def rows_of_everything() -> dict[str, list[dict[str, Any]]]:
     kept, masked = sample(0, 0.5, lengths=(3, 2), version=4, correct=1.0), sample(1, None, lengths=())
+    assert kept.reward is not None
+    kept.reward.info_turns[:] = [{"guess": "crane", "colors": ["grey", "green"]}, {"turn": 4, "correct": 1.0}]
+    call = {"name": "add", "arguments": '{"a": 1}', "result": "3", "error": None, "seconds": 0.25}
+    kept.turns[1].tool_calls = [call, {**call, "result": "Error: no", "error": "no"}]
     made = group([0.5, None])
     made.samples = [kept, masked]
     common: dict[str, Any] = {"status": "kept", "reason": None, "step": 7}
@@ -48,6 +52,8 @@ def rows_of_everything() -> dict[str, list[dict[str, Any]]]:
         "evals": [record_rows.eval_row(plan, 10, 5.0, result, servers={1, 0})],
         "eval_samples": [row for table, row in of_eval if table == "eval_samples"],
         "turns": [row for one in made.samples for row in record_rows.turn_rows(one)],
+        "tool_calls": [row for one in made.samples for row in record_rows.tool_call_rows(one)],
+        "info": [row for one in made.samples for row in record_rows.info_rows(one)],
         "spans": [row for one in made.samples for row in record_rows.request_span_rows(one)],
     }
 
@@ -80,6 +86,20 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
                 plain = list(value.items()) if isinstance(value, dict) else value
                 plain = plain.tolist() if hasattr(plain, "tolist") else plain
                 assert actual[name] == plain, (table, name)
+
+
+def test_a_tool_call_has_its_turn_and_its_place_in_the_sample() -> None:
+    rows = rows_of_everything()["tool_calls"]
+    assert [(row["turn"], row["call"], row["error"]) for row in rows] == [(1, 0, None), (1, 1, "no")]
+
+
+def test_each_key_of_a_note_is_a_row_at_its_turn() -> None:
+    rows = rows_of_everything()["info"]
+    assert [(row["number"], row["turn"], row["key"], row["value"]) for row in rows] == [
+        (0, 0, "guess", "crane"),
+        (0, 0, "colors", '["grey", "green"]'),
+        (1, 4, "correct", "1.0"),
+    ]
 
 
 def test_a_masked_sample_stays_masked_in_any_group() -> None:

@@ -165,6 +165,7 @@ class Conversations:
         completion = [assistant_message(record.dialogue.opening + text)]
         logprobs = unpack_floats(blob[4 * num_ids :])
         state.trajectory.append(TrajectoryStep(record.prompt, completion, record.prompt_ids, ids, logprobs, truncated))
+        state.tool_records.clear()
         reply = yield from take_turn(environment, state)
         if reply.done:
             return (yield from self._score(record, header["for_eval"], text, reply.reason)), []
@@ -183,6 +184,7 @@ class Conversations:
             "messages": reply.added,
             "restarts": extension.restarts,
             "divergence": extension.divergence,
+            "tool_calls": state.tool_records,
         }
         return fields, extension.token_ids
 
@@ -196,4 +198,10 @@ class Conversations:
         else:
             method = environment.compute_reward
         score = serialize_score((yield from settled(method(state, eos_token=environment.eos_token))), for_eval)
-        return {"done": True, "text": text, "score": score, "stop_reason": state.stop_reason}
+        return {
+            "done": True,
+            "text": text,
+            "score": score,
+            "stop_reason": state.stop_reason,
+            "tool_calls": state.tool_records,
+        }

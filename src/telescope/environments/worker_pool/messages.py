@@ -130,7 +130,7 @@ class Advance:
     In a multi-turn rollout that continues, `messages` are the environment's messages after the completion. With
     `restarts`, nothing could be appended and `append_token_ids` is the whole next prompt; `divergence` names how the
     join differs from the chat template (`rendering`). `end_reason` is the environment's reason when the rollout is
-    done.
+    done. `tool_calls` are the calls of the completion, as `ToolCall.record` has them.
     """
 
     done: bool
@@ -142,6 +142,7 @@ class Advance:
     restarts: bool = False
     divergence: str | None = None
     end_reason: str | None = None
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(slots=True, frozen=True)

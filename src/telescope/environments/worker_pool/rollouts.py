@@ -95,7 +95,15 @@ class PoolRollouts:
         if result["done"]:
             self._drop(rollout)
             reward = RewardRecord(**result["score"])
-            return Advance(True, [], result["text"], reward, result["seconds"], end_reason=result["stop_reason"])
+            return Advance(
+                True,
+                [],
+                result["text"],
+                reward,
+                result["seconds"],
+                end_reason=result["stop_reason"],
+                tool_calls=result["tool_calls"],
+            )
         return Advance(
             False,
             unpack_ids(ids),
@@ -105,6 +113,7 @@ class PoolRollouts:
             messages=result["messages"],
             restarts=result["restarts"],
             divergence=result["divergence"],
+            tool_calls=result["tool_calls"],
         )
 
     def cancel(self, rollout: str) -> None:
