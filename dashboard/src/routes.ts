@@ -20,6 +20,7 @@ const page = (load: () => Promise<Record<string, unknown>>, name: string) =>
 
 export const ROUTES: Route[] = [
   { page: "runs", title: "Runs", key: "r", ofRun: false, component: page(() => import("./pages/Runs"), "Runs") },
+  { page: "rollouts", title: "Rollouts", key: "s", ofRun: true, component: page(() => import("./pages/rollouts/Rollouts"), "Rollouts") },
 ];
 
 export const routeOf = (name: string): Route | undefined => ROUTES.find((route) => route.page === name);

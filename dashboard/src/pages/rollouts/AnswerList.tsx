@@ -1,0 +1,102 @@
+import { useVirtualizer } from "@tanstack/react-virtual";
+import { useEffect, useRef, useState } from "react";
+import { get } from "../../api";
+import { number } from "../../format";
+import { promptLine } from "./conversation";
+import { Plain } from "./SafeText";
+import { level, type RewardScale } from "./squares";
+import type { SamplePage, SampleRow } from "./types";
+
+const ROW = 20;
+export const PAGE_ROWS = 200;
+
+export const SORTS: [value: string, title: string][] = [
+  ["step", "step"],
+  ["-step", "newest step"],
+  ["-reward", "highest reward"],
+  ["reward", "lowest reward"],
+  ["-advantage", "highest advantage"],
+  ["advantage", "lowest advantage"],
+  ["-completion_tokens", "longest"],
+  ["completion_tokens", "shortest"],
+  ["-age", "oldest weights"],
+];
+
+interface AnswerListProps {
+  path: string;
+  query: Record<string, string | number | null>;
+  version: string;
+  first: SamplePage | undefined;
+  sort: string;
+  sample: string;
+  scaleOf: (environment: string) => RewardScale;
+  onSelect: (row: SampleRow) => void;
+  onRows: (rows: SampleRow[]) => void;
+}
+
+/** Answers of all steps, in pages that are read when they come into view. */
+export function AnswerList({ path, query, version, first, sort, sample, scaleOf, onSelect, onRows }: AnswerListProps) {
+  const box = useRef<HTMLDivElement>(null);
+  const key = JSON.stringify(query);
+  const [pages, setPages] = useState<{ key: string; rows: Map<number, SampleRow[]> }>({ key, rows: new Map() });
+  const asked = useRef(new Set<string>());
+  const total = first?.total ?? 0;
+  const rows = useVirtualizer({ count: total, getScrollElement: () => box.current, estimateSize: () => ROW, overscan: 16 });
+  const items = rows.getVirtualItems();
+  const rowAt = (index: number): SampleRow | undefined => {
+    const page = Math.floor(index / PAGE_ROWS);
+    if (page === 0) return first?.rows[index];
+    return pages.key === key ? pages.rows.get(page)?.[index % PAGE_ROWS] : undefined;
+  };
+  const needed = [...new Set([items[0]?.index ?? 0, items.at(-1)?.index ?? 0].map((index) => Math.floor(index / PAGE_ROWS)))].filter((page) => page > 0).join();
+  useEffect(() => {
+    for (const page of needed.split(",").filter(Boolean).map(Number)) {
+      const id = `${key}/${version}/${page}`;
+      if (asked.current.has(id)) continue;
+      asked.current.add(id);
+      void get<SamplePage>(path, { ...query, offset: page * PAGE_ROWS, limit: PAGE_ROWS })
+        .then((answer) => setPages((old) => ({ key, rows: new Map(old.key === key ? old.rows : []).set(page, answer.rows) })))
+        .catch(() => asked.current.delete(id));
+    }
+  }, [needed, key, version, path]);
+  useEffect(() => {
+    const known = items.map((item) => rowAt(item.index)).filter((row): row is SampleRow => row !== undefined);
+    onRows(known);
+  }, [first, pages, items[0]?.index, items.at(-1)?.index]);
+  useEffect(() => {
+    const at = items.find((item) => rowAt(item.index)?.sample_id === sample)?.index;
+    if (at !== undefined) rows.scrollToIndex(at, { align: "auto" });
+  }, [sample]);
+  const column = sort.replace(/^-/, "");
+  return (
+    <div className="gl" ref={box} role="listbox" aria-label="Answers of all steps" tabIndex={0}>
+      <div style={{ height: rows.getTotalSize(), position: "relative" }}>
+        {items.map(({ index, start }) => {
+          const row = rowAt(index);
+          const style = { transform: `translateY(${start}px)` };
+          if (!row) return <div key={index} className="ar f" style={style}>…</div>;
+          const filled = level(row.reward, scaleOf(row.environment));
+          const extra = column === "completion_tokens" || column === "advantage" || column === "age" ? row[column] : row.completion_tokens;
+          return (
+            <div
+              key={`${row.attempt}/${row.sample_id}`}
+              role="option"
+              aria-selected={row.sample_id === sample}
+              className={`ar${row.sample_id === sample ? " sel" : ""}${row.status === "kept" || row.status === "eval" ? "" : " x"}`}
+              style={style}
+              onClick={() => onSelect(row)}
+              title={[row.sample_id, row.status, row.reason].filter(Boolean).join(", ")}
+            >
+              <span className="f r">{row.step}</span>
+              <span className="sq"><i className={filled === null ? "none" : `l${filled}`} /></span>
+              <span className="cut"><Plain text={row.prompt ? promptLine(row.prompt) : row.sample_id} /> <span className="f"><Plain text={row.completion ?? ""} /></span></span>
+              <span className="r">{number(extra)}</span>
+              <span className="r">{number(row.reward, 2)}</span>
+              <span className="s cut">{row.status === "kept" ? "kept" : (row.reason ?? row.eval_name ?? row.status).replaceAll("_", " ")}</span>
+            </div>
+          );
+        })}
+      </div>
+    </div>
+  );
+}

@@ -1,0 +1,199 @@
+import { Fragment, lazy, Suspense, useEffect, useMemo, useState } from "react";
+import { count, duration, number } from "../../format";
+import { conversation, type Message, type Role } from "./conversation";
+import Markdown from "./Markdown";
+import { Clipped, Plain } from "./SafeText";
+import { ColorKey, Readout, TokenView } from "./TokenView";
+import { availableViews, tokensOf, type Token, type TokenView as View } from "./tokens";
+import type { Detail, DetailTurn, ToolCall } from "./types";
+
+const Code = lazy(() => import("./Code"));
+
+/** A reply of at most so many tokens opens with its tokens, a longer one as text. */
+const FEW_TOKENS = 64;
+/** Longer thinking starts folded after so many characters. */
+const THINKING_CHARS = 4000;
+
+export type Shown = View | "text" | "raw";
+
+interface PaneProps {
+  detail: Detail;
+  title: React.ReactNode;
+  shown: string;
+  setShown: (shown: Shown) => void;
+  search: string;
+  children?: React.ReactNode;
+}
+
+/** The view that an address asks for, as far as the record has its numbers. */
+export function viewOf(wanted: string, views: readonly View[], tokens: number): Shown {
+  if (wanted === "text" || wanted === "raw") return wanted;
+  const known = views.find((view) => view === wanted);
+  return known ?? (views[0] && tokens <= FEW_TOKENS ? views[0] : "text");
+}
+
+export function ConversationPane({ detail, title, shown, setShown, search, children }: PaneProps) {
+  const tokens = useMemo(() => new Map(detail.turns.map((turn) => [turn.turn, tokensOf(turn)])), [detail]);
+  const all = useMemo(() => [...tokens.values()].flat(), [tokens]);
+  const views = useMemo(() => availableViews(all), [all]);
+  const view = viewOf(shown, views, all.length);
+  const [at, point] = useState<{ turn: number; index: number } | null>(null);
+  const messages = useMemo(() => conversation(detail.prompt_text ?? "", detail.completion_text ?? "", detail.turns), [detail]);
+  useEffect(() => point(strangest(tokens)), [tokens]);
+  const colored = view !== "text" && view !== "raw";
+  const token = at ? (tokens.get(at.turn)?.[at.index] ?? null) : null;
+
+  return (
+    <section className="p2" aria-label="Conversation">
+      <div className="hd">
+        {title}
+        <div className="seg" role="group" aria-label="How the answer is shown">
+          {(["text", ...views, "raw"] as Shown[]).map((one) => (
+            <button key={one} aria-pressed={view === one} onClick={() => setShown(one)}>
+              {one}
+            </button>
+          ))}
+        </div>
+        {colored && <ColorKey view={view} />}
+      </div>
+      {detail.failure_message && (
+        <div className="msg">
+          <span className="w">{detail.failure_kind ?? "failure"}</span>
+          <Clipped text={detail.failure_message}>{(text) => <div className="verbatim w"><Plain text={text} /></div>}</Clipped>
+        </div>
+      )}
+      {view === "raw" ? <Raw detail={detail} search={search} /> : messages.map((message, i) => {
+        const turn = detail.turns.find((one) => one.turn === message.turn);
+        const own = message.turn === undefined ? undefined : tokens.get(message.turn);
+        const first = messages.findIndex((other) => other.turn === message.turn) === i;
+        // In a token view the tokens of a turn are one text: its thinking and calls are parts of it.
+        if (colored && own?.length) {
+          return first && turn ? (
+            <Line key={i} message={{ ...message, role: "assistant" }} turn={turn}>
+              <TokenView tokens={own} view={view} at={at?.turn === turn.turn ? at.index : -1} onPoint={(index) => point({ turn: turn.turn, index })} />
+            </Line>
+          ) : null;
+        }
+        return (
+          <Line key={i} message={message} turn={first ? turn : undefined}>
+            <Body message={message} search={search} />
+          </Line>
+        );
+      })}
+      {detail.tool_calls.length > 0 && <ToolCalls calls={detail.tool_calls} search={search} />}
+      <Gold golden={detail.golden} search={search} />
+      {children}
+      {colored && <div className="rdb"><Readout token={token} /></div>}
+    </section>
+  );
+}
+
+/** The least likely token, where reading should begin. */
+function strangest(tokens: Map<number, Token[]>): { turn: number; index: number } | null {
+  let best: { turn: number; index: number } | null = null;
+  let lowest = Infinity;
+  for (const [turn, list] of tokens) {
+    list.forEach((token, index) => {
+      if (token.logprob !== null && token.logprob < lowest) {
+        lowest = token.logprob;
+        best = { turn, index };
+      }
+    });
+  }
+  return best;
+}
+
+function versions(turn: DetailTurn): string | null {
+  const known = (turn.versions ?? []).filter((version): version is number => version !== null);
+  if (known.length === 0) return null;
+  const low = Math.min(...known);
+  const high = Math.max(...known);
+  return low === high ? `version ${low}` : `versions ${low} to ${high}`;
+}
+
+function Line({ message, turn, children }: { message: Message; turn?: DetailTurn; children: React.ReactNode }) {
+  const seconds = turn?.started_at != null && turn.ended_at != null ? turn.ended_at - turn.started_at : null;
+  return (
+    <div className={`msg ${message.role === "thinking" ? "think" : ""}`}>
+      <span>
+        {message.role}
+        {message.name && <small className="m"><Plain text={message.name} /></small>}
+        {turn?.num_tokens != null && <small>{count(turn.num_tokens)} tokens</small>}
+        {turn && versions(turn) && <small>{versions(turn)}</small>}
+        {seconds !== null && <small>{duration(seconds)}</small>}
+        {turn?.divergence && <small className="w">{turn.divergence}</small>}
+      </span>
+      <div>{children}</div>
+    </div>
+  );
+}
+
+const VERBATIM: readonly Role[] = ["tool", "environment", "prompt"];
+
+function Body({ message, search }: { message: Message; search: string }) {
+  const { role, text } = message;
+  if (role === "tool call") {
+    return (
+      <Clipped text={text}>
+        {(shown) => <pre className="code">{search ? <Plain text={shown} search={search} /> : <Suspense fallback={shown}><Code code={shown} language={message.name === "bash" ? "bash" : shown.startsWith("{") ? "json" : "python"} /></Suspense>}</pre>}
+      </Clipped>
+    );
+  }
+  if (VERBATIM.includes(role)) return <Clipped text={text}>{(shown) => <div className="tool"><Plain text={shown} search={search} /></div>}</Clipped>;
+  return (
+    <Clipped text={text} limit={role === "thinking" ? THINKING_CHARS : undefined}>
+      {(shown) => <Markdown text={shown} search={search} />}
+    </Clipped>
+  );
+}
+
+function Raw({ detail, search }: { detail: Detail; search: string }) {
+  const parts: [string, string][] = [["prompt", detail.prompt_text ?? ""], ["completion", detail.completion_text ?? ""]];
+  return parts.map(([name, text]) => (
+    <div className="msg" key={name}>
+      <span>
+        {name}
+        <small>{count(text.length)} characters</small>
+      </span>
+      <div className="verbatim"><Clipped text={text}>{(shown) => <Plain text={shown} search={search} />}</Clipped></div>
+    </div>
+  ));
+}
+
+function ToolCalls({ calls, search }: { calls: readonly ToolCall[]; search: string }) {
+  return calls.map((call, i) => (
+    <div className="msg" key={i}>
+      <span>
+        tool result
+        <small className="m"><Plain text={call.name} /></small>
+        {call.seconds !== null && <small>ran {duration(call.seconds)}</small>}
+      </span>
+      <div>
+        {call.arguments && <Clipped text={call.arguments}>{(shown) => <pre className="code"><Plain text={shown} search={search} /></pre>}</Clipped>}
+        {call.result && <Clipped text={call.result}>{(shown) => <div className="tool"><Plain text={shown} search={search} /></div>}</Clipped>}
+        {call.error && <Clipped text={call.error}>{(shown) => <div className="tool w"><Plain text={shown} search={search} /></div>}</Clipped>}
+      </div>
+    </div>
+  ));
+}
+
+function Gold({ golden, search }: { golden: Record<string, string>; search: string }) {
+  const entries = Object.entries(golden ?? {});
+  if (entries.length === 0) return null;
+  return (
+    <div className="msg">
+      <span>gold</span>
+      <dl className="gold">
+        {entries.map(([name, value]) => (
+          <Fragment key={name}>
+            <dt>{name}</dt>
+            <dd><Clipped text={String(value)} limit={2000}>{(shown) => <Plain text={shown} search={search} />}</Clipped></dd>
+          </Fragment>
+        ))}
+      </dl>
+    </div>
+  );
+}
+
+/** One number of a list of names and numbers. */
+export const numberOrText = (value: unknown): string => (typeof value === "number" ? number(value) : String(value ?? "–"));

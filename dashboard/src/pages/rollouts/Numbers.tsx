@@ -1,0 +1,146 @@
+import { duration, number } from "../../format";
+import { elsewhere, format, place } from "../../state/url";
+import { Plain } from "./SafeText";
+import { fate, gini, median, type RewardScale } from "./squares";
+import { ratio, tokensOf } from "./tokens";
+import type { Detail, Group } from "./types";
+
+type Row = [string, React.ReactNode];
+
+export function Rows({ rows }: { rows: readonly Row[] }) {
+  return (
+    <dl className="kv">
+      {rows.map(([name, value]) => (
+        <div key={name}>
+          <dt className="cut" title={name}>{name}</dt>
+          <dd>{value}</dd>
+        </div>
+      ))}
+    </dl>
+  );
+}
+
+export function signed(value: number | null): string {
+  return value !== null && value > 0 ? `+${number(value)}` : number(value);
+}
+
+interface Interval {
+  name: string;
+  color: string;
+  seconds: number;
+}
+
+/** Time of a sample, as far as the record has it. */
+export function timing(detail: Detail): { intervals: Interval[]; whole: number } | null {
+  const { started_at: start, generated_at: generated, finished_at: end } = detail;
+  if (start === null || end === null) return null;
+  const spans = detail.spans ?? [];
+  const of = (name: string) => spans.filter((span) => span.name === name).reduce((sum, span) => sum + span.end - span.start, 0);
+  const parts: Interval[] = [
+    { name: "queue", color: "q", seconds: of("queue") },
+    { name: "prefill", color: "pf", seconds: of("prefill") },
+    { name: "decode", color: "dc", seconds: of("decode") },
+  ].filter((part) => part.seconds > 0);
+  const traced = parts.reduce((sum, part) => sum + part.seconds, 0);
+  const generation = (generated ?? end) - start;
+  if (traced === 0) parts.push({ name: "generation", color: "dc", seconds: generation });
+  else if (generation - traced > 0.0005) parts.push({ name: "outside the engine", color: "wait", seconds: generation - traced });
+  if (generated !== null) parts.push({ name: "reward", color: "rw", seconds: end - generated });
+  return { intervals: parts, whole: end - start };
+}
+
+export function Numbers({ detail, group, scale }: { detail: Detail; group: Group | null; scale: RewardScale }) {
+  const rewards = (group?.samples ?? []).map((sample) => sample.reward).filter((reward): reward is number => reward !== null);
+  const lengths = (group?.samples ?? []).map((sample) => sample.length).filter((length): length is number => length !== null);
+  const time = timing(detail);
+  const gaps = detail.turns.flatMap(tokensOf).map((token) => (token.logprob === null || token.trainerLogprob === null ? null : token.trainerLogprob - token.logprob));
+  const known = gaps.filter((gap): gap is number => gap !== null);
+  const outside = detail.turns.flatMap(tokensOf).filter((token) => Math.abs((ratio(token) ?? 1) - 1) > 0.1).length;
+  const status = detail.status === "kept" ? `kept, step ${detail.step}` : [detail.status, detail.reason?.replaceAll("_", " ")].filter(Boolean).join(", ");
+  const onTimeline = format(elsewhere(place(), { page: "timeline" }, { step: String(detail.step), sample: detail.sample_id }));
+  const versionRange = detail.start_version === detail.end_version ? number(detail.start_version) : `${number(detail.start_version)} to ${number(detail.end_version)}`;
+
+  return (
+    <aside className="p3" aria-label="Numbers">
+      <div className="sec top3">
+        <div><span className="s f">reward</span><b className="big">{number(detail.reward)}</b></div>
+        <div><span className="s f">advantage</span><b className="big">{signed(detail.advantage)}</b></div>
+        <div><span className="s f">{group ? "group mean" : "eval"}</span><b className="big">{group ? number(group.reward_mean, 2) : <span className="cut">{detail.eval_name ?? "–"}</span>}</b></div>
+      </div>
+      <section className="sec">
+        <h2>Reward</h2>
+        <Rows
+          rows={[
+            ...Object.entries(detail.metrics).map(([name, value]): Row => [name, number(value)]),
+            ...(detail.penalty ? [["overlong penalty", number(-detail.penalty)] as Row] : []),
+            ...(group ? [["group std", number(group.reward_std)], ["group Gini", number(gini(rewards))]] as Row[] : []),
+            ...(group && group.status !== "kept" ? [["group", fate(group, scale)] as Row] : []),
+            ["status", status],
+            ["stopped by", detail.stop_reason ?? "–"],
+          ]}
+        />
+      </section>
+      {(Object.keys(detail.golden ?? {}).length > 0 || Object.keys(detail.tags ?? {}).length > 0) && (
+        <section className="sec">
+          <h2>Gold <span>tags</span></h2>
+          <Rows
+            rows={[
+              ...Object.entries(detail.golden ?? {}).map(([name, value]): Row => [name, <Plain key={name} text={String(value).slice(0, 80)} />]),
+              ...Object.entries(detail.tags ?? {}).map(([name, value]): Row => [name, <Plain key={name} text={String(value).slice(0, 80)} />]),
+              ["environment", detail.environment],
+            ]}
+          />
+        </section>
+      )}
+      {time && (
+        <section className="sec">
+          <h2>Time <span>{duration(time.whole)}</span></h2>
+          <div className="bar2" aria-hidden="true">
+            {time.intervals.map((part) => <i key={part.name} style={{ width: `${(100 * part.seconds) / Math.max(time.whole, 1e-9)}%`, background: `var(--${part.color})` }} />)}
+          </div>
+          <Rows
+            rows={[
+              ...time.intervals.map((part): Row => [part.name, `${number(part.seconds, 3)} s`]),
+              ["server, slot", `${number(detail.server)}, ${number(detail.lane)}`],
+            ]}
+          />
+          <a className="link" href={onTimeline}>Show on the timeline</a>
+        </section>
+      )}
+      <section className="sec">
+        <h2>Versions</h2>
+        <Rows
+          rows={[
+            ["sampled with", versionRange],
+            ["age", detail.age === null ? "–" : detail.age === 1 ? "1 step" : `${detail.age} steps`],
+            ["retries", number(detail.num_retries)],
+          ]}
+        />
+      </section>
+      {known.length > 0 && (
+        <section className="sec">
+          <h2>Engine and trainer</h2>
+          <Rows
+            rows={[
+              ["mean |difference|", number(known.reduce((sum, gap) => sum + Math.abs(gap), 0) / known.length, 4)],
+              ["largest", number(Math.max(...known.map(Math.abs)), 4)],
+              ["ratio outside 0.9 to 1.1", `${outside} of ${known.length}`],
+            ]}
+          />
+        </section>
+      )}
+      <section className="sec">
+        <h2>Length <span>tokens</span></h2>
+        <Rows
+          rows={[
+            ["prompt", number(detail.prompt_tokens)],
+            ["this answer", number(detail.completion_tokens)],
+            ...(detail.environment_tokens ? [["from the environment", number(detail.environment_tokens)] as Row] : []),
+            ...(detail.wasted_tokens ? [["lost to failures", number(detail.wasted_tokens)] as Row] : []),
+            ...(lengths.length > 1 ? ([["group median", number(median(lengths))], ["group Gini", number(gini(lengths))]] as Row[]) : []),
+          ]}
+        />
+      </section>
+    </aside>
+  );
+}

@@ -1,0 +1,239 @@
+/** Rollouts: what answers look like, and why they got their reward. Three panes, one selection, all of it in the address. */
+
+import { useEffect, useMemo, useRef, useState } from "react";
+import { runPath } from "../../api";
+import { HeatStrip } from "../../charts/HeatStrip";
+import { count, number, percent } from "../../format";
+import { Failure, Quiet } from "../../shell/App";
+import { useKeys } from "../../shell/keys";
+import { useVersion } from "../../state/live";
+import { useResource } from "../../state/resource";
+import { useRunId, useRunInfo } from "../../state/run";
+import { column, useSteps } from "../../state/steps";
+import { setParams, usePlace, useRange } from "../../state/url";
+import type { Value } from "../../types";
+import { AnswerList, PAGE_ROWS, SORTS } from "./AnswerList";
+import { ConversationPane, type Shown } from "./ConversationPane";
+import { chosenFacets, Facets } from "./Facets";
+import { GroupList, Squares } from "./GroupList";
+import { Numbers, signed } from "./Numbers";
+import { chosen, moveAnswer, moveGroup } from "./select";
+import { rewardScale } from "./squares";
+import type { Detail, Group, SamplePage, SampleRow } from "./types";
+import "./rollouts.css";
+
+const SEARCH_WAIT_MS = 180;
+const VIEW_KEYS: Shown[] = ["text", "surprise", "ratio", "entropy", "mask", "version"];
+
+/** Rows of the heat strip: the first metric that the run has. */
+const HEAT: [label: string, metrics: string[], format?: (value: Value) => string][] = [
+  ["reward", ["reward/all_groups/mean", "reward/total/mean"], (value) => number(value, 2)],
+  ["no signal", ["discarded/zero_advantage/pct"], (value) => percent(value === null ? null : value / 100, 0)],
+  ["answer tokens", ["rollouts/tokens_completion/mean"]],
+  ["step seconds", ["timing_step_total"]],
+  ["entropy", ["entropy"]],
+  ["token age", ["staleness/token_age_mean"], (value) => number(value, 2)],
+];
+
+export function Rollouts() {
+  const run = useRunId();
+  const { params } = usePlace();
+  const [range] = useRange();
+  const { steps } = useSteps(run);
+  const info = useRunInfo(run).data;
+  const newest = steps?.step.at(-1) ?? null;
+  // Without a step in the address the page opens at the newest one and stays there: new steps never move it.
+  const [opened, setOpened] = useState<{ run: string; step: number } | null>(null);
+  useEffect(() => {
+    if (newest !== null && opened?.run !== run) setOpened({ run, step: newest });
+  }, [newest, run, opened]);
+  const named = params.step === undefined ? NaN : Number(params.step);
+  const step = Number.isInteger(named) ? named : opened?.run === run ? opened.step : newest;
+  const sample = params.sample ?? "";
+
+  const groupsVersion = useVersion(run, "groups");
+  const groups = useResource<Group[]>(step === null ? null : runPath(run, "groups"), { step }, step === newest ? groupsVersion : "");
+  const list = params.list === "answers" ? "answers" : "groups";
+
+  const [draft, setDraft] = useState(params.search ?? "");
+  useEffect(() => setDraft(params.search ?? ""), [params.search]);
+  useEffect(() => {
+    if (draft === (params.search ?? "")) return;
+    const timer = setTimeout(() => setParams({ search: draft, list: draft ? "answers" : null }, true), SEARCH_WAIT_MS);
+    return () => clearTimeout(timer);
+  }, [draft, params.search]);
+
+  const sort = params.sort ?? "step";
+  const query = { ...chosenFacets(params), search: params.search ?? "", sort, step_min: range?.from ?? null, step_max: range?.to ?? null };
+  const samplesPath = runPath(run, "samples");
+  const samplesVersion = useVersion(run, "samples");
+  const page = useResource<SamplePage>(samplesPath, { ...query, offset: 0, limit: PAGE_ROWS }, samplesVersion);
+  // The counts of the last answer stay while the next one is read, so that the row of facets keeps its place.
+  const counts = useRef<SamplePage>(undefined);
+  if (page.data) counts.current = page.data;
+
+  const environments = useMemo(() => new Map((info?.environments ?? []).map((one) => [one.name, one])), [info]);
+  const rows = useRef<SampleRow[]>([]);
+  const scaleOf = (environment: string) => rewardScale(environments.get(environment), (groups.data ?? []).flatMap((group) => group.samples.map((one) => one.reward)));
+
+  const inGroups = groups.data ? chosen(groups.data, sample) : null;
+  const selected = list === "answers" ? sample || page.data?.rows[0]?.sample_id || "" : (inGroups?.sample ?? "");
+  const attempt = attemptOf(selected, groups.data, rows.current, page.data) ?? (params.attempt ? Number(params.attempt) : info?.info.attempt ?? 1);
+  const detail = useResource<Detail>(selected ? runPath(run, "samples", attempt, selected) : null);
+  const kept = useRef<Detail>(undefined);
+  if (detail.data) kept.current = detail.data;
+  const shownDetail = detail.data ?? (detail.loading ? kept.current : undefined);
+  const [pinAttempt, pinId] = (params.pin ?? "").split("~");
+  const pinned = useResource<Detail>(pinId ? runPath(run, "samples", pinAttempt!, pinId) : null);
+
+  const select = (id: string | null, more: Record<string, string | null> = {}) => id && setParams({ sample: id, ...more }, false);
+  const selectRow = (row: SampleRow) => select(row.sample_id, { step: String(row.step), attempt: String(row.attempt) });
+  const moveRow = (by: number) => {
+    const at = rows.current.findIndex((row) => row.sample_id === selected);
+    const next = rows.current[Math.min(Math.max(at + by, 0), rows.current.length - 1)];
+    if (next) selectRow(next);
+  };
+  const all = groups.data ?? [];
+  useKeys("Rollouts", [
+    { keys: ["j"], does: "next group or answer of the list", run: () => (list === "answers" ? moveRow(1) : select(moveGroup(all, selected, 1))) },
+    { keys: ["k"], does: "previous one", run: () => (list === "answers" ? moveRow(-1) : select(moveGroup(all, selected, -1))) },
+    { keys: ["l"], does: "next answer of the group", run: () => select(moveAnswer(all, selected, 1)) },
+    { keys: ["h"], does: "previous answer of the group", run: () => select(moveAnswer(all, selected, -1)) },
+    { keys: ["c"], does: "pin this answer beside the next", run: () => pin() },
+    { keys: ["f"], does: "go to the newest step", run: () => newest !== null && setParams({ step: String(newest), sample: null, list: null }) },
+    ...VIEW_KEYS.map((view, i) => ({ keys: [String(i)], does: `show as ${view}`, run: () => setParams({ view }, true) })),
+  ]);
+  const pin = () => setParams({ pin: pinId === selected ? null : `${attempt}~${selected}` });
+
+  const heat = useMemo(() => {
+    if (!steps) return [];
+    return HEAT.flatMap(([label, names, format]) => {
+      const name = names.find((one) => steps.metrics[one]?.some((value) => value !== null));
+      return name ? [{ label, values: column(steps, name), format }] : [];
+    });
+  }, [steps]);
+
+  if (groups.error && !groups.data) return <Failure error={groups.error} />;
+  if (steps && steps.step.length === 0 && page.data?.total === 0) {
+    return <Quiet title="No answer yet." text="The first group appears here when its answers are scored. The page follows by itself." />;
+  }
+  const group = all.find((one) => one.samples.some((answer) => answer.id === selected)) ?? null;
+  const scale = scaleOf(shownDetail?.environment ?? "");
+  const keptGroups = all.filter((one) => one.status === "kept").length;
+  const others = all.length - keptGroups;
+  const fresh = newest !== null && step !== null ? newest - step : 0;
+
+  return (
+    <div className={`rollouts${pinId ? " two" : ""}`}>
+      <section className="facets" aria-label="Search and facets">
+        <div className="sf">
+          <input className="field" type="search" placeholder="Search all answers and prompts" aria-label="Search all answers and prompts" value={draft} onChange={(event) => setDraft(event.target.value)} />
+        </div>
+        <Facets counts={counts.current?.facets ?? {}} total={counts.current?.total ?? 0} />
+        <span className="total d">{page.error ? <span className="w">{page.error.message}</span> : `${count(counts.current?.total)} answers`}</span>
+      </section>
+      <section className="p1" aria-label="Steps and groups">
+        {steps && steps.step.length > 0 && (
+          <div className="hs">
+            <HeatStrip steps={steps.step} rows={heat} selected={step} onSelect={(next) => setParams({ step: String(next), sample: null, list: null })} />
+          </div>
+        )}
+        <div className="gh">
+          {list === "groups" ? (
+            <span>
+              <b>Step {number(step)}</b> <span className="d">{count(all.length)} groups, {count(keptGroups)} kept{others > 0 && `, ${count(others)} not`}</span>
+              {fresh > 0 && <> <button className="link d" onClick={() => setParams({ step: String(newest), sample: null })}>{fresh} newer</button></>}
+            </span>
+          ) : (
+            <span>
+              <b>All steps</b>{" "}
+              <select className="sort" aria-label="Order" value={sort} onChange={(event) => setParams({ sort: event.target.value === "step" ? null : event.target.value })}>
+                {SORTS.map(([value, title]) => <option key={value} value={value}>{title}</option>)}
+              </select>
+            </span>
+          )}
+          <span className="seg small" role="group" aria-label="List">
+            <button aria-pressed={list === "groups"} onClick={() => setParams({ list: null, search: null, ...Object.fromEntries(Object.keys(chosenFacets(params)).map((name) => [name, null])) })}>step</button>
+            <button aria-pressed={list === "answers"} onClick={() => setParams({ list: "answers" })}>all</button>
+          </span>
+        </div>
+        {list === "groups" ? (
+          <GroupList groups={all} scaleOf={scaleOf} group={inGroups?.group ?? null} sample={selected} onSelect={(id) => select(id)} />
+        ) : (
+          <AnswerList path={samplesPath} query={query} version={samplesVersion} first={page.data} sort={sort} sample={selected} scaleOf={scaleOf} onSelect={selectRow} onRows={(known) => (rows.current = known)} />
+        )}
+      </section>
+      {pinned.data && (
+        <ConversationPane
+          detail={pinned.data}
+          shown={params.view ?? ""}
+          setShown={(view) => setParams({ view }, true)}
+          search={params.search ?? ""}
+          title={<Title detail={pinned.data} note={<button className="link d" onClick={() => setParams({ pin: null })}>unpin</button>} />}
+        />
+      )}
+      {shownDetail ? (
+        <ConversationPane
+          detail={shownDetail}
+          shown={params.view ?? ""}
+          setShown={(view) => setParams({ view }, true)}
+          search={params.search ?? ""}
+          title={<Title detail={shownDetail} of={group?.samples.length} note={<button className="link d" onClick={pin}>{pinId === selected ? "unpin" : "pin"} <kbd>c</kbd></button>} />}
+        >
+          {group && <AllAnswers group={group} scale={scale} selected={selected} onSelect={(id) => select(id)} />}
+        </ConversationPane>
+      ) : (
+        <section className="p2">{detail.error ? <Quiet title="This answer is not here." text={detail.error.message} /> : null}</section>
+      )}
+      {shownDetail && <Numbers detail={shownDetail} group={group} scale={scale} />}
+    </div>
+  );
+}
+
+function attemptOf(id: string, groups: Group[] | undefined, rows: SampleRow[], page: SamplePage | undefined): number | undefined {
+  return groups?.find((group) => group.samples.some((answer) => answer.id === id))?.attempt ?? [...rows, ...(page?.rows ?? [])].find((row) => row.sample_id === id)?.attempt;
+}
+
+function Title({ detail, of, note }: { detail: Detail; of?: number; note: React.ReactNode }) {
+  const place = of ? `answer ${detail.sample_index + 1} of ${of}` : detail.eval_name ? `of eval ${detail.eval_name}` : "";
+  return (
+    <span className="nb ttl">
+      <b>{detail.sample_id}</b> <span className="d">{place}</span> {note}
+    </span>
+  );
+}
+
+/** The other answers of the group, one line each. */
+function AllAnswers({ group, scale, selected, onSelect }: { group: Group; scale: { low: number; high: number }; selected: string; onSelect: (id: string) => void }) {
+  const names = [...new Set(group.samples.flatMap((one) => Object.keys(one.metrics ?? {})))].slice(0, 4);
+  const texts = group.samples.some((one) => one.completion);
+  return (
+    <div className="scroll">
+      <table className="ans">
+        <thead>
+          <tr>
+            <th colSpan={2}>All answers</th>
+            {texts && <th className="wide">Text</th>}
+            {names.map((name) => <th key={name} className="r">{name}</th>)}
+            <th className="r">tokens</th>
+            <th className="r">advantage</th>
+            <th className="r">reward</th>
+          </tr>
+        </thead>
+        <tbody>
+          {group.samples.map((one) => (
+            <tr key={one.id} className={one.id === selected ? "sel" : ""} onClick={() => onSelect(one.id)}>
+              <td><Squares samples={[one]} scale={scale} /></td>
+              <td><button className={one.id === selected ? "" : "d"} onClick={() => onSelect(one.id)}>{one.id}</button></td>
+              {texts && <td className="wide m"><span className="cut">{one.completion}</span></td>}
+              {names.map((name) => <td key={name} className="r">{number(one.metrics[name])}</td>)}
+              <td className="r">{number(one.length)}</td>
+              <td className="r">{signed(one.advantage)}</td>
+              <td className="r">{number(one.reward)}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}

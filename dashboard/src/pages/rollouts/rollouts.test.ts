@@ -1,0 +1,45 @@
+import { expect, test } from "vitest";
+import { chosen, moveAnswer, moveGroup } from "./select";
+import { fate, gini, level, median, rewardScale } from "./squares";
+import type { Group } from "./types";
+
+const group = (id: number, rewards: number[]): Group => ({
+  attempt: 1, id, environment: "e", prompt: "", status: "kept", reason: null, step: 0, reward_mean: null, reward_std: null,
+  samples: rewards.map((reward, i) => ({ id: `${id}-${i}`, reward, advantage: 0, status: "kept", length: 1, metrics: {} })),
+});
+const groups = [group(1, [0, 1]), group(2, []), group(3, [1, 1, 1])];
+
+test("without a valid choice the first answer is chosen", () => {
+  expect(chosen(groups, "gone")).toEqual({ group: 1, sample: "1-0" });
+  expect(chosen([], "x")).toBeNull();
+});
+
+test("j and k keep the place in the group and skip empty groups", () => {
+  expect(moveGroup(groups, "1-1", 1)).toBe("3-1");
+  expect(moveGroup(groups, "3-2", -1)).toBe("1-1");
+  expect(moveGroup(groups, "3-0", 1)).toBe("3-0");
+});
+
+test("h and l stay in the group", () => {
+  expect([moveAnswer(groups, "1-0", -1), moveAnswer(groups, "1-0", 1), moveAnswer(groups, "1-1", 1)]).toEqual(["1-0", "1-1", "1-1"]);
+});
+
+test("only the lowest reward is hollow and only the highest is full", () => {
+  const scale = rewardScale(undefined, [0, 1]);
+  expect([0, 0.01, 0.5, 0.99, 1].map((reward) => level(reward, scale))).toEqual([0, 1, 2, 3, 4]);
+  expect(level(null, scale)).toBeNull();
+});
+
+test("the Gini coefficient follows the documented formula", () => {
+  expect(gini([1, 1, 1, 1])).toBe(0);
+  expect(gini([0, 0, 0, 1])).toBeCloseTo(0.75);
+  expect(gini([-1, 0])).toBeCloseTo(0.5);
+  expect(median([3, 1, 2, 10])).toBe(2.5);
+});
+
+test("a discarded group says why in words", () => {
+  const scale = { low: 0, high: 1 };
+  expect(fate({ status: "discarded", reason: "zero_advantage", reward_mean: 1 }, scale)).toBe("all right");
+  expect(fate({ status: "discarded", reason: "max_async", reward_mean: 1 }, scale)).toBe("too old");
+  expect(fate({ status: "cancelled", reason: "run_ended", reward_mean: null }, scale)).toBe("run ended");
+});

@@ -1,0 +1,55 @@
+/** A square is an answer: hollow is the lowest reward, full the highest. */
+
+import type { Environment } from "../../types";
+import type { Group } from "./types";
+
+export interface RewardScale {
+  low: number;
+  high: number;
+}
+
+/** The scale of an environment's rewards: as it declares, else as seen. */
+export function rewardScale(environment: Environment | undefined, rewards: readonly (number | null)[]): RewardScale {
+  const known = rewards.filter((reward): reward is number => reward !== null);
+  const low = environment?.reward_min ?? Math.min(0, ...known);
+  const high = environment?.reward_max ?? Math.max(1, ...known);
+  return high > low ? { low, high } : { low, high: low + 1 };
+}
+
+/** Level of the ramp from 0 (hollow) to 4 (full); only the lowest reward is hollow and only the highest full. */
+export function level(reward: number | null, { low, high }: RewardScale): number | null {
+  if (reward === null) return null;
+  const share = (reward - low) / (high - low);
+  if (share <= 0) return 0;
+  if (share >= 1) return 4;
+  return Math.min(3, Math.max(1, Math.round(share * 4)));
+}
+
+/** Gini coefficient of the values, shifted so that the smallest is 0 when one is negative. */
+export function gini(values: readonly number[]): number | null {
+  if (values.length === 0) return null;
+  const lowest = Math.min(...values);
+  const sorted = values.map((value) => value - Math.min(0, lowest)).sort((a, b) => a - b);
+  const sum = sorted.reduce((a, b) => a + b, 0);
+  if (sum === 0) return 0;
+  const ranked = sorted.reduce((total, value, i) => total + (i + 1) * value, 0);
+  return (2 * ranked) / (sorted.length * sum) - (sorted.length + 1) / sorted.length;
+}
+
+export function median(values: readonly number[]): number | null {
+  if (values.length === 0) return null;
+  const sorted = [...values].sort((a, b) => a - b);
+  const middle = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[middle]! : (sorted[middle - 1]! + sorted[middle]!) / 2;
+}
+
+/** The fate of a group in a word or two: why it was not trained. */
+export function fate(group: Pick<Group, "status" | "reason" | "reward_mean">, scale: RewardScale): string {
+  if (group.status === "kept") return "kept";
+  if (group.reason === "zero_advantage") {
+    if (group.reward_mean === scale.high) return "all right";
+    return group.reward_mean === scale.low ? "all wrong" : "all equal";
+  }
+  const words: Record<string, string> = { max_async: "too old", run_ended: "run ended" };
+  return group.reason ? (words[group.reason] ?? group.reason.replaceAll("_", " ")) : group.status;
+}
