@@ -1,0 +1,122 @@
+/** Finds and merges the spans of a track, for drawing and for the pointer. */
+
+import { KINDS, type Track } from "./spans";
+
+/** Index of the first span that starts at or after a time. */
+export function firstFrom(track: Track, time: number): number {
+  let low = 0;
+  let high = track.start.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (track.start[middle]! < time) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+export interface Box {
+  from: number;
+  to: number;
+  kind: number;
+  /** Index in the track, or -1 when the box stands for several spans. */
+  index: number;
+}
+
+/** Narrower spans are merged, in seconds of one pixel. */
+const MERGE_PIXELS = 1;
+
+/**
+ * Returns the boxes to draw for [from, to) at a scale of seconds per pixel.
+ *
+ * A span of a pixel or more is its own box. Narrower ones share boxes of one pixel, with the kind that fills most of it,
+ * so that the number of boxes is bounded by the width, not by the number of spans.
+ */
+export function visibleBoxes(track: Track, from: number, to: number, secondsPerPixel: number): Box[] {
+  const boxes: Box[] = [];
+  const narrow = secondsPerPixel * MERGE_PIXELS;
+  const filled = new Float64Array(KINDS.length);
+  let pixel = -1;
+  let only = -1;
+  let merged = 0;
+  const flush = () => {
+    if (merged === 0) return;
+    let best = 0;
+    for (let kind = 1; kind < filled.length; kind++) if (filled[kind]! > filled[best]!) best = kind;
+    const start = from + pixel * narrow;
+    if (merged === 1) boxes.push({ from: track.start[only]!, to: Math.max(track.end[only]!, track.start[only]! + narrow / 2), kind: track.kind[only]!, index: only });
+    else boxes.push({ from: start, to: start + narrow, kind: best, index: -1 });
+    filled.fill(0);
+    merged = 0;
+  };
+  const end = firstFrom(track, to);
+  for (let i = firstFrom(track, from - track.longest); i < end; i++) {
+    const start = track.start[i]!;
+    const stop = track.end[i]!;
+    if (stop < from) continue;
+    if (stop - start >= narrow) {
+      flush();
+      pixel = -1;
+      boxes.push({ from: start, to: stop, kind: track.kind[i]!, index: i });
+      continue;
+    }
+    const at = Math.floor((start - from) / narrow);
+    if (at !== pixel) flush();
+    pixel = at;
+    only = i;
+    merged++;
+    filled[track.kind[i]!]! += Math.max(stop - start, 1e-9);
+  }
+  flush();
+  return boxes;
+}
+
+/** Index of the span at a time, within a tolerance; the shortest one when several cover it. -1 if there is none. */
+export function spanAt(track: Track, time: number, tolerance: number): number {
+  let best = -1;
+  let bestDistance = Infinity;
+  let bestLength = Infinity;
+  const end = firstFrom(track, time + tolerance);
+  for (let i = firstFrom(track, time - track.longest - tolerance); i < end; i++) {
+    const start = track.start[i]!;
+    const stop = track.end[i]!;
+    const distance = time < start ? start - time : time > stop ? time - stop : 0;
+    if (distance > tolerance) continue;
+    if (distance < bestDistance || (distance === bestDistance && stop - start < bestLength)) {
+      best = i;
+      bestDistance = distance;
+      bestLength = stop - start;
+    }
+  }
+  return best;
+}
+
+/** Number of spans that are open at each of `points` times, spread evenly over [from, to]. */
+export function openCounts(tracks: readonly Track[], from: number, to: number, points: number): Float64Array {
+  const change = new Float64Array(points + 1);
+  const scale = points / (to - from);
+  for (const track of tracks) {
+    for (let i = 0; i < track.start.length; i++) {
+      if (track.end[i]! < from || track.start[i]! > to) continue;
+      const a = Math.min(points - 1, Math.max(0, (track.start[i]! - from) * scale));
+      const b = Math.min(points, Math.max(0, (track.end[i]! - from) * scale));
+      // A span adds its share to the first and last bucket that it touches, and 1 to those between.
+      const first = Math.floor(a);
+      const last = Math.min(points - 1, Math.floor(b));
+      if (first === last) {
+        change[first]! += b - a;
+        change[first + 1]! -= b - a;
+        continue;
+      }
+      const head = first + 1 - a;
+      change[first]! += head;
+      change[first + 1]! += 1 - head;
+      const tail = b - last;
+      change[last]! += tail - 1;
+      change[last + 1]! -= tail;
+    }
+  }
+  const out = new Float64Array(points);
+  let sum = 0;
+  for (let i = 0; i < points; i++) out[i] = sum += change[i]!;
+  return out;
+}

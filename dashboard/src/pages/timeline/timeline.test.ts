@@ -1,0 +1,129 @@
+import { expect, test } from "vitest";
+import { criticalPath, partition, total, verdict, type StepSpan } from "./criticalPath";
+import { openCounts, spanAt, visibleBoxes } from "./search";
+import { KINDS, buildLanes, kindOf, type SpanColumns } from "./spans";
+import { traceEvents } from "./trace";
+import { NARROWEST, bound, clock, follow, ticks, zoom } from "./viewport";
+
+type Row = [string, string, Partial<StepSpan> & { start: number; end: number }];
+
+function columns(rows: Row[]): SpanColumns {
+  const of = <T>(read: (row: Row) => T) => rows.map(read);
+  return {
+    component: of((r) => r[0]), name: of((r) => r[1]), rank: of((r) => r[2].rank ?? null), server: of((r) => r[2].server ?? null),
+    lane: of((r) => r[2].lane ?? null), step: of((r) => r[2].step ?? null), micro_batch: of(() => null),
+    sample_id: of((r) => r[2].sample_id ?? null), start: of((r) => r[2].start), end: of((r) => r[2].end),
+  };
+}
+
+function spans(rows: Row[]): StepSpan[] {
+  return rows.map(([component, name, rest]) => ({ component, name, rank: null, server: null, lane: null, step: null, sample_id: null, ...rest }));
+}
+
+const REQUEST: Row[] = [
+  ["rollout", "generate", { server: 0, lane: 3, sample_id: "7-1", start: 0, end: 5 }],
+  ["inference", "decode", { server: 0, lane: 3, sample_id: "7-1", start: 2, end: 5 }],
+  ["inference", "queue", { server: 0, lane: 3, sample_id: "7-1", start: 1, end: 2 }],
+  ["rollout", "reward", { server: 0, lane: 3, sample_id: "7-1", start: 5, end: 6 }],
+  ["trainer", "step", { rank: 0, step: 4, start: 6.5, end: 9 }],
+  ["trainer", "forward", { rank: 0, step: 4, start: 6.5, end: 7 }],
+  ["trainer", "backward", { rank: 0, step: 4, start: 7, end: 8.5 }],
+  ["trainer", "gradient_reduction", { rank: 0, step: 4, start: 8, end: 8.75 }],
+  ["weights", "weight_sync", { server: 0, step: 4, start: 9, end: 9.5 }],
+];
+
+test("requests lie in the lane of their slot, with the request under its phases", () => {
+  const lanes = buildLanes(columns(REQUEST));
+  expect(lanes.engines).toHaveLength(1);
+  const [lane] = lanes.engines[0]!.lanes;
+  expect([lane!.slot, lane!.back.start.length, lane!.main.start.length]).toEqual([3, 1, 3]);
+  expect([...lane!.main.start]).toEqual([1, 2, 5]);
+  expect(lanes.engines[0]!.syncs.start.length).toBe(1);
+  expect(lanes.trainer[0]!.stripe.start.length).toBe(1);
+});
+
+test("every known name has a kind", () => {
+  expect(kindOf("trainer", "weight_broadcast_wait")).toBe("weight sync");
+  expect(kindOf("environment", "turn")).toBe("environment");
+});
+
+test("many narrow spans become one box a pixel", () => {
+  const many: Row[] = Array.from({ length: 10_000 }, (_, i) => ["inference", i % 3 ? "decode" : "queue", { server: 0, lane: 0, start: i * 0.001, end: i * 0.001 + 0.0009 }]);
+  const track = buildLanes(columns(many)).engines[0]!.lanes[0]!.main;
+  const boxes = visibleBoxes(track, 0, 10, 0.1);
+  expect(boxes.length).toBeLessThanOrEqual(101);
+  expect(KINDS[boxes[5]!.kind]).toBe("decode");
+});
+
+test("a long span that began before the view is drawn", () => {
+  const track = buildLanes(columns([["inference", "decode", { server: 0, lane: 0, start: 0, end: 100 }]])).engines[0]!.lanes[0]!.main;
+  expect(visibleBoxes(track, 50, 60, 0.01)).toHaveLength(1);
+});
+
+test("the pointer finds the shortest span under it, and near ones within the tolerance", () => {
+  const track = buildLanes(columns(REQUEST)).engines[0]!.lanes[0]!.main;
+  expect(track.start[spanAt(track, 1.5, 0)]).toBe(1);
+  expect(track.start[spanAt(track, 0.95, 0.1)]).toBe(1);
+  expect(spanAt(track, 0.5, 0.1)).toBe(-1);
+});
+
+test("open spans are counted by their share of a bucket", () => {
+  const track = buildLanes(columns([["inference", "decode", { server: 0, lane: 0, start: 0.5, end: 2 }]])).engines[0]!.lanes[0]!.main;
+  expect([...openCounts([track], 0, 4, 4)]).toEqual([0.5, 1, 0, 0]);
+});
+
+test("a zoom keeps the time under the pointer", () => {
+  const view = zoom({ from: 0, to: 100 }, 25, 0.5);
+  expect(view).toEqual({ from: 12.5, to: 62.5 });
+  const narrow = zoom({ from: 0, to: NARROWEST }, 0, 0.1);
+  expect(narrow.to - narrow.from).toBeCloseTo(NARROWEST);
+});
+
+test("a view stays at the run, and following shows its end", () => {
+  expect(bound({ from: 500, to: 510 }, 0, 100)).toEqual({ from: 95, to: 105 });
+  expect(follow({ from: 0, to: 12 }, 100)).toEqual({ from: 89, to: 101 });
+});
+
+test("ticks are round in the time of the run", () => {
+  expect(ticks({ from: 1003, to: 1043 }, 1000, 9)).toEqual({ times: [1005, 1010, 1015, 1020, 1025, 1030, 1035, 1040], step: 5 });
+  expect([clock(2465, 5), clock(3750, 60), clock(5.25, 0.05), clock(-2, 1)]).toEqual(["41:05", "1:02:30", "0:05.25", "−0:02"]);
+});
+
+test("the parts of a partition add up to its time", () => {
+  const parts = partition(0, 10, [
+    { start: -5, end: 4, kind: "decode", label: "a", priority: 1 },
+    { start: 3, end: 6, kind: "reward", label: "b", priority: 2 },
+  ], { kind: "other", label: "rest" });
+  expect(parts.map((p) => [p.label, p.seconds])).toEqual([["a", 3], ["b", 3], ["rest", 4]]);
+});
+
+test("the critical path goes through the last sample to the end of the step", () => {
+  const samples = [
+    { sample_id: "7-1", group_id: 7, finished_at: 6, server: 0, lane: 3 },
+    { sample_id: "6-0", group_id: 6, finished_at: 2, server: 0, lane: 1 },
+  ];
+  const path = criticalPath(4, 1, 10, spans(REQUEST), samples);
+  expect(path.last?.sample_id).toBe("7-1");
+  expect(path.groupsReady).toEqual({ earlier: 1, of: 2, seconds: 4 });
+  const rows = total(path.parts);
+  expect(rows.map((row) => [row.label, row.seconds])).toEqual([
+    ["Its queue", 1], ["Decode of 7-1", 3], ["Its reward", 1], ["Batch packed", 0.5],
+    ["Forward", 0.5], ["Backward", 1.5], ["Reduce", 0.25], ["Other", 0.75], ["Weight sync", 0.5],
+  ]);
+  expect(rows.reduce((sum, row) => sum + row.seconds, 0)).toBeCloseTo(9);
+  expect(verdict(path)).toBe("It waited 5.5 s for one long answer.");
+});
+
+test("a step whose batch was ready names its longest phase", () => {
+  const samples = [{ sample_id: "7-1", group_id: 7, finished_at: 6, server: 0, lane: 3 }];
+  const path = criticalPath(4, 6.45, 10, spans(REQUEST), samples);
+  expect(path.last).toBeNull();
+  expect(verdict(path)).toBe("Its batch was ready. Backward took 1.5 s, 42\u2009% of it.");
+});
+
+test("the trace has processes, threads and microseconds", () => {
+  const events = traceEvents(columns(REQUEST), 0, 10);
+  expect(events.filter((event) => event.ph === "X")).toHaveLength(REQUEST.length);
+  expect(events.find((event) => event.name === "backward")).toMatchObject({ ts: 7e6, dur: 1.5e6, cat: "trainer" });
+  expect(events.filter((event) => event.name === "process_name").map((event) => event.args.name)).toEqual(["engine 0", "trainer"]);
+});
