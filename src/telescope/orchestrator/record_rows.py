@@ -108,6 +108,7 @@ def sample_row(
         "divergences": {name: float(count) for name, count in sample.divergences.items()},
         "num_retries": sample.num_infrastructure_retries,
         "wasted_tokens": sample.num_sampled_tokens - sample.num_completion_tokens,
+        "total_tokens": sample.num_tokens,
     }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -95,6 +96,19 @@ def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version:
     return metrics
 
 
+@dataclass(frozen=True, slots=True)
+class SampleLengths:
+    """Lengths of a sample in tokens."""
+
+    prompt: int
+    completion: int
+    total: int
+
+    @classmethod
+    def of(cls, sample: Trajectory) -> SampleLengths:
+        return cls(sample.num_prompt_tokens, sample.num_completion_tokens, sample.num_tokens)
+
+
 class DiscardCounts:
     """Counts of untrained groups, samples and tokens since the last step.
 
@@ -110,7 +124,7 @@ class DiscardCounts:
     def __init__(self) -> None:
         self._groups: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
-        self._lengths: dict[str, list[int]] = defaultdict(list)
+        self._lengths: dict[str, list[SampleLengths]] = defaultdict(list)
         self._rewards: dict[str, list[float]] = defaultdict(list)
         self._masked: dict[str, list[int]] = defaultdict(list)
         self._cancelled: list[int] = []
@@ -126,10 +140,11 @@ class DiscardCounts:
         Only its usable samples count here; masked and cancelled ones are counted as such.
         """
         scored = [sample for sample in samples if sample.is_usable]
+        lengths = [SampleLengths.of(sample) for sample in scored]
         self._reasons[reason] += 1
         for key in (reason, f"{reason}_{kind}") if kind else (reason,):
             self._groups[key] += 1
-            self._lengths[key].extend(sample.num_completion_tokens for sample in scored)
+            self._lengths[key].extend(lengths)
             self._rewards[key].extend(sample.total_reward for sample in scored)
 
     def masked(self, sample: Trajectory) -> None:
@@ -167,20 +182,24 @@ class DiscardCounts:
             rewards = self._rewards[reason]
             metrics[f"{section}/groups"] = float(self._groups[reason])
             metrics[f"{section}/pct"] = 100.0 * self._groups[reason] / total if total else 0.0
-            metrics.update(_counted(section, self._lengths[reason]))
+            lengths = self._lengths[reason]
+            metrics.update(_counted(section, [one.completion for one in lengths]))
+            for name in ("prompt", "total"):
+                moments = _moments(getattr(one, name) for one in lengths)
+                metrics.update({f"{section}/{name}_tokens_{key}": value for key, value in moments.items()})
             if rewards:
                 metrics[f"{section}/reward_mean"] = float(np.mean(rewards))
-        for kind, lengths in sorted(self._masked.items()):
-            metrics.update(_counted(f"masked/{kind}", lengths))
+        for kind, masked in sorted(self._masked.items()):
+            metrics.update(_counted(f"masked/{kind}", masked))
         by_section = {
             "cancelled": self._cancelled,
             "returned": self._requeued,
             "retried": self._retried,
             "lost": self._lost,
         }
-        for section, lengths in by_section.items():
-            metrics.update(_counted(section, lengths))
-            lengths.clear()
+        for section, counted in by_section.items():
+            metrics.update(_counted(section, counted))
+            counted.clear()
         for counts in (self._groups, self._reasons, self._lengths, self._rewards, self._masked):
             counts.clear()
         self._num_unseen = self._num_requeued_groups = 0

@@ -19,7 +19,7 @@ from telescope.orchestrator.groups import Group
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.status import RunStatus, StepSummary
 from telescope.orchestrator.step_metrics import DiscardCounts, batch_metrics
-from telescope.orchestrator.step_stats import step_stats_rows
+from telescope.orchestrator.step_stats import Numbers, discarded_numbers, step_stats_rows
 from telescope.record.recorder import Recorder
 from telescope.rollout.trajectory import Trajectory
 from telescope.trainer.batch import StepResult
@@ -63,6 +63,7 @@ class StepRecorder:
         self._discards = DiscardCounts()
         self._num_tokens_at_last_step = status.num_tokens_generated
         self._discarded_rewards: list[np.ndarray] = []
+        self._discarded_numbers: list[tuple[str, Numbers]] = []
 
     def count_retries(self, sample: Trajectory) -> None:
         """Counts the failed requests and lost conversations of a finished sample."""
@@ -75,10 +76,14 @@ class StepRecorder:
 
     def discarded(self, group: Group, reason: str, kind: str | None, version: int) -> None:
         """Counts and writes a group that will not be trained. `kind` refines the reason."""
-        self._discards.discarded(reason, kind, group.samples)
-        self._discarded_rewards.append(group.rewards_n)
+        self._count_discarded(group, reason, kind)
         self._status.num_discarded_groups += 1
         self._write_group(group, version, status="discarded", reason=reason, step=version)
+
+    def _count_discarded(self, group: Group, reason: str, kind: str | None) -> None:
+        self._discards.discarded(reason, kind, group.samples)
+        self._discarded_rewards.append(group.rewards_n)
+        self._discarded_numbers += [(group.environment, discarded_numbers(s)) for s in group.usable_samples]
 
     def withdrawn(self, group: Group, reason: str, version: int) -> None:
         """Counts and writes the finished samples of a requeued group.
@@ -86,8 +91,7 @@ class StepRecorder:
         The group itself is written when its outcome is final. Its running samples follow as `cancelled`.
         """
         self._discards.requeued(group.samples)
-        self._discards.discarded(reason, None, group.samples)
-        self._discarded_rewards.append(group.rewards_n)
+        self._count_discarded(group, reason, None)
         self._status.num_requeued_groups += 1
         self._write_samples(group, version, status="discarded", reason=reason, step=version)
 
@@ -129,7 +133,8 @@ class StepRecorder:
             self._status.num_tokens_generated,
         )
         await self._write_trained_groups(trained)
-        for rows in step_stats_rows(trained.groups, trained.advantages.tolist(), step=trained.step):
+        discarded, self._discarded_numbers = self._discarded_numbers, []
+        for rows in step_stats_rows(trained.groups, trained.advantages.tolist(), discarded, step=trained.step):
             for row in rows:
                 self._recorder.write("step_stats", row)
             await asyncio.sleep(0)
@@ -210,7 +215,10 @@ class StepRecorder:
         write = self._recorder.write
         oldest = sample.version_range[0]
         age = version - oldest if oldest >= 0 else None
-        write("samples", record_rows.sample_row(sample, group.prompt.text, age=age, **outcome))
+        row = record_rows.sample_row(sample, group.prompt.text, age=age, **outcome)
+        if not sample.turns:
+            row["prompt_tokens"] = row["total_tokens"] = len(group.prompt.token_ids)
+        write("samples", row)
         for table, row in record_rows.detail_rows(sample):
             write(table, row)
         for row in record_rows.request_span_rows(sample):

@@ -20,27 +20,35 @@ WITHOUT_GINI = frozenset({"advantage", "age", "prompt_tokens"})
 """Numbers without a Gini coefficient: centered on 0, or equal within a group."""
 
 
+Numbers = dict[str, float]
+
+
 def step_stats_rows(
-    groups: Sequence[Group], advantages: Sequence[float], *, step: int
+    groups: Sequence[Group], advantages: Sequence[float], discarded: Sequence[tuple[str, Numbers]], *, step: int
 ) -> Iterator[list[dict[str, Any]]]:
     """Yields the rows of all samples, then those of each environment: a list each, so that a caller can pause.
 
-    `advantages` are of the usable samples of `groups`, in order. `step` is also the version that the step started from.
+    `advantages` are of the usable samples of `groups`, in order. `discarded` has environment and `discarded_numbers` of
+    each discarded sample. `step` is also the version that the step started from.
     """
     samples = [sample for group in groups for sample in group.usable_samples]
     group_N = np.repeat(np.arange(len(groups)), [len(group.usable_samples) for group in groups])
     numbers = [_numbers(s, a, step) for s, a in zip(samples, advantages, strict=True)]
-    environments = sorted({sample.environment for sample in samples})
+    environments = sorted({sample.environment for sample in samples} | {environment for environment, _ in discarded})
     for environment in ("", *environments):
         chosen = [i for i, sample in enumerate(samples) if environment in ("", sample.environment)]
         by_metric: dict[str, list[tuple[float, int]]] = defaultdict(list)
         for i in chosen:
             for name, value in numbers[i].items():
                 by_metric[name].append((value, group_N[i]))
+        for of, lengths in discarded:
+            if environment in ("", of):
+                for name, value in lengths.items():
+                    by_metric[name].append((value, 0))
         rows = []
         for name, pairs in by_metric.items():
             values, of_group = (np.asarray(column) for column in zip(*pairs, strict=True))
-            stats = distribution(values, None if name in WITHOUT_GINI else of_group)
+            stats = distribution(values, of_group if _has_gini(name) else None)
             if stats:
                 rows.append({"step": step, "environment": environment, "metric": name, **stats})
         yield rows
@@ -92,7 +100,21 @@ def mean_gini(values: np.ndarray, groups: np.ndarray) -> float:
     return float(np.where(totals == 0, 0.0, 2 * weighted / (sizes * safe) - (sizes + 1) / sizes).mean())
 
 
-def _numbers(sample: Trajectory, advantage: float, version: int) -> dict[str, float]:
+def discarded_numbers(sample: Trajectory) -> Numbers:
+    """Returns the numbers of a scored sample whose group is discarded."""
+    return {
+        "discarded/reward": sample.total_reward,
+        "discarded/prompt_tokens": sample.num_prompt_tokens,
+        "discarded/completion_tokens": sample.num_completion_tokens,
+        "discarded/total_tokens": sample.num_tokens,
+    }
+
+
+def _has_gini(name: str) -> bool:
+    return name not in WITHOUT_GINI and not name.startswith("discarded/")
+
+
+def _numbers(sample: Trajectory, advantage: float, version: int) -> Numbers:
     assert sample.reward is not None
     oldest = sample.version_range[0]
     prompt, completion, environment = (

@@ -18,7 +18,7 @@ from telescope.rollout.types import RequestId, parse_request_id
 MESSAGE = (Path(__file__).parent / "traces" / "0.32.pb").read_bytes()
 TIMES = {
     "gen_ai.latency.e2e": 10.0, "gen_ai.latency.time_in_queue": 0.5, "gen_ai.latency.time_in_model_prefill": 2.0,
-    "gen_ai.latency.time_in_model_decode": 7.0,
+    "gen_ai.latency.time_in_model_decode": 7.0, "gen_ai.latency.time_to_first_token": 3.25,
 }  # fmt: skip
 
 
@@ -60,6 +60,7 @@ def test_a_request_is_queue_prefill_and_decode_end_to_end() -> None:
         assert (row["server"], row["sample_id"], row["component"]) == (3, "5-0", "inference")
         assert (row["attributes"]["turn"], row["attributes"]["lane"]) == ("2", "7")
     assert queue["attributes"]["scheduler_seconds"] == "0.500000"
+    assert prefill["attributes"]["first_token_seconds"] == "3.250000"
 
 
 def test_clock_skew_gives_no_negative_interval() -> None:

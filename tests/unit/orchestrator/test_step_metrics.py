@@ -112,6 +112,15 @@ def test_discards_are_counted_in_groups_samples_and_tokens_with_their_lengths() 
         assert {f"discarded/{reason}/{name}" for name in ("groups", "samples", "tokens", "pct")} <= set(counts.take(1))
 
 
+def test_discarded_samples_have_prompt_and_total_lengths() -> None:
+    counts = DiscardCounts()
+    counts.discarded("zero_advantage", None, [sample(0, lengths=(3, 4)), sample(1, lengths=(5,)), sample(2, None)])
+    metrics = counts.take(1)
+    assert metrics["discarded/zero_advantage/prompt_tokens_mean"] == 2
+    assert metrics["discarded/zero_advantage/total_tokens_max"] == 2 + 3 + 1 + 4
+    assert metrics["discarded/zero_advantage/total_tokens_min"] == 2 + 5
+
+
 def test_percentages_are_of_all_groups_and_never_pass_a_hundred() -> None:
     counts = DiscardCounts()
     for _ in range(3):

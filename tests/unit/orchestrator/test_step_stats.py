@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.unit.orchestrator.fakes import group
 
 from telescope.orchestrator.step_metrics import gini
-from telescope.orchestrator.step_stats import NUM_BINS, distribution, mean_gini, step_stats_rows
+from telescope.orchestrator.step_stats import NUM_BINS, discarded_numbers, distribution, mean_gini, step_stats_rows
 from telescope.record.tables import COLUMN_NAMES
 
 values = st.lists(st.floats(-1e6, 1e6).map(lambda x: round(x, 3)), min_size=1, max_size=40)
@@ -66,7 +66,8 @@ def test_values_that_are_not_finite_are_left_out() -> None:
 
 def test_a_step_has_rows_of_all_samples_and_of_each_environment() -> None:
     groups = [group([0.0, 1.0], correct=1.0), group([1.0, 1.0, None], n=6, environment="logic", words=3.0)]
-    rows = [row for part in step_stats_rows(groups, [-1.0, 1.0, 0.0, 0.0], step=2) for row in part]
+    discarded = [("logic", discarded_numbers(one)) for one in group([0.5, 0.5], lengths=(4,)).samples]
+    rows = [row for part in step_stats_rows(groups, [-1.0, 1.0, 0.0, 0.0], discarded, step=2) for row in part]
     assert all(set(row) <= COLUMN_NAMES["step_stats"] for row in rows)
     found = {(row["environment"], row["metric"]): row for row in rows}
     assert {environment for environment, _ in found} == {"", "arithmetic", "logic"}
@@ -81,3 +82,5 @@ def test_a_step_has_rows_of_all_samples_and_of_each_environment() -> None:
     assert found["arithmetic", "advantage"]["gini"] is None
     assert found["", "age"]["mean"] == 2.0
     assert found["", "total_tokens"]["max"] == 5.0
+    assert (found["", "discarded/total_tokens"]["n"], found["logic", "discarded/total_tokens"]["mean"]) == (2, 6.0)
+    assert found["logic", "discarded/prompt_tokens"]["gini"] is None

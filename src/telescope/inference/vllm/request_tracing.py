@@ -169,6 +169,7 @@ def read_traces(body: bytes) -> Iterator[Row]:
 def request_rows(arrived_at: float, values: dict[str, Any], server: int) -> Iterator[Row]:
     """Yields consecutive `queue`, `prefill` and `decode` spans of one request.
 
+    The attribute `first_token_seconds` of `prefill` is vLLM's time to first token, from the arrival of the request.
     vLLM's queue time is the scheduler's alone. Here `queue` is all the time before the engine began to work on the
     request, and vLLM's number is an attribute.
     """
@@ -182,9 +183,12 @@ def request_rows(arrived_at: float, values: dict[str, Any], server: int) -> Iter
     ended_at = arrived_at + seconds("e2e")
     decode_at = max(ended_at - seconds("time_in_model_decode"), arrived_at)
     prefill_at = max(decode_at - seconds("time_in_model_prefill"), arrived_at)
+    prompt = {"tokens": str(values.get("gen_ai.usage.prompt_tokens", ""))}
+    if "gen_ai.latency.time_to_first_token" in values:
+        prompt["first_token_seconds"] = f"{seconds('time_to_first_token'):.6f}"
     for name, start, end, attributes in (
         ("queue", arrived_at, prefill_at, {"scheduler_seconds": f"{seconds('time_in_queue'):.6f}"}),
-        ("prefill", prefill_at, decode_at, {"tokens": str(values.get("gen_ai.usage.prompt_tokens", ""))}),
+        ("prefill", prefill_at, decode_at, prompt),
         ("decode", decode_at, ended_at, {"tokens": str(values.get("gen_ai.usage.completion_tokens", ""))}),
     ):
         yield {
