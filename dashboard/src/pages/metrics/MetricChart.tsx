@@ -1,0 +1,167 @@
+/** One metric of all runs, drawn when it comes into view. */
+
+import { useEffect, useMemo, useRef, useState } from "react";
+import { runPath } from "../../api";
+import { type BandKind, bandsOf, distributionOf, type DrawnRun, linesOf, type XAxis } from "../../charts/data";
+import { Chart } from "../../charts/Chart";
+import { download, downloadPng, fileName, linesCsv } from "../../charts/export";
+import { Menu } from "../../shell/Menu";
+import { useLayouts } from "../../state/layouts";
+import { useVersion } from "../../state/live";
+import { useResource } from "../../state/resource";
+import type { Distribution, Value } from "../../types";
+
+/** What the toolbar and the ruler decide for all charts. */
+export interface View {
+  axis: XAxis;
+  keep: number;
+  band: BandKind;
+  log: boolean;
+  trim: boolean;
+  zoom: { from: number; to: number } | null;
+  onZoom: (zoom: { from: number; to: number } | null) => void;
+  xEnd?: number;
+  xFormat?: (x: number) => string;
+}
+
+interface MetricChartProps {
+  metric: string;
+  runs: DrawnRun[];
+  view: View;
+  open?: () => void;
+  close?: () => void;
+  remove?: () => void;
+  /** Another chart was dropped on this one. */
+  drop?: (metric: string) => void;
+  move?: (by: 1 | -1) => void;
+}
+
+const DRAGGED = "application/x-telescope-metric";
+
+export function MetricChart(props: MetricChartProps) {
+  const host = useRef<HTMLDivElement>(null);
+  const [seen, setSeen] = useState(false);
+  const [target, setTarget] = useState(false);
+  useEffect(() => {
+    const observer = new IntersectionObserver((entries) => entries.some((entry) => entry.isIntersecting) && setSeen(true), { rootMargin: "300px" });
+    observer.observe(host.current!);
+    return () => observer.disconnect();
+  }, []);
+  const { drop } = props;
+  return (
+    <div
+      ref={host}
+      className={`cell ${target ? "target" : ""}`}
+      onDragOver={(event) => {
+        if (!drop || !event.dataTransfer.types.includes(DRAGGED)) return;
+        event.preventDefault();
+        setTarget(true);
+      }}
+      onDragLeave={() => setTarget(false)}
+      onDrop={(event) => {
+        setTarget(false);
+        const metric = event.dataTransfer.getData(DRAGGED);
+        if (metric) drop?.(metric);
+      }}
+    >
+      {seen ? <Seen {...props} /> : null}
+    </div>
+  );
+}
+
+function Seen({ metric, runs, view, open, close, remove, move }: MetricChartProps) {
+  const first = runs[0]!;
+  const has = distributionOf(metric);
+  const wanted = has !== null && view.band !== "none";
+  const version = useVersion(first.id, "step_stats", "steps");
+  const distribution = useResource<Distribution>(wanted ? runPath(first.id, "distribution") : null, has ? { metric: has.metric, environment: has.environment } : {}, version).data;
+  const bands = useMemo(() => bandsOf(first, distribution, view.band, view.keep), [first, distribution, view.band, view.keep]);
+  const lines = useMemo(() => linesOf(runs, metric, view.keep, bands), [runs, metric, view.keep, bands]);
+  const canvas = useRef<HTMLCanvasElement | null>(null);
+  const { pinned, setPinned } = useLayouts();
+  const isPinned = pinned.includes(metric);
+  const bandWords = bands.length === 0 ? "" : view.band === "std" ? "mean ± std" : "p5 to p95, p25 to p75";
+  const file = fileName(`${first.name}_${metric}`);
+  return (
+    <Chart
+      title={metric}
+      unit={[unitOf(metric), bandWords && runs.length > 1 ? `${bandWords} of ${first.name}` : bandWords].filter(Boolean).join(", ")}
+      x={first.x}
+      lines={lines}
+      axis={view.axis}
+      xEnd={view.xEnd}
+      xFormat={view.xFormat}
+      zoom={view.zoom}
+      onZoom={view.onZoom}
+      log={view.log && lines.some((line) => line.values.some((value: Value) => value !== null && value > 0))}
+      withoutOutliers={view.trim}
+      onTitle={open}
+      canvas={(element) => (canvas.current = element)}
+      before={move && <Grip metric={metric} move={move} />}
+      after={
+        <Menu
+          label={`More for ${metric}`}
+          button="⋯"
+          items={[
+            ...(open ? [{ title: "Open large", run: open }] : []),
+            ...(close ? [{ title: "Close", run: close }] : []),
+            { title: isPinned ? "Take off the overview" : "Pin to the overview", run: () => setPinned(isPinned ? pinned.filter((other) => other !== metric) : [...pinned, metric]) },
+            {
+              title: "Save as PNG",
+              run: () => canvas.current && downloadPng(`${file}.png`, metric, canvas.current, lines.map((line) => ({ text: line.label, color: line.color }))),
+            },
+            {
+              title: "Save as CSV",
+              run: () =>
+                download(
+                  `${file}.csv`,
+                  new Blob([linesCsv(view.axis, runs.flatMap((run) => (run.steps.metrics[metric] ? [{ label: run.name, x: run.x, values: run.steps.metrics[metric] }] : [])))], { type: "text/csv" }),
+                ),
+            },
+            ...(remove ? [{ title: "Remove from this layout", run: remove }] : []),
+          ]}
+        />
+      }
+    />
+  );
+}
+
+function Grip({ metric, move }: { metric: string; move: (by: 1 | -1) => void }) {
+  const [held, setHeld] = useState(false);
+  const key = (event: React.KeyboardEvent) => {
+    if (event.key === " ") setHeld(!held);
+    else if (held && (event.key === "ArrowLeft" || event.key === "ArrowUp")) move(-1);
+    else if (held && (event.key === "ArrowRight" || event.key === "ArrowDown")) move(1);
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+  };
+  return (
+    <span
+      className={`grip ${held ? "held" : ""}`}
+      role="button"
+      tabIndex={0}
+      draggable
+      aria-pressed={held}
+      aria-label={`Move ${metric}: space, arrows, space`}
+      title="Drag to move. By keyboard: space, arrows, space"
+      onKeyDown={key}
+      onBlur={() => setHeld(false)}
+      onDragStart={(event) => {
+        event.dataTransfer.setData(DRAGGED, metric);
+        event.dataTransfer.effectAllowed = "move";
+        const chart = (event.target as Element).closest(".chart");
+        if (chart) event.dataTransfer.setDragImage(chart, 8, 8);
+      }}
+    />
+  );
+}
+
+/** Returns the unit that a metric's name tells. */
+export function unitOf(metric: string): string {
+  if (metric.startsWith("timing_") || /_seconds(\/|$)/.test(metric)) return "s";
+  if (/_pct$|\/pct$/.test(metric)) return "%";
+  if (/(^|\/)tokens(_mean|_std|_min|_max)?$|rollouts\/tokens_/.test(metric)) return "tokens";
+  if (/bytes$/.test(metric)) return "bytes";
+  return "";
+}

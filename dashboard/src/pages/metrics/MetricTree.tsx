@@ -1,0 +1,99 @@
+/** All metrics by section and group, with their trend and last value. */
+
+import { useVirtualizer } from "@tanstack/react-virtual";
+import { useMemo, useRef, useState } from "react";
+import type { DrawnRun } from "../../charts/data";
+import { lastRow } from "../../charts/math";
+import { Spark } from "../../charts/Spark";
+import { count, number } from "../../format";
+import { useParam } from "../../state/url";
+import { treeRows } from "./tree";
+
+const ROW = 20;
+const SECTION = 28;
+
+interface MetricTreeProps {
+  run: DrawnRun;
+  names: string[];
+  shown: Set<string>;
+  toggle: (metric: string) => void;
+  open: (metric: string) => void;
+}
+
+export function MetricTree({ run, names, shown, toggle, open }: MetricTreeProps) {
+  const [search, setSearch] = useParam("search");
+  const [closed, setClosed] = useState<Set<string>>(new Set());
+  const list = useRef<HTMLDivElement>(null);
+  const rows = useMemo(() => treeRows(names, search, closed), [names, search, closed]);
+  const virtual = useVirtualizer({
+    count: rows.length,
+    getScrollElement: () => list.current,
+    estimateSize: (i) => (rows[i]!.kind === "section" ? SECTION : ROW),
+    getItemKey: (i) => `${rows[i]!.kind}${rows[i]!.name}`,
+    overscan: 20,
+  });
+  const fold = (section: string) =>
+    setClosed((old) => {
+      const next = new Set(old);
+      if (!next.delete(section)) next.add(section);
+      return next;
+    });
+  return (
+    <aside className="tree" aria-label="Metrics">
+      <div className="hd">
+        <input className="field" type="search" placeholder={`Filter ${count(names.length)} metrics`} aria-label="Filter metrics" value={search} onChange={(event) => setSearch(event.target.value, true)} />
+        <div className="cols s f">
+          <span>section / group / metric</span>
+          <span>trend</span>
+          <span className="r">last</span>
+        </div>
+      </div>
+      <div className="ls" ref={list}>
+        <div style={{ height: virtual.getTotalSize(), position: "relative" }}>
+          {virtual.getVirtualItems().map((item) => {
+            const row = rows[item.index]!;
+            const style = { transform: `translateY(${item.start}px)`, height: item.size };
+            if (row.kind === "section")
+              return (
+                <button key={item.key} className="tr g0" style={style} aria-expanded={!closed.has(row.name)} onClick={() => fold(row.name)}>
+                  <span className="cut">
+                    {closed.has(row.name) && !search ? "▸ " : ""}
+                    {row.label}
+                  </span>
+                  <span />
+                  <span className="f r">{count(row.count)}</span>
+                </button>
+              );
+            if (row.kind === "group")
+              return (
+                <div key={item.key} className="tr g1" style={style}>
+                  <span className="cut">{row.label}</span>
+                </div>
+              );
+            const values = run.steps.metrics[row.name] ?? [];
+            const last = lastRow(values);
+            const on = shown.has(row.name);
+            return (
+              <div key={item.key} className={`tr mm ${on ? "on" : ""}`} style={style} title={row.name}>
+                <input type="checkbox" checked={on} onChange={() => toggle(row.name)} aria-label={`Show a chart of ${row.name}`} />
+                <button className="cut" style={{ paddingLeft: row.depth === 2 ? 12 : 0 }} onClick={() => open(row.name)}>
+                  <Middle text={row.label} />
+                </button>
+                <Spark values={values} height={14} keep={0.5} raw={false} color="var(--ink2)" />
+                <span className="r d">{number(last < 0 ? null : values[last])}</span>
+              </div>
+            );
+          })}
+        </div>
+        {rows.length === 0 && <p className="none f">No metric has this name.</p>}
+      </div>
+    </aside>
+  );
+}
+
+const LONGEST = 22;
+
+/** Names differ at their ends: a long one is cut in the middle. */
+function Middle({ text }: { text: string }) {
+  return text.length <= LONGEST ? text : `${text.slice(0, 11)}…${text.slice(-10)}`;
+}

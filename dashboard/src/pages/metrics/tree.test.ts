@@ -1,0 +1,29 @@
+import { expect, test } from "vitest";
+import { allSections, mainSections, place, treeRows } from "./tree";
+
+test("a name has a section, a group and a metric", () => {
+  expect(place("entropy")).toEqual(["general", "", "entropy"]);
+  expect(place("timing_step_total")).toEqual(["timing", "", "step_total"]);
+  expect(place("loss/policy")).toEqual(["loss", "", "policy"]);
+  expect(place("weight_sync/pause_seconds/server_0")).toEqual(["weight_sync", "pause_seconds", "server_0"]);
+});
+
+test("the tree counts its metrics, and a closed section keeps them", () => {
+  const rows = treeRows(["entropy", "loss/policy", "reward/total/mean"], "", new Set(["loss"]));
+  expect(rows.map((row) => row.label)).toEqual(["reward", "total", "mean", "general", "entropy", "loss"]);
+  expect(rows.at(-1)?.count).toBe(1);
+});
+
+test("a search finds words anywhere in a name, also in closed sections", () => {
+  const rows = treeRows(["loss/policy", "reward/total/mean"], "pol", new Set(["loss"]));
+  expect(rows.map((row) => row.label)).toEqual(["loss", "policy"]);
+});
+
+test("every metric has one chart in the layout of all", () => {
+  const names = ["entropy", "grad_norm", "x/y/z"];
+  expect(allSections(names).flatMap((section) => section.metrics).sort()).toEqual(names);
+});
+
+test("the first layout holds only what the run measured", () => {
+  expect(mainSections(["entropy"])).toEqual([{ title: "Optimizer", metrics: ["entropy"] }]);
+});

@@ -1,0 +1,81 @@
+/** The names of metrics as a tree: section, group, metric. */
+
+import type { Section } from "../../state/layouts";
+
+export interface TreeRow {
+  kind: "section" | "group" | "metric";
+  label: string;
+  /** Name of the metric, or of the section. */
+  name: string;
+  depth: number;
+  count?: number;
+}
+
+const FIRST = ["reward", "general", "loss", "advantage", "sample_metrics", "rollouts", "staleness", "mismatch", "kept", "discarded", "timing"];
+
+/** Returns section, group and metric of a name; a name without a section belongs to General, `timing_x` to Timing. */
+export function place(name: string): [section: string, group: string, metric: string] {
+  if (name.startsWith("timing_")) return ["timing", "", name.slice("timing_".length)];
+  const parts = name.split("/");
+  if (parts.length === 1) return ["general", "", name];
+  if (parts.length === 2) return [parts[0]!, "", parts[1]!];
+  return [parts[0]!, parts[1]!, parts.slice(2).join("/")];
+}
+
+function order(a: string, b: string): number {
+  const at = (name: string) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
+  return at(a) - at(b) || a.localeCompare(b);
+}
+
+/** Returns the rows of the tree that fit the search, without those of closed sections. */
+export function treeRows(names: string[], search: string, closed: Set<string>): TreeRow[] {
+  const words = search.toLowerCase().split(/\s+/).filter(Boolean);
+  const sections = new Map<string, Map<string, [string, string][]>>();
+  for (const name of [...names].sort()) {
+    if (!words.every((word) => name.toLowerCase().includes(word))) continue;
+    const [section, group, metric] = place(name);
+    const groups = sections.get(section) ?? new Map<string, [string, string][]>();
+    sections.set(section, groups);
+    groups.set(group, [...(groups.get(group) ?? []), [metric, name]]);
+  }
+  const out: TreeRow[] = [];
+  for (const section of [...sections.keys()].sort(order)) {
+    const groups = sections.get(section)!;
+    const count = [...groups.values()].reduce((sum, metrics) => sum + metrics.length, 0);
+    out.push({ kind: "section", label: section, name: section, depth: 0, count });
+    if (closed.has(section) && words.length === 0) continue;
+    for (const group of [...groups.keys()].sort()) {
+      if (group) out.push({ kind: "group", label: group, name: `${section}/${group}`, depth: 1 });
+      for (const [metric, name] of groups.get(group)!) out.push({ kind: "metric", label: metric, name, depth: group ? 2 : 1 });
+    }
+  }
+  return out;
+}
+
+/** Returns all metrics as sections of charts. */
+export function allSections(names: string[]): Section[] {
+  const sections = new Map<string, string[]>();
+  for (const name of [...names].sort()) {
+    const [section] = place(name);
+    sections.set(section, [...(sections.get(section) ?? []), name]);
+  }
+  return [...sections.keys()].sort(order).map((title) => ({ title, metrics: sections.get(title)! }));
+}
+
+/** Returns the charts to begin with, of those that the runs have. */
+export function mainSections(names: string[]): Section[] {
+  const sample = names.filter((name) => name.startsWith("sample_metrics/")).slice(0, 8);
+  const wanted: Section[] = [
+    { title: "Learning", metrics: ["reward/all_groups/mean", "reward/total/mean", "reward/gini_mean", ...sample] },
+    { title: "Optimizer", metrics: ["entropy", "kl_divergence_inference", "grad_norm", "loss/policy"] },
+    {
+      title: "Samples",
+      metrics: ["rollouts/tokens_completion/mean", "stop_reason_length_pct", "discarded/zero_advantage/pct", "staleness/steps/mean"],
+    },
+    { title: "Time", metrics: ["timing_step_total", "timing_waiting_for_data", "timing_step_active", "timing_weight_sync_total"] },
+  ];
+  const there = new Set(names);
+  return wanted
+    .map((section) => ({ ...section, metrics: section.metrics.filter((name) => there.has(name)) }))
+    .filter((section) => section.metrics.length > 0);
+}

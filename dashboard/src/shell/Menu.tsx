@@ -1,0 +1,50 @@
+/** A menu under a button, in the browser's own popover: Escape and a click elsewhere close it, arrows move in it. */
+
+import { type ReactNode, useId, useRef } from "react";
+
+export interface Item {
+  title: string;
+  run: () => void;
+}
+
+export function Menu({ label, button, items }: { label: string; button: ReactNode; items: Item[] }) {
+  const id = useId();
+  const menu = useRef<HTMLDivElement>(null);
+  const anchor = useRef<HTMLButtonElement>(null);
+  const place = () => {
+    const box = anchor.current!.getBoundingClientRect();
+    const element = menu.current!;
+    element.style.top = `${Math.min(box.bottom + 4, innerHeight - element.offsetHeight - 8)}px`;
+    element.style.left = `${Math.max(8, Math.min(box.right - element.offsetWidth, innerWidth - element.offsetWidth - 8))}px`;
+    element.querySelector("button")?.focus();
+  };
+  const move = (event: React.KeyboardEvent) => {
+    const by = event.key === "ArrowDown" ? 1 : event.key === "ArrowUp" ? -1 : 0;
+    if (!by) return;
+    event.preventDefault();
+    const buttons = [...menu.current!.querySelectorAll("button")];
+    const at = buttons.indexOf(document.activeElement as HTMLButtonElement);
+    buttons[(at + by + buttons.length) % buttons.length]?.focus();
+  };
+  return (
+    <>
+      <button ref={anchor} popoverTarget={id} aria-label={label} title={label} className="menu-button">
+        {button}
+      </button>
+      <div ref={menu} id={id} popover="auto" role="menu" aria-label={label} className="menu" onToggle={(event) => event.newState === "open" && place()} onKeyDown={move}>
+        {items.map((item) => (
+          <button
+            key={item.title}
+            role="menuitem"
+            onClick={() => {
+              menu.current?.hidePopover();
+              item.run();
+            }}
+          >
+            {item.title}
+          </button>
+        ))}
+      </div>
+    </>
+  );
+}

@@ -1,0 +1,50 @@
+import { expect, test } from "vitest";
+import { formatSections, moveMetric, parseKept, parseSections, saveLayout, stepMetric, toggleMetric } from "./layouts";
+
+const layout = {
+  name: "mine",
+  sections: [
+    { title: "A", metrics: ["a", "b"] },
+    { title: "B", metrics: ["c"] },
+  ],
+};
+
+const metrics = (of: { sections: { metrics: string[] }[] }) => of.sections.map((section) => section.metrics);
+
+test("a metric is added at the end, and taken away where it is", () => {
+  expect(metrics(toggleMetric(layout, "d"))).toEqual([["a", "b"], ["c", "d"]]);
+  expect(metrics(toggleMetric(layout, "a"))).toEqual([["b"], ["c"]]);
+});
+
+test("a section without charts goes", () => {
+  expect(metrics(toggleMetric(layout, "c"))).toEqual([["a", "b"]]);
+});
+
+test("a chart moves in front of another, also into another section", () => {
+  expect(metrics(moveMetric(layout, "b", 0, "a"))).toEqual([["b", "a"], ["c"]]);
+  expect(metrics(moveMetric(layout, "a", 1, "c"))).toEqual([["b"], ["a", "c"]]);
+  expect(metrics(moveMetric(layout, "a", 1, null))).toEqual([["b"], ["c", "a"]]);
+});
+
+test("a chart moves by keys", () => {
+  expect(metrics(stepMetric(layout, "a", 1))).toEqual([["b", "a"], ["c"]]);
+  expect(metrics(stepMetric(layout, "b", -1))).toEqual([["b", "a"], ["c"]]);
+  expect(metrics(stepMetric(layout, "a", -1))).toEqual([["a", "b"], ["c"]]);
+});
+
+test("a saved layout replaces that of its name", () => {
+  const saved = saveLayout([layout], { name: "mine", sections: [] });
+  expect(saved).toEqual([{ name: "mine", sections: [] }]);
+  expect(saveLayout(saved, { name: "b", sections: [] }).map((one) => one.name)).toEqual(["b", "mine"]);
+});
+
+test("what the browser kept is read, and nonsense is nothing", () => {
+  expect(parseKept(JSON.stringify({ layouts: [layout], pinned: ["a", 1] }))).toEqual({ layouts: [layout], pinned: ["a"] });
+  expect(parseKept("{")).toEqual({ layouts: [], pinned: [] });
+  expect(parseKept(JSON.stringify({ layouts: [{ name: 1 }, null] }))).toEqual({ layouts: [], pinned: [] });
+});
+
+test("sections survive the address", () => {
+  const sections = [{ title: "Time: a;b", metrics: ["x/y,z", "entropy"] }];
+  expect(parseSections(formatSections(sections))).toEqual(sections);
+});
