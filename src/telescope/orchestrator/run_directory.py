@@ -20,6 +20,7 @@ from telescope.config.loader import choose_run_dir
 from telescope.errors import UserError
 from telescope.orchestrator.status import RunSummary
 from telescope.record.files import RunFiles, replace_file, replace_json
+from telescope.record.log_files import LogFiles
 from telescope.record.logging import setup_logging
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import RunInfo, attempt_row, begin_run, end_run, next_attempt, write_run_json
@@ -80,11 +81,12 @@ class RunDirectory:
         try:
             setup_logging(self.path, "driver", self.recorder, debug=config.debug, console=console)
             self._begin_attempt(self._notes)
-            self.step_log = WandbSink(config, self.path)
-            try:
-                yield self.recorder
-            finally:
-                self.step_log.close()
+            with LogFiles(self.path, self.recorder.write):
+                self.step_log = WandbSink(config, self.path)
+                try:
+                    yield self.recorder
+                finally:
+                    self.step_log.close()
         finally:
             self.recorder.close()
 

@@ -131,6 +131,7 @@ class _RecordHandler(_TelescopeHandler, logging.Handler):
                 "message": message,
                 "process": record.process,
                 "place": place,
+                "source": f"{self._component}.log",
             },
         )
         is_ours = record.name.startswith("telescope") and not getattr(record, "is_reported", False)

@@ -1,0 +1,129 @@
+"""Lines of log files become entries, with level, process, place and whole tracebacks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from telescope.record.log_files import MAX_BEHIND_BYTES, MAX_BYTES_PER_POLL, MAX_LINE, LogFiles, LogParser
+from telescope.record.tables import COLUMN_NAMES
+
+NOW = time.mktime((2026, 11, 22, 20, 22, 20, 0, 0, -1))
+
+VLLM = """\
+(APIServer pid=17) INFO 11-22 20:22:13 [api_utils.py:347]
+(APIServer pid=17) INFO 11-22 20:22:13 [api_utils.py:347]  ▄▄ ▄█
+(APIServer pid=17) INFO 11-22 20:22:13 [model.py:733] Resolved architecture: Qwen2ForCausalLM
+(Worker pid=18) WARNING 11-22 20:22:14 [vllm.py:725] Model Runner V2 requires Triton
+Loading shards:   0% Completed\rLoading shards: 100% Completed
+W1122 20:22:41.062000 17696 torch/_library/triton.py:53] Triton not available
+/venv/vllm/dispatcher.py:138: FutureWarning: `torch.distributed.reduce_op` is deprecated
+  if hasattr(value, "__dict__"):
+(APIServer pid=17) ERROR 11-22 20:22:15 [async_llm.py:906] AsyncLLM output_handler failed.
+(APIServer pid=17) ERROR 11-22 20:22:15 [async_llm.py:906] Traceback (most recent call last):
+(APIServer pid=17) ERROR 11-22 20:22:15 [async_llm.py:906]   File "async_llm.py", line 849, in output_handler
+(APIServer pid=17) ERROR 11-22 20:22:15 [async_llm.py:906] vllm.EngineDeadError: EngineCore encountered an issue.
+INFO:     Shutting down
+"""
+
+TRAINER = """\
+2026-11-22T20:21:22.677Z ERROR   16513 telescope.trainer.worker:104 step 3 failed
+Traceback (most recent call last):
+  File "a.py", line 1, in step
+KeyError: 'x'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "b.py", line 2, in run
+    raise ValueError("no")
+ValueError: no
+telescope: received SIGTERM, exiting
+Traceback (most recent call last):
+  File "c.py", line 3, in <module>
+MemoryError
+"""
+
+
+def parsed(text: str) -> list[dict[str, Any]]:
+    parser = LogParser()
+    rows = [row for line in text.split("\n") for row in parser.feed(line, NOW)]
+    return [*rows, *parser.end()]
+
+
+def test_lines_of_vllm_have_level_process_place_and_time() -> None:
+    banner, model, worker, progress, torch, warning, failed, uvicorn = parsed(VLLM)
+    assert (banner["message"], banner["process"]) == (" ▄▄ ▄█", 17)
+    assert (model["level"], model["place"], model["time"]) == ("INFO", "model.py:733", NOW - 7)
+    assert (worker["level"], worker["process"], worker["message"]) == ("WARNING", 18, "Model Runner V2 requires Triton")
+    assert progress["message"] == "Loading shards: 100% Completed", "only the last state of a progress bar"
+    assert (torch["level"], torch["place"]) == ("WARNING", "torch/_library/triton.py:53")
+    assert (warning["level"], warning["message"].count("\n")) == ("WARNING", 1)
+    assert failed["level"] == "ERROR"
+    assert failed["message"].splitlines()[0] == "AsyncLLM output_handler failed."
+    assert failed["message"].splitlines()[-1] == "vllm.EngineDeadError: EngineCore encountered an issue."
+    assert (uvicorn["level"], uvicorn["message"]) == ("INFO", "Shutting down")
+
+
+def test_tracebacks_are_kept_whole_with_the_exceptions_before_them() -> None:
+    failed, stopped, crashed = parsed(TRAINER)
+    assert (failed["level"], failed["process"], failed["place"]) == ("ERROR", 16513, "telescope.trainer.worker:104")
+    assert failed["message"].startswith("step 3 failed\nTraceback")
+    assert "KeyError: 'x'\n\nDuring handling" in failed["message"] and failed["message"].endswith("ValueError: no")
+    assert stopped["level"] == "INFO"
+    assert (crashed["level"], crashed["message"].splitlines()[-1]) == ("ERROR", "MemoryError")
+
+
+@pytest.mark.parametrize(
+    "line", ["\x1b[31mred\x1b[0m", "\x00\x07\x1b]8;;http://a\x07b", "\r\r", "   ", "(APIServer pid=1) "]
+)
+def test_control_sequences_and_empty_lines_leave_no_trace(line: str) -> None:
+    assert all("\x1b" not in row["message"] and row["message"].strip() for row in parsed(line))
+
+
+def test_what_is_appended_is_recorded_once_with_its_file(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "inference-0.log").write_text("of an earlier attempt\n")
+    (logs / "driver.log").write_text("")
+    rows: list[dict[str, Any]] = []
+    files = LogFiles(tmp_path, lambda table, row: rows.append(row))
+
+    def append(name: str, text: str) -> None:
+        with (logs / name).open("a") as stream:
+            stream.write(text)
+
+    append("inference-0.log", "one\ntw")
+    append("trainer-1.log", "from the first line on\n")
+    append("driver.log", "is in the table already\n")
+    files.poll(1.0)
+    append("inference-0.log", "o\n")
+    files.poll(2.0)
+    files.poll(3.0)
+    assert sorted((row["source"], row["component"], row["message"]) for row in rows) == [
+        ("inference-0.log", "inference", "one"),
+        ("inference-0.log", "inference", "two"),
+        ("trainer-1.log", "trainer", "from the first line on"),
+    ]
+    assert all(set(row) <= COLUMN_NAMES["logs"] for row in rows)
+    (logs / "inference-0.log").write_text("new\n")
+    append("trainer-1.log", "no line end")
+    files.poll(4.0, last=True)
+    assert {row["message"] for row in rows[3:]} == {"new", "no line end"}, "an emptied file is read from its start"
+
+
+def test_a_file_that_grows_too_fast_is_read_in_part(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    rows: list[dict[str, Any]] = []
+    files = LogFiles(tmp_path, lambda table, row: rows.append(row))
+    (logs / "environment-0.log").write_bytes(b"x" * (MAX_BEHIND_BYTES + 10) + b"\nlast\n")
+    for now in range(3):
+        files.poll(float(now), last=now == 2)
+    assert rows[0]["level"] == "WARNING"
+    assert f"{MAX_BEHIND_BYTES + 16 - MAX_BYTES_PER_POLL} bytes" in rows[0]["message"]
+    assert rows[-1]["message"] == "last"
+    assert all(len(row["message"]) <= MAX_LINE for row in rows)
