@@ -5,7 +5,7 @@
 #   make demo ARGS="--seed 1"                 with other settings of the run
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint types test-unit test-reference test-integration e2e doctor pin clean
+.PHONY: help setup demo test test-all lint types test-unit test-reference test-integration test-dashboard e2e dashboard doctor pin clean
 
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
@@ -39,6 +39,7 @@ demo: setup  ## watch a small language model learn arithmetic on this machine (1
 test: setup  ## before every change lands: lint, types and all tests but the slow ones (16 minutes on two cores)
 	@echo "== lint";        $(MAKE) --no-print-directory run-lint
 	@echo "== types";       $(MAKE) --no-print-directory run-types
+	@echo "== dashboard";    $(MAKE) --no-print-directory run-dashboard
 	@echo "== unit, reference, integration"
 	@$(PYTEST) -m "not e2e and not slow" $(PARALLEL) tests/integration tests/reference tests/unit
 	@echo "== e2e: Ray, vLLM and the trainer, for real"
@@ -56,8 +57,12 @@ test-reference: setup  ## every algorithm against loops written from the papers
 	@$(PYTEST) tests/reference $(ARGS)
 test-integration: setup  ## tests with a fake engine
 	@$(PYTEST) -m "not e2e and not slow" $(PARALLEL) tests/integration $(ARGS)
+test-dashboard: setup run-dashboard  ## types and tests of the pages of `telescope ui`
 e2e: setup  ## tests with Ray, vLLM and the trainer
 	@$(PYTEST) -m "e2e and not slow" $(PARALLEL) $(E2E) $(ARGS)
+
+dashboard:  ## build the pages of `telescope ui` (needs Node.js)
+	@$(or $(PYTHON),python3) scripts/build_dashboard.py
 
 doctor: setup  ## what works on this machine, and what is missing
 	@$(PY) -m telescope.cli.main doctor
@@ -69,8 +74,11 @@ clean:  ## remove caches and builds; runs/ and .venv stay
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-.PHONY: run-lint run-types
+.PHONY: run-lint run-types run-dashboard
 run-lint:
 	@$(PY) -m ruff check .
 run-types:
 	@$(PY) -m mypy
+run-dashboard:
+	@if [ -d dashboard/node_modules ]; then cd dashboard && npx --no-install tsc --noEmit && npx --no-install vitest run --silent --reporter=dot; \
+	else echo "no Node.js: the tests of the dashboard are left out"; fi

@@ -59,6 +59,8 @@ def main() -> int:
         kind = find_kind() if arguments.kind == "auto" else arguments.kind
         with only_one_at_a_time():
             set_up(kind, use_pip=arguments.pip)
+            # Prints one line if it did something. Without Node.js it says what is missing; training needs no pages.
+            subprocess.run([sys.executable, str(ROOT / "scripts" / "build_dashboard.py"), "--quiet"], check=False)
     except SetUpError as error:
         print(f"set-up: {error}", file=sys.stderr)
         return 2
