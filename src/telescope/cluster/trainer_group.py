@@ -176,7 +176,8 @@ class TrainerGroup:
             self.version += 1
             self.is_settled = True
         spans: list[Span] = [span for result in results for span in result.spans]
-        return StepResult(metrics=results[0].metrics, spans=spans)
+        tokens = [one for result in results for one in result.tokens]
+        return StepResult(metrics=results[0].metrics, spans=spans, tokens=tokens)
 
     async def restart(self) -> None:
         """Reloads the initial weights as version 0. The engines need a sync afterwards."""

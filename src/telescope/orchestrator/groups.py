@@ -7,6 +7,7 @@ samples (`interleaved_rollouts: false`) counts once, and all its samples have it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -18,7 +19,7 @@ from telescope.environments.worker_pool.messages import PreparedPrompt
 from telescope.orchestrator.prompt_sampler import SampledPrompt
 from telescope.rollout.sample import Rollout
 from telescope.rollout.trajectory import Trajectory
-from telescope.trainer.batch import StepInput
+from telescope.trainer.batch import StepInput, TrainSample
 from telescope.trainer.packing import pack_step, packing_stats, truncate_to
 
 
@@ -190,6 +191,15 @@ class _ScoredTrajectory:
     advantage: float = 0.0
 
 
+def recorded_samples(samples: Sequence[TrainSample], wanted: int | str) -> frozenset[str]:
+    """Returns the ids of the samples whose tokens are recorded, spread evenly over the batch (`record_tokens`)."""
+    ids = [sample.sample_id for sample in samples if sample.num_trained]
+    count = {"none": 0, "all": len(ids)}.get(str(wanted), wanted)
+    assert isinstance(count, int)
+    count = min(count, len(ids))
+    return frozenset(ids[place * len(ids) // count] for place in range(count))
+
+
 def form_batch(config: TelescopeConfig, groups: list[Group], step: int) -> Batch:
     """Packs the groups of training step `step`."""
     trajectories, scored, samples = [], [], []
@@ -215,6 +225,9 @@ def form_batch(config: TelescopeConfig, groups: list[Group], step: int) -> Batch
         pad_to_multiple_of=config.pad_to_multiple_of,
         num_minibatches=config.number_of_minibatches,
     )
+    recorded = recorded_samples(samples, config.record_tokens)
+    for rank in inputs:
+        rank.recorded = recorded
     stats = packing_stats(inputs)
     packing |= {
         "packing/padding_share": stats.padding_share,

@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
+
 from telescope.environments.worker_pool.messages import EnvironmentInfo
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval
 from telescope.orchestrator.groups import Group
 from telescope.rollout.trajectory import Trajectory
-from telescope.trainer.batch import Span
+from telescope.trainer.batch import SampleTokens, Span
 
 MAX_FAILURE_MESSAGE = 4000
 """Longest recorded failure message; user code may raise one of any length."""
@@ -266,6 +268,22 @@ def rows_of_eval_sample(
     }
     row = sample_row(sample, item.prompt.text, status="eval", reason=None, step=step, eval_name=plan.name)
     return [*detail_rows(sample), ("samples", row), ("eval_samples", link)]
+
+
+def tokens_row(tokens: SampleTokens, step: int) -> dict[str, Any]:
+    """Returns one row of `tokens`."""
+    sample_id, _, part = tokens.sample_id.partition("/")  # see `Trajectory.to_train_samples`
+    return {
+        "sample_id": sample_id,
+        "part": int(part or 0),
+        "step": step,
+        "token_ids": tokens.token_ids_L.astype(np.int32),
+        "trained": tokens.trained_L.tolist(),
+        "engine_logprobs": tokens.engine_logprob_L.astype(np.float32),
+        "trainer_logprobs": tokens.trainer_logprob_L,
+        "entropies": tokens.entropy_L,
+        "versions": tokens.version_L,
+    }
 
 
 def trainer_span_row(span: Span, step: int | None) -> dict[str, Any]:

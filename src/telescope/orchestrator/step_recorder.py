@@ -193,6 +193,8 @@ class StepRecorder:
             self._write_group(group, trained.step, advantages, status="kept", reason=None, step=trained.step)
             position += count
             await asyncio.sleep(0)
+        for tokens in trained.result.tokens:
+            self._recorder.write("tokens", record_rows.tokens_row(tokens, trained.step))
         for span in trained.result.spans:
             self._recorder.write("spans", record_rows.trainer_span_row(span, trained.step))
 

@@ -437,7 +437,11 @@ TOKENS = Table(
         Column("token_ids", INT32_LIST, "Token ids of prompt, answers and what the environment added."),
         Column("trained", BOOLEAN_LIST, "Whether the token has a loss: the mask."),
         Column("engine_logprobs", FLOAT32_LIST, "The engine's logprob; 0 where the model did not sample the token."),
-        Column("trainer_logprobs", FLOAT32_LIST, "The trainer's logprob before the step; NaN where not trained."),
+        Column(
+            "trainer_logprobs",
+            FLOAT32_LIST,
+            "The trainer's logprob when it was trained; NaN where it was not.",
+        ),
         Column("entropies", FLOAT32_LIST, "Entropy of the trainer's distribution, in nats; NaN where not trained."),
         Column("versions", INT32_LIST, "Policy version that sampled the token; -1 where the model did not."),
     ),

@@ -85,6 +85,40 @@ class StepInput:
     version: int
     """Policy version of the weights at the start of this step."""
     minibatches: list[OptimizerStepBatch]
+    recorded: frozenset[str] = frozenset()
+    """Ids of the training samples whose tokens `StepResult.tokens` returns."""
+
+
+@dataclass(slots=True)
+class SampleTokens:
+    """What engine and trainer computed for each of the L tokens of a training sample.
+
+    The trainer's numbers are those of the forward pass that trained the token, NaN where it is not trained. The others
+    are as in `TrainSample`.
+    """
+
+    sample_id: str
+    token_ids_L: np.ndarray
+    trained_L: np.ndarray
+    engine_logprob_L: np.ndarray
+    version_L: np.ndarray
+    trainer_logprob_L: np.ndarray
+    entropy_L: np.ndarray
+
+
+def tokens_of_samples(
+    batch: MicroBatch, chosen: frozenset[str], trainer_logprob_N: np.ndarray, entropy_N: np.ndarray
+) -> list[SampleTokens]:
+    """Returns the tokens of the chosen samples of a micro-batch. The last arguments are of its N trained tokens."""
+    trainer_T, entropy_T = (np.full(len(batch.trained_T), np.nan, dtype=np.float32) for _ in range(2))
+    trainer_T[batch.trained_T], entropy_T[batch.trained_T] = trainer_logprob_N, entropy_N
+    found = []
+    for index, sample_id in enumerate(batch.sample_ids):
+        if sample_id in chosen:
+            own = batch.sample_index_T == index
+            arrays = batch.token_ids_T, batch.trained_T, batch.engine_logprob_T, batch.version_T, trainer_T, entropy_T
+            found.append(SampleTokens(sample_id, *(array[own] for array in arrays)))
+    return found
 
 
 @dataclass(slots=True)
@@ -104,3 +138,5 @@ class StepResult:
 
     metrics: dict[str, float]
     spans: list[Span]
+    tokens: list[SampleTokens] = field(default_factory=list)
+    """Of the samples `StepInput.recorded` that this rank trained."""

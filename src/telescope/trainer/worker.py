@@ -168,7 +168,12 @@ class Trainer:
         """
         backend = self.backend
         started = time.time()
-        data = {"step": step_input.step, "version": step_input.version, "minibatches": step_input.minibatches}
+        data = {
+            "step": step_input.step,
+            "version": step_input.version,
+            "minibatches": step_input.minibatches,
+            "recorded": step_input.recorded,
+        }
         metrics = backend.train_step(data)
         ended = time.time()
         timing = {
@@ -187,7 +192,7 @@ class Trainer:
         ]
         self._sync_seconds, self._checkpoint_seconds, self._spans_between = 0.0, 0.0, []
         self._idle_since = time.time()
-        return StepResult(metrics=metrics, spans=spans)
+        return StepResult(metrics=metrics, spans=spans, tokens=backend.take_tokens())
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (Hugging Face name, full tensor) on every rank, in `dtype` or as stored. Collective: drain it.

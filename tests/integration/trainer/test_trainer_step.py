@@ -53,6 +53,28 @@ def test_on_policy_the_first_step_has_no_kl_and_no_mismatch(one_rank, temperatur
     assert metrics["kl_divergence_inference"] == pytest.approx(0.0, abs=1e-8)
 
 
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_tokens_of_chosen_samples_are_returned_as_engine_and_trainer_saw_them(one_rank, num_minibatches):
+    trainer = one_rank("tied", model_dtype="float32", number_of_minibatches=num_minibatches)
+    samples = with_own_logprobs(trainer, make_samples(LENGTHS, version=2))
+    chosen = [samples[1], samples[6]]
+    step = packed(samples, num_minibatches=num_minibatches)
+    step.recorded = frozenset(sample.sample_id for sample in chosen)
+    found = {tokens.sample_id: tokens for tokens in trainer.train_step(step).tokens}
+    assert found.keys() == step.recorded
+    for sample in chosen:
+        tokens = found[sample.sample_id]
+        assert tokens.token_ids_L.tolist() == sample.token_ids_L.tolist()
+        assert tokens.version_L.tolist() == sample.version_L.tolist()
+        assert np.isfinite(tokens.trainer_logprob_L).tolist() == sample.trained_L.tolist()
+        assert np.isfinite(tokens.entropy_L).tolist() == sample.trained_L.tolist()
+    first = found[samples[1].sample_id]
+    trained = samples[1].trained_L
+    np.testing.assert_allclose(first.trainer_logprob_L[trained], first.engine_logprob_L[trained], atol=1e-4)
+    assert np.all(first.entropy_L[trained] > 0)
+    assert trainer.train_step(packed(samples, step=1, version=1)).tokens == []
+
+
 def test_mismatch_excludes_samples_of_older_versions(one_rank):
     trainer = one_rank()
     samples = with_own_logprobs(trainer, make_samples(LENGTHS, version=3))

@@ -67,6 +67,7 @@ DOCUMENTED_DEFAULTS = {
     "eager_prepare_resources": False,
     # Ours.
     "seed": 0, "normalize_rewards": False, "inference_dtype": None, "inflight_kv": "keep", "weight_probe_every": 50,
+    "record_tokens": 8,
 }  # fmt: skip
 
 

@@ -45,3 +45,12 @@ def test_masked_samples_are_not_packed_and_leave_the_others_advantages_alone() -
     batch = form_batch(config_of(algorithm="dr_grpo", group_size=3), [group([None, 0.0, 1.0], n=3)], 0)
     assert advantages_by_sample(batch) == {"3-1": -0.5, "3-2": 0.5}
     assert np.isfinite(batch.advantages).all()
+
+
+@pytest.mark.parametrize(("record_tokens", "count"), [("none", 0), (0, 0), (2, 2), (3, 3), ("all", 4), (99, 4)])
+def test_the_recorded_samples_are_as_many_as_the_config_says(record_tokens: int | str, count: int) -> None:
+    config = config_of(record_tokens=record_tokens, trainer_num_workers=2)
+    inputs = form_batch(config, [group([0.0, 1.0]), group([1.0, 0.0], n=6)], 0).inputs
+    assert [len(rank.recorded) for rank in inputs] == [count, count]
+    if count == 2:
+        assert {name.split("-")[0] for name in inputs[0].recorded} == {"5", "6"}, "spread over the groups"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.unit.orchestrator.fakes import group, prompt, sample
 
@@ -16,6 +17,7 @@ from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.record.tables import COLUMN_NAMES, TABLES
 from telescope.rollout.sample import SamplingSettings
+from telescope.trainer.batch import SampleTokens
 
 
 def an_eval() -> tuple[PlannedEval, EvalResult]:
@@ -24,6 +26,12 @@ def an_eval() -> tuple[PlannedEval, EvalResult]:
     interval = Estimate(0.5, 0.25, 0.75, 1)
     metrics = {"correct": 0.5, "pass@1/correct": 0.5}
     return plan, EvalResult("math500", 10, 1, 1, 0.7, metrics, 1.5, True, estimate=interval, gain=interval)
+
+
+def some_tokens(sample_id: str) -> SampleTokens:
+    numbers = np.array([0.0, -0.5, -0.25], dtype=np.float32)
+    trained = np.array([False, True, True])
+    return SampleTokens(sample_id, np.array([4, 5, 6]), trained, numbers, np.array([-1, 2, 2]), numbers, numbers)
 
 
 def rows_of_everything() -> dict[str, list[dict[str, Any]]]:
@@ -54,6 +62,7 @@ def rows_of_everything() -> dict[str, list[dict[str, Any]]]:
         "turns": [row for one in made.samples for row in record_rows.turn_rows(one)],
         "tool_calls": [row for one in made.samples for row in record_rows.tool_call_rows(one)],
         "info": [row for one in made.samples for row in record_rows.info_rows(one)],
+        "tokens": [record_rows.tokens_row(some_tokens("5-0/1"), 7)],
         "spans": [row for one in made.samples for row in record_rows.request_span_rows(one)],
     }
 
@@ -91,6 +100,11 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 def test_a_tool_call_has_its_turn_and_its_place_in_the_sample() -> None:
     rows = rows_of_everything()["tool_calls"]
     assert [(row["turn"], row["call"], row["error"]) for row in rows] == [(1, 0, None), (1, 1, "no")]
+
+
+def test_tokens_name_their_sample_and_their_part_of_it() -> None:
+    rows = [record_rows.tokens_row(some_tokens(name), 7) for name in ("5-0", "5-0/2")]
+    assert [(row["sample_id"], row["part"]) for row in rows] == [("5-0", 0), ("5-0", 2)]
 
 
 def test_each_key_of_a_note_is_a_row_at_its_turn() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -117,6 +117,10 @@ class LoggingSection(Section):
     samples."""
     rollout_block_size: Count = 500
     """Block size for rollout event grouping, in rollouts."""
+    record_tokens: Literal["none", "all"] | Annotated[int, Field(ge=0, le=65_536)] = 8
+    """Samples per step whose tokens are recorded in the table `tokens`: logprobs of engine and trainer, entropy, policy
+    version and loss mask of each token, about 20 bytes a token. `none`, a number, or `all`. They are spread evenly over
+    the batch."""
     track_gpu_events: bool = True
     """Record the timeline of each trainer rank in the table `spans`: forward, backward, loss, gradient reduction and
     the other operations, per micro-batch. The metrics `timing_<operation>_*` do not depend on it."""

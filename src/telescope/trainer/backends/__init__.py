@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from telescope.errors import ConfigError
-from telescope.trainer.batch import Span
+from telescope.trainer.batch import SampleTokens, Span
 from telescope.utils.text import did_you_mean
 from telescope.weights.plan import TensorMeta
 
@@ -95,6 +95,13 @@ class TrainingBackend(ABC):
     @abstractmethod
     def take_spans(self) -> list[Span]:
         """Returns this rank's spans since the last call."""
+
+    def take_tokens(self) -> list[SampleTokens]:
+        """Returns the tokens of the samples in `trainer_data["recorded"]` that this rank trained since the last call.
+
+        A backend need not keep any.
+        """
+        return []
 
     def warm_up(self) -> None:
         """Compiles training steps by a forward and a backward pass over an arbitrary row. Collective.

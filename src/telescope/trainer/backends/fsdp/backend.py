@@ -44,7 +44,7 @@ from telescope.trainer.backends.fsdp.sharding import (
     reshard_all,
     stay_gathered,
 )
-from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, Span
+from telescope.trainer.batch import MicroBatch, OptimizerStepBatch, SampleTokens, Span, tokens_of_samples
 from telescope.trainer.hf_folder import CONFIG, with_dtype, write_model_folder
 from telescope.trainer.loss import denominator, micro_batch_loss, prepare, to_device
 from telescope.trainer.metrics import StepMetrics, environment_names, reduce_max
@@ -80,6 +80,9 @@ class FSDPBackend(TrainingBackend):
         self.reduction.measure(self.policy)
         self._keeps_gathered = not reshards_after_forward(config.fsdp_reshard_after_forward, self.device.type)
         self._spans: list[Span] = []
+        self._tokens: list[SampleTokens] = []
+        self._forwards: list[tuple[MicroBatch, torch.Tensor, torch.Tensor]] = []
+        """Micro-batches of the current step with recorded samples, and the logprobs and entropies of their tokens."""
         if self.config.checkpoint_every:
             _ = self.saver  # its process starts meanwhile
 
@@ -110,11 +113,20 @@ class FSDPBackend(TrainingBackend):
         timeline = Timeline(self.device, self.rank)
         sums = StepMetrics(self.device, self.environments)
         norms = []
+        recorded: frozenset[str] = trainer_data.get("recorded", frozenset())
+        self._forwards = []
         references = self.reference_logprobs(minibatches, version, timeline)
         for index, batch in enumerate(minibatches):
-            self.accumulate(batch, version, timeline, sums, weights_moved=index > 0, references=references[index])
+            self.accumulate(
+                batch, version, timeline, sums,
+                weights_moved=index > 0, references=references[index], recorded=recorded,
+            )  # fmt: skip
             norms.append(self.update(rate, denominator(self.algorithm, batch, self.config), step, timeline))
         metrics = sums.reduce()
+        for row, logp_N, entropy_N in self._forwards:  # the device has finished: no wait
+            logprobs, entropies = (values.float().cpu().numpy() for values in (logp_N, entropy_N))
+            self._tokens += tokens_of_samples(row, recorded, logprobs, entropies)
+        self._forwards = []
         spans = timeline.finish()
         if self.config.track_gpu_events:
             self._spans += spans
@@ -149,6 +161,7 @@ class FSDPBackend(TrainingBackend):
         *,
         weights_moved: bool = False,
         references: list[torch.Tensor] | None = None,
+        recorded: frozenset[str] = frozenset(),
     ) -> None:
         """Adds the gradient of the *sum* of this rank's token losses to `grad`. Collective.
 
@@ -168,6 +181,8 @@ class FSDPBackend(TrainingBackend):
                 rows.token_ids_T, rows.position_ids_T, rows.layout, rows.predicted_N,
                 self.config.temperature, timeline, index,
             )  # fmt: skip
+            if not recorded.isdisjoint(micro_batch.sample_ids):
+                self._forwards.append((micro_batch, logp_N.detach(), entropy_N.detach()))
             with timeline.span("loss_computation", index):
                 loss, terms = micro_batch_loss(
                     self.algorithm, rows, logp_N, entropy_N, self.config,
@@ -311,6 +326,10 @@ class FSDPBackend(TrainingBackend):
     def take_spans(self) -> list[Span]:
         spans, self._spans = self._spans, []
         return spans
+
+    def take_tokens(self) -> list[SampleTokens]:
+        tokens, self._tokens = self._tokens, []
+        return tokens
 
 
 def _single_row(token_ids: list[int]) -> MicroBatch:
