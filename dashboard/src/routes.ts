@@ -23,6 +23,8 @@ export const ROUTES: Route[] = [
   { page: "overview", title: "Overview", key: "o", ofRun: true, component: page(() => import("./pages/Overview"), "Overview") },
   { page: "metrics", title: "Metrics", key: "m", ofRun: true, component: page(() => import("./pages/Metrics"), "Metrics") },
   { page: "rollouts", title: "Rollouts", key: "s", ofRun: true, component: page(() => import("./pages/rollouts/Rollouts"), "Rollouts") },
+  { page: "evals", title: "Evals", key: "e", ofRun: true, component: page(() => import("./pages/Evals"), "Evals") },
+  { page: "compare", title: "Compare config and code", key: "d", ofRun: true, hidden: true, component: page(() => import("./pages/Compare"), "Compare") },
 ];
 
 export const routeOf = (name: string): Route | undefined => ROUTES.find((route) => route.page === name);

@@ -142,6 +142,7 @@ export interface EvalRow {
   num_completions: number;
   num_scored: number;
   temperature: Value;
+  held_out: boolean | null;
   metric: string | null;
   accuracy: Value;
   accuracy_low: Value;
@@ -150,4 +151,9 @@ export interface EvalRow {
   gain_low: Value;
   gain_high: Value;
   metrics: Record<string, Value>;
+}
+
+export interface Comparison {
+  /** Settings that differ, with the value of each run in the order asked for. */
+  config: { key: string; values: unknown[] }[];
 }

@@ -5,6 +5,7 @@ import { lastRow, nearest } from "../../charts/math";
 import { count, number, setting } from "../../format";
 import { useCursor } from "../../state/cursor";
 import { useResource } from "../../state/resource";
+import type { Comparison } from "../../types";
 import { elsewhere, format, setOthers, useOthers, usePlace } from "../../state/url";
 
 const COLUMNS: [metric: string, title: string][] = [
@@ -21,7 +22,7 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
   const at = useCursor(axis);
   const place = usePlace();
   const others = useOthers();
-  const comparison = useResource<{ config: { key: string; values: unknown[] }[] }>(runs.length > 1 ? "/api/compare" : null, { runs: runs.map((run) => run.id).join(",") }).data;
+  const comparison = useResource<Comparison>(runs.length > 1 ? "/api/compare" : null, { runs: runs.map((run) => run.id).join(",") }).data;
   if (runs.length < 2) return null;
   const differing = (comparison?.config ?? []).filter((row) => !UNTOLD.includes(row.key)).slice(0, MOST_SETTINGS);
   const value = (run: DrawnRun, metric: string) => {

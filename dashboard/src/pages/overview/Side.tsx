@@ -5,7 +5,7 @@ import { count, moment, NONE, number, setting } from "../../format";
 import { useResource } from "../../state/resource";
 import { useRuns } from "../../state/run";
 import { setParams, useOthers, useParam } from "../../state/url";
-import type { Alert, Attempt, Environment, Health, RunInfo } from "../../types";
+import type { Alert, Attempt, Comparison, Environment, Health, RunInfo } from "../../types";
 
 export function Side({ info, health }: { info: RunInfo; health: Health | undefined }) {
   return (
@@ -110,10 +110,6 @@ function Config({ info }: { info: RunInfo }) {
       )}
     </section>
   );
-}
-
-interface Comparison {
-  config: { key: string; values: unknown[] }[];
 }
 
 function Differences({ run }: { run: string }) {

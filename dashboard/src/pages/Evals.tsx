@@ -1,0 +1,365 @@
+/** Did it get better, on what, and what broke? */
+
+import { useEffect, useMemo } from "react";
+import { runPath } from "../api";
+import { Chart, type Line } from "../charts/Chart";
+import { wilson } from "../charts/math";
+import { Spark } from "../charts/Spark";
+import { count, duration, NONE, number, percent } from "../format";
+import { Failure, Quiet } from "../shell/App";
+import { useKeys } from "../shell/keys";
+import { useVersion } from "../state/live";
+import { useResource } from "../state/resource";
+import { useEvals, useRunId, useRunInfo, useRuns, useStatus } from "../state/run";
+import { runColor } from "../state/theme";
+import { setParams, useOthers, useParam } from "../state/url";
+import type { EvalRow } from "../types";
+import { BLOCKS, blockOf, curveOf, difference, type EvalSample, type Item, joinItems, passCurve, slicesOf } from "./evals/items";
+import { ItemPane } from "./evals/ItemPane";
+import "./evals.css";
+
+export function Evals() {
+  const run = useRunId();
+  const evals = useEvals(run);
+  const info = useRunInfo(run).data;
+  const { live } = useStatus(run);
+  if (evals.error && !evals.data) return <Failure error={evals.error} />;
+  if (!evals.data || !info) return null;
+  if (evals.data.length === 0) {
+    const wanted = Array.isArray(info.config.evals) && info.config.evals.length > 0;
+    return (
+      <Quiet title="This run has no evals." text={wanted ? (live ? "The first one is not finished yet." : "None was finished.") : "Name environments in the field evals of a config, or measure its checkpoints afterwards:"}>
+        {!wanted && <pre>telescope eval --help</pre>}
+      </Quiet>
+    );
+  }
+  return <Loaded rows={evals.data} />;
+}
+
+function Loaded({ rows }: { rows: EvalRow[] }) {
+  const names = [...new Set(rows.map((row) => row.name))];
+  const [chosen] = useParam("eval", names[0]);
+  const name = names.includes(chosen) ? chosen : names[0]!;
+  const mine = useMemo(() => rows.filter((row) => row.name === name), [rows, name]);
+  const curve = useMemo(() => curveOf(mine), [mine]);
+  const [a] = useParam("before");
+  const [b] = useParam("after");
+  const before = curve.find((row) => String(row.version) === a) ?? curve[0];
+  const after = curve.find((row) => String(row.version) === b) ?? curve.at(-1);
+  const samplesBefore = useSamples(before);
+  const samplesAfter = useSamples(after);
+  const items = useMemo(() => (samplesBefore && samplesAfter && before !== after ? joinItems(samplesBefore, samplesAfter) : []), [samplesBefore, samplesAfter, before, after]);
+  const [item, setItem] = useParam("item");
+  const sorted = useMemo(() => BLOCKS.flatMap((block) => items.filter((one) => blockOf(one) === block)), [items]);
+  const current = sorted.find((one) => String(one.item) === item) ?? sorted[0];
+  const move = (by: 1 | -1) => {
+    const at = sorted.findIndex((one) => one === current);
+    const next = sorted[Math.min(Math.max(0, at + by), sorted.length - 1)];
+    if (next) setItem(String(next.item), true);
+  };
+  useKeys("Evals", [
+    { keys: ["j"], does: "next item", run: () => move(1) },
+    { keys: ["k"], does: "item before", run: () => move(-1) },
+  ]);
+  return (
+    <div className="evals">
+      <aside className="first">
+        <section className="list">
+          {names.map((one) => (
+            <EvalLine key={one} name={one} rows={rows.filter((row) => row.name === one)} on={one === name} />
+          ))}
+        </section>
+        {curve.length > 1 && <Checkpoints curve={curve} before={before} after={after} />}
+        {items.length > 0 && <Slices items={items} />}
+        <EveryEval rows={mine} />
+      </aside>
+      <section className="middle">
+        <Verdict name={name} curve={curve} before={before} after={after} items={items} />
+        <div className="two">
+          <Curve name={name} curve={curve} />
+          <Second curve={curve} before={before} after={after} samplesBefore={samplesBefore} samplesAfter={samplesAfter} />
+        </div>
+        {before && after && before !== after && <Field items={items} before={before} after={after} current={current} choose={(one) => setItem(String(one.item))} />}
+      </section>
+      <ItemPane items={sorted} current={current} before={before} after={after} choose={(one) => setItem(String(one.item))} />
+    </div>
+  );
+}
+
+function useSamples(row: EvalRow | undefined): EvalSample[] | undefined {
+  const run = useRunId();
+  const version = useVersion(run, "eval_samples");
+  return useResource<EvalSample[]>(row ? runPath(run, "evals", row.attempt, row.eval_id, "samples") : null, {}, row?.status === "finished" ? "" : version).data;
+}
+
+const words = (row: EvalRow): string => `${count(row.num_items)} ${row.held_out ? "held-out " : ""}items${row.num_completions > 1 ? `, ${row.num_completions} answers each` : ""}`;
+
+function EvalLine({ name, rows, on }: { name: string; rows: EvalRow[]; on: boolean }) {
+  const curve = curveOf(rows);
+  const last = curve.at(-1);
+  return (
+    <button className={`el ${on ? "on" : ""}`} aria-pressed={on} onClick={() => setParams({ eval: name, before: null, after: null, item: null })}>
+      <span className="cut">
+        {name}
+        <span className="s f cut">{words(rows[0]!)}</span>
+      </span>
+      <Spark values={curve.map((row) => row.accuracy)} height={24} keep={0} raw={false} />
+      <b className="r">{percent(last?.accuracy)}</b>
+    </button>
+  );
+}
+
+function Checkpoints({ curve, before, after }: { curve: EvalRow[]; before?: EvalRow; after?: EvalRow }) {
+  const choose = (side: "before" | "after", row: EvalRow | undefined) => (
+    <select className="field" value={row?.version} aria-label={`Checkpoint ${side}`} onChange={(event) => setParams({ [side]: event.target.value })}>
+      {curve.map((one) => (
+        <option key={one.version} value={one.version}>
+          {one.version} steps, {percent(one.accuracy)}
+        </option>
+      ))}
+    </select>
+  );
+  const segments = (side: "before" | "after", row: EvalRow | undefined) => (
+    <span className="seg" role="group" aria-label={`Checkpoint ${side}`}>
+      {curve.map((one) => (
+        <button key={one.version} aria-pressed={one === row} onClick={() => setParams({ [side]: String(one.version) })}>
+          {one.version}
+        </button>
+      ))}
+    </span>
+  );
+  const side = curve.length <= 5 ? segments : choose;
+  return (
+    <section className="sec">
+      <h2>
+        Compare checkpoints <span>after steps</span>
+      </h2>
+      <div className="ck">
+        <span className="d">before</span>
+        {side("before", before)}
+        <span className="d">after</span>
+        {side("after", after)}
+      </div>
+    </section>
+  );
+}
+
+function Slices({ items }: { items: Item[] }) {
+  const slices = useMemo(() => slicesOf(items), [items]);
+  return (
+    <section className="sec">
+      <h2>
+        Where it changed <span>of {count(items.length)} items</span>
+      </h2>
+      {slices.map((slice) => {
+        const result = difference(slice.items);
+        if (!result) return null;
+        const [low, high] = wilson(result.after, result.items);
+        const at = (share: number) => `${100 * share}%`;
+        return (
+          <div key={slice.name} className="sl" title={`${percent(result.before)} to ${percent(result.after)}`}>
+            <span className="cut">{slice.name}</span>
+            <span className="track">
+              <i className="range" style={{ left: at(low), width: at(high - low) }} />
+              <i className="move" style={{ left: at(Math.min(result.before, result.after)), width: at(Math.abs(result.gain)) }} />
+              <i className="from" style={{ left: at(result.before) }} />
+              <i className="to" style={{ left: at(result.after) }} />
+            </span>
+            <span className="r f">{count(slice.items.length)}</span>
+          </div>
+        );
+      })}
+      <div className="sl s f">
+        <span />
+        <span className="scale">
+          <span>0</span>
+          <span>100 %</span>
+        </span>
+        <span />
+      </div>
+      <p className="s f">Hollow before, filled after, with its interval.</p>
+    </section>
+  );
+}
+
+function EveryEval({ rows }: { rows: EvalRow[] }) {
+  const sorted = [...rows].sort((a, b) => a.version - b.version || (a.started_at ?? 0) - (b.started_at ?? 0));
+  const mixed = new Set(rows.map((row) => row.source)).size > 1;
+  return (
+    <section className="sec">
+      <h2>Every eval</h2>
+      <table>
+        <thead>
+          <tr>
+            <th>steps</th>
+            {mixed && <th>made</th>}
+            <th className="r">accuracy</th>
+            <th className="r">± points</th>
+            <th className="r">took</th>
+          </tr>
+        </thead>
+        <tbody>
+          {sorted.map((row) => (
+            <tr key={`${row.attempt}/${row.eval_id}`} title={row.error ?? row.eval_id}>
+              <td>{count(row.version)}</td>
+              {mixed && <td className="d">{row.source === "live" ? "in training" : "later"}</td>}
+              {row.status === "finished" ? (
+                <>
+                  <td className="r">{percent(row.accuracy)}</td>
+                  <td className="r d">{row.accuracy_low === null || row.accuracy_high === null ? NONE : number(50 * (row.accuracy_high - row.accuracy_low), 1)}</td>
+                </>
+              ) : (
+                <td className={`r ${row.status === "failed" ? "w" : "d"}`} colSpan={2}>
+                  {row.status}
+                </td>
+              )}
+              <td className="r d">{row.ended_at === null || row.started_at === null ? NONE : duration(row.ended_at - row.started_at)}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </section>
+  );
+}
+
+const points = (share: number): string => number(100 * share, 1);
+
+function Verdict({ name, curve, before, after, items }: { name: string; curve: EvalRow[]; before?: EvalRow; after?: EvalRow; items: Item[] }) {
+  if (!before || !after)
+    return (
+      <div className="verdict">
+        <h1>No eval of {name} is finished.</h1>
+      </div>
+    );
+  if (before === after)
+    return (
+      <div className="verdict">
+        <h1>
+          {percent(after.accuracy)} of {name} after {count(after.version)} steps.
+        </h1>
+        <p>{curve.length === 1 ? "A second eval, at another checkpoint, will show what changed." : "Choose two different checkpoints to see what changed."}</p>
+      </div>
+    );
+  const result = difference(items);
+  const gained = items.filter((item) => blockOf(item) === "gained").length;
+  const lost = items.filter((item) => blockOf(item) === "lost").length;
+  const sure = result && (result.low > 0 || result.high < 0);
+  return (
+    <div className="verdict">
+      <h1>
+        Accuracy went from {percent(before.accuracy)} to {percent(after.accuracy)}
+        {result ? `: ${count(gained)} ${gained === 1 ? "item" : "items"} gained, ${count(lost)} lost.` : "."}
+      </h1>
+      {result && (
+        <p>
+          The difference is <b>{points(result.gain)}</b> points, 95 % interval {points(result.low)} to {points(result.high)} on the same {count(result.items)} items.{" "}
+          {sure ? "" : "It may be chance: more items or answers would tell. "}
+          {lost > 0 && gained > 0 ? `Of the items that were right before, ${percent(lost / Math.max(1, items.filter((item) => ["lost", "right"].includes(blockOf(item))).length), 0)} are wrong now.` : ""}
+        </p>
+      )}
+    </div>
+  );
+}
+
+const wholePercent = (share: number): string => `${number(100 * share, 0)} %`;
+
+function Curve({ name, curve }: { name: string; curve: EvalRow[] }) {
+  const others = useOthers();
+  const runs = useRuns().data?.runs;
+  const run = useRunId();
+  const mine = runs?.find((row) => row.id === run)?.name ?? "this run";
+  // The number of runs over this one is at most five.
+  const theirs = [useEvals(others[0] ?? null), useEvals(others[1] ?? null), useEvals(others[2] ?? null), useEvals(others[3] ?? null), useEvals(others[4] ?? null)].map((one) => one.data);
+  const lines = useMemo(() => {
+    const all = [{ label: mine, rows: curve }, ...others.map((id, i) => ({ label: runs?.find((row) => row.id === id)?.name ?? id, rows: curveOf((theirs[i] ?? []).filter((row) => row.name === name)) }))];
+    return all.flatMap(({ label, rows }, i): Line[] => {
+      if (rows.length === 0) return [];
+      const low = rows.map((row) => row.accuracy_low);
+      const high = rows.map((row) => row.accuracy_high);
+      return [
+        {
+          label,
+          color: runColor(i),
+          x: rows.map((row) => row.version),
+          values: rows.map((row) => row.accuracy),
+          width: i === 0 ? 2 : 1.5,
+          bands: [{ low, high, opacity: 0.15 }],
+          whiskers: i === 0 ? { low, high } : undefined,
+          direct: all.length > 1 ? label : undefined,
+        },
+      ];
+    });
+  }, [curve, mine, name, runs, others.join(), ...theirs]);
+  const x = useMemo(() => curve.map((row) => row.version), [curve]);
+  return <Chart title="Accuracy" unit="after steps, 95 % intervals" axis="version" x={x} lines={lines} low={0} format={(value) => percent(value)} tickFormat={wholePercent} right={lines.length > 1 ? 90 : 12} />;
+}
+
+interface SecondProps {
+  curve: EvalRow[];
+  before?: EvalRow;
+  after?: EvalRow;
+  samplesBefore?: EvalSample[];
+  samplesAfter?: EvalSample[];
+}
+
+/** pass@k where items have several answers, else the other metrics of the eval. */
+function Second({ curve, before, after, samplesBefore, samplesAfter }: SecondProps) {
+  const several = (after?.num_completions ?? 1) > 1;
+  const pass = useMemo(() => {
+    const curves = [before !== after && samplesBefore ? { row: before!, samples: samplesBefore, color: "--r3" } : null, samplesAfter ? { row: after!, samples: samplesAfter, color: "--c1" } : null];
+    return curves.flatMap((one): Line[] => {
+      if (!one) return [];
+      const { k, pass } = passCurve(one.samples);
+      return [{ label: `after ${one.row.version} steps`, color: one.color, x: k.map(Math.log2), values: pass, width: one.color === "--c1" ? 2 : 1.5, direct: `${one.row.version} steps` }];
+    });
+  }, [before, after, samplesBefore, samplesAfter]);
+  const metrics = useMemo(() => {
+    const names = [...new Set(curve.flatMap((row) => Object.keys(row.metrics)))].filter((name) => name !== curve[0]?.metric && curve.some((row) => row.metrics[name] !== row.accuracy));
+    return names.slice(0, 4).map((name, i): Line => ({ label: name, color: runColor(i), x: curve.map((row) => row.version), values: curve.map((row) => row.metrics[name] ?? null), direct: name }));
+  }, [curve]);
+  const x = useMemo(() => (several ? (pass.at(-1)?.x ?? []) : curve.map((row) => row.version)), [several, pass, curve]);
+  if (several)
+    return <Chart title="pass@k" unit="k answers an item" axis="k" x={x} lines={pass} low={0} high={1} right={64} format={(value) => percent(value)} tickFormat={wholePercent} xFormat={(at) => String(2 ** at)} />;
+  if (metrics.length === 0) return null;
+  return <Chart title="Other metrics" unit={metrics.map((line) => line.label).join(", ")} axis="version" x={x} lines={metrics} low={0} right={72} />;
+}
+
+const TITLES: Record<(typeof BLOCKS)[number], [string, string]> = {
+  lost: ["lost", "right, then wrong"],
+  gained: ["gained", "wrong, then right"],
+  right: ["right twice", ""],
+  wrong: ["wrong twice", ""],
+};
+
+function Field({ items, before, after, current, choose }: { items: Item[]; before: EvalRow; after: EvalRow; current?: Item; choose: (item: Item) => void }) {
+  const blocks = useMemo(() => BLOCKS.map((block) => ({ block, items: items.filter((item) => blockOf(item) === block) })), [items]);
+  const pick = (event: React.MouseEvent) => {
+    const at = (event.target as HTMLElement).dataset.item;
+    const item = at === undefined ? undefined : items.find((one) => String(one.item) === at);
+    if (item) choose(item);
+  };
+  useEffect(() => {
+    document.querySelector(".items .cur")?.scrollIntoView({ block: "nearest" });
+  }, [current]);
+  return (
+    <div className="fl">
+      <h2>
+        Every item, {before.version} against {after.version} steps
+        <span>{before.num_completions > 1 ? "right: at least half of the answers" : ""}</span>
+      </h2>
+      {blocks.map(({ block, items: some }) => (
+        <div key={block} className="blk">
+          <div>
+            <b>{count(some.length)}</b> {TITLES[block][0]}
+            <div className="s f">{TITLES[block][1]}</div>
+          </div>
+          <div className={`items it-${block}`} onClick={pick} role="group" aria-label={`${some.length} ${TITLES[block][0]}`}>
+            {some.map((item) => (
+              <i key={item.item} data-item={item.item} className={item === current ? "cur" : ""} title={`item ${item.item}`} />
+            ))}
+          </div>
+        </div>
+      ))}
+    </div>
+  );
+}

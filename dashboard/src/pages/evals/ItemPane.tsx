@@ -1,0 +1,135 @@
+/** The chosen item with its answers before and after, and all items as a list. */
+
+import { useVirtualizer } from "@tanstack/react-virtual";
+import { useEffect, useMemo, useRef } from "react";
+import { count, number } from "../../format";
+import { routeOf } from "../../routes";
+import { elsewhere, format, usePlace } from "../../state/url";
+import type { EvalRow } from "../../types";
+import { promptLine } from "../rollouts/conversation";
+import { Plain } from "../rollouts/SafeText";
+import { type Answered, type Block, BLOCKS, blockOf, isRight, type Item } from "./items";
+
+interface ItemPaneProps {
+  items: Item[];
+  current?: Item;
+  before?: EvalRow;
+  after?: EvalRow;
+  choose: (item: Item) => void;
+}
+
+const NAMES: Record<Block, string> = { lost: "Lost", gained: "Gained", right: "Right twice", wrong: "Wrong twice" };
+const CUT = 1200;
+const MOST_ANSWERS = 8;
+
+type Row = { block: Block; number: number } | { item: Item };
+
+export function ItemPane({ items, current, before, after, choose }: ItemPaneProps) {
+  const list = useRef<HTMLDivElement>(null);
+  const rows = useMemo(
+    () =>
+      BLOCKS.flatMap((block): Row[] => {
+        const some = items.filter((item) => blockOf(item) === block);
+        return some.length ? [{ block, number: some.length }, ...some.map((item) => ({ item }))] : [];
+      }),
+    [items],
+  );
+  const virtual = useVirtualizer({ count: rows.length, getScrollElement: () => list.current, estimateSize: (i) => ("block" in rows[i]! ? 28 : 20), overscan: 15 });
+  useEffect(() => {
+    const at = rows.findIndex((row) => "item" in row && row.item === current);
+    if (at >= 0) virtual.scrollToIndex(at, { align: "auto" });
+  }, [current, rows]);
+  if (!before || !after) return <aside className="third" />;
+  if (items.length === 0 || !current)
+    return (
+      <aside className="third">
+        <p className="sec f">Items appear here when two checkpoints were measured on the same ones.</p>
+      </aside>
+    );
+  return (
+    <aside className="third">
+      <section className="sec">
+        <h2>
+          <span className="cut name" title={current.prompt}>
+            <Plain text={promptLine(current.prompt).slice(0, 200)} />
+          </span>
+          <span>item {current.item}</span>
+        </h2>
+        <div className="pair">
+          <Answers title={`${before.version} steps`} answered={current.before} />
+          <Answers title={`${after.version} steps`} answered={current.after} />
+        </div>
+      </section>
+      <div className="ft" ref={list} tabIndex={0} aria-label="Items">
+        <div style={{ height: virtual.getTotalSize(), position: "relative" }}>
+          {virtual.getVirtualItems().map(({ index, start }) => {
+            const row = rows[index]!;
+            const style = { transform: `translateY(${start}px)` };
+            if ("block" in row)
+              return (
+                <div key={row.block} className="fr hd" style={style}>
+                  <b>
+                    {NAMES[row.block]}, {count(row.number)}
+                  </b>
+                  <span className="s f">{before.version} steps</span>
+                  <span className="s f">{after.version} steps</span>
+                </div>
+              );
+            const { item } = row;
+            return (
+              <button key={item.item} className={`fr ${item === current ? "sel" : ""}`} aria-pressed={item === current} style={style} onClick={() => choose(item)}>
+                <span className="cut">
+                  <Plain text={promptLine(item.prompt).slice(0, 80)} />
+                </span>
+                <Short answered={item.before} />
+                <Short answered={item.after} />
+              </button>
+            );
+          })}
+        </div>
+      </div>
+    </aside>
+  );
+}
+
+/** An answer without the marks of its template. */
+const clean = (text: string): string => text.replace(/<\|[a-z_]+\|>/g, "").replace(/<\/?answer>/g, "").trim();
+
+function Short({ answered }: { answered: Answered }) {
+  const text = clean(answered.answers[0]?.answer ?? "");
+  return (
+    <span className={`m cut ${isRight(answered) ? "" : "f"}`}>
+      {answered.answers.length > 1 ? `${number(100 * (answered.score ?? 0), 0)} % of ${answered.answers.length}` : <Plain text={text.slice(-60) || "(empty)"} />}
+    </span>
+  );
+}
+
+function Answers({ title, answered }: { title: string; answered: Answered }) {
+  const place = usePlace();
+  const scored = answered.score !== null;
+  return (
+    <div>
+      <div className="s f">{title}</div>
+      {answered.answers.slice(0, MOST_ANSWERS).map((answer) => (
+        <div key={answer.sample_id} className="one">
+          <div className="m text">
+            <Plain text={clean(answer.answer).slice(0, CUT) || "(empty)"} />
+          </div>
+          <div className="d">
+            {answer.score === null ? "not scored" : answer.score >= 1 ? <b>right</b> : answer.score > 0 ? number(answer.score) : "wrong"}
+            {routeOf("rollouts") && (
+              <>
+                {" "}
+                <a className="link" href={format(elsewhere(place, { page: "rollouts" }, { sample: answer.sample_id, status: "eval" }))}>
+                  open
+                </a>
+              </>
+            )}
+          </div>
+        </div>
+      ))}
+      {answered.answers.length > MOST_ANSWERS && <p className="f s">{count(answered.answers.length - MOST_ANSWERS)} more answers</p>}
+      {!scored && <p className="f s">no score</p>}
+    </div>
+  );
+}

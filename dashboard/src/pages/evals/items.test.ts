@@ -1,0 +1,59 @@
+import { expect, test } from "vitest";
+import type { EvalRow } from "../../types";
+import { blockOf, curveOf, difference, type EvalSample, joinItems, passCurve, slicesOf } from "./items";
+
+const sample = (item: number, score: number | null, completion = 0, tags = {}): EvalSample => ({
+  attempt: 1,
+  sample_id: `${item}-${completion}`,
+  item,
+  completion,
+  score,
+  prompt: "",
+  answer: "",
+  tags,
+});
+
+const before = [sample(0, 1), sample(1, 0), sample(2, 1), sample(3, 0)];
+const after = [sample(3, 0), sample(2, 1), sample(1, 1), sample(0, 0)];
+
+test("an item is lost, gained, right twice or wrong twice", () => {
+  expect(joinItems(before, after).map(blockOf)).toEqual(["lost", "gained", "right", "wrong"]);
+});
+
+test("items of one eval alone are left out", () => {
+  expect(joinItems(before, [sample(7, 1), sample(1, 1)]).map((item) => item.item)).toEqual([1]);
+});
+
+test("the interval of a difference is paired over items", () => {
+  const result = difference(joinItems(before, after))!;
+  expect([result.before, result.after, result.gain, result.items]).toEqual([0.5, 0.5, 0, 4]);
+  expect(result.high).toBeCloseTo(1.959964 * Math.sqrt(2 / 3 / 4));
+  expect(result.low).toBeCloseTo(-result.high);
+});
+
+test("without scored items there is no difference", () => {
+  expect(difference(joinItems([sample(0, null)], [sample(0, 1)]))).toBeNull();
+});
+
+test("pass@k ends at the answers that every item has", () => {
+  const curve = passCurve([sample(0, 1, 0), sample(0, 0, 1), sample(1, 0, 0), sample(1, 0, 1), sample(1, 0, 2)]);
+  expect(curve).toEqual({ k: [1, 2], pass: [0.25, 0.5] });
+});
+
+test("an eval in training stands before one made later, and failed ones are left out", () => {
+  const row = (version: number, source: string, status = "finished") => ({ version, source, status, accuracy: 0.5, eval_id: `${source}${version}` }) as EvalRow;
+  const curve = curveOf([row(4, "standalone"), row(4, "live"), row(0, "live"), row(2, "live", "failed"), row(4, "standalone")]);
+  expect(curve.map((one) => one.eval_id)).toEqual(["live0", "live4"]);
+});
+
+test("items are sliced by tags with few values", () => {
+  const items = joinItems(
+    Array.from({ length: 12 }, (_, i) => sample(i, 0, 0, { kind: i % 2 ? "b" : "a", id: String(i) })),
+    Array.from({ length: 12 }, (_, i) => sample(i, 1)),
+  );
+  expect(slicesOf(items).map((slice) => [slice.name, slice.items.length])).toEqual([
+    ["all", 12],
+    ["kind a", 6],
+    ["kind b", 6],
+  ]);
+});

@@ -1,0 +1,139 @@
+/** What two evals of the same items say about each other. */
+
+import { passAtK } from "../../charts/math";
+import type { EvalRow, Value } from "../../types";
+
+export interface EvalSample {
+  attempt: number;
+  sample_id: string;
+  item: number;
+  completion: number;
+  score: Value;
+  prompt: string;
+  answer: string;
+  golden?: Record<string, string>;
+  tags?: Record<string, string>;
+}
+
+/** An item with the answers of one eval; `score` is the mean over those that were scored. */
+export interface Answered {
+  score: Value;
+  answers: EvalSample[];
+}
+
+export interface Item {
+  item: number;
+  prompt: string;
+  before: Answered;
+  after: Answered;
+  tags: Record<string, string>;
+}
+
+export type Block = "lost" | "gained" | "right" | "wrong";
+export const BLOCKS: Block[] = ["lost", "gained", "right", "wrong"];
+
+/** An item counts as right when at least half of its answers are. */
+export const isRight = (answered: Answered): boolean => (answered.score ?? 0) >= 0.5;
+
+export function blockOf(item: Item): Block {
+  const [before, after] = [isRight(item.before), isRight(item.after)];
+  if (before) return after ? "right" : "lost";
+  return after ? "gained" : "wrong";
+}
+
+function answered(samples: EvalSample[]): Answered {
+  const scores = samples.map((sample) => sample.score).filter((score): score is number => score !== null);
+  const answers = [...samples].sort((a, b) => a.completion - b.completion);
+  return { score: scores.length ? scores.reduce((sum, score) => sum + score, 0) / scores.length : null, answers };
+}
+
+function byItem(samples: EvalSample[]): Map<number, EvalSample[]> {
+  const items = new Map<number, EvalSample[]>();
+  for (const sample of samples) items.set(sample.item, [...(items.get(sample.item) ?? []), sample]);
+  return items;
+}
+
+/** Returns the items that both evals have, in their order. */
+export function joinItems(before: EvalSample[], after: EvalSample[]): Item[] {
+  const [first, second] = [byItem(before), byItem(after)];
+  return [...first.keys()]
+    .filter((item) => second.has(item))
+    .sort((a, b) => a - b)
+    .map((item) => {
+      const sample = first.get(item)![0]!;
+      return { item, prompt: sample.prompt, tags: sample.tags ?? {}, before: answered(first.get(item)!), after: answered(second.get(item)!) };
+    });
+}
+
+export interface Difference {
+  before: number;
+  after: number;
+  gain: number;
+  low: number;
+  high: number;
+  items: number;
+}
+
+/** Returns the mean difference over items scored twice, with its 95 % interval (normal, paired over items). */
+export function difference(items: Item[]): Difference | null {
+  const scored = items.filter((item) => item.before.score !== null && item.after.score !== null);
+  const n = scored.length;
+  if (n === 0) return null;
+  const mean = (values: number[]) => values.reduce((sum, value) => sum + value, 0) / n;
+  const gains = scored.map((item) => item.after.score! - item.before.score!);
+  const gain = mean(gains);
+  const variance = n > 1 ? gains.reduce((sum, value) => sum + (value - gain) ** 2, 0) / (n - 1) : 0;
+  const half = 1.959964 * Math.sqrt(variance / n);
+  return {
+    before: mean(scored.map((item) => item.before.score!)),
+    after: mean(scored.map((item) => item.after.score!)),
+    gain,
+    low: gain - half,
+    high: gain + half,
+    items: n,
+  };
+}
+
+/** Returns pass@k for k = 1, 2, 4, ... up to the answers that every item has; an answer passes with a full score. */
+export function passCurve(samples: EvalSample[]): { k: number[]; pass: number[] } {
+  const items = [...byItem(samples).values()].map((answers) => answers.filter((answer) => answer.score !== null)).filter((answers) => answers.length > 0);
+  const most = items.length ? Math.min(...items.map((answers) => answers.length)) : 0;
+  const k: number[] = [];
+  for (let next = 1; next <= most; next *= 2) k.push(next);
+  const pass = k.map((tries) => items.reduce((sum, answers) => sum + passAtK(answers.length, answers.filter((answer) => answer.score! >= 1).length, tries), 0) / items.length);
+  return { k, pass };
+}
+
+/** Returns one finished eval a policy version, in their order: the newest that ran in training, else another. */
+export function curveOf(evals: EvalRow[]): EvalRow[] {
+  const best = new Map<number, EvalRow>();
+  for (const row of evals) {
+    if (row.status !== "finished" || row.accuracy === null) continue;
+    const other = best.get(row.version);
+    if (!other || row.source === "live" || other.source !== "live") best.set(row.version, row);
+  }
+  return [...best.values()].sort((a, b) => a.version - b.version);
+}
+
+export interface Slice {
+  name: string;
+  items: Item[];
+}
+
+const LEAST_ITEMS = 5;
+const MOST_VALUES = 8;
+
+/** Returns all items, then those of each value of their tags. */
+export function slicesOf(items: Item[]): Slice[] {
+  const out: Slice[] = [{ name: "all", items }];
+  const names = [...new Set(items.flatMap((item) => Object.keys(item.tags)))].sort();
+  for (const name of names) {
+    const values = [...new Set(items.map((item) => item.tags[name]))].filter((value): value is string => value !== undefined);
+    if (values.length < 2 || values.length > MOST_VALUES) continue;
+    for (const value of values.sort((a, b) => a.localeCompare(b, undefined, { numeric: true }))) {
+      const some = items.filter((item) => item.tags[name] === value);
+      if (some.length >= LEAST_ITEMS) out.push({ name: `${name} ${value}`, items: some });
+    }
+  }
+  return out;
+}
