@@ -23,7 +23,10 @@ export const ROUTES: Route[] = [
   { page: "overview", title: "Overview", key: "o", ofRun: true, component: page(() => import("./pages/Overview"), "Overview") },
   { page: "metrics", title: "Metrics", key: "m", ofRun: true, component: page(() => import("./pages/Metrics"), "Metrics") },
   { page: "rollouts", title: "Rollouts", key: "s", ofRun: true, component: page(() => import("./pages/rollouts/Rollouts"), "Rollouts") },
+  { page: "timeline", title: "Timeline", key: "t", ofRun: true, component: page(() => import("./pages/timeline/Timeline"), "Timeline") },
+  { page: "infra", title: "Infra", key: "i", ofRun: true, component: page(() => import("./pages/infra/Infra"), "Infra") },
   { page: "evals", title: "Evals", key: "e", ofRun: true, component: page(() => import("./pages/Evals"), "Evals") },
+  { page: "logs", title: "Logs", key: "l", ofRun: true, component: page(() => import("./pages/logs/Logs"), "Logs") },
   { page: "compare", title: "Compare config and code", key: "d", ofRun: true, hidden: true, component: page(() => import("./pages/Compare"), "Compare") },
 ];
 

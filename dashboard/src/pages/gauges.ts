@@ -1,0 +1,73 @@
+/** Series of gauges, for Timeline and Infra. */
+
+import type { Value } from "../types";
+
+/** One series: the gauge of one GPU, server, rank or machine. Buckets hold the smallest, mean and largest reading. */
+export interface GaugeSeries {
+  name: string;
+  component: string;
+  node: string | null;
+  gpu: number | null;
+  rank: number | null;
+  server: number | null;
+  labels: Record<string, string>;
+  time: number[];
+  min: Value[];
+  mean: Value[];
+  max: Value[];
+}
+
+/** Returns a counter's growth per second between its readings; a restart of its process gives a gap. */
+export function rate(series: GaugeSeries): GaugeSeries {
+  const grown = series.mean.map((_, i): Value => {
+    const [before, now] = [series.max[i - 1], series.max[i]];
+    const seconds = i > 0 ? series.time[i]! - series.time[i - 1]! : 0;
+    if (before == null || now == null || seconds <= 0 || now < before) return null;
+    return (now - before) / seconds;
+  });
+  return { ...series, mean: grown, min: grown, max: grown };
+}
+
+/** Returns the sum of two series of the same readings divided by each other: `over` per `under`. */
+export function perOther(over: GaugeSeries, under: GaugeSeries): GaugeSeries {
+  const at = new Map(under.time.map((time, i) => [time, i]));
+  const share = over.time.map((time, i): Value => {
+    const j = at.get(time);
+    const [a0, a1] = [over.max[i - 1], over.max[i]];
+    const before = at.get(over.time[i - 1] ?? NaN);
+    if (j === undefined || before === undefined || a0 == null || a1 == null) return null;
+    const grown = (under.max[j] ?? NaN) - (under.max[before] ?? NaN);
+    return grown > 0 && a1 >= a0 ? (a1 - a0) / grown : null;
+  });
+  return { ...over, mean: share, min: share, max: share };
+}
+
+/** The last reading, and the mean of all. */
+export function lastOf(series: GaugeSeries): Value {
+  return series.mean.findLast((value) => value !== null) ?? null;
+}
+
+export function meanOf(series: GaugeSeries): Value {
+  const known = series.mean.filter((value): value is number => value !== null);
+  return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
+}
+
+/** The reading at or before a time. */
+export function at(series: GaugeSeries, time: number): Value {
+  let low = 0;
+  let high = series.time.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (series.time[middle]! <= time) low = middle + 1;
+    else high = middle;
+  }
+  return series.mean[low - 1] ?? null;
+}
+
+/** The nodes, GPUs and processes that series belong to, in words: `GPU 3`, `server 0`, `rank 1`. */
+export function ownerOf(series: GaugeSeries, severalNodes: boolean): string {
+  const own =
+    series.gpu !== null ? `GPU ${series.gpu}` : series.rank !== null ? `rank ${series.rank}` : series.server !== null ? `server ${series.server}` : series.component;
+  const labels = Object.values(series.labels ?? {}).join(" ");
+  return [severalNodes && series.node ? series.node : "", own, labels].filter(Boolean).join(" ");
+}

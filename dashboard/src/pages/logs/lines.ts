@@ -1,0 +1,54 @@
+/** Log lines: merging of pages, tracebacks, levels. */
+
+import type { Value } from "../../types";
+
+export interface LogRow {
+  /** Number of the row in the record: the cursor. */
+  row: number;
+  attempt: number;
+  time: number;
+  level: string;
+  component: string;
+  message: string;
+  process: Value;
+  place: string | null;
+}
+
+export interface LogPage {
+  rows: LogRow[];
+  next: number;
+  components?: string[];
+}
+
+export const LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] as const;
+
+/** Joins pages of rows, each row once, in the order of the record. */
+export function join(old: readonly LogRow[], fresh: readonly LogRow[]): LogRow[] {
+  if (fresh.length === 0) return old as LogRow[];
+  if (old.length === 0 || fresh[0]!.row > old.at(-1)!.row) return [...old, ...fresh];
+  const byRow = new Map([...old, ...fresh].map((row) => [row.row, row]));
+  return [...byRow.values()].sort((a, b) => a.row - b.row);
+}
+
+/** Lines of a message that are shown before a traceback is unfolded. */
+export const FOLDED_LINES = 24;
+
+export interface Folded {
+  text: string;
+  hidden: number;
+}
+
+/** The first and last lines of a long message: a traceback says what happened in its last line. */
+export function fold(message: string, lines = FOLDED_LINES): { head: string; hidden: number; tail: string } {
+  const all = message.replace(/\s+$/, "").split("\n");
+  if (all.length <= lines) return { head: all.join("\n"), hidden: 0, tail: "" };
+  const tail = 4;
+  return { head: all.slice(0, lines - tail).join("\n"), hidden: all.length - lines, tail: all.slice(-tail).join("\n") };
+}
+
+/** Local time of a line with milliseconds. */
+export function clockTime(time: number): string {
+  const date = new Date(time * 1000);
+  const two = (value: number) => String(value).padStart(2, "0");
+  return `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())}.${String(date.getMilliseconds()).padStart(3, "0")}`;
+}

@@ -1,0 +1,113 @@
+import { runPath } from "../../api";
+import { duration, number } from "../../format";
+import { useResource } from "../../state/resource";
+import { elsewhere, format, place } from "../../state/url";
+import { Rows, signed } from "../rollouts/Numbers";
+import { median } from "../rollouts/squares";
+import type { Detail } from "../rollouts/types";
+import { total, verdict, type CriticalPath } from "./criticalPath";
+import { COLOR, type SpanColumns } from "./spans";
+
+/** What the step waited for: a sentence, and a table whose seconds add up to the step. */
+export function StepPanel({ path, merged }: { path: CriticalPath; merged: boolean }) {
+  const rows = total(path.parts).filter((row) => row.seconds > 0);
+  const whole = path.end - path.start;
+  const most = Math.max(...rows.map((row) => row.seconds), 1e-9);
+  const ready = path.groupsReady;
+  return (
+    <section className="sec">
+      <h2>Step {path.step} <span>{duration(whole)}</span></h2>
+      <p className="vd">{verdict(path)}</p>
+      {ready && ready.seconds > 0.05 && (
+        <p className="d">{ready.earlier} of {ready.of} groups were ready {duration(ready.seconds)} earlier.</p>
+      )}
+      {!path.last && path.ready > path.start && <p className="d">Every answer of its batch was scored before it began.</p>}
+      {merged && <p className="d">The step has more spans than are read at once: parts are approximate.</p>}
+      <table className="cp">
+        <thead>
+          <tr><th className="no" /><th>Critical path</th><th className="br" /><th className="r">s</th></tr>
+        </thead>
+        <tbody>
+          {rows.map((row, i) => (
+            <tr key={row.label}>
+              <td className="no"><i>{i + 1}</i></td>
+              <td className="cut" title={row.label}>{row.label}</td>
+              <td className="br"><i style={{ width: `${Math.max(1.5, (100 * row.seconds) / most)}%`, background: `var(--${COLOR[row.kind]})` }} /></td>
+              <td className="r">{row.seconds.toFixed(row.seconds < 0.01 ? 4 : 2)}</td>
+            </tr>
+          ))}
+          <tr className="sum"><td /><td>step</td><td /><td className="r">{whole.toFixed(2)}</td></tr>
+        </tbody>
+      </table>
+    </section>
+  );
+}
+
+export const groupOf = (sample: string): string => sample.slice(0, sample.lastIndexOf("-"));
+
+interface RequestProps {
+  run: string;
+  sample: string;
+  attempt: number;
+  columns: SpanColumns | null;
+}
+
+/** The selected request and the others of its group. */
+export function RequestPanel({ run, sample, attempt, columns }: RequestProps) {
+  const { data: detail, error } = useResource<Detail>(runPath(run, "samples", attempt, sample));
+  const seconds = (name: string, id = sample) => {
+    let sum = 0;
+    columns?.sample_id.forEach((other, row) => {
+      if (other === id && columns.name[row] === name) sum += columns.end[row]! - columns.start[row]!;
+    });
+    return sum;
+  };
+  const group = groupOf(sample);
+  const mates = new Map<string, number>();
+  columns?.sample_id.forEach((id, row) => {
+    if (id && groupOf(id) === group && columns.name[row] === "decode") mates.set(id, (mates.get(id) ?? 0) + columns.end[row]! - columns.start[row]!);
+  });
+  const decode = seconds("decode");
+  const whole = Math.max(...mates.values(), 1e-9);
+  const middle = median([...mates.values()]);
+  const rollouts = format(elsewhere(place(), { page: "rollouts" }, { sample, ...(detail ? { step: String(detail.step) } : {}) }));
+  const rows: [string, React.ReactNode][] = [
+    ["queue", `${number(seconds("queue"), 3)} s`],
+    [`prefill${detail ? `, ${number(detail.prompt_tokens)} tokens` : ""}`, `${number(seconds("prefill"), 3)} s`],
+    [`decode${detail ? `, ${number(detail.completion_tokens)} tokens` : ""}`, `${number(decode, 3)} s`],
+    ["reward", `${number(seconds("reward"), 3)} s`],
+  ];
+  if (detail?.completion_tokens && decode > 0) rows.push(["tokens a second", number(detail.completion_tokens / decode)]);
+  if (detail) {
+    rows.push(["its reward", number(detail.reward)], ["advantage", signed(detail.advantage)]);
+    rows.push(["versions", detail.start_version === detail.end_version ? number(detail.start_version) : `${number(detail.start_version)} to ${number(detail.end_version)}`]);
+    rows.push(["status", detail.status]);
+  }
+  return (
+    <>
+      <section className="sec">
+        <h2>Request {sample} {detail && <span>engine {number(detail.server)}, slot {number(detail.lane)}</span>}</h2>
+        {error && !detail ? <p className="d">{error.message}</p> : <Rows rows={rows} />}
+        <p className="go"><a className="link" href={rollouts}>Read the answer</a></p>
+      </section>
+      {mates.size > 1 && (
+        <section className="sec">
+          <h2>Group {group} <span>decode seconds</span></h2>
+          <svg width="100%" height="44" viewBox="0 0 284 44" aria-hidden="true">
+            <line className="ax" x1="4" x2="274" y1="22.5" y2="22.5" />
+            {[0, 0.5, 1].map((share) => (
+              <g key={share}>
+                <line className="ax" x1={4 + share * 270} x2={4 + share * 270} y1="22" y2="26" />
+                <text x={4 + share * 270} y="39" textAnchor={share === 0 ? "start" : share === 1 ? "end" : "middle"}>{number(share * whole)}</text>
+              </g>
+            ))}
+            {[...mates].map(([id, length]) => (
+              <circle key={id} cx={4 + (length / whole) * 270} cy="13" r="5" fill={id === sample ? "var(--ink)" : "var(--ground)"} stroke="var(--ink)" strokeWidth="1.2" />
+            ))}
+          </svg>
+          {middle !== null && middle > 0 && <p className="d">{number(decode / middle, 1)} times the median of its group in view.</p>}
+        </section>
+      )}
+    </>
+  );
+}

@@ -1,0 +1,274 @@
+/** Timeline: what ran when, and what a step waited for. */
+
+import { useCallback, useEffect, useMemo, useState } from "react";
+import { runPath } from "../../api";
+import { duration, number } from "../../format";
+import { Failure, Quiet } from "../../shell/App";
+import { useKeys } from "../../shell/keys";
+import { useVersion } from "../../state/live";
+import { useResource } from "../../state/resource";
+import { useRunId, useRunInfo, useStatus } from "../../state/run";
+import { column, useSteps } from "../../state/steps";
+import { setParams, usePlace } from "../../state/url";
+import type { StepColumns } from "../../types";
+import { lastOf, type GaugeSeries } from "../gauges";
+import { Canvas, type Hit } from "./Canvas";
+import { total, type CriticalPath } from "./criticalPath";
+import type { Gauge, Mark, PathNode, Scene } from "./draw";
+import { AXIS, LABEL_WIDTH, layOut, RIGHT, type Layout } from "./layout";
+import { readForExport, useCriticalPath, useSpans } from "./load";
+import { Minimap } from "./Minimap";
+import { buildLanes, COLOR, type Kind, type Lanes, type SpanColumns } from "./spans";
+import { groupOf, RequestPanel, StepPanel } from "./StepPanel";
+import { traceEvents } from "./trace";
+import { bound, follow, pan, zoom, type View } from "./viewport";
+import "./timeline.css";
+
+const FIRST_SECONDS = 30;
+const URL_WAIT_MS = 250;
+const GAUGE_POINTS = 800;
+const MOST_GAUGES = 16;
+const KEY: Kind[] = ["queue", "prefill", "decode", "environment", "reward", "forward", "backward", "reduction", "optimizer", "weight sync"];
+
+const EMPTY: SpanColumns = { component: [], name: [], rank: [], server: [], lane: [], step: [], micro_batch: [], sample_id: [], start: [], end: [] };
+const NO_LANES: Lanes = buildLanes(EMPTY);
+
+/** Gauges under the lanes: those of GPUs, and without any the machine's and the engines'. */
+const GPU_GAUGES = ["gpu_utilization_percent"];
+const CPU_GAUGES = ["cpu_utilization_percent", "lanes_used", "vllm:num_requests_running"];
+
+export function Timeline() {
+  const run = useRunId();
+  const { params } = usePlace();
+  const info = useRunInfo(run).data;
+  const { steps } = useSteps(run);
+  const { live } = useStatus(run);
+  const version = useVersion(run, "spans");
+  const following = params.follow === "1" && live;
+  const [size, setSize] = useState({ width: 900, height: 600 });
+  const plot = Math.max(200, size.width - LABEL_WIDTH - RIGHT);
+
+  const used = useResource<GaugeSeries[]>(runPath(run, "gauges"), { names: "lanes_used", points: 400 }, useVersion(run, "gauges"));
+  const bounds = useMemo(() => extent(steps, used.data), [steps, used.data]);
+  const origin = info?.info.started_at ?? bounds?.from ?? 0;
+
+  const [view, setRaw] = useState<View | null>(null);
+  const setView = useCallback((next: View) => bounds && setRaw(bound(next, bounds.from, bounds.to)), [bounds]);
+  const named = params.step === undefined ? NaN : Number(params.step);
+
+  // The first view: as the address says, else the named step, else the newest seconds.
+  useEffect(() => {
+    if (view || !bounds || !steps) return;
+    const at = /^(-?[\d.]+)-(-?[\d.]+)$/.exec(params.t ?? "");
+    if (at) setRaw({ from: origin + Number(at[1]), to: origin + Number(at[2]) });
+    else if (Number.isInteger(named)) setRaw(fitStep(steps, named) ?? lastSeconds(bounds));
+    else setRaw(live ? follow(lastSeconds(bounds), bounds.to) : (fitStep(steps, steps.step.at(-1) ?? 0) ?? lastSeconds(bounds)));
+  }, [view, bounds, steps]);
+  // A step that is chosen elsewhere (ruler, [ ]) comes into view.
+  useEffect(() => {
+    if (!steps || !view || !Number.isInteger(named)) return;
+    const times = stepTimes(steps, named);
+    if (times && (times.end < view.from || times.start > view.to)) setRaw(fitStep(steps, named));
+  }, [named]);
+  useEffect(() => {
+    if (following && bounds && view) setRaw(follow(view, bounds.to));
+  }, [following, bounds?.to]);
+  useEffect(() => {
+    if (!view) return;
+    const timer = setTimeout(() => setParams({ t: `${(view.from - origin).toFixed(4)}-${(view.to - origin).toFixed(4)}` }, true), URL_WAIT_MS);
+    return () => clearTimeout(timer);
+  }, [view]);
+
+  const { loaded, error } = useSpans(run, view, plot, live && view && bounds && view.to > bounds.to - 5 ? version : "");
+  const lanes = loaded?.lanes ?? NO_LANES;
+
+  const step = Number.isInteger(named) ? named : steps && view ? stepInView(steps, view) : null;
+  const times = steps && step !== null ? stepTimes(steps, step) : null;
+  const critical = useCriticalPath(run, step, times?.start ?? null, times?.end ?? null);
+  const sample = params.sample ?? critical.path?.last?.sample_id ?? "";
+  const attempt = steps?.attempt.at(-1) ?? 1;
+
+  const gaugeNames = useResource<{ name: string }[]>(runPath(run, "gauges", "names"));
+  const has = new Set((gaugeNames.data ?? []).map((one) => (typeof one === "string" ? one : one.name)));
+  const wanted = has.has(GPU_GAUGES[0]!) ? GPU_GAUGES : CPU_GAUGES.filter((name) => has.has(name));
+  const series = useResource<GaugeSeries[]>(
+    wanted.length && loaded ? runPath(run, "gauges") : null,
+    { names: wanted.join(","), start: loaded?.from ?? null, end: loaded?.to ?? null, points: GAUGE_POINTS },
+  );
+  const given = useResource<GaugeSeries[]>(has.has("gpu_given") ? runPath(run, "gauges") : null, { names: "gpu_given", points: 1 });
+  const gauges = useMemo(() => describeGauges(series.data ?? [], given.data ?? []), [series.data, given.data]);
+
+  const layout = useMemo(() => layOut(lanes, gauges.length, size.height - AXIS), [lanes, gauges.length, size.height]);
+  const { batches, scored } = useMemo(() => events(lanes), [lanes]);
+  const group = useMemo(() => {
+    const prefix = sample ? groupOf(sample) : null;
+    return new Set(prefix === null ? [] : lanes.columns.sample_id.filter((id): id is string => id !== null && groupOf(id) === prefix));
+  }, [lanes, sample]);
+  const path = useMemo(() => (critical.path ? pathNodes(critical.path, layout) : []), [critical.path, layout]);
+  const waits = useMemo(() => trainerWaits(steps), [steps]);
+
+  const fit = () => steps && step !== null && setRaw(fitStep(steps, step));
+  const select = (hit: Hit | null) => {
+    if (!hit) return setParams({ sample: null });
+    const id = lanes.columns.sample_id[hit.row];
+    const ofStep = lanes.columns.step[hit.row];
+    if (id) setParams({ sample: id });
+    else if (ofStep !== null && ofStep !== undefined) setParams({ step: String(ofStep), sample: null });
+  };
+  const fitRow = (row: number | null) => {
+    if (row === null) return fit();
+    const { start, end } = lanes.columns;
+    const length = end[row]! - start[row]!;
+    setView({ from: start[row]! - length * 0.6, to: end[row]! + length * 0.6 });
+  };
+  const move = (share: number) => view && setView(pan(view, share * (view.to - view.from)));
+  const scale = (factor: number) => view && setView(zoom(view, (view.from + view.to) / 2, factor));
+  useKeys("Timeline", [
+    { keys: ["ArrowLeft"], does: "earlier", run: () => move(-0.1) },
+    { keys: ["ArrowRight"], does: "later", run: () => move(0.1) },
+    { keys: ["+", "="], does: "zoom in", run: () => scale(0.8) },
+    { keys: ["-"], does: "zoom out", run: () => scale(1.25) },
+    { keys: ["f"], does: "follow the live run", run: () => live && setParams({ follow: following ? null : "1" }) },
+    { keys: ["s"], does: "fit the step", run: fit },
+    { keys: ["0"], does: "the whole run", run: () => bounds && setView({ from: bounds.from, to: bounds.to }) },
+  ]);
+
+  if (error && !loaded) return <Failure error={error} />;
+  if (steps && !bounds) return <Quiet title="Nothing has run yet." text="Requests, training steps and weight syncs appear here when they end. The page follows by itself." />;
+  if (!view || !bounds) return null;
+
+  const scene: Scene = {
+    lanes, layout, view, origin, now: live ? bounds.to : null, batches, ready: scored, gauges, path: params.path === "0" ? [] : path, group, sample,
+  };
+  const first = steps ? stepInView(steps, { from: view.from, to: view.from }) : null;
+  const last = steps ? stepInView(steps, { from: view.to, to: view.to }) : null;
+  const between = first === last ? `step ${number(first)}` : `steps ${number(first)} to ${number(last)}`;
+  const traced = lanes.columns.start.length > 0;
+  return (
+    <div className="timeline">
+      <section className="tl" aria-label="Timeline">
+        <div className="tools">
+          <b className="nb">{duration(view.to - view.from)}{first !== null && `, ${between}`}</b>
+          {live && <button className="btn" aria-pressed={following} onClick={() => setParams({ follow: following ? null : "1" })}>{following ? "Following" : "Follow live"} <kbd>f</kbd></button>}
+          <button className="btn" onClick={fit}>Fit step <kbd>s</kbd></button>
+          <button className="btn" onClick={() => setView({ from: bounds.from, to: bounds.to })}>Whole run <kbd>0</kbd></button>
+          <span className="keyl">{KEY.map((kind) => <span key={kind}><i style={{ background: `var(--${COLOR[kind]})` }} />{kind === "environment" ? "tool" : kind === "reduction" ? "reduce" : kind}</span>)}</span>
+        </div>
+        <Minimap from={bounds.from} to={bounds.to} view={view} used={used.data?.[0] ?? null} waits={waits} setView={setView} label={duration(bounds.to - bounds.from)} />
+        <Canvas scene={scene} setView={(next) => (following && setParams({ follow: null }, true), setView(next))} onSelect={select} onFit={fitRow} onSize={(width, height) => setSize({ width, height })} />
+        {loaded && !traced && <p className="none d">No span lies in this time.</p>}
+      </section>
+      <aside className="p3" aria-label="Step and request">
+        {critical.path && <StepPanel path={critical.path} merged={critical.merged} />}
+        {critical.error && <section className="sec"><p className="d">{critical.error.message}</p></section>}
+        {sample && <RequestPanel run={run} sample={sample} attempt={attempt} columns={loaded?.merged ? null : lanes.columns} />}
+        <section className="sec last">
+          <button className="link" onClick={() => void exportTrace(run, view)}>Export to Perfetto</button>
+          <p className="f s">Spans of the visible {duration(view.to - view.from)} as Chrome trace JSON.</p>
+        </section>
+      </aside>
+    </div>
+  );
+}
+
+async function exportTrace(run: string, view: View): Promise<void> {
+  const columns = await readForExport(run, view);
+  const body = JSON.stringify({ traceEvents: traceEvents(columns, view.from, view.to), displayTimeUnit: "ms" });
+  const url = URL.createObjectURL(new Blob([body], { type: "application/json" }));
+  const link = document.createElement("a");
+  link.href = url;
+  link.download = `${run.replaceAll(/[^\w.-]+/g, "-")}-trace.json`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
+function extent(steps: StepColumns | null, used: GaugeSeries[] | undefined): View | null {
+  const times = [...(steps?.started_at.slice(0, 1) ?? []), ...(steps?.ended_at.slice(-1) ?? []), ...(used ?? []).flatMap((one) => [one.time[0], one.time.at(-1)])].filter((time): time is number => time != null);
+  return times.length ? { from: Math.min(...times), to: Math.max(...times) } : null;
+}
+
+const lastSeconds = (bounds: View): View => ({ from: Math.max(bounds.from, bounds.to - FIRST_SECONDS), to: bounds.to });
+
+function stepTimes(steps: StepColumns, step: number): { start: number; end: number } | null {
+  const row = steps.step.lastIndexOf(step);
+  const [start, end] = [steps.started_at[row], steps.ended_at[row]];
+  return start != null && end != null ? { start, end } : null;
+}
+
+/** A step with half of itself on both sides. */
+function fitStep(steps: StepColumns, step: number): View | null {
+  const times = stepTimes(steps, step);
+  if (!times) return null;
+  const side = Math.max(0.05, (times.end - times.start) * 0.75);
+  return { from: times.start - side, to: times.end + side };
+}
+
+/** The step that fills most of the middle of a view. */
+function stepInView(steps: StepColumns, view: View): number | null {
+  const middle = (view.from + view.to) / 2;
+  let best: number | null = null;
+  for (let row = 0; row < steps.step.length; row++) {
+    if ((steps.started_at[row] ?? Infinity) > middle) break;
+    best = steps.step[row]!;
+  }
+  return best ?? steps.step[0] ?? null;
+}
+
+function trainerWaits(steps: StepColumns | null): { from: number; to: number }[] {
+  if (!steps) return [];
+  return column(steps, "timing_waiting_for_data").flatMap((wait, row) => {
+    const start = steps.started_at[row];
+    return wait === null || start == null ? [] : [{ from: start, to: start + wait }];
+  });
+}
+
+/** Batches as the trainer gets them, and the times at which answers were scored. */
+function events(lanes: Lanes): { batches: Mark[]; scored: number[] } {
+  const first = new Map<number, number>();
+  const scored: number[] = [];
+  const { component, name, step, start, end } = lanes.columns;
+  for (let row = 0; row < start.length; row++) {
+    const of = step[row];
+    if (component[row] === "trainer" && name[row] === "step" && of != null) first.set(of, Math.min(first.get(of) ?? Infinity, start[row]!));
+    else if (name[row] === "reward") scored.push(end[row]!);
+  }
+  return {
+    batches: [...first].map(([of, time]) => ({ time, label: `batch ${of}` })).sort((a, b) => a.time - b.time),
+    scored: scored.sort((a, b) => a - b),
+  };
+}
+
+/** The ink line: the lane of the last sample, the orchestrator when the batch was ready, the trainer until the step's end. */
+function pathNodes(path: CriticalPath, layout: Layout): PathNode[] {
+  const numbered = total(path.parts).filter((row) => row.seconds > 0);
+  const numbers = path.parts.filter((part) => part.seconds > 0).map((part) => ({ n: numbered.findIndex((row) => row.label === part.label) + 1, at: (part.start + part.end) / 2, part }));
+  const seen = new Set<number>();
+  const once = numbers.filter(({ n }) => !seen.has(n) && seen.add(n));
+  const before = once.filter(({ part }) => part.end <= path.ready + 1e-9);
+  const after = once.filter(({ part }) => part.end > path.ready + 1e-9);
+  const nodes: PathNode[] = [];
+  const block = path.lane ? layout.engines.find((engine) => engine.server === path.lane!.server) : undefined;
+  const row = block?.rows.find((one) => one.lane.slot === path.lane!.lane);
+  if (row && path.last?.finished_at) {
+    const done = Math.min(path.last.finished_at, path.ready);
+    nodes.push({ from: path.start, to: done, y: row.y + row.height / 2, numbers: before.filter(({ at }) => at <= done) });
+    nodes.push({ from: done, to: path.ready, y: 20, numbers: before.filter(({ at }) => at > done) });
+  } else nodes.push({ from: path.start, to: path.ready, y: 20, numbers: before });
+  const rank = layout.trainer.find((one) => one.lane.owner === path.rank) ?? layout.trainer.at(-1);
+  const lowest = layout.trainer.at(-1);
+  if (rank && lowest) nodes.push({ from: path.ready, to: path.end, y: lowest.y + lowest.height + 3, numbers: after });
+  return nodes;
+}
+
+function describeGauges(series: GaugeSeries[], given: GaugeSeries[]): Gauge[] {
+  const roles = new Map(given.map((one) => [`${one.node}/${one.gpu}`, one.component === "trainer" ? "trainer" : "engine"] as const));
+  const nodes = new Set(series.map((one) => one.node).filter(Boolean));
+  return series.slice(0, MOST_GAUGES).map((one): Gauge => {
+    const percent = one.name.endsWith("_percent");
+    const high = percent ? 100 : Math.max(1, ...one.max.map((value) => value ?? 0));
+    const role = one.gpu !== null ? (roles.get(`${one.node}/${one.gpu}`) ?? "host") : one.server !== null ? "engine" : "host";
+    const title = one.gpu !== null ? `GPU ${one.gpu}` : one.name === "cpu_utilization_percent" ? "CPU" : one.name === "lanes_used" ? "Slots used" : `Engine ${one.server}`;
+    const unit = [nodes.size > 1 ? one.node : "", percent ? "0 to 100 %" : one.name.includes("requests_running") ? `requests, to ${number(high)}` : `to ${number(high)}`].filter(Boolean).join(", ");
+    return { title, unit, high, role, value: `${number(lastOf(one), percent ? 0 : undefined)}${percent ? "\u2009%" : ""}`, series: one };
+  });
+}

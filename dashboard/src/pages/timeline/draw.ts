@@ -1,0 +1,338 @@
+/** Draws the timeline on a canvas. Knows no React and no API. */
+
+import { color } from "../../state/theme";
+import { AXIS, LABEL_WIDTH, RIGHT, slotsOf, type Layout, type Row } from "./layout";
+import { spanAt, visibleBoxes } from "./search";
+import { COLOR, KINDS, type Lanes, type Track } from "./spans";
+import { clock, ticks, type View } from "./viewport";
+
+const FONT = '12px -apple-system, "Segoe UI", Inter, Roboto, system-ui, "Noto Sans", sans-serif';
+
+export interface Band {
+  time: number[];
+  min: (number | null)[];
+  mean: (number | null)[];
+  max: (number | null)[];
+}
+
+export interface Gauge {
+  title: string;
+  unit: string;
+  /** What the height of the plot stands for. */
+  high: number;
+  role: "engine" | "trainer" | "host";
+  value: string;
+  series: Band;
+}
+
+export interface Mark {
+  time: number;
+  label: string;
+}
+
+/** A node of the critical path: where the ink line goes, and its number. */
+export interface PathNode {
+  from: number;
+  to: number;
+  y: number;
+  numbers: { n: number; at: number }[];
+}
+
+export interface Scene {
+  lanes: Lanes;
+  layout: Layout;
+  view: View;
+  origin: number;
+  /** The newest time of a live run; null when it has ended. */
+  now: number | null;
+  batches: Mark[];
+  /** Times at which groups were ready. */
+  ready: number[];
+  gauges: Gauge[];
+  path: PathNode[];
+  /** Rows of the columns to outline: the samples of a group, and the selected one. */
+  group: ReadonlySet<string>;
+  sample: string;
+}
+
+const DARK_KINDS = new Set(["backward", "optimizer", "prefill", "checkpoint"]);
+
+export function draw(context: CanvasRenderingContext2D, scene: Scene, width: number, height: number, scroll: number): void {
+  const { view, layout, lanes } = scene;
+  const plot = width - LABEL_WIDTH - RIGHT;
+  const perPixel = (view.to - view.from) / plot;
+  const X = (time: number) => LABEL_WIDTH + (time - view.from) / perPixel;
+  const right = width - RIGHT;
+  const kindColors = KINDS.map((kind) => color(`--${COLOR[kind]}`));
+  context.fillStyle = color("--ground");
+  context.fillRect(0, 0, width, height);
+  context.font = FONT;
+  context.textBaseline = "middle";
+
+  const text = (value: string, x: number, y: number, token = "--ink3", align: CanvasTextAlign = "left", bold = false) => {
+    context.font = bold ? `600 ${FONT}` : FONT;
+    context.textAlign = align;
+    context.fillStyle = color(token);
+    context.fillText(value, x, y);
+  };
+  const rule = (y: number) => {
+    context.fillStyle = color("--line");
+    context.fillRect(0, Math.round(y), width, 1);
+  };
+  const rect = (from: number, to: number, y: number, h: number, fill: string, gap = 0.5): [number, number] | null => {
+    const a = Math.max(LABEL_WIDTH, X(from));
+    const b = Math.min(right, X(to));
+    if (b <= a) return null;
+    context.fillStyle = fill;
+    context.fillRect(a, y, Math.max(0.75, b - a > 3 ? b - a - gap : b - a), h);
+    return [a, b];
+  };
+
+  // Grid and axis: labels stay at the top, whatever is scrolled.
+  const marks = ticks(view, scene.origin, Math.max(2, Math.floor(plot / 110)));
+  for (const time of marks.times) {
+    const x = Math.round(X(time));
+    if (x < LABEL_WIDTH || x > right) continue;
+    context.fillStyle = color("--line");
+    context.fillRect(x, AXIS, 1, height);
+  }
+
+  context.save();
+  context.beginPath();
+  context.rect(0, AXIS, width, height - AXIS);
+  context.clip();
+  context.translate(0, AXIS - scroll);
+
+  const boxes = (track: Track, y: number, h: number, alpha = 1, from = view.from, to = view.to) => {
+    context.globalAlpha = alpha;
+    for (const box of visibleBoxes(track, from, to, perPixel)) rect(box.from, box.to, y, h, kindColors[box.kind]!);
+    context.globalAlpha = 1;
+  };
+
+  // Orchestrator: groups becoming ready, batches, checkpoints and evals.
+  text("Orchestrator", 20, 20, "--ink", "left", true);
+  const readyFrom = lowerBound(scene.ready, view.from);
+  context.fillStyle = color("--ink2");
+  let lastX = -10;
+  for (let i = readyFrom; i < scene.ready.length && scene.ready[i]! <= view.to; i++) {
+    const x = X(scene.ready[i]!);
+    if (x - lastX < 1.2) continue;
+    lastX = x;
+    context.fillRect(x, 30, 1.2, 8);
+  }
+  const names = ["eval", "checkpoint"];
+  for (const lane of lanes.orchestrator) {
+    const track = lane.main;
+    for (const box of visibleBoxes(track, view.from, view.to, perPixel)) {
+      const at = rect(box.from, box.to, 24, 4, kindColors[box.kind]!);
+      const name = names[lane.owner] ?? "";
+      if (at && at[1] - at[0] > context.measureText(name).width + 4) text(name, at[0] + 2, 17, "--ink3");
+    }
+  }
+  let labelled = -Infinity;
+  for (const mark of scene.batches) {
+    if (mark.time < view.from || mark.time > view.to) continue;
+    const x = X(mark.time);
+    context.fillStyle = color("--ink");
+    context.beginPath();
+    context.moveTo(x, 3);
+    context.lineTo(x + 5, 9);
+    context.lineTo(x, 15);
+    context.lineTo(x - 5, 9);
+    context.fill();
+    const wide = context.measureText(mark.label).width;
+    if (x + 10 > labelled && x + 10 + wide < right) {
+      text(mark.label, x + 10, 9, "--ink2");
+      labelled = x + 26 + wide;
+    }
+  }
+  rule(layout.orchestrator.height);
+
+  const outline = (row: Row, y: number) => {
+    const { sample_id } = lanes.columns;
+    const track = row.lane.back.start.length ? row.lane.back : row.lane.main;
+    for (const box of visibleBoxes(track, view.from, view.to, perPixel)) {
+      if (box.index < 0) continue;
+      const id = sample_id[track.row[box.index]!];
+      if (!id || !scene.group.has(id)) continue;
+      const a = Math.max(LABEL_WIDTH, X(box.from));
+      const b = Math.min(right, X(requestEnd(row, id, lanes) ?? box.to));
+      context.strokeStyle = color("--ink");
+      context.lineWidth = id === scene.sample ? 2 : 1;
+      context.strokeRect(a - 0.5, y - 1, Math.max(2, b - a + 0.5), row.height + 2);
+    }
+  };
+
+  for (const engine of layout.engines) {
+    const top = engine.y;
+    const slots = slotsOf(engine.rows.map((row) => row.lane));
+    text(`Engine ${engine.server}`, 20, top + 8, "--ink", "left", true);
+    text(`${slots} slots`, 20, top + 25);
+    if (scene.now !== null) text(`${busyAt(engine.rows, scene.now)} busy now`, 20, top + 41);
+    const every = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512].find((size) => size * engine.slotHeight >= 48) ?? 1024;
+    for (let slot = 0; slot < slots; slot += every) text(String(slot), LABEL_WIDTH - 8, top + slot * engine.slotHeight + 6, "--ink3", "right");
+    boxes(engine.syncs, top - 3, engine.height + 6, 0.16);
+    for (const row of engine.rows) {
+      if (row.y + row.height < scroll - AXIS || row.y > scroll + height) continue;
+      boxes(row.lane.back, row.y, row.height);
+      boxes(row.lane.main, row.y, row.height);
+    }
+    boxes(engine.transfers, top - 3, engine.height + 6, 0.5);
+    if (scene.group.size) for (const row of engine.rows) outline(row, row.y);
+    rule(top + engine.height + 5);
+  }
+
+  for (const row of layout.trainer) {
+    text(`Trainer rank ${row.lane.owner}`, 20, row.y + row.height / 2, "--ink", "left", true);
+    for (const box of visibleBoxes(row.lane.back, view.from, view.to, perPixel)) {
+      const at = rect(box.from, box.to, row.y, row.height, color("--wait"));
+      if (!at) continue;
+      context.strokeStyle = color("--line2");
+      context.lineWidth = 1;
+      if (at[1] - at[0] > 2) context.strokeRect(at[0] + 0.5, row.y + 0.5, at[1] - at[0] - 1.5, row.height - 1);
+      inside(`waits ${(box.to - box.from).toFixed(box.to - box.from < 1 ? 2 : 1)} s`, at, row, "--ink2");
+    }
+    for (const box of visibleBoxes(row.lane.main, view.from, view.to, perPixel)) {
+      const at = rect(box.from, box.to, row.y, row.height, kindColors[box.kind]!);
+      const kind = KINDS[box.kind]!;
+      if (at && box.index >= 0) inside(kind, at, row, DARK_KINDS.has(kind) ? "--ground" : "--ink");
+    }
+    for (const box of visibleBoxes(row.lane.stripe, view.from, view.to, perPixel)) rect(box.from, box.to, row.y + row.height - 4, 4, kindColors[box.kind]!, 0);
+  }
+  if (layout.trainer.length) rule(layout.trainer.at(-1)!.y + 25);
+
+  function inside(label: string, at: [number, number], row: Row, token: string): void {
+    context.font = FONT;
+    if (at[1] - at[0] > context.measureText(label).width + 8) text(label, (at[0] + at[1]) / 2, row.y + row.height / 2 + 0.5, token, "center");
+  }
+
+  for (const { index, y, height: h } of layout.gauges) {
+    const gauge = scene.gauges[index];
+    if (!gauge) continue;
+    const bottom = y + h - 6;
+    const Y = (value: number) => bottom - (h - 12) * Math.max(0, Math.min(1, value / gauge.high));
+    text(gauge.title, 20, y + h / 2 - 4, "--ink", "left", true);
+    text(gauge.unit, 20, y + h / 2 + 11);
+    text(gauge.value, LABEL_WIDTH - 8, y + h / 2 - 4, "--ink2", "right");
+    const line = gauge.role === "trainer" ? "--bw" : gauge.role === "engine" ? "--pf" : "--ink2";
+    const fill = gauge.role === "trainer" ? "--bw" : gauge.role === "engine" ? "--dc" : "--line2";
+    plotLine(gauge.series, X, Y, bottom, color(line), color(fill), gauge.role === "trainer" ? 0.28 : 0.6);
+    context.fillStyle = color("--line2");
+    context.fillRect(LABEL_WIDTH, bottom, plot, 1);
+  }
+
+  function plotLine(series: Band, x: (t: number) => number, y: (v: number) => number, bottom: number, stroke: string, fill: string, alpha: number): void {
+    const points: [number, number][] = [];
+    series.time.forEach((time, i) => {
+      const value = series.mean[i];
+      if (value !== null && value !== undefined) points.push([x(time), y(value)]);
+    });
+    const shown = points.filter(([px], i) => (points[i + 1]?.[0] ?? px) >= LABEL_WIDTH && (points[i - 1]?.[0] ?? px) <= right);
+    if (shown.length === 0) return;
+    context.save();
+    context.beginPath();
+    context.rect(LABEL_WIDTH, 0, plot, layout.height);
+    context.clip();
+    context.beginPath();
+    context.moveTo(shown[0]![0], bottom);
+    for (const [px, py] of shown) context.lineTo(px, py);
+    context.lineTo(shown.at(-1)![0], bottom);
+    context.globalAlpha = alpha;
+    context.fillStyle = fill;
+    context.fill();
+    context.globalAlpha = 1;
+    context.beginPath();
+    shown.forEach(([px, py], i) => (i ? context.lineTo(px, py) : context.moveTo(px, py)));
+    context.strokeStyle = stroke;
+    context.lineWidth = 1.2;
+    context.stroke();
+    context.restore();
+  }
+
+  drawPath(context, scene.path, X, right, text);
+  if (scene.now !== null && scene.now <= view.to) {
+    context.fillStyle = color("--live");
+    context.fillRect(X(scene.now), 0, 1.5, layout.height);
+  }
+  context.restore();
+
+  // The axis, over everything.
+  context.fillStyle = color("--ground");
+  context.fillRect(0, 0, width, AXIS);
+  rule(AXIS - 1);
+  text(view.to - scene.origin > 3600 ? "hours : minutes : seconds" : "minutes : seconds", 20, 12);
+  for (const time of marks.times) {
+    const x = Math.round(X(time));
+    if (x < LABEL_WIDTH + 14 || x > right - 24) continue;
+    text(clock(time - scene.origin, marks.step), x, 12, "--ink3", "center");
+  }
+  if (scene.now !== null && scene.now <= view.to) {
+    const x = X(scene.now);
+    context.fillStyle = color("--ground");
+    context.fillRect(x - 18, 3, 36, 18);
+    text("now", x, 12, "--live", "center", true);
+  }
+}
+
+/** When the last span of a sample in its lane ends: its reward comes after the request. */
+function requestEnd(row: Row, id: string, lanes: Lanes): number | null {
+  const track = row.lane.main;
+  for (let i = track.row.length - 1; i >= 0; i--) if (lanes.columns.sample_id[track.row[i]!] === id) return track.end[i]!;
+  return null;
+}
+
+function lowerBound(values: readonly number[], at: number): number {
+  let low = 0;
+  let high = values.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (values[middle]! < at) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+/** Slots with a request at a time, as far as spans of it are recorded. */
+function busyAt(rows: readonly Row[], time: number): number {
+  return rows.filter(({ lane }) => spanAt(lane.back, time, 0) >= 0 || spanAt(lane.main, time, 0) >= 0).length;
+}
+
+function drawPath(
+  context: CanvasRenderingContext2D,
+  path: readonly PathNode[],
+  X: (time: number) => number,
+  right: number,
+  text: (value: string, x: number, y: number, token: string, align: CanvasTextAlign, bold: boolean) => void,
+): void {
+  if (path.length === 0) return;
+  const place = (time: number) => Math.min(Math.max(X(time), LABEL_WIDTH), right);
+  for (const [lineWidth, token] of [[5, "--ground"], [2, "--ink"]] as const) {
+    context.strokeStyle = color(token);
+    context.lineWidth = lineWidth;
+    context.lineJoin = "miter";
+    context.beginPath();
+    path.forEach((node, i) => {
+      if (i === 0) context.moveTo(place(node.from), node.y);
+      else context.lineTo(place(node.from), node.y);
+      context.lineTo(place(node.to), node.y);
+    });
+    context.stroke();
+  }
+  for (const node of path) {
+    let last = -Infinity;
+    for (const { n, at } of node.numbers) {
+      const x = X(at);
+      if (x < LABEL_WIDTH || x > right || x - last < 18) continue;
+      last = x;
+      context.fillStyle = color("--ground");
+      context.beginPath();
+      context.arc(x, node.y, 9.5, 0, 7);
+      context.fill();
+      context.fillStyle = color("--ink");
+      context.beginPath();
+      context.arc(x, node.y, 8, 0, 7);
+      context.fill();
+      text(String(n), x, node.y + 0.5, "--ground", "center", true);
+    }
+  }
+}

@@ -1,0 +1,92 @@
+/** Where each lane of the timeline lies, from top to bottom, and what lies under a pointer. */
+
+import type { Lane, Lanes, Track } from "./spans";
+
+/** Width of the labels at the left, and the room at the right. */
+export const LABEL_WIDTH = 148;
+export const RIGHT = 16;
+export const MINIMAP = 44;
+export const AXIS = 23;
+const ORCHESTRATOR = 40;
+const TRAINER = 26;
+const MIN_SLOT = 2;
+const MAX_SLOT = 12;
+const MIN_GAUGE = 40;
+const MAX_GAUGE = 56;
+const PAD = 6;
+
+export interface Row {
+  lane: Lane;
+  y: number;
+  height: number;
+}
+
+export interface EngineBlock {
+  server: number;
+  y: number;
+  height: number;
+  slotHeight: number;
+  rows: Row[];
+  syncs: Track;
+  transfers: Track;
+}
+
+export interface GaugeRow {
+  index: number;
+  y: number;
+  height: number;
+}
+
+export interface Layout {
+  orchestrator: { y: number; height: number };
+  engines: EngineBlock[];
+  trainer: Row[];
+  gauges: GaugeRow[];
+  height: number;
+}
+
+/** Distributes the height: slots take what is left over, between 2 and 12 pixels each. Below that the page scrolls. */
+export function layOut(lanes: Lanes, numGauges: number, height: number): Layout {
+  const slots = lanes.engines.reduce((sum, engine) => sum + slotsOf(engine.lanes), 0);
+  const fixed = ORCHESTRATOR + lanes.engines.length * (2 * PAD) + lanes.trainer.length * TRAINER + 2 * PAD + numGauges * MIN_GAUGE + 20;
+  const slotHeight = slots ? Math.max(MIN_SLOT, Math.min(MAX_SLOT, Math.floor((height - fixed) / slots))) : 0;
+  let y = ORCHESTRATOR;
+  const engines = lanes.engines.map((engine): EngineBlock => {
+    y += PAD;
+    const top = y;
+    const rows = engine.lanes.map((lane) => ({ lane, y: top + lane.slot * slotHeight, height: slotHeight > 3 ? slotHeight - 1.5 : slotHeight > 2 ? slotHeight - 1 : slotHeight - 0.5 }));
+    // The label of a block has three lines.
+    y += Math.max(slotsOf(engine.lanes) * slotHeight, 48) + PAD;
+    return { server: engine.server, y: top, height: y - PAD - top, slotHeight, rows, syncs: engine.syncs, transfers: engine.transfers };
+  });
+  y += PAD;
+  const trainer = lanes.trainer.map((lane): Row => {
+    const row = { lane, y, height: TRAINER - 6 };
+    y += TRAINER;
+    return row;
+  });
+  y += PAD;
+  const room = numGauges ? Math.max(MIN_GAUGE, Math.min(MAX_GAUGE, Math.floor((height - y - 20) / numGauges))) : 0;
+  const gauges = Array.from({ length: numGauges }, (_, index): GaugeRow => {
+    const row = { index, y, height: room };
+    y += room;
+    return row;
+  });
+  return { orchestrator: { y: 0, height: ORCHESTRATOR }, engines, trainer, gauges, height: y + 20 };
+}
+
+/** Request slots of an engine, counting those that were never used between used ones. */
+export function slotsOf(lanes: readonly Lane[]): number {
+  return lanes.reduce((most, lane) => Math.max(most, lane.slot + 1), 0);
+}
+
+/** The row of spans at a height, or null. */
+export function rowAt(layout: Layout, y: number): Row | null {
+  for (const row of layout.trainer) if (y >= row.y && y < row.y + TRAINER) return row;
+  for (const engine of layout.engines) {
+    if (y < engine.y || y >= engine.y + engine.height) continue;
+    const slot = Math.floor((y - engine.y) / engine.slotHeight);
+    return engine.rows.find((row) => row.lane.slot === slot) ?? null;
+  }
+  return null;
+}
