@@ -114,8 +114,6 @@ FIELD_STATUS: dict[str, str] = {
     "wandb_upload_logs": UPLOADS,
     "wandb_upload_logs_detailed": UPLOADS,
     "wandb_upload_logs_stdout": UPLOADS,
-    "wandb_code_max_file_size_mb": UPLOADS,
-    "wandb_code_exclude_patterns": UPLOADS,
     "event_tail_window_seconds": EVENT_UPLOADS,
     "event_block_duration_seconds": EVENT_UPLOADS,
     "event_upload_interval_seconds": EVENT_UPLOADS,

@@ -32,6 +32,7 @@ from telescope.orchestrator.run_state import RunState
 from telescope.orchestrator.status import Interrupted, RunStatus, RunSummary, headline_of, summarize
 from telescope.orchestrator.supervision import Interrupt, Supervisor, watchdog
 from telescope.orchestrator.training import Training
+from telescope.record.code_snapshot import keep_code
 from telescope.record.files import RunFiles
 from telescope.record.recorder import Recorder
 from telescope.record.system_metrics import MachineSampler
@@ -86,6 +87,11 @@ class _TrainingRun:
             reaper = stack.enter_context(Reaper())
             stack.enter_context(self._directory.open_record(console=self._view is None))
             self._status.record_alerts(self._directory.recorder.write)
+            keep_code(
+                self._directory.path, self._directory.recorder.attempt,
+                max_mb=self._config.wandb_code_max_file_size_mb, exclude=self._config.wandb_code_exclude_patterns,
+                folders=self._config.environments_path,
+            )  # fmt: skip
             if self._directory.step_log.notice:
                 self._status.report(self._directory.step_log.notice, "wandb")
             stack.callback(self._stop_view)

@@ -48,6 +48,8 @@ class RunFiles:
         """Log files, one per component."""
         self.checkpoints = root / "checkpoints"
         """One folder per checkpoint, see `orchestrator.checkpoints`."""
+        self.code = root / "code"
+        """The code of each start, see `code_snapshot`."""
         self.model = root / "model"
         """The trained model, in Hugging Face format."""
         self.wandb = root / "wandb"

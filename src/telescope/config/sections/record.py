@@ -96,9 +96,11 @@ class LoggingSection(Section):
     wandb_upload_logs_stdout: bool = False
     """Include stdout logs in W&B upload."""
     wandb_code_max_file_size_mb: Annotated[float, Field(gt=0, le=65_536)] = 2.0
-    """Max file size for code upload, in MB."""
+    """Largest file of the code snapshot, in MB: `RUN_DIR/code/attempt-<n>.tar.gz` has the sources, the commit and the
+    uncommitted changes of each start."""
     wandb_code_exclude_patterns: list[str] = Field(default_factory=lambda: list(CODE_EXCLUDE_PATTERNS))
-    """Glob patterns to exclude from code upload."""
+    """Glob patterns of files and folders that the code snapshot leaves out. Names of secrets, such as `.env`, are left
+    out always."""
     system_metrics_collection_interval_seconds: Seconds = 1.0
     """System metrics collection interval, in seconds: GPUs, processor and memory of each machine, and the metrics of
     each vLLM server."""

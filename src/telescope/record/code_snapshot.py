@@ -1,0 +1,189 @@
+"""Keeps the code that a run started with: one compressed file per start, `code/attempt-<n>.tar.gz`.
+
+    git.json             commit, branch, remote, whether there were changes, and the files that were left out
+    changes.diff         uncommitted changes of tracked files
+    sources/<path>       files of the checkout in which the run was started, tracked or not ignored
+    environments/<n>/    files of the folders in `environments_path` that lie elsewhere
+    telescope/           the installed package, when it is not in that checkout
+
+Invariants: a file that cannot be read, or a missing git, costs an entry in `left_out` and nothing else. Files that look
+like secrets are never copied.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+import subprocess
+import tarfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+import telescope
+from telescope.record.files import RunFiles, temporary_name
+
+logger = logging.getLogger(__name__)
+
+GIT_SECONDS = 5.0
+"""Deadline of a git command, so that a slow network drive does not delay the start."""
+
+DIFF_SECONDS = 60.0
+"""Deadline of a git command of the snapshot, for which nothing waits."""
+
+MAX_TOTAL_BYTES = 64 * 2**20
+"""Bytes of all files of a snapshot, before compression; the rest is left out."""
+
+SECRETS = (".env", ".env.*", "*.pem", "*.key", ".netrc", "id_rsa*", "id_ed25519*", "credentials*", "*.p12")
+"""Names of files that are never copied."""
+
+
+def git_state(directory: Path) -> tuple[str | None, bool | None]:
+    """Returns commit and uncommitted changes of the checkout. (None, None) outside a checkout."""
+    try:
+        commit = _git(directory, "rev-parse", "HEAD").strip()
+        return commit, bool(_git(directory, "status", "--porcelain").strip())
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+
+
+@dataclass
+class CodeSnapshot:
+    """What is copied, and what is not. `max_bytes` is of one file."""
+
+    max_bytes: int
+    exclude: Sequence[str]
+    left_out: list[str] = field(default_factory=list)
+    _room: int = MAX_TOTAL_BYTES
+
+    def write(self, path: Path, start: Path, folders: Sequence[Path]) -> None:
+        """Writes the snapshot of the checkout around `start` and of `folders`. Raises `OSError`."""
+        path.parent.mkdir(exist_ok=True)  # without its parents: a removed run directory is not created again
+        temporary = temporary_name(path)
+        root = _checkout(start)
+        try:
+            with tarfile.open(temporary, "w:gz", compresslevel=6) as archive:
+                if root is not None:
+                    self._add_all(archive, "sources", root, _tracked_files(root))
+                    _add_text(archive, "changes.diff", self._diff(root))
+                package = Path(telescope.__file__).parent
+                if root is None or not package.is_relative_to(root):
+                    self._add_all(archive, "telescope", package, _files_below(package))
+                for number, folder in enumerate(folders):
+                    if root is None or not folder.is_relative_to(root):
+                        self._add_all(archive, f"environments/{number}", folder, _files_below(folder))
+                _add_text(archive, "git.json", json.dumps(self._description(root), indent=1))
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _add_all(self, archive: tarfile.TarFile, prefix: str, root: Path, names: Iterator[str]) -> None:
+        for name in names:
+            path = root / name
+            if self._is_excluded(name):
+                continue
+            try:
+                if path.is_symlink() or not path.is_file():
+                    continue
+                size = path.stat().st_size
+                if size > min(self.max_bytes, self._room):
+                    self.left_out.append(f"{prefix}/{name} ({size} bytes)")
+                    continue
+                content = path.read_bytes()
+            except OSError as error:
+                self.left_out.append(f"{prefix}/{name} ({error.strerror})")
+                continue
+            self._room -= len(content)
+            _add_bytes(archive, f"{prefix}/{name}", content)
+
+    def _is_excluded(self, name: str) -> bool:
+        parts = Path(name).parts
+        patterns = (*self.exclude, *SECRETS)
+        return any(fnmatch(name, pattern) or any(fnmatch(part, pattern) for part in parts) for pattern in patterns)
+
+    def _diff(self, root: Path) -> str:
+        excluded = [f":(exclude,glob)**/{pattern}" for pattern in (*SECRETS, *self.exclude)]
+        try:
+            text = _git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".", *excluded, seconds=DIFF_SECONDS)
+        except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as error:
+            self.left_out.append(f"changes.diff ({error})")
+            return ""
+        if len(text) > min(self._room, 10 * self.max_bytes):
+            self.left_out.append(f"changes.diff ({len(text)} characters)")
+            return ""
+        return text
+
+    def _description(self, root: Path | None) -> dict[str, object]:
+        commit, dirty = git_state(root) if root is not None else (None, None)
+        return {
+            "root": str(root) if root is not None else None,
+            "commit": commit,
+            "dirty": dirty,
+            "branch": _line(root, "rev-parse", "--abbrev-ref", "HEAD"),
+            "remote": _without_password(_line(root, "config", "--get", "remote.origin.url")),
+            "left_out": self.left_out,
+        }
+
+
+def keep_code(run_dir: Path, attempt: int, *, max_mb: float, exclude: Sequence[str], folders: Sequence[str]) -> None:
+    """Writes the snapshot of this start in a thread that nothing waits for. A failure is one warning."""
+    path, start = RunFiles(run_dir).code / f"attempt-{attempt}.tar.gz", Path.cwd()
+    places = [Path(folder).expanduser().resolve() for folder in folders]
+
+    def write() -> None:
+        try:
+            CodeSnapshot(int(max_mb * 1e6), exclude).write(path, start, places)
+        except Exception as error:  # a run does not depend on it
+            logger.warning("The code of this run is not kept in %s: %s", path, error)
+
+    threading.Thread(target=write, name="telescope-code", daemon=True).start()
+
+
+def _checkout(start: Path) -> Path | None:
+    found = _line(start, "rev-parse", "--show-toplevel")
+    return Path(found) if found else None
+
+
+def _tracked_files(root: Path) -> Iterator[str]:
+    """Yields the tracked files and those that are neither tracked nor ignored."""
+    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", seconds=DIFF_SECONDS)
+    yield from sorted({name for name in listed.split("\0") if name})
+
+
+def _files_below(folder: Path) -> Iterator[str]:
+    for path in sorted(folder.rglob("*")):
+        yield str(path.relative_to(folder))
+
+
+def _add_text(archive: tarfile.TarFile, name: str, text: str) -> None:
+    _add_bytes(archive, name, text.encode("utf-8", "replace"))
+
+
+def _add_bytes(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    archive.addfile(member, io.BytesIO(content))
+
+
+def _line(directory: Path | None, *arguments: str) -> str | None:
+    if directory is None:
+        return None
+    try:
+        return _git(directory, *arguments).strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _without_password(url: str | None) -> str | None:
+    return None if url is None else re.sub(r"//[^/@]*@", "//", url)
+
+
+def _git(directory: Path, *arguments: str, seconds: float = GIT_SECONDS) -> str:
+    command = ["git", "-C", str(directory), *arguments]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=seconds)
+    return done.stdout.decode("utf-8", "replace")
