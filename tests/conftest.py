@@ -3,6 +3,7 @@ of several processes of tests, and the first and last tests of a server.
 """
 
 import os
+import signal
 from collections.abc import Generator
 from typing import Any
 
@@ -11,6 +12,9 @@ from hypothesis import settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup; tests of runs that a terminal leaves need it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 settings.register_profile("telescope", deadline=None)
 settings.load_profile("telescope")
