@@ -6,7 +6,8 @@ test("numbers have about three digits and a true minus", () => {
   expect(number(0.5571)).toBe("0.557");
   expect(number(12.34)).toBe("12.3");
   expect(number(4230656)).toBe("4.2M");
-  expect(number(0.000356)).toBe("3.6e−4");
+  expect(number(0.000356)).toBe("0.00036");
+  expect(number(0.0000356)).toBe("3.6e−5");
   expect(number(null)).toBe("–");
   expect(number(0)).toBe("0");
 });
@@ -16,7 +17,7 @@ test("a rounded zero has no sign", () => {
 });
 
 test("a thin space groups thousands", () => {
-  expect(count(7680)).toBe("7\u2009680");
+  expect(count(7680)).toBe("7\u202f680");
   expect(count(999)).toBe("999");
 });
 
@@ -28,7 +29,7 @@ test("durations have two units", () => {
 });
 
 test("shares are percents", () => {
-  expect(percent(0.164)).toBe("16.4\u2009%");
+  expect(percent(0.164)).toBe("16.4\u202f%");
 });
 
 test("settings read as a person would write them", () => {

@@ -1,7 +1,7 @@
 /** Numbers and times as people read them: true minus, thin spaces between thousands. */
 
 const MINUS = "\u2212";
-const THIN = "\u2009";
+const THIN = "\u202f"; // narrow, and no place to break a line
 export const NONE = "–";
 
 const minus = (text: string) => text.replaceAll("-", MINUS);
@@ -26,6 +26,7 @@ export function number(value: number | null | undefined, digits?: number): strin
   if (size >= 1) return minus(value.toFixed(2));
   if (size >= 0.1) return minus(value.toFixed(3));
   if (size >= 0.001) return minus(value.toFixed(4));
+  if (size >= 0.0001) return minus(value.toFixed(5));
   return minus(value.toExponential(1));
 }
 
@@ -39,6 +40,9 @@ export function count(value: number | null | undefined): string {
 export function percent(share: number | null | undefined, digits = 1): string {
   return share === null || share === undefined || Number.isNaN(share) ? NONE : `${number(100 * share, digits)}${THIN}%`;
 }
+
+/** Returns a sentence whose numbers stay on the line of their percent signs. */
+export const unbroken = (text: string): string => text.replace(/(\d) %/g, "$1\u202f%");
 
 /** Returns seconds in the two largest units: `1 h 5 min`. */
 export function duration(seconds: number | null | undefined): string {

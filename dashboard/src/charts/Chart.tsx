@@ -44,6 +44,7 @@ export interface ChartProps {
   lines: Line[];
   /** Charts with the same axis share the crosshair. */
   axis?: string;
+  xStart?: number;
   xEnd?: number;
   zoom?: { from: number; to: number } | null;
   onZoom?: (zoom: { from: number; to: number } | null) => void;
@@ -72,6 +73,9 @@ export interface ChartProps {
 
 const AXIS_HEIGHT = 20;
 const TOP = 6;
+/** Charts below each other begin at the same place unless their labels are long. */
+const LEAST_LEFT = 30;
+const LABEL_HEIGHT = 13;
 const FONT = '12px -apple-system, "Segoe UI", Inter, Roboto, system-ui, "Noto Sans", sans-serif';
 
 interface Drawn {
@@ -157,11 +161,11 @@ export function Chart(props: ChartProps) {
         {props.before}
         {props.onTitle ? (
           <button className="name" onClick={props.onTitle} title={title}>
-            {title}
+            <Name text={title} />
           </button>
         ) : (
           <b className="name" title={title}>
-            {title}
+            <Name text={title} />
           </b>
         )}
         <span className="u">{unit}</span>
@@ -173,6 +177,19 @@ export function Chart(props: ChartProps) {
         <div className="cross" ref={overlay} aria-hidden />
       </div>
     </figure>
+  );
+}
+
+/** Names differ at their ends: where room is short, the part before the last slash is cut. */
+function Name({ text }: { text: string }) {
+  const at = text.lastIndexOf("/") + 1;
+  const tail = text.slice(at);
+  if (at === 0 || tail.length > 24) return <span className="cut">{text}</span>;
+  return (
+    <>
+      <span className="cut">{text.slice(0, at)}</span>
+      <span className="tail">{tail}</span>
+    </>
   );
 }
 
@@ -270,7 +287,7 @@ function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: Drawn, 
     log: props.log,
     withoutOutliers: props.withoutOutliers,
   });
-  const first = props.zoom?.from ?? drawn.x[0] ?? 0;
+  const first = props.zoom?.from ?? props.xStart ?? drawn.x[0] ?? 0;
   const last = props.zoom?.to ?? Math.max(props.xEnd ?? -Infinity, drawn.x.at(-1) ?? 1);
   const xRange: [number, number] = last > first ? [first, last] : [first - 0.5, first + 0.5];
   const plotHeight = size.height - TOP - AXIS_HEIGHT;
@@ -281,7 +298,7 @@ function draw(host: HTMLElement, latest: { current: ChartProps }, drawn: Drawn, 
   const write = props.tickFormat ?? ((value: number) => (props.log ? tickFormat(value) : tickText(value, tickDecimals)));
   const context = measuring();
   const labelWidth = Math.max(...yTicks.map((value) => context.measureText(write(value)).width), 8);
-  const left = Math.ceil(labelWidth) + 8;
+  const left = Math.max(LEAST_LEFT, Math.ceil(labelWidth) + 8);
   const xTicks = props.xTicks ?? stepTicks;
 
   const series: uPlot.Series[] = [{}];
@@ -425,7 +442,7 @@ function decorate(plot: uPlot, props: ChartProps, drawn: Drawn): void {
     if (line.direct) {
       const under = i > 0 && line.area ? (drawn.data[drawn.rows[i - 1]!] as (Value | undefined)[])[row] : undefined;
       const middle = line.area ? (y + (under == null ? top + height : Y(under))) / 2 : y;
-      labels.push({ x: x + 7 * ratio, y: middle, text: line.direct, color: line.area ? "--ink2" : line.color });
+      labels.push({ x: x + 9 * ratio, y: middle, text: line.direct, color: line.area ? "--ink2" : line.color });
     }
     if (line.head === false || line.area) return;
     context.beginPath();
@@ -436,12 +453,12 @@ function decorate(plot: uPlot, props: ChartProps, drawn: Drawn): void {
     context.fill();
     context.stroke();
   });
-  // Labels keep 13 px from each other.
+  // Labels keep their distance from each other and stay above the axis.
   labels.sort((a, b) => a.y - b.y);
-  labels.forEach((label, i) => {
-    const before = labels[i - 1];
-    if (before && label.y - before.y < 13 * ratio) label.y = before.y + 13 * ratio;
-  });
+  const apart = LABEL_HEIGHT * ratio;
+  labels.forEach((label, i) => (label.y = Math.max(label.y, (labels[i - 1]?.y ?? -Infinity) + apart)));
+  for (let i = labels.length - 1; i >= 0; i -= 1) labels[i]!.y = Math.min(labels[i]!.y, (labels[i + 1]?.y ?? top + height + 6 * ratio) - apart);
+  context.font = FONT.replace("12px", `${12 * ratio}px`);
   for (const label of labels) {
     const wide = context.measureText(label.text).width;
     const over = label.x + wide - (plot.width * ratio - 2);

@@ -30,9 +30,19 @@ export function drawnRun(id: string, name: string, order: number, steps: StepCol
   return { id, name, color: runColor(order), steps, x: placesOf(steps, axis) };
 }
 
+/** Returns whether nearly all values lie at the ends (right or wrong): percentiles and deviations then say nothing but the mean. */
+export function isTwoValued(distribution: Distribution): boolean {
+  const low = Math.min(...distribution.min.map((value) => value ?? Infinity));
+  const high = Math.max(...distribution.max.map((value) => value ?? -Infinity));
+  const known = distribution.step.map((_, row) => row).filter((row) => distribution.p25[row] !== null);
+  const atEnds = (value: Value | undefined) => value === low || value === high;
+  const extreme = known.filter((row) => atEnds(distribution.p25[row]) && atEnds(distribution.p50[row]) && atEnds(distribution.p75[row]));
+  return known.length > 0 && extreme.length >= 0.8 * known.length;
+}
+
 /** Returns the bands of a distribution on the run's steps; smoothed as its line is. */
 export function bandsOf(run: DrawnRun, distribution: Distribution | undefined, kind: BandKind, keep: number): Band[] {
-  if (!distribution || kind === "none") return [];
+  if (!distribution || kind === "none" || isTwoValued(distribution)) return [];
   const rows = new Map(distribution.step.map((step, row) => [step, row]));
   const at = (values: Value[]) => smooth(run.steps.step.map((step) => values[rows.get(step) ?? -1] ?? null), keep);
   if (kind === "std") {

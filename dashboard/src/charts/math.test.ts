@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { logTicks, nearest, passAtK, smooth, stack, stdBand, ticks, valueRange, wilson } from "./math";
+import { clockTicks, logTicks, nearest, passAtK, smooth, stack, stdBand, ticks, valueRange, wilson } from "./math";
 
 test("ticks are round numbers inside the range", () => {
   expect(ticks(0, 1, 4)).toEqual([0, 0.2, 0.4, 0.6, 0.8, 1]);
@@ -77,4 +77,14 @@ test("pass@1 is the share of right answers, pass@n is whether one is right", () 
   expect(passAtK(8, 1, 8)).toBe(1);
   expect(passAtK(8, 0, 8)).toBe(0);
   expect(passAtK(4, 2, 2)).toBeCloseTo(1 - 1 / 6);
+});
+
+test("a time axis is marked at whole minutes", () => {
+  expect(clockTicks(0, 200, 4)).toEqual([0, 60, 120, 180]);
+  expect(clockTicks(10, 18000, 5)).toEqual([3600, 7200, 10800, 14400, 18000]);
+});
+
+test("a constant line has an axis from zero", () => {
+  expect(valueRange([[0, 0]])).toEqual([0, 1]);
+  expect(valueRange([[2, 2]])).toEqual([0, 3]);
 });

@@ -16,6 +16,17 @@ export function ticks(low: number, high: number, wanted: number): number[] {
   return out;
 }
 
+const CLOCK_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, 86400];
+
+/** Returns seconds that a clock would mark, about `wanted` of them. */
+export function clockTicks(low: number, high: number, wanted: number): number[] {
+  const step = CLOCK_STEPS.find((size) => (high - low) / size <= 1.4 * wanted);
+  if (step === undefined) return ticks(low / 86400, high / 86400, wanted).map((days) => days * 86400);
+  const out: number[] = [];
+  for (let tick = Math.ceil(low / step) * step; tick <= high; tick += step) out.push(tick);
+  return out;
+}
+
 /** Returns powers of ten between two positive ends; round numbers between them when there are fewer than two. */
 export function logTicks(low: number, high: number): number[] {
   const out: number[] = [];
@@ -78,6 +89,9 @@ export function valueRange(lines: Value[][], options: RangeOptions = {}): [numbe
   if (options.log) {
     const span = Math.max(Math.log10(high / low), 0.2);
     return [low / 10 ** (0.06 * span), high * 10 ** (0.06 * span)];
+  }
+  if (first === last && options.low === undefined && options.high === undefined) {
+    return last === 0 ? [0, 1] : last > 0 ? [0, 1.5 * last] : [1.5 * last, 0];
   }
   const span = high - low || Math.abs(high) || 1;
   // An axis that nearly reaches zero starts there.

@@ -2,7 +2,7 @@
 
 import { useMemo, useState } from "react";
 import { type BandKind, clock, type DrawnRun, drawnRun, type XAxis } from "../charts/data";
-import { nearest } from "../charts/math";
+import { clockTicks, nearest, ticks } from "../charts/math";
 import { number } from "../format";
 import { Failure, Quiet } from "../shell/App";
 import { useKeys } from "../shell/keys";
@@ -85,6 +85,8 @@ function Loaded({ runs, axis, setAxis, planned }: { runs: DrawnRun[]; axis: XAxi
       setRange({ from: step(next.from), to: step(next.to) });
     },
     xEnd: axis === "step" && planned ? planned - 1 : undefined,
+    xStart: axis === "step" ? undefined : 0,
+    xTicks: axis === "time" ? clockTicks : axis === "tokens" ? ticks : undefined,
     xFormat: axis === "time" ? clock : axis === "tokens" ? (x) => number(x) : undefined,
   };
   useKeys("Metrics", [

@@ -6,7 +6,7 @@ import { bandsOf, type DrawnRun, drawnRun, linesOf } from "../charts/data";
 import { Chart, type ChartProps, type Line } from "../charts/Chart";
 import { smooth, stack } from "../charts/math";
 import { Spark } from "../charts/Spark";
-import { NONE, number } from "../format";
+import { NONE, number, unbroken } from "../format";
 import { Failure, Quiet } from "../shell/App";
 import { useVersion } from "../state/live";
 import { useLayouts } from "../state/layouts";
@@ -56,7 +56,7 @@ function Waiting({ info }: { info: RunInfo }) {
 
 /** Marks the numbers of a sentence. */
 function strong(text: string) {
-  return text.split(/([−-]?\d+(?:[.,]\d+)?(?:[ \u2009]?%)?)/).map((part, i) => (i % 2 ? <b key={i}>{part}</b> : part));
+  return unbroken(text).split(/([−-]?\d+(?:[.,]\d+)?(?:[ \u202f]?%)?)/).map((part, i) => (i % 2 ? <b key={i}>{part}</b> : part));
 }
 
 function Verdict({ health }: { health: Health }) {
@@ -64,7 +64,7 @@ function Verdict({ health }: { health: Health }) {
   if (!first) return null;
   return (
     <section className="verdict">
-      <h1 title={first.metrics.length ? `From ${first.metrics.join(", ")}` : undefined}>{first.text}</h1>
+      <h1 title={first.metrics.length ? `From ${first.metrics.join(", ")}` : undefined}>{unbroken(first.text)}</h1>
       {rest.length > 0 && (
         <p>
           {rest.map((sentence, i) => (
@@ -89,7 +89,7 @@ function Strip({ health, steps }: { health: Health; steps: StepColumns }) {
             <span className="l cut">{cell.title}</span>
             <span className="n">
               {cell.latest === null ? NONE : number(cell.latest)}
-              {cell.latest !== null && cell.unit === "%" ? "\u2009%" : ""}
+              {cell.latest !== null && cell.unit === "%" ? "\u202f%" : ""}
             </span>
             <Spark values={cellValues(cell.metric, steps)} color={cell.attention ? "var(--warn)" : "var(--ink)"} keep={KEEP} />
             <span className="wd cut">{cell.words}</span>
@@ -157,7 +157,7 @@ function Pinned({ metric, runs, common, open, remove }: { metric: string; runs: 
       onTitle={open}
       {...common}
       after={
-        <button className="remove" onClick={remove} aria-label={`Take ${metric} off the overview`} title="Take off the overview">
+        <button className="over" onClick={remove} aria-label={`Take ${metric} off the overview`} title="Take off the overview">
           ×
         </button>
       }
@@ -216,7 +216,7 @@ function defaultCharts(runs: DrawnRun[], info: RunInfo, reward: Distribution | u
       ["all right", "--pos", right],
       ["all the same", "--q", same],
     ];
-    const used = parts.filter(([, , values]) => values.some((value) => value));
+    const used = parts.filter(([, , values]) => values.some((value) => value !== null && value > 1e-6));
     const edges = stack(used.map(([, , values]) => values));
     const lines: Line[] = used.map(([label, color], i) => ({ label, color, values: edges[i]!, x, area: true, direct: label, silent: true }));
     if (lines.length === 0) lines.push({ label: "none", color: "--ink2", values: total, x });
@@ -227,7 +227,7 @@ function defaultCharts(runs: DrawnRun[], info: RunInfo, reward: Distribution | u
       lines,
       low: 0,
       right: used.length ? 70 : 8,
-      read: (at) => readRow(steps, total, at, (value) => `${number(value, 0)}\u2009%`),
+      read: (at) => readRow(steps, total, at, (value) => `${number(value, 0)}\u202f%`),
     });
   }
 
@@ -258,7 +258,7 @@ function defaultCharts(runs: DrawnRun[], info: RunInfo, reward: Distribution | u
       x,
       lines: parts.map(([label, color], i) => ({ label, color, values: edges[i]!, x, area: true, direct: label, silent: true })),
       low: 0,
-      right: 62,
+      right: 70,
       read: (at) => readRow(steps, total, at, (value) => `${number(value, 2)} s`),
     });
   }

@@ -7,7 +7,7 @@ export interface Item {
   run: () => void;
 }
 
-export function Menu({ label, button, items }: { label: string; button: ReactNode; items: Item[] }) {
+export function Menu({ label, button, items, className }: { label: string; button: ReactNode; items: Item[]; className?: string }) {
   const id = useId();
   const menu = useRef<HTMLDivElement>(null);
   const anchor = useRef<HTMLButtonElement>(null);
@@ -28,7 +28,7 @@ export function Menu({ label, button, items }: { label: string; button: ReactNod
   };
   return (
     <>
-      <button ref={anchor} popoverTarget={id} aria-label={label} title={label} className="menu-button">
+      <button ref={anchor} popoverTarget={id} aria-label={label} title={label} className={className}>
         {button}
       </button>
       <div ref={menu} id={id} popover="auto" role="menu" aria-label={label} className="menu" onToggle={(event) => event.newState === "open" && place()} onKeyDown={move}>

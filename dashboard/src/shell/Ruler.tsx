@@ -65,7 +65,7 @@ export function Ruler() {
 
   const shown = drag && drag.from !== drag.to ? { from: Math.min(drag.from, drag.to), to: Math.max(drag.from, drag.to) } : range;
   const labels = ticks(0, end, Math.max(2, Math.min(10, Math.floor(width / 90)))).filter((tick) => Number.isInteger(tick) && tick > 0);
-  const minor = end <= 150 ? Array.from({ length: end + 1 }, (_, i) => i) : ticks(0, end, 120);
+  const minor = end <= width / 5 ? Array.from({ length: end + 1 }, (_, i) => i) : ticks(0, end, Math.max(4, width / 8));
   const versions = [...new Set(evals.map((row) => row.version))];
   const alerts = (health?.alerts ?? []).filter((alert) => alert.step !== null);
   return (

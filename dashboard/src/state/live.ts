@@ -7,6 +7,8 @@ interface Live {
   versions: Record<string, number>;
   status: string | null;
   connected: boolean | null;
+  /** How often the connection came back: what was read meanwhile may have failed. */
+  reconnects: number;
 }
 
 interface Entry {
@@ -16,7 +18,7 @@ interface Entry {
   listeners: Set<() => void>;
 }
 
-const NOTHING: Live = { versions: {}, status: null, connected: null };
+const NOTHING: Live = { versions: {}, status: null, connected: null, reconnects: 0 };
 const entries = new Map<string, Entry>();
 
 function entryOf(run: string): Entry {
@@ -46,14 +48,17 @@ export function useEvents(run: string | null): void {
         update(entry, { versions });
       },
       onStatus: (status) => update(entry, { status }),
-      onConnected: (connected) => update(entry, { connected }),
+      onConnected: (connected) => {
+        const back = connected && entry.state.connected === false;
+        update(entry, { connected, reconnects: entry.state.reconnects + (back ? 1 : 0) });
+      },
     });
     return () => {
       entry.users -= 1;
       if (entry.users > 0) return;
       entry.stop?.();
       entry.stop = null;
-      entries.delete(run);
+      if (entry.listeners.size === 0) entries.delete(run);
     };
   }, [run]);
 }
@@ -72,8 +77,8 @@ function useLive(run: string | null): Live {
 
 /** Returns a text that changes when one of the tables grew: the `version` of useResource. */
 export function useVersion(run: string | null, ...tables: string[]): string {
-  const { versions, status } = useLive(run);
-  return [status ?? "", ...tables.map((table) => versions[table] ?? 0)].join("/");
+  const { versions, status, reconnects } = useLive(run);
+  return [status ?? "", reconnects, ...tables.map((table) => versions[table] ?? 0)].join("/");
 }
 
 /** Returns the newest status that an event brought, and whether the page is connected (null: not yet). */

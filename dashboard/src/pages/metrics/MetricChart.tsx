@@ -2,7 +2,7 @@
 
 import { useEffect, useMemo, useRef, useState } from "react";
 import { runPath } from "../../api";
-import { type BandKind, bandsOf, distributionOf, type DrawnRun, linesOf, type XAxis } from "../../charts/data";
+import { type BandKind, bandsOf, distributionOf, type DrawnRun, isTwoValued, linesOf, type XAxis } from "../../charts/data";
 import { Chart } from "../../charts/Chart";
 import { download, downloadPng, fileName, linesCsv } from "../../charts/export";
 import { Menu } from "../../shell/Menu";
@@ -21,7 +21,9 @@ export interface View {
   zoom: { from: number; to: number } | null;
   onZoom: (zoom: { from: number; to: number } | null) => void;
   xEnd?: number;
+  xStart?: number;
   xFormat?: (x: number) => string;
+  xTicks?: (low: number, high: number, wanted: number) => number[];
 }
 
 interface MetricChartProps {
@@ -80,7 +82,7 @@ function Seen({ metric, runs, view, open, close, remove, move }: MetricChartProp
   const canvas = useRef<HTMLCanvasElement | null>(null);
   const { pinned, setPinned } = useLayouts();
   const isPinned = pinned.includes(metric);
-  const bandWords = bands.length === 0 ? "" : view.band === "std" ? "mean ± std" : "p5 to p95, p25 to p75";
+  const bandWords = bands.length === 0 ? (distribution && view.band !== "none" && isTwoValued(distribution) ? "two values" : "") : view.band === "std" ? "mean ± std" : "p5 to p95, p25 to p75";
   const file = fileName(`${first.name}_${metric}`);
   return (
     <Chart
@@ -90,7 +92,9 @@ function Seen({ metric, runs, view, open, close, remove, move }: MetricChartProp
       lines={lines}
       axis={view.axis}
       xEnd={view.xEnd}
+      xStart={view.xStart}
       xFormat={view.xFormat}
+      xTicks={view.xTicks}
       zoom={view.zoom}
       onZoom={view.onZoom}
       log={view.log && lines.some((line) => line.values.some((value: Value) => value !== null && value > 0))}
@@ -102,6 +106,7 @@ function Seen({ metric, runs, view, open, close, remove, move }: MetricChartProp
         <Menu
           label={`More for ${metric}`}
           button="⋯"
+          className="over"
           items={[
             ...(open ? [{ title: "Open large", run: open }] : []),
             ...(close ? [{ title: "Close", run: close }] : []),

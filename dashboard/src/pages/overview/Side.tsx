@@ -1,7 +1,7 @@
 /** Alerts, what changed, the config, attempts and environments of a run. */
 
 import { useState } from "react";
-import { count, moment, NONE, number, setting } from "../../format";
+import { count, moment, NONE, number, setting, unbroken } from "../../format";
 import { useResource } from "../../state/resource";
 import { useRuns } from "../../state/run";
 import { setParams, useOthers, useParam } from "../../state/url";
@@ -31,7 +31,7 @@ function Alerts({ alerts }: { alerts: Alert[] }) {
       {sorted.map((alert, i) => (
         <div key={i} className="al">
           <Mark resolved={alert.resolved} />
-          <span>{alert.title}</span>
+          <span>{unbroken(alert.title)}</span>
           {alert.step === null ? (
             <span className="f s">{alert.time === null ? "" : moment(alert.time)}</span>
           ) : (
@@ -39,7 +39,7 @@ function Alerts({ alerts }: { alerts: Alert[] }) {
               step {alert.step}
             </button>
           )}
-          {alert.text && <p className="s d">{alert.text}</p>}
+          {alert.text && <p className="s d">{unbroken(alert.text)}</p>}
         </div>
       ))}
     </section>
@@ -79,7 +79,7 @@ function Config({ info }: { info: RunInfo }) {
         <span className="tabs" role="group" aria-label="Which settings">
           {TABS.map((one) => (
             <button key={one} aria-pressed={tab === one} onClick={() => setTab(one)}>
-              {one === "set" ? "what you set" : one === "all" ? "everything" : "differences"}
+              {one === "set" ? "you set" : one === "all" ? "everything" : "differences"}
             </button>
           ))}
         </span>
