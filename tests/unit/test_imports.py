@@ -8,7 +8,7 @@ from pathlib import Path
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 TRAIN = [re.split(r"[^\w-]", requirement)[0] for requirement in PROJECT["optional-dependencies"]["train"]]
-HEAVY = (*(name.replace("-", "_") for name in TRAIN), "grpc", "vllm", "aiohttp", "uvicorn")
+HEAVY = (*(name.replace("-", "_") for name in TRAIN), "grpc", "vllm", "aiohttp")
 """Modules of the extra `train` and of vLLM, none of which `pip install telescope` brings."""
 
 BLOCKER = f"""
@@ -57,6 +57,14 @@ from telescope.config.loader import load_config
 from telescope.config.schema import TelescopeConfig
 loaded = load_config(None, ["--learning_rate", "5e-7", "--environments", "[{name: countdown}]"])
 assert TelescopeConfig.from_json(loaded.config.to_json()).hash == loaded.config.hash
+""")
+
+
+def test_the_dashboard_starts_without_heavy_packages():
+    run_without_heavy_packages("""
+import telescope.cli.ui
+from telescope.dashboard.app import create_app
+assert create_app([]).title == "Telescope"
 """)
 
 

@@ -3,6 +3,7 @@
 Exit codes: 0 done; 1 failure, with a message or a traceback; 2 bad input, with a message that names the fix, nothing
 started; 130 stopped by Ctrl-C; 143 or 129 by SIGTERM or SIGHUP. Each subcommand is a module of this package with
 `add_parser(subparsers)`, which sets `func`. The only argument of the command itself is `--version`.
+Without a command, it opens the dashboard where there are runs, and prints its help elsewhere.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from telescope import __version__
+from telescope.cli.runs import DEFAULT_ROOT
 from telescope.errors import ConfigError, RunError, UserError
 from telescope.utils.process import run_and_exit
 from telescope.utils.text import did_you_mean, plain
 
 # In the order of the help: what a user needs first comes first.
-COMMANDS = ("train", "eval", "chat", "convert", "verify", "config", "doctor", "tiny_model", "envs", "runs", "query")
+COMMANDS = (
+    *("train", "ui", "eval", "chat", "convert", "verify", "config", "doctor", "tiny_model", "envs", "runs", "query"),
+)
 OWN_ARGUMENTS = ("train", "eval", "chat", "verify")
 """Commands with a flag for every field of the schema; they parse their own arguments."""
 EXIT_FAILED = 1
@@ -81,9 +85,8 @@ def _dispatch(arguments: list[str]) -> int:
         hint = did_you_mean(arguments[0], names)
         raise UserError(f"There is no command '{arguments[0]}'.{hint} The commands are {', '.join(names)}")
     parser = build_parser()
-    if not arguments:
-        parser.print_help()
-        return 0
+    if not arguments and DEFAULT_ROOT.is_dir():
+        arguments = ["ui"]
     parsed = parser.parse_args(arguments)
     if not hasattr(parsed, "func"):
         parser.print_help()

@@ -1,0 +1,265 @@
+"""What the API returns. Times are Unix seconds; a number that was not measured is null."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+Number = float | None
+
+
+class RunRow(BaseModel):
+    """A run in the list of runs."""
+
+    id: str
+    name: str
+    status: str
+    live: bool
+    started_at: Number
+    duration: Number
+    attempt: int
+    steps: int
+    num_steps: int | None
+    reward_first: Number
+    reward_last: Number
+    heldout_before: Number
+    heldout_after: Number
+    error: str | None
+    project: str
+    tags: list[str]
+    model: str | None
+    algorithm: str | None
+    environments: list[str]
+    max_step: int | None
+
+
+class Problem(BaseModel):
+    """A folder that could not be read, and why."""
+
+    path: str
+    problem: str
+
+
+class Runs(BaseModel):
+    """The list of runs, newest first."""
+
+    runs: list[RunRow]
+    problems: list[Problem]
+    roots: list[str]
+
+
+class RunInfo(BaseModel):
+    """A run: its config, attempts, environments and result."""
+
+    info: RunRow
+    config: dict[str, Any]
+    user_set: list[str]
+    attempts: list[dict[str, Any]]
+    environments: list[dict[str, Any]]
+    result: dict[str, Any]
+
+
+class Steps(BaseModel):
+    """Rows of steps as columns. `next` is the cursor of the next request."""
+
+    next: int
+    attempt: list[int]
+    step: list[int]
+    started_at: list[Number]
+    ended_at: list[Number]
+    num_tokens_trained: list[Number]
+    metrics: dict[str, list[Number]]
+
+
+class Sentence(BaseModel):
+    """A sentence of the verdict, and the metrics that it read."""
+
+    text: str
+    metrics: list[str]
+
+
+class HealthCell(BaseModel):
+    """One number of the health strip: mean of the last 10 steps, in words."""
+
+    name: str
+    title: str
+    metric: str
+    latest: Number
+    unit: str
+    words: str
+    attention: bool
+
+
+class Alert(BaseModel):
+    """Something that a person should know."""
+
+    step: int | None
+    time: Number
+    title: str
+    text: str
+    level: str
+    resolved: bool
+
+
+class Progress(BaseModel):
+    """How far the run is. `step` is the number of finished steps."""
+
+    step: int
+    num_steps: int | None
+    seconds_left: Number
+
+
+class Health(BaseModel):
+    """What the first page says about a run."""
+
+    verdict: list[Sentence]
+    cells: list[HealthCell]
+    alerts: list[Alert]
+    progress: Progress
+
+
+class Distribution(BaseModel):
+    """The distribution of a number of the samples, per step."""
+
+    step: list[int]
+    n: list[int]
+    mean: list[Number]
+    std: list[Number]
+    min: list[Number]
+    max: list[Number]
+    p5: list[Number]
+    p25: list[Number]
+    p50: list[Number]
+    p75: list[Number]
+    p95: list[Number]
+
+
+class GroupSample(BaseModel):
+    """A sample as a square of its group."""
+
+    id: str
+    reward: Number
+    advantage: Number
+    status: str
+    length: int | None
+    completion: str
+    metrics: dict[str, Number]
+
+
+class Group(BaseModel):
+    """A prompt that was opened for training, with its samples."""
+
+    attempt: int
+    id: int
+    environment: str | None
+    prompt: str
+    status: str | None
+    reason: str | None
+    step: int | None
+    reward_mean: Number
+    reward_std: Number
+    samples: list[GroupSample]
+
+
+class Facet(BaseModel):
+    """A value of a column and how many samples of the search have it."""
+
+    value: str
+    count: int
+
+
+class Samples(BaseModel):
+    """A page of samples without their texts, with counts over the whole search."""
+
+    total: int
+    rows: list[dict[str, Any]]
+    facets: dict[str, list[Facet]]
+
+
+class Spans(BaseModel):
+    """Intervals as columns. `merged`: rows stand for `count` spans of one lane and kind."""
+
+    merged: bool
+    count: list[int]
+    component: list[str]
+    name: list[str]
+    rank: list[int | None]
+    server: list[int | None]
+    lane: list[int | None]
+    step: list[int | None]
+    micro_batch: list[int | None]
+    sample_id: list[str | None]
+    start: list[float]
+    end: list[float]
+
+
+class GaugeSeries(BaseModel):
+    """Readings of one gauge: smallest, mean and largest per bucket of time."""
+
+    name: str
+    component: str
+    node: str | None
+    gpu: int | None
+    rank: int | None
+    server: int | None
+    labels: dict[str, str]
+    time: list[float]
+    min: list[Number]
+    mean: list[Number]
+    max: list[Number]
+
+
+class GaugeName(BaseModel):
+    """A gauge of the run."""
+
+    name: str
+    component: str
+    series: int
+
+
+class LogLine(BaseModel):
+    """A log line. `row` is its place in the table, the cursor of `since` and `before`."""
+
+    row: int
+    attempt: int
+    time: Number
+    level: str | None
+    component: str | None
+    message: str | None
+    process: int | None
+    place: str | None
+    source: str | None
+
+
+class Logs(BaseModel):
+    """Log lines, oldest first. `next` is the cursor for later ones."""
+
+    next: int
+    rows: list[LogLine]
+    components: list[str]
+    levels: list[str]
+
+
+class ConfigDifference(BaseModel):
+    """A setting that differs: one value per run, in the order of the request."""
+
+    key: str
+    values: list[Any]
+
+
+class CodeVersion(BaseModel):
+    """The code of the newest attempt of a run."""
+
+    run: str
+    git_commit: str | None
+    git_dirty: bool | None
+    versions: dict[str, str]
+
+
+class Comparison(BaseModel):
+    """Differences of configs and code between runs."""
+
+    runs: list[str]
+    config: list[ConfigDifference]
+    code: list[CodeVersion]

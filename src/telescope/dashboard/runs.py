@@ -1,0 +1,126 @@
+"""The list of runs, one run, its steps, and the comparison of configs: plain data for the API."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from telescope.dashboard.registry import Registry, read_config
+from telescope.dashboard.store import RunStore
+from telescope.record.reader import RunSummary
+from telescope.record.segments import superseded
+
+STEP_COLUMNS = ("num_samples", "num_groups", "num_tokens_trained", "num_tokens_generated", "version")
+
+
+def run_rows(registry: Registry) -> dict[str, Any]:
+    """Returns the rows of the page of runs, the problems and the roots."""
+    rows = [run_row(run_id, store, summary) for run_id, store, summary in registry.summaries()]
+    return {"runs": rows, "problems": registry.problems, "roots": [str(root) for root in registry.roots]}
+
+
+def run_row(run_id: str, store: RunStore, summary: RunSummary) -> dict[str, Any]:
+    """Returns one row of the page of runs."""
+    config, _ = config_of(store)
+    (last,) = store.rows("SELECT max(step) AS step FROM steps") if store.refresh("steps") else ({"step": None},)
+    kept = ("name", "status", "started_at", "duration", "attempt", "steps", "num_steps", "reward_first", "reward_last")
+    rest = ("heldout_before", "heldout_after", "error", "project")
+    return {
+        "id": run_id,
+        **{name: getattr(summary, name) for name in (*kept, *rest)},
+        "live": summary.status == "live",
+        "tags": list(summary.tags),
+        "model": config.get("model"),
+        "algorithm": config.get("algorithm"),
+        "environments": [
+            entry.get("name", "") for entry in config.get("environments") or [] if isinstance(entry, dict)
+        ],
+        "max_step": last["step"],
+    }
+
+
+def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
+    """Returns everything about a run that does not change with its steps."""
+    store = registry.store(run_id)
+    config, user_set = config_of(store)
+    store.refresh("environments")
+    environments = store.rows("SELECT * FROM environments ORDER BY attempt, key")
+    newest = max((row["attempt"] for row in environments), default=None)
+    for row in environments:
+        row["metrics_ranges"] = _json(row["metrics_ranges"])
+        row["tags_options"] = _json(row["tags_options"])
+    attempts = store.run.attempts()
+    return {
+        "info": run_row(run_id, store, registry.summary(run_id)),
+        "config": config,
+        "user_set": user_set,
+        "attempts": [
+            {**row, "versions": dict(row["versions"] or ()), "topology": dict(row["topology"] or ())}
+            for row in attempts
+        ],
+        "environments": [row for row in environments if row["attempt"] == newest],
+        "result": store.run.result,
+    }
+
+
+def config_of(store: RunStore) -> tuple[dict[str, Any], list[str]]:
+    """Returns the resolved config, and the names of the fields that the user set."""
+    store.refresh("runs")
+    rows = store.rows("SELECT config_json FROM runs WHERE config_json IS NOT NULL ORDER BY rowid DESC LIMIT 1")
+    value = _json(rows[0]["config_json"]) if rows else {}
+    if isinstance(value.get("values"), dict):
+        return value["values"], list(value.get("user_set") or [])
+    return value or read_config(store.run), []
+
+
+def steps(store: RunStore, since: int) -> dict[str, Any]:
+    """Returns the steps from row `since` on as columns, without superseded ones."""
+    data, end = store.run.rows_since("steps", since)
+    store.refresh("attempts")
+    data = data.filter(pc.invert(superseded(data, store.run.cutoffs()))) if data.num_rows else data
+    names = ("attempt", "step", "started_at", "ended_at", *STEP_COLUMNS)
+    return {"next": end, **{name: data[name].to_pylist() for name in names}, "metrics": metric_columns(data["metrics"])}
+
+
+def metric_columns(metrics: pa.ChunkedArray) -> dict[str, np.ndarray[Any, Any]]:
+    """Returns a column of each metric of a map column, NaN where a row lacks it."""
+    if len(metrics) == 0:
+        return {}
+    whole = pa.concat_arrays(metrics.chunks)
+    offsets = whole.offsets.to_numpy()
+    rows = np.repeat(np.arange(len(whole)), np.diff(offsets))
+    flat = slice(int(offsets[0]), int(offsets[-1]))
+    keys = whole.keys[flat].dictionary_encode()
+    items = whole.items[flat].to_numpy(zero_copy_only=False).astype(float)
+    table = np.full((len(keys.dictionary), len(whole)), np.nan)
+    table[keys.indices.to_numpy(), rows] = items
+    return dict(zip(keys.dictionary.to_pylist(), table, strict=True))
+
+
+def compare(registry: Registry, run_ids: list[str]) -> dict[str, Any]:
+    """Returns the settings in which runs differ, and their code versions."""
+    stores = [registry.store(run_id) for run_id in run_ids]
+    configs = [config_of(store)[0] for store in stores]
+    names = dict.fromkeys(name for config in configs for name in config)
+    differing = [name for name in names if any(config.get(name) != configs[0].get(name) for config in configs)]
+    code = []
+    for run_id, store in zip(run_ids, stores, strict=True):
+        newest = (store.run.attempts() or [{}])[-1]
+        versions = dict(newest.get("versions") or ())
+        code.append(
+            {"run": run_id, **{name: newest.get(name) for name in ("git_commit", "git_dirty")}, "versions": versions}
+        )
+    rows = [{"key": name, "values": [config.get(name) for config in configs]} for name in differing]
+    return {"runs": run_ids, "config": rows, "code": code}
+
+
+def _json(text: str | None) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,131 @@
+"""Who may read the dashboard: checks of Host, Origin and token, and the headers of every answer.
+
+Owns the refusals. Invariants: only GET and HEAD are answered, so nothing changes; a page of another site cannot read an
+answer (Host and Origin are checked, which also ends DNS rebinding); beyond loopback every request needs the token of
+this start, as a cookie that the printed address sets.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+from collections.abc import Iterable
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "font-src 'self'; img-src 'self' data: blob:; connect-src 'self'; worker-src 'self' blob:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+"""Headers of every answer. Inline styles are those of formulas; scripts and images come from this server only."""
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine reaches an address that is bound."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def new_token() -> str:
+    """Returns a secret for one start."""
+    return secrets.token_urlsafe(24)
+
+
+class Safety:
+    """ASGI middleware. With a `token`, every request needs it, and `hosts` may be used besides addresses."""
+
+    def __init__(self, app: ASGIApp, *, token: str | None, hosts: Iterable[str] = ()) -> None:
+        self._app = app
+        self._token = token
+        own = (socket.gethostname(), socket.getfqdn()) if token else ()
+        self._hosts = {name.lower() for name in (*LOOPBACK, *own, *hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+
+        async def send_safely(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        answer = self._refusal(scope)
+        await (answer or self._app)(scope, receive, send_safely)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        if scope["method"] not in ("GET", "HEAD"):
+            return _refuse(405, "The dashboard only reads: use GET.")
+        host = headers.get("host", "")
+        if not self._allowed(host):
+            return _refuse(
+                403, f"Host {host!r} is not allowed. Open the address that `telescope ui` printed, or use --allow-host."
+            )
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            return _refuse(403, f"Origin {origin!r} is not this dashboard.")
+        if headers.get("sec-fetch-site") == "cross-site" and scope["path"].startswith("/api"):
+            return _refuse(403, "Another site may not read the API.")
+        return self._without_token(scope, headers) if self._token else None
+
+    def _allowed(self, host: str) -> bool:
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").lower()
+        except ValueError:
+            return False
+        if name in self._hosts:
+            return True
+        if self._token is None:
+            return False
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def _without_token(self, scope: Scope, headers: Headers) -> Response | None:
+        assert self._token is not None
+        name = f"telescope-{(scope.get('server') or ('', 0))[1]}"
+        query = parse_qsl(scope["query_string"].decode("latin-1"))
+        given = dict(query).get("token")
+        if given is not None and _equal(given, self._token):
+            rest = urlencode([(key, value) for key, value in query if key != "token"])
+            path = "/" + scope["path"].lstrip("/\\")  # never the address of another host
+            answer = RedirectResponse(f"{path}?{rest}" if rest else path, status_code=303)
+            answer.set_cookie(name, self._token, httponly=True, samesite="strict", path="/")
+            return answer
+        try:
+            cookie = SimpleCookie(headers.get("cookie", "")).get(name)
+        except CookieError:
+            cookie = None
+        if cookie is not None and _equal(cookie.value, self._token):
+            return None
+        return _refuse(401, "The token is missing or from another start. Open the address that `telescope ui` printed.")
+
+
+def _equal(given: str, expected: str) -> bool:
+    return secrets.compare_digest(given.encode(errors="replace"), expected.encode())
+
+
+def _refuse(status: int, message: str) -> Response:
+    return JSONResponse({"detail": message}, status_code=status, headers={"Cache-Control": "no-store"})

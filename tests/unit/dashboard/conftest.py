@@ -1,0 +1,138 @@
+"""A small run that is written once, and a client of the dashboard over it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from telescope.dashboard.app import create_app
+from telescope.record.files import RunFiles, replace_json
+from telescope.record.recorder import Recorder
+from telescope.record.run_info import begin_run, end_run
+
+T0 = 1_800_000_000.0
+NUM_STEPS = 12
+NUM_GROUPS = 4
+SAMPLES_PER_GROUP = 4
+STEP_SECONDS = 10.0
+
+
+def sample_rows(step: int) -> list[dict[str, Any]]:
+    """Samples of one step. The last group is discarded, because all its rewards are equal."""
+    chosen = random.Random(step)
+    rows: list[dict[str, Any]] = []
+    for group in range(NUM_GROUPS):
+        kept = group < NUM_GROUPS - 1
+        for index in range(SAMPLES_PER_GROUP):
+            reward = float(chosen.random() < 0.2 + 0.05 * step) if kept else 0.0
+            start = T0 + STEP_SECONDS * step
+            rows.append(
+                {
+                    "sample_id": f"{step * NUM_GROUPS + group}-{index}",
+                    "group_id": step * NUM_GROUPS + group,
+                    "sample_index": index,
+                    "environment": ("countdown", "wordle")[group % 2],
+                    "status": "kept" if kept else "discarded",
+                    "reason": None if kept else "zero_advantage",
+                    "step": step,
+                    "reward": reward,
+                    "advantage": reward - 0.5 if kept else None,
+                    "prompt_text": f"<|im_start|>user\nMake {step} of 100 % of the numbers<|im_end|>\n",
+                    "completion_text": f"the answer_{index} of group {group} is Straße",
+                    "golden": {"target": str(step)},
+                    "metrics": {"correct": reward},
+                    "tags": {"level": str(group)},
+                    "stop_reason": "length" if index == 3 else "stop",
+                    "num_turns": 1,
+                    "prompt_tokens": 10,
+                    "completion_tokens": chosen.randrange(5, 50),
+                    **{"start_version": step, "end_version": step, "age": 0, "server": 0, "lane": index},
+                    **{"started_at": start, "generated_at": start + 4, "finished_at": start + 5},
+                }
+            )
+    return rows
+
+
+def write_step(recorder: Recorder, step: int) -> None:
+    """Writes the rows of one step."""
+    rows = sample_rows(step)
+    for row in rows:
+        recorder.write("samples", row)
+        turn = {"sample_id": row["sample_id"], "turn": 0, "role": "assistant", "text": row["completion_text"]}
+        tokens = {"num_tokens": 3, "token_ids": [1, 2, 3], "logprobs": [-0.1, -0.2, float("nan")]}
+        recorder.write("turns", {**turn, **tokens})
+        span = {"name": "generate", "component": "rollout", "server": 0, "step": step, "sample_id": row["sample_id"]}
+        times = {"start": row["started_at"], "end": row["generated_at"], "attributes": {"lane": str(row["lane"])}}
+        recorder.write("spans", {**span, **times})
+    for group in range(NUM_GROUPS):
+        of_group = [row for row in rows if row["group_id"] == step * NUM_GROUPS + group]
+        rewards = [row["reward"] for row in of_group]
+        recorder.write(
+            "groups",
+            {
+                **{name: of_group[0][name] for name in ("group_id", "environment", "step", "status", "reason")},
+                "num_samples": len(rewards),
+                "reward_mean": sum(rewards) / len(rewards),
+                "reward_std": 0.5,
+                "opened_at": of_group[0]["started_at"],
+            },
+        )
+    trained = [row["reward"] for row in rows if row["status"] == "kept"]
+    mean = sum(trained) / len(trained)
+    metrics = {
+        "reward/all_groups/mean": sum(row["reward"] for row in rows) / len(rows),
+        "reward/total/mean": mean,
+        "entropy": 1.0 - 0.01 * step,
+        "timing_waiting_for_data": 6.2,
+        "timing_step_total": STEP_SECONDS,
+        "grad_norm": float("nan") if step == 3 else 1.0,
+    }
+    start = T0 + STEP_SECONDS * step
+    columns = {"version": step + 1, "started_at": start, "ended_at": start + STEP_SECONDS, "num_tokens_trained": 100}
+    recorder.write("steps", {"step": step, **columns, "reward_mean": mean, "metrics": metrics})
+    gauge = {"time": start, "name": "queue_depth", "component": "orchestrator"}
+    recorder.write("gauges", {**gauge, "value": step})
+    recorder.write("logs", {"time": T0 + step, "level": "INFO", "component": "driver", "message": f"step {step} of it"})
+
+
+def write_run(run_dir: Path, algorithm: str, *, resumed: bool = False) -> None:
+    """Writes a finished run. A resumed one has a second attempt from step 10 on."""
+    config = {"model": "tiny", "algorithm": algorithm, "environments": [{"name": "countdown"}, {"name": "wordle"}]}
+    text = json.dumps({"values": config, "user_set": ["algorithm"]})
+    parts = [range(NUM_STEPS), range(10, NUM_STEPS)] if resumed else [range(NUM_STEPS)]
+    for attempt, part in enumerate(parts, 1):
+        with Recorder(run_dir, attempt=attempt) as recorder:
+            start = {"config_hash": "c", "config_json": text, "first_step": part[0], "num_steps": NUM_STEPS}
+            info = begin_run(recorder, name=run_dir.name, **start)
+            ranges = {"metrics_ranges": '{"correct": {"min": 0}}'}
+            recorder.write("environments", {"key": "countdown", "name": "countdown", "purpose": "training", **ranges})
+            for step in part:
+                write_step(recorder, step)
+            if attempt == 1:
+                evaluation = {"eval_id": "e", "step": -1}
+                recorder.write("evals", {**evaluation, "name": "math", "status": "finished", "accuracy": 0.5})
+                recorder.write("eval_samples", {**evaluation, "sample_id": "0-0", "item": 3, "completion": 0})
+                alert = {"time": T0, "level": "warning", "kind": "server", "step": 2}
+                recorder.write("alerts", {**alert, "message": "Server 0 restarted. Look at its log."})
+            end_run(recorder, info, "finished", config_json=text)
+    replace_json(RunFiles(run_dir).summary, {"heldout_after": 0.5})
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the runs `first`, whose second attempt begins at step 10, and `below/second`."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "first", "grpo", resumed=True)
+    write_run(folder / "below" / "second", "rloo")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def client(root: Path) -> TestClient:
+    """Requests to a dashboard over `root`."""
+    return TestClient(create_app([root]), base_url="http://localhost")

@@ -1,0 +1,142 @@
+"""Runs, their steps and their differences, against the rows that were written."""
+
+import math
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+from tests.unit.dashboard.conftest import NUM_STEPS, T0, write_step
+
+from telescope.cli.ui import address, choose_roots, listen
+from telescope.dashboard import events
+from telescope.dashboard.app import create_app
+from telescope.dashboard.events import format_id, parse_id, run_events
+from telescope.errors import UserError
+from telescope.record.reader import Run
+from telescope.record.recorder import Recorder
+
+
+def test_runs_below_the_root_are_listed_with_config_and_status(client):
+    body = client.get("/api/runs").json()
+    assert body["problems"] == []
+    rows = {row["id"]: row for row in body["runs"]}
+    assert set(rows) == {"first", "below~second"}
+    expected = {"name": "first", "status": "finished", "live": False, "attempt": 2, "steps": 12, "num_steps": 12}
+    config = {"model": "tiny", "algorithm": "grpo", "environments": ["countdown", "wordle"]}
+    assert rows["first"].items() >= {**expected, "max_step": 11, "heldout_after": 0.5}.items()
+    assert {name: rows["first"][name] for name in config} == config
+
+
+def test_a_run_shows_config_user_choices_attempts_and_environments(client):
+    body = client.get("/api/runs/first").json()
+    assert (body["config"]["algorithm"], body["user_set"]) == ("grpo", ["algorithm"])
+    assert [row["first_step"] for row in body["attempts"]] == [0, 10]
+    assert body["environments"][0]["metrics_ranges"] == {"correct": {"min": 0}}
+    assert body["result"] == {"heldout_after": 0.5}
+
+
+def test_steps_are_columns_without_superseded_rows(client, root):
+    body = client.get("/api/runs/first/steps").json()
+    rows = sorted(Run(root / "first").table("steps").to_pylist(), key=lambda row: row["step"])
+    assert body["step"] == list(range(NUM_STEPS))
+    assert body["attempt"] == [1] * 10 + [2] * 2
+    assert body["started_at"][4] == T0 + 40
+    for name in ("entropy", "reward/total/mean"):
+        assert body["metrics"][name] == [dict(row["metrics"])[name] for row in rows]
+    assert body["metrics"]["grad_norm"][3] is None and math.isnan(dict(rows[3]["metrics"])["grad_norm"])
+
+
+def test_a_cursor_returns_only_later_steps(client):
+    first = client.get("/api/runs/below~second/steps").json()
+    assert client.get(f"/api/runs/below~second/steps?since={first['next'] - 2}").json()["step"] == [10, 11]
+    assert client.get(f"/api/runs/below~second/steps?since={first['next']}").json()["step"] == []
+
+
+def test_an_unchanged_answer_is_not_sent_again(client):
+    tag = client.get("/api/runs/first/steps").headers["etag"]
+    assert client.get("/api/runs/first/steps", headers={"If-None-Match": tag}).status_code == 304
+
+
+def test_new_rows_of_a_live_run_appear(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        client = TestClient(create_app([tmp_path]), base_url="http://localhost")
+        for step in range(2):
+            write_step(recorder, step)
+            assert recorder.flush()
+            assert client.get("/api/runs/run/steps").json()["step"] == list(range(step + 1))
+            assert client.get("/api/runs").json()["runs"][0]["max_step"] == step
+
+
+def test_compare_lists_only_settings_that_differ(client):
+    body = client.get("/api/compare?runs=first,below~second").json()
+    assert body["config"] == [{"key": "algorithm", "values": ["grpo", "rloo"]}]
+    assert [row["run"] for row in body["code"]] == ["first", "below~second"]
+
+
+def test_an_unknown_run_and_an_unknown_address_say_so(client):
+    assert "no run 'nowhere'" in client.get("/api/runs/nowhere").json()["detail"]
+    assert client.get("/api/nothing").status_code == 404
+    assert client.get("/api/runs/first/steps?since=-1").status_code == 422
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path):
+    client = TestClient(create_app([tmp_path / "gone"]), base_url="http://localhost")
+    assert "is not a folder" in client.get("/api/runs").json()["problems"][0]["problem"]
+
+
+def test_every_address_is_documented(client):
+    page = client.get("/api/docs").text
+    assert "<script" not in page
+    assert all(path in page for path in client.get("/api/openapi.json").json()["paths"])
+
+
+async def events_of(run: Run, last_id: str | None) -> list[str]:
+    """The events of one look at a run."""
+    left = iter([False, True])
+
+    async def is_gone() -> bool:
+        return next(left)
+
+    return [event.decode() async for event in run_events(run, last_id, is_gone)]
+
+
+async def test_events_tell_what_grew_and_nothing_that_is_known(root: Path, monkeypatch):
+    monkeypatch.setattr(events, "ENDED_SECONDS", 0.0)
+    run = Run(root / "first")
+    first = await events_of(run, None)
+    tables = next(event for event in first if event.startswith("event: tables"))
+    assert '"steps":14' in tables and any('{"status":"finished"}' in event for event in first)
+    known = tables.split("id: ")[1].split("\n")[0]
+    assert not any(event.startswith("event: tables") for event in await events_of(run, known))
+    older = format_id({**parse_id(known), "steps": 3})
+    assert any('{"tables":{"steps":14}}' in event for event in await events_of(run, older))
+
+
+def test_ids_of_events_ignore_what_is_no_table():
+    assert parse_id("steps=3,passwd=1,samples=x") == {"steps": 3}
+    assert parse_id(format_id({"steps": 3, "logs": 9})) == {"steps": 3, "logs": 9}
+
+
+def test_a_taken_port_leads_to_the_next_free_one():
+    first, _ = listen("127.0.0.1", 0)
+    port = first.getsockname()[1]
+    second, taken = listen("127.0.0.1", port)
+    assert taken and second.getsockname()[1] > port
+    first.close()
+    second.close()
+
+
+def test_a_host_that_is_not_here_and_a_folder_that_is_not_there_are_named(tmp_path):
+    with pytest.raises(UserError, match="is not an address of this machine"):
+        listen("192.0.2.1", 8005)
+    with pytest.raises(UserError, match="is not a folder"):
+        choose_roots([tmp_path / "gone"], None)
+    assert address("127.0.0.1", 8005, None) == "http://localhost:8005/"
+    assert address("::1", 8005, "secret") == "http://[::1]:8005/?token=secret"
+
+
+def test_two_runs_of_one_name_have_two_ids(tmp_path):
+    for parent in ("a", "b"):
+        Recorder(tmp_path / parent / "run").close()
+    client = TestClient(create_app([tmp_path / "a", tmp_path / "b"]), base_url="http://localhost")
+    assert {row["id"] for row in client.get("/api/runs").json()["runs"]} == {"run", "run~2"}

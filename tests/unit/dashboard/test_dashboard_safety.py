@@ -1,0 +1,102 @@
+"""Who may read the dashboard, and that no path leads out of it."""
+
+import pytest
+from fastapi.testclient import TestClient
+
+from telescope.dashboard.app import _file, create_app
+
+TOKEN = "secret-of-this-start"
+
+
+@pytest.fixture
+def static(tmp_path):
+    (tmp_path / "static" / "assets").mkdir(parents=True)
+    (tmp_path / "static" / "index.html").write_text("<title>index</title>")
+    (tmp_path / "static" / "assets" / "a-1.js").write_text("1")
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "static" / "link.txt").symlink_to(tmp_path / "secret.txt")
+    return tmp_path / "static"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "127.0.0.1:8005"}, 200),
+        ({"Host": "[::1]:8005"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "192.0.2.7"}, 403),
+        ({"Host": "["}, 403),
+        ({"Host": "localhost", "Origin": "http://localhost"}, 200),
+        ({"Host": "localhost:8005", "Origin": "http://localhost:5173"}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+    ],
+)
+def test_host_and_origin_are_checked(client, headers, status):
+    assert client.get("/api/runs", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_only_reading_is_answered(client, method):
+    assert client.request(method, "/api/runs").status_code == 405
+
+
+def test_every_answer_has_the_headers_of_safety(client):
+    for address in ("/api/runs", "/", "/api/nothing", "/api/runs/nowhere"):
+        headers = client.get(address).headers
+        assert "default-src 'none'" in headers["content-security-policy"]
+        assert "http" not in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("//etc/passwd", "/../secret.txt", "/%2e%2e/secret.txt", "/..%2fsecret.txt", "/%2e%2e%2fsecret.txt"),
+        *("/link.txt", "/assets/../../secret.txt", "/assets/%2e%2e%2f%2e%2e%2fsecret.txt", "/%2fetc%2fpasswd"),
+        *("/..%5csecret.txt", "/a%00b", "/api/runs/..%2f..%2fetc%2fpasswd", "/api/runs/%2e%2e/steps"),
+        *("/api/runs//etc/passwd", "/api/runs/%2Fetc/steps"),
+    ],
+)
+def test_no_path_leads_out(root, static, path):
+    answer = TestClient(create_app([root], static=static)).get(f"http://localhost{path}")
+    assert "root:" not in answer.text and answer.text != "secret"
+    assert answer.status_code == 404 or "<title>index</title>" in answer.text
+
+
+def test_files_stay_below_the_folder_of_pages(static):
+    assert _file(static.resolve(), "index.html") is not None
+    for path in ("../secret.txt", "/etc/passwd", "//etc/passwd", "link.txt", "\0", "a" * 10_000):
+        assert _file(static.resolve(), path) is None
+
+
+def test_pages_are_served_and_hashed_files_are_kept(root, static):
+    client = TestClient(create_app([root], static=static), base_url="http://localhost")
+    assert "immutable" in client.get("/assets/a-1.js").headers["cache-control"]
+    assert client.get("/assets/gone.js").status_code == 404
+    assert client.get("/any/page").text == "<title>index</title>"
+
+
+def test_without_a_build_the_page_says_how_to_make_one(root, tmp_path):
+    client = TestClient(create_app([root], static=tmp_path), base_url="http://localhost")
+    assert "make dashboard" in client.get("/").text
+
+
+def test_beyond_loopback_every_request_needs_the_token(root, static):
+    client = TestClient(create_app([root], token=TOKEN, hosts=["box"], static=static), base_url="http://192.0.2.7:8005")
+    assert client.get("/").status_code == 401
+    assert client.get("/?token=wrong").status_code == 401
+    opened = client.get(f"/?token={TOKEN}&a=1", follow_redirects=False)
+    assert (opened.status_code, opened.headers["location"]) == (303, "/?a=1")
+    assert "HttpOnly" in opened.headers["set-cookie"] and "SameSite=strict" in opened.headers["set-cookie"]
+    assert client.get("/api/runs").status_code == 200
+    other = TestClient(client.app, base_url="http://evil.example")
+    assert other.get(f"/?token={TOKEN}", follow_redirects=False).status_code == 403
+
+
+def test_opening_the_printed_address_never_leads_to_another_host(root, static):
+    client = TestClient(create_app([root], token=TOKEN, static=static), base_url="http://localhost")
+    answer = client.get(f"http://localhost//evil.example/?token={TOKEN}", follow_redirects=False)
+    assert answer.headers["location"].startswith("/evil.example")
