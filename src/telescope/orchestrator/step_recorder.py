@@ -18,6 +18,7 @@ from telescope.orchestrator import record_rows
 from telescope.orchestrator.groups import Group
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.status import RunStatus, StepSummary
+from telescope.orchestrator.step_alerts import StepAlerts
 from telescope.orchestrator.step_metrics import DiscardCounts, batch_metrics
 from telescope.orchestrator.step_stats import Numbers, discarded_numbers, step_stats_rows
 from telescope.record.recorder import Recorder
@@ -61,6 +62,7 @@ class StepRecorder:
         self._step_log = step_log
         self._status = status
         self._discards = DiscardCounts()
+        self._alerts = StepAlerts()
         self._num_tokens_at_last_step = status.num_tokens_generated
         self._discarded_rewards: list[np.ndarray] = []
         self._discarded_numbers: list[tuple[str, Numbers]] = []
@@ -172,6 +174,8 @@ class StepRecorder:
                 waited_share=trained.waited / seconds,
             )
         )
+        for kind, message in self._alerts.after(trained.step, metrics):
+            self._status.report(message, kind, "warning")
         self._status.step = trained.step + 1
         self._status.version = trained.step + 1
         self._status.progressed()

@@ -513,7 +513,11 @@ ALERTS = Table(
         ATTEMPT,
         Column("time", TIME, "When it was noticed."),
         Column("level", TEXT, "`info`, `warning` or `error`."),
-        Column("kind", TEXT, "What it is about: `server`, `trainer`, `eval`, `checkpoint`, `discards`, `log`, ..."),
+        Column(
+            "kind",
+            TEXT,
+            "What it is about: `server`, `trainer`, `eval`, `checkpoint`, `entropy`, `log`, ...",
+        ),
         Column("message", TEXT, "One or two sentences, with numbers and what to do."),
         Column("step", INTEGER, "The step that the run was at."),
     ),
