@@ -14,6 +14,7 @@ import type { Value } from "../../types";
 import { type GaugeSeries } from "../gauges";
 import { clock, ticks } from "../timeline/viewport";
 import { aggregate, machines, MOST_LINES, SECTIONS, seriesOf, type ChartSpec, type Machine } from "./infra";
+import "../panes.css";
 import "./infra.css";
 
 const POINTS = 500;
@@ -40,6 +41,12 @@ export function Infra() {
     () => SECTIONS.map((section) => ({ ...section, charts: section.charts.map((spec) => ({ spec, series: seriesOf(spec, all) })).filter((chart) => chart.series.length > 0) })).filter((section) => section.charts.length > 0),
     [all],
   );
+  // One axis for all charts, so that a moment lies at the same place in each.
+  const extent = useMemo(() => {
+    const times = drawn.flatMap((section) => section.charts.flatMap((chart) => chart.series.flatMap((one) => [one.series.time[0], one.series.time.at(-1)])));
+    const known = times.filter((time): time is number => time !== undefined);
+    return known.length > 1 ? { from: Math.min(...known), to: Math.max(...known) } : null;
+  }, [drawn]);
   if (gauges.error && !gauges.data) return <Failure error={gauges.error} />;
   if (gauges.data && all.length === 0) return <Quiet title="No gauge was recorded." text="Set enable_system_metrics_logging to record machines and GPUs." />;
   const topology = Object.entries(info?.attempts.at(-1)?.topology ?? {});
@@ -51,7 +58,7 @@ export function Infra() {
           <section key={section.title} aria-label={section.title}>
             <h2 className="st">{section.title} <span className="f">{section.charts.length} charts</span></h2>
             <div className="ig">
-              {section.charts.map(({ spec, series }) => <GaugeChart key={spec.title} spec={spec} series={series} origin={origin} />)}
+              {section.charts.map(({ spec, series }) => <GaugeChart key={spec.title} spec={spec} series={series} origin={origin} extent={extent} />)}
             </div>
           </section>
         ))}
@@ -128,7 +135,7 @@ function Cluster({ nodes, live }: { nodes: readonly Machine[]; live: boolean }) 
   );
 }
 
-function GaugeChart({ spec, series, origin }: { spec: ChartSpec; series: { label: string; series: GaugeSeries }[]; origin: number }) {
+function GaugeChart({ spec, series, origin, extent }: { spec: ChartSpec; series: { label: string; series: GaugeSeries }[]; origin: number; extent: { from: number; to: number } | null }) {
   const { x, lines } = useMemo(() => {
     const several = series.length > 4;
     const mean = several ? aggregate(series.map((one) => one.series)) : null;
@@ -150,7 +157,8 @@ function GaugeChart({ spec, series, origin }: { spec: ChartSpec; series: { label
     const plot = event.currentTarget.querySelector(".plot");
     if (!plot || x.length < 2) return;
     const box = plot.getBoundingClientRect();
-    const time = x[0]! + ((event.clientX - box.left) / box.width) * (x.at(-1)! - x[0]!) - origin;
+    const [from, to] = extent ? [extent.from, extent.to] : [x[0]!, x.at(-1)!];
+    const time = from + ((event.clientX - box.left) / box.width) * (to - from) - origin;
     go(elsewhere(place(), { page: "timeline" }, { t: `${(time - 5).toFixed(2)}-${(time + 5).toFixed(2)}` }));
   };
   return (
@@ -161,6 +169,7 @@ function GaugeChart({ spec, series, origin }: { spec: ChartSpec; series: { label
         x={x}
         lines={lines}
         axis="time"
+        zoom={extent}
         low={spec.low}
         high={spec.high}
         xTicks={(low, high, wanted) => ticks({ from: low, to: high }, origin, wanted).times}

@@ -11,6 +11,7 @@ import { useRunId, useRunInfo, useStatus } from "../../state/run";
 import { elsewhere, format, place, setParams, usePlace } from "../../state/url";
 import { Plain } from "../rollouts/SafeText";
 import { clockTime, fold, join, LEVELS, type LogPage, type LogRow } from "./lines";
+import "../panes.css";
 import "./logs.css";
 
 const PAGE_ROWS = 400;

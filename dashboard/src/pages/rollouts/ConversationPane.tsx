@@ -1,5 +1,5 @@
 import { Fragment, lazy, Suspense, useEffect, useMemo, useState } from "react";
-import { count, duration, number } from "../../format";
+import { count, duration } from "../../format";
 import { conversation, type Message, type Role } from "./conversation";
 import Markdown from "./Markdown";
 import { Clipped, Plain } from "./SafeText";
@@ -9,6 +9,8 @@ import type { Detail, DetailTurn, ToolCall } from "./types";
 
 const Code = lazy(() => import("./Code"));
 
+/** Longer gold answers, in characters, are shown in the conversation. */
+const SHORT_GOLD = 80;
 /** A reply of at most so many tokens opens with its tokens, a longer one as text. */
 const FEW_TOKENS = 64;
 /** Longer thinking starts folded after so many characters. */
@@ -179,7 +181,8 @@ function ToolCalls({ calls, search }: { calls: readonly ToolCall[]; search: stri
 
 function Gold({ golden, search }: { golden: Record<string, string>; search: string }) {
   const entries = Object.entries(golden ?? {});
-  if (entries.length === 0) return null;
+  // Short gold answers stand in the pane of numbers.
+  if (!entries.some(([, value]) => String(value).length > SHORT_GOLD)) return null;
   return (
     <div className="msg">
       <span>gold</span>
@@ -194,6 +197,3 @@ function Gold({ golden, search }: { golden: Record<string, string>; search: stri
     </div>
   );
 }
-
-/** One number of a list of names and numbers. */
-export const numberOrText = (value: unknown): string => (typeof value === "number" ? number(value) : String(value ?? "–"));

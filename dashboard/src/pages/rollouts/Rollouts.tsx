@@ -20,6 +20,7 @@ import { Numbers, signed } from "./Numbers";
 import { chosen, moveAnswer, moveGroup } from "./select";
 import { rewardScale } from "./squares";
 import type { Detail, Group, SamplePage, SampleRow } from "./types";
+import "../panes.css";
 import "./rollouts.css";
 
 const SEARCH_WAIT_MS = 180;
@@ -120,7 +121,7 @@ export function Rollouts() {
   const group = all.find((one) => one.samples.some((answer) => answer.id === selected)) ?? null;
   const scale = scaleOf(shownDetail?.environment ?? "");
   const keptGroups = all.filter((one) => one.status === "kept").length;
-  const others = all.length - keptGroups;
+  const others = [...new Set(all.map((one) => one.status))].filter((status) => status !== "kept").map((status) => `${count(all.filter((one) => one.status === status).length)} ${status}`);
   const fresh = newest !== null && step !== null ? newest - step : 0;
 
   return (
@@ -141,7 +142,7 @@ export function Rollouts() {
         <div className="gh">
           {list === "groups" ? (
             <span>
-              <b>Step {number(step)}</b> <span className="d">{count(all.length)} groups, {count(keptGroups)} kept{others > 0 && `, ${count(others)} not`}</span>
+              <b>Step {number(step)}</b> <span className="d">{count(all.length)} groups, {[`${count(keptGroups)} kept`, ...others].join(", ")}</span>
               {fresh > 0 && <> <button className="link d" onClick={() => setParams({ step: String(newest), sample: null })}>{fresh} newer</button></>}
             </span>
           ) : (

@@ -5,12 +5,12 @@ import { elsewhere, format, place } from "../../state/url";
 import { Rows, signed } from "../rollouts/Numbers";
 import { median } from "../rollouts/squares";
 import type { Detail } from "../rollouts/types";
-import { total, verdict, type CriticalPath } from "./criticalPath";
+import { tableRows, verdict, type CriticalPath } from "./criticalPath";
 import { COLOR, type SpanColumns } from "./spans";
 
 /** What the step waited for: a sentence, and a table whose seconds add up to the step. */
 export function StepPanel({ path, merged }: { path: CriticalPath; merged: boolean }) {
-  const rows = total(path.parts).filter((row) => row.seconds > 0);
+  const rows = tableRows(path);
   const whole = path.end - path.start;
   const most = Math.max(...rows.map((row) => row.seconds), 1e-9);
   const ready = path.groupsReady;
@@ -33,7 +33,7 @@ export function StepPanel({ path, merged }: { path: CriticalPath; merged: boolea
               <td className="no"><i>{i + 1}</i></td>
               <td className="cut" title={row.label}>{row.label}</td>
               <td className="br"><i style={{ width: `${Math.max(1.5, (100 * row.seconds) / most)}%`, background: `var(--${COLOR[row.kind]})` }} /></td>
-              <td className="r">{row.seconds.toFixed(row.seconds < 0.01 ? 4 : 2)}</td>
+              <td className="r">{row.seconds.toFixed(2)}</td>
             </tr>
           ))}
           <tr className="sum"><td /><td>step</td><td /><td className="r">{whole.toFixed(2)}</td></tr>

@@ -11,9 +11,9 @@ import { useRunId, useRunInfo, useStatus } from "../../state/run";
 import { column, useSteps } from "../../state/steps";
 import { setParams, usePlace } from "../../state/url";
 import type { StepColumns } from "../../types";
-import { lastOf, type GaugeSeries } from "../gauges";
+import { at, type GaugeSeries } from "../gauges";
 import { Canvas, type Hit } from "./Canvas";
-import { total, type CriticalPath } from "./criticalPath";
+import { tableRows, type CriticalPath } from "./criticalPath";
 import type { Gauge, Mark, PathNode, Scene } from "./draw";
 import { AXIS, LABEL_WIDTH, layOut, RIGHT, type Layout } from "./layout";
 import { readForExport, useCriticalPath, useSpans } from "./load";
@@ -22,11 +22,14 @@ import { buildLanes, COLOR, type Kind, type Lanes, type SpanColumns } from "./sp
 import { groupOf, RequestPanel, StepPanel } from "./StepPanel";
 import { traceEvents } from "./trace";
 import { bound, follow, pan, zoom, type View } from "./viewport";
+import "../panes.css";
 import "./timeline.css";
 
 const FIRST_SECONDS = 30;
 const URL_WAIT_MS = 250;
 const GAUGE_POINTS = 800;
+/** A constant gauge is written this often, with a little to spare. */
+const CONSTANT_SECONDS = 11;
 const MOST_GAUGES = 16;
 const KEY: Kind[] = ["queue", "prefill", "decode", "environment", "reward", "forward", "backward", "reduction", "optimizer", "weight sync"];
 
@@ -59,8 +62,8 @@ export function Timeline() {
   // The first view: as the address says, else the named step, else the newest seconds.
   useEffect(() => {
     if (view || !bounds || !steps) return;
-    const at = /^(-?[\d.]+)-(-?[\d.]+)$/.exec(params.t ?? "");
-    if (at) setRaw({ from: origin + Number(at[1]), to: origin + Number(at[2]) });
+    const place = /^(-?[\d.]+)-(-?[\d.]+)$/.exec(params.t ?? "");
+    if (place) setRaw({ from: origin + Number(place[1]), to: origin + Number(place[2]) });
     else if (Number.isInteger(named)) setRaw(fitStep(steps, named) ?? lastSeconds(bounds));
     else setRaw(live ? follow(lastSeconds(bounds), bounds.to) : (fitStep(steps, steps.step.at(-1) ?? 0) ?? lastSeconds(bounds)));
   }, [view, bounds, steps]);
@@ -93,7 +96,7 @@ export function Timeline() {
   const wanted = has.has(GPU_GAUGES[0]!) ? GPU_GAUGES : CPU_GAUGES.filter((name) => has.has(name));
   const series = useResource<GaugeSeries[]>(
     wanted.length && loaded ? runPath(run, "gauges") : null,
-    { names: wanted.join(","), start: loaded?.from ?? null, end: loaded?.to ?? null, points: GAUGE_POINTS },
+    { names: wanted.join(","), start: loaded ? loaded.from - CONSTANT_SECONDS : null, end: loaded ? loaded.to + CONSTANT_SECONDS : null, points: GAUGE_POINTS },
   );
   const given = useResource<GaugeSeries[]>(has.has("gpu_given") ? runPath(run, "gauges") : null, { names: "gpu_given", points: 1 });
   const gauges = useMemo(() => describeGauges(series.data ?? [], given.data ?? []), [series.data, given.data]);
@@ -240,9 +243,9 @@ function events(lanes: Lanes): { batches: Mark[]; scored: number[] } {
 
 /** The ink line: the lane of the last sample, the orchestrator when the batch was ready, the trainer until the step's end. */
 function pathNodes(path: CriticalPath, layout: Layout): PathNode[] {
-  const numbered = total(path.parts).filter((row) => row.seconds > 0);
+  const numbered = tableRows(path);
   const numbers = path.parts.filter((part) => part.seconds > 0).map((part) => ({ n: numbered.findIndex((row) => row.label === part.label) + 1, at: (part.start + part.end) / 2, part }));
-  const seen = new Set<number>();
+  const seen = new Set<number>([0]);
   const once = numbers.filter(({ n }) => !seen.has(n) && seen.add(n));
   const before = once.filter(({ part }) => part.end <= path.ready + 1e-9);
   const after = once.filter(({ part }) => part.end > path.ready + 1e-9);
@@ -269,6 +272,6 @@ function describeGauges(series: GaugeSeries[], given: GaugeSeries[]): Gauge[] {
     const role = one.gpu !== null ? (roles.get(`${one.node}/${one.gpu}`) ?? "host") : one.server !== null ? "engine" : "host";
     const title = one.gpu !== null ? `GPU ${one.gpu}` : one.name === "cpu_utilization_percent" ? "CPU" : one.name === "lanes_used" ? "Slots used" : `Engine ${one.server}`;
     const unit = [nodes.size > 1 ? one.node : "", percent ? "0 to 100 %" : one.name.includes("requests_running") ? `requests, to ${number(high)}` : `to ${number(high)}`].filter(Boolean).join(", ");
-    return { title, unit, high, role, value: `${number(lastOf(one), percent ? 0 : undefined)}${percent ? "\u2009%" : ""}`, series: one };
+    return { title, unit, high, role, read: (time) => `${number(at(one, time), percent ? 0 : undefined)}${percent ? "\u2009%" : ""}`, series: one };
   });
 }

@@ -55,6 +55,21 @@ export function total(parts: readonly Part[]): Part[] {
   return [...byLabel.values()];
 }
 
+/** Parts below this share of a step get no row of their own. */
+const SMALL = 0.01;
+
+/** Rows of the table: parts by label, the small ones and the gaps together in a last row. Their seconds add up to the step. */
+export function tableRows(path: CriticalPath): Part[] {
+  const rows = total(path.parts).filter((row) => row.seconds > 0);
+  const small = rows.filter((row) => row.seconds < SMALL * (path.end - path.start) || row.label === REST);
+  if (small.length < 2 && small[0]?.label !== REST) return rows;
+  const seconds = small.reduce((sum, row) => sum + row.seconds, 0);
+  const rest: Part = { label: small.length === 1 ? REST : "All else", kind: "other", seconds, start: path.end, end: path.end };
+  return [...rows.filter((row) => !small.includes(row)), rest];
+}
+
+const REST = "Between phases";
+
 export interface StepSpan {
   component: string;
   name: string;
@@ -155,7 +170,7 @@ export function criticalPath(
     }
   }
   const before = partition(start, ready, intervals, { kind: "wait", label: last ? "Waits" : "Hands over the batch" });
-  const after = partition(ready, end, intervals.filter((interval) => interval.end > ready), { kind: "other", label: "Other" });
+  const after = partition(ready, end, intervals.filter((interval) => interval.end > ready), { kind: "other", label: REST });
 
   return { step, start, end, ready, rank: slowest?.rank ?? null, last, lane, parts: [...before, ...after], groupsReady: groupsReady(finished, last) };
 }
@@ -169,6 +184,9 @@ function groupsReady(samples: readonly StepSample[], last: StepSample | null): C
   return { earlier: others.length, of: readyAt.size, seconds: last.finished_at! - Math.max(...others) };
 }
 
+/** An answer is alone when the other groups were ready this share of the wait earlier. */
+const ALONE = 0.3;
+
 /** The sentence that a person would say about the step. */
 export function verdict(path: CriticalPath): string {
   const rows = total(path.parts);
@@ -177,8 +195,9 @@ export function verdict(path: CriticalPath): string {
   const seconds = (value: number) => `${value < 10 ? value.toFixed(value < 1 ? 2 : 1) : value.toFixed(0)} s`;
   if (whole > 0 && waited / whole > 0.25 && path.last) {
     const own = rows.filter((row) => row.start < path.ready).sort((a, b) => b.seconds - a.seconds)[0];
+    const alone = path.groupsReady !== null && path.groupsReady.seconds > ALONE * waited;
     const why: Partial<Record<Kind, string>> = {
-      decode: "for one long answer",
+      decode: alone ? "for one long answer" : "for its answers to be generated",
       queue: "for a request in the queue",
       prefill: "for a prompt to be read",
       reward: "for a slow reward",

@@ -21,7 +21,8 @@ export interface Gauge {
   /** What the height of the plot stands for. */
   high: number;
   role: "engine" | "trainer" | "host";
-  value: string;
+  /** Writes the reading at a time. */
+  read: (time: number) => string;
   series: Band;
 }
 
@@ -157,6 +158,14 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
       if (!id || !scene.group.has(id)) continue;
       const a = Math.max(LABEL_WIDTH, X(box.from));
       const b = Math.min(right, X(requestEnd(row, id, lanes) ?? box.to));
+      // A frame needs room: in a thin slot the request gets an ink line instead.
+      if (row.height < 4) {
+        context.fillStyle = color("--ink");
+        context.globalAlpha = id === scene.sample ? 1 : 0.4;
+        context.fillRect(a, y + row.height / 2 - (id === scene.sample ? 1 : 0.5), Math.max(2, b - a), id === scene.sample ? 2 : 1);
+        context.globalAlpha = 1;
+        continue;
+      }
       context.strokeStyle = color("--ink");
       context.lineWidth = id === scene.sample ? 2 : 1;
       context.strokeRect(a - 0.5, y - 1, Math.max(2, b - a + 0.5), row.height + 2);
@@ -213,7 +222,7 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
     const Y = (value: number) => bottom - (h - 12) * Math.max(0, Math.min(1, value / gauge.high));
     text(gauge.title, 20, y + h / 2 - 4, "--ink", "left", true);
     text(gauge.unit, 20, y + h / 2 + 11);
-    text(gauge.value, LABEL_WIDTH - 8, y + h / 2 - 4, "--ink2", "right");
+    text(gauge.read(Math.min(view.to, scene.now ?? view.to)), LABEL_WIDTH - 8, y + h / 2 - 4, "--ink2", "right");
     const line = gauge.role === "trainer" ? "--bw" : gauge.role === "engine" ? "--pf" : "--ink2";
     const fill = gauge.role === "trainer" ? "--bw" : gauge.role === "engine" ? "--dc" : "--line2";
     plotLine(gauge.series, X, Y, bottom, color(line), color(fill), gauge.role === "trainer" ? 0.28 : 0.6);

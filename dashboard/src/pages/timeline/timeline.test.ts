@@ -1,5 +1,5 @@
 import { expect, test } from "vitest";
-import { criticalPath, partition, total, verdict, type StepSpan } from "./criticalPath";
+import { criticalPath, partition, tableRows, total, verdict, type StepSpan } from "./criticalPath";
 import { openCounts, spanAt, visibleBoxes } from "./search";
 import { KINDS, buildLanes, kindOf, type SpanColumns } from "./spans";
 import { traceEvents } from "./trace";
@@ -108,10 +108,18 @@ test("the critical path goes through the last sample to the end of the step", ()
   const rows = total(path.parts);
   expect(rows.map((row) => [row.label, row.seconds])).toEqual([
     ["Its queue", 1], ["Decode of 7-1", 3], ["Its reward", 1], ["Batch packed", 0.5],
-    ["Forward", 0.5], ["Backward", 1.5], ["Reduce", 0.25], ["Other", 0.75], ["Weight sync", 0.5],
+    ["Forward", 0.5], ["Backward", 1.5], ["Reduce", 0.25], ["Between phases", 0.75], ["Weight sync", 0.5],
   ]);
   expect(rows.reduce((sum, row) => sum + row.seconds, 0)).toBeCloseTo(9);
   expect(verdict(path)).toBe("It waited 5.5 s for one long answer.");
+});
+
+test("small parts share a last row, and the rows still add up", () => {
+  const path = criticalPath(4, 1, 10, spans([...REQUEST, ["trainer", "optimizer", { rank: 0, step: 4, start: 8.9, end: 8.95 }]]), []);
+  const rows = tableRows(path);
+  expect(rows.at(-1)!.label).toBe("All else");
+  expect(rows.some((row) => row.label === "Optimizer")).toBe(false);
+  expect(rows.reduce((sum, row) => sum + row.seconds, 0)).toBeCloseTo(9);
 });
 
 test("a step whose batch was ready names its longest phase", () => {
