@@ -69,6 +69,7 @@ def test_a_driver_that_is_killed_while_something_starts_leaves_no_process_behind
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_killed_run_continues_and_its_checkpoints_are_evaluated_and_its_printed_commands_work(
     tiny_model: Path, tmp_path: Path
 ) -> None:
