@@ -4,7 +4,7 @@ import { get } from "../../api";
 import { number } from "../../format";
 import { promptLine } from "./conversation";
 import { Plain } from "./SafeText";
-import { level, type RewardScale } from "./squares";
+import { fate, level, type RewardScale } from "./squares";
 import type { SamplePage, SampleRow } from "./types";
 
 const ROW = 20;
@@ -92,7 +92,7 @@ export function AnswerList({ path, query, version, first, sort, sample, scaleOf,
               <span className="cut"><Plain text={row.prompt ? promptLine(row.prompt) : row.sample_id} /> <span className="f"><Plain text={row.completion ?? ""} /></span></span>
               <span className="r">{number(extra)}</span>
               <span className="r">{number(row.reward, 2)}</span>
-              <span className="s cut">{row.status === "kept" ? "kept" : (row.reason ?? row.eval_name ?? row.status).replaceAll("_", " ")}</span>
+              <span className="s cut">{row.eval_name ?? fate({ ...row, reward_mean: row.reward }, scaleOf(row.environment))}</span>
             </div>
           );
         })}

@@ -38,7 +38,7 @@ export function ConversationPane({ detail, title, shown, setShown, search, child
   const tokens = useMemo(() => new Map(detail.turns.map((turn) => [turn.turn, tokensOf(turn)])), [detail]);
   const all = useMemo(() => [...tokens.values()].flat(), [tokens]);
   const views = useMemo(() => availableViews(all), [all]);
-  const view = viewOf(shown, views, all.length);
+  const view = viewOf(shown || (search ? "text" : ""), views, all.length);
   const [at, point] = useState<{ turn: number; index: number } | null>(null);
   const messages = useMemo(() => conversation(detail.prompt_text ?? "", detail.completion_text ?? "", detail.turns), [detail]);
   useEffect(() => point(strangest(tokens)), [tokens]);

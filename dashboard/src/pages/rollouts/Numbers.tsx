@@ -20,8 +20,8 @@ export function Rows({ rows }: { rows: readonly Row[] }) {
   );
 }
 
-export function signed(value: number | null): string {
-  return value !== null && value > 0 ? `+${number(value)}` : number(value);
+export function signed(value: number | null, digits?: number): string {
+  return value !== null && value > 0 ? `+${number(value, digits)}` : number(value, digits);
 }
 
 interface Interval {
@@ -64,8 +64,8 @@ export function Numbers({ detail, group, scale }: { detail: Detail; group: Group
     <aside className="p3" aria-label="Numbers">
       <div className="sec top3">
         <div><span className="s f">reward</span><b className="big">{number(detail.reward)}</b></div>
-        <div><span className="s f">advantage</span><b className="big">{signed(detail.advantage)}</b></div>
-        <div><span className="s f">{group ? "group mean" : "eval"}</span><b className="big">{group ? number(group.reward_mean, 2) : <span className="cut">{detail.eval_name ?? "–"}</span>}</b></div>
+        <div><span className="s f">advantage</span><b className="big">{signed(detail.advantage, 2)}</b></div>
+        <div><span className="s f cut">{detail.eval_name ? "eval" : "group mean"}</span><b className="big cut">{detail.eval_name ?? number(group?.reward_mean, 2)}</b></div>
       </div>
       <section className="sec">
         <h2>Reward</h2>

@@ -8,7 +8,7 @@ import { Failure, Quiet } from "../../shell/App";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { useResource } from "../../state/resource";
-import { useRunId, useRunInfo } from "../../state/run";
+import { useRunId, useRunInfo, useStatus } from "../../state/run";
 import { column, useSteps } from "../../state/steps";
 import { setParams, usePlace, useRange } from "../../state/url";
 import type { Value } from "../../types";
@@ -41,6 +41,7 @@ export function Rollouts() {
   const { params } = usePlace();
   const [range] = useRange();
   const { steps } = useSteps(run);
+  const { live } = useStatus(run);
   const info = useRunInfo(run).data;
   const newest = steps?.step.at(-1) ?? null;
   // Without a step in the address the page opens at the newest one and stays there: new steps never move it.
@@ -84,6 +85,9 @@ export function Rollouts() {
   const kept = useRef<Detail>(undefined);
   if (detail.data) kept.current = detail.data;
   const shownDetail = detail.data ?? (detail.loading ? kept.current : undefined);
+  // In the list of all steps, the group of the shown answer comes from its own step.
+  const ownStep = list === "answers" && shownDetail && shownDetail.group_id >= 0 && shownDetail.step !== step ? shownDetail.step : null;
+  const own = useResource<Group[]>(ownStep === null ? null : runPath(run, "groups"), { step: ownStep });
   const [pinAttempt, pinId] = (params.pin ?? "").split("~");
   const pinned = useResource<Detail>(pinId ? runPath(run, "samples", pinAttempt!, pinId) : null);
 
@@ -94,7 +98,7 @@ export function Rollouts() {
     const next = rows.current[Math.min(Math.max(at + by, 0), rows.current.length - 1)];
     if (next) selectRow(next);
   };
-  const all = groups.data ?? [];
+  const all = (list === "answers" && ownStep !== null ? own.data : groups.data) ?? [];
   useKeys("Rollouts", [
     { keys: ["j"], does: "next group or answer of the list", run: () => (list === "answers" ? moveRow(1) : select(moveGroup(all, selected, 1))) },
     { keys: ["k"], does: "previous one", run: () => (list === "answers" ? moveRow(-1) : select(moveGroup(all, selected, -1))) },
@@ -122,7 +126,7 @@ export function Rollouts() {
   const scale = scaleOf(shownDetail?.environment ?? "");
   const keptGroups = all.filter((one) => one.status === "kept").length;
   const others = [...new Set(all.map((one) => one.status))].filter((status) => status !== "kept").map((status) => `${count(all.filter((one) => one.status === status).length)} ${status}`);
-  const fresh = newest !== null && step !== null ? newest - step : 0;
+  const fresh = live && newest !== null && step !== null ? newest - step : 0;
 
   return (
     <div className={`rollouts${pinId ? " two" : ""}`}>
@@ -141,7 +145,7 @@ export function Rollouts() {
         )}
         <div className="gh">
           {list === "groups" ? (
-            <span>
+            <span className="cut">
               <b>Step {number(step)}</b> <span className="d">{count(all.length)} groups, {[`${count(keptGroups)} kept`, ...others].join(", ")}</span>
               {fresh > 0 && <> <button className="link d" onClick={() => setParams({ step: String(newest), sample: null })}>{fresh} newer</button></>}
             </span>
