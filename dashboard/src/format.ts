@@ -82,7 +82,7 @@ export function setting(value: unknown): string {
   if (Array.isArray(value)) return value.length ? value.map(setting).join(", ") : "none";
   if (typeof value === "object") {
     const inside = Object.entries(value).map(([name, part]) => `${name}: ${setting(part)}`);
-    return inside.join(", ");
+    return inside.length ? inside.join(", ") : "none";
   }
   return String(value);
 }

@@ -10,6 +10,7 @@ test("ticks are round numbers inside the range", () => {
 
 test("ticks of an empty range are its end", () => {
   expect(ticks(5, 5, 4)).toEqual([5]);
+  expect(ticks(1, 1 + 4e-16, 4)).toEqual([1]);
 });
 
 test("ticks of a log axis are powers of ten", () => {

@@ -5,7 +5,8 @@ import type { Value } from "../types";
 /** Returns round numbers between two ends, about `wanted` of them. */
 export function ticks(low: number, high: number, wanted: number): number[] {
   const rough = (high - low) / wanted;
-  if (!(rough > 0) || !Number.isFinite(rough)) return [low];
+  // Ends that differ by rounding alone have no ticks between them.
+  if (!Number.isFinite(rough) || !(rough > 1e-12 * Math.max(Math.abs(low), Math.abs(high)))) return [low];
   const power = 10 ** Math.floor(Math.log10(rough));
   const first = rough / power;
   const step = (first < 1.5 ? 1 : first < 3 ? 2 : first < 7 ? 5 : 10) * power;
@@ -90,7 +91,7 @@ export function valueRange(lines: Value[][], options: RangeOptions = {}): [numbe
     const span = Math.max(Math.log10(high / low), 0.2);
     return [low / 10 ** (0.06 * span), high * 10 ** (0.06 * span)];
   }
-  if (first === last && options.low === undefined && options.high === undefined) {
+  if (last - first <= 1e-9 * Math.abs(last) && options.low === undefined && options.high === undefined) {
     return last === 0 ? [0, 1] : last > 0 ? [0, 1.5 * last] : [1.5 * last, 0];
   }
   const span = high - low || Math.abs(high) || 1;

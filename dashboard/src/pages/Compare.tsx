@@ -84,7 +84,7 @@ function Loaded({ ids, data }: { ids: string[]; data: Comparison }) {
               </tr>
             )}
             <tr className="part">
-              <td>Code and machine, newest attempt</td>
+              <td colSpan={ids.length + 1}>Code and machine, newest attempt</td>
             </tr>
             {codeRows(infos).map((row) => (
               <tr key={row.name}>

@@ -188,7 +188,7 @@ function EveryEval({ rows }: { rows: EvalRow[] }) {
   return (
     <section className="sec">
       <h2>Every eval</h2>
-      <table>
+      <table className={mixed ? "mixed" : ""}>
         <thead>
           <tr>
             <th>steps</th>

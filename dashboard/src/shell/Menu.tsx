@@ -1,6 +1,6 @@
 /** A menu under a button, in the browser's own popover: Escape and a click elsewhere close it, arrows move in it. */
 
-import { type ReactNode, useId, useRef } from "react";
+import { type ReactNode, useId, useLayoutEffect, useRef, useState } from "react";
 
 export interface Item {
   title: string;
@@ -11,13 +11,15 @@ export function Menu({ label, button, items, className }: { label: string; butto
   const id = useId();
   const menu = useRef<HTMLDivElement>(null);
   const anchor = useRef<HTMLButtonElement>(null);
-  const place = () => {
+  const [opened, setOpened] = useState(false);
+  useLayoutEffect(() => {
+    if (!opened) return;
     const box = anchor.current!.getBoundingClientRect();
     const element = menu.current!;
     element.style.top = `${Math.min(box.bottom + 4, innerHeight - element.offsetHeight - 8)}px`;
     element.style.left = `${Math.max(8, Math.min(box.right - element.offsetWidth, innerWidth - element.offsetWidth - 8))}px`;
     element.querySelector("button")?.focus();
-  };
+  }, [opened]);
   const move = (event: React.KeyboardEvent) => {
     const by = event.key === "ArrowDown" ? 1 : event.key === "ArrowUp" ? -1 : 0;
     if (!by) return;
@@ -31,8 +33,8 @@ export function Menu({ label, button, items, className }: { label: string; butto
       <button ref={anchor} popoverTarget={id} aria-label={label} title={label} className={className}>
         {button}
       </button>
-      <div ref={menu} id={id} popover="auto" role="menu" aria-label={label} className="menu" onToggle={(event) => event.newState === "open" && place()} onKeyDown={move}>
-        {items.map((item) => (
+      <div ref={menu} id={id} popover="auto" role="menu" aria-label={label} className="menu" onToggle={(event) => setOpened(event.newState === "open")} onKeyDown={move}>
+        {opened && items.map((item) => (
           <button
             key={item.title}
             role="menuitem"

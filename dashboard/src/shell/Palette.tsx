@@ -74,7 +74,9 @@ function Search({ close, openOther }: { close: () => void; openOther: (what: Ope
       .map((entry) => entry.command);
   }, [commands, text]);
   useEffect(() => setAt(0), [text]);
-  useEffect(() => list.current?.children[at]?.scrollIntoView({ block: "nearest" }), [at]);
+  useEffect(() => {
+    list.current?.children[at]?.scrollIntoView({ block: "nearest" });
+  }, [at]);
   const choose = (command: Command | undefined) => {
     if (!command) return;
     close();
