@@ -55,27 +55,28 @@ interface RequestProps {
 /** The selected request and the others of its group. */
 export function RequestPanel({ run, sample, attempt, columns }: RequestProps) {
   const { data: detail, error } = useResource<Detail>(runPath(run, "samples", attempt, sample));
-  const seconds = (name: string, id = sample) => {
-    let sum = 0;
+  const traced = new Map<string, number>();
+  for (const span of detail?.spans ?? []) traced.set(span.name, (traced.get(span.name) ?? 0) + span.end - span.start);
+  if (traced.size === 0) {
     columns?.sample_id.forEach((other, row) => {
-      if (other === id && columns.name[row] === name) sum += columns.end[row]! - columns.start[row]!;
+      if (other === sample) traced.set(columns.name[row]!, (traced.get(columns.name[row]!) ?? 0) + columns.end[row]! - columns.start[row]!);
     });
-    return sum;
-  };
+  }
+  const time = (name: string) => (traced.has(name) ? `${number(traced.get(name), 3)} s` : "–");
   const group = groupOf(sample);
   const mates = new Map<string, number>();
   columns?.sample_id.forEach((id, row) => {
     if (id && groupOf(id) === group && columns.name[row] === "decode") mates.set(id, (mates.get(id) ?? 0) + columns.end[row]! - columns.start[row]!);
   });
-  const decode = seconds("decode");
+  const decode = traced.get("decode") ?? 0;
   const whole = Math.max(...mates.values(), 1e-9);
   const middle = median([...mates.values()]);
   const rollouts = format(elsewhere(place(), { page: "rollouts" }, { sample, ...(detail ? { step: String(detail.step) } : {}) }));
   const rows: [string, React.ReactNode][] = [
-    ["queue", `${number(seconds("queue"), 3)} s`],
-    [`prefill${detail ? `, ${number(detail.prompt_tokens)} tokens` : ""}`, `${number(seconds("prefill"), 3)} s`],
-    [`decode${detail ? `, ${number(detail.completion_tokens)} tokens` : ""}`, `${number(decode, 3)} s`],
-    ["reward", `${number(seconds("reward"), 3)} s`],
+    ["queue", time("queue")],
+    [`prefill${detail ? `, ${number(detail.prompt_tokens)} tokens` : ""}`, time("prefill")],
+    [`decode${detail ? `, ${number(detail.completion_tokens)} tokens` : ""}`, time("decode")],
+    ["reward", time("reward")],
   ];
   if (detail?.completion_tokens && decode > 0) rows.push(["tokens a second", number(detail.completion_tokens / decode)]);
   if (detail) {
@@ -105,7 +106,7 @@ export function RequestPanel({ run, sample, attempt, columns }: RequestProps) {
               <circle key={id} cx={4 + (length / whole) * 270} cy="13" r="5" fill={id === sample ? "var(--ink)" : "var(--ground)"} stroke="var(--ink)" strokeWidth="1.2" />
             ))}
           </svg>
-          {middle !== null && middle > 0 && <p className="d">{number(decode / middle, 1)} times the median of its group in view.</p>}
+          {middle !== null && middle > 0 && mates.has(sample) && <p className="d">{number(decode / middle, 1)} times the median of its group in view.</p>}
         </section>
       )}
     </>

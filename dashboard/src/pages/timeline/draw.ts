@@ -130,23 +130,23 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
       if (at && at[1] - at[0] > context.measureText(name).width + 4) text(name, at[0] + 2, 17, "--ink3");
     }
   }
-  let labelled = -Infinity;
-  for (const mark of scene.batches) {
-    if (mark.time < view.from || mark.time > view.to) continue;
+  const shown = scene.batches.filter((mark) => mark.time >= view.from && mark.time <= view.to);
+  shown.forEach((mark, i) => {
     const x = X(mark.time);
+    const room = (shown[i + 1] ? X(shown[i + 1]!.time) : right) - x;
     context.fillStyle = color("--ink");
-    context.beginPath();
-    context.moveTo(x, 3);
-    context.lineTo(x + 5, 9);
-    context.lineTo(x, 15);
-    context.lineTo(x - 5, 9);
-    context.fill();
-    const wide = context.measureText(mark.label).width;
-    if (x + 10 > labelled && x + 10 + wide < right) {
-      text(mark.label, x + 10, 9, "--ink2");
-      labelled = x + 26 + wide;
+    // Diamonds that would touch are drawn as ticks.
+    if (room < 12 && i + 1 < shown.length) context.fillRect(Math.round(x), 4, 1, 10);
+    else {
+      context.beginPath();
+      context.moveTo(x, 3);
+      context.lineTo(x + 5, 9);
+      context.lineTo(x, 15);
+      context.lineTo(x - 5, 9);
+      context.fill();
     }
-  }
+    if (context.measureText(mark.label).width + 24 < room) text(mark.label, x + 10, 9, "--ink2");
+  });
   rule(layout.orchestrator.height);
 
   const outline = (row: Row, y: number) => {
@@ -306,6 +306,9 @@ function busyAt(rows: readonly Row[], time: number): number {
   return rows.filter(({ lane }) => spanAt(lane.back, time, 0) >= 0 || spanAt(lane.main, time, 0) >= 0).length;
 }
 
+/** A shorter line, in pixels, would be covered by its own numbers. */
+const SHORTEST_PATH = 40;
+
 function drawPath(
   context: CanvasRenderingContext2D,
   path: readonly PathNode[],
@@ -313,7 +316,7 @@ function drawPath(
   right: number,
   text: (value: string, x: number, y: number, token: string, align: CanvasTextAlign, bold: boolean) => void,
 ): void {
-  if (path.length === 0) return;
+  if (path.length === 0 || X(path.at(-1)!.to) - X(path[0]!.from) < SHORTEST_PATH) return;
   const place = (time: number) => Math.min(Math.max(X(time), LABEL_WIDTH), right);
   for (const [lineWidth, token] of [[5, "--ground"], [2, "--ink"]] as const) {
     context.strokeStyle = color(token);
