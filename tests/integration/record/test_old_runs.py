@@ -9,7 +9,7 @@ from telescope.record.reader import Run, list_runs
 from telescope.record.tables import TABLES
 
 OLD_RUN = Path(__file__).parent / "old_run"
-LATER = {"evals", "eval_samples"}
+LATER = {"evals", "eval_samples", "step_stats", "tool_calls", "info", "tokens", "alerts"}
 """Tables that did not exist then."""
 
 
