@@ -269,7 +269,7 @@ class Checkpointer:
         try:
             partial = await asyncio.to_thread(self._folder.begin, step)
         except OSError as error:
-            self._failed(step, error)
+            self._failed(step, str(error))
             return
         try:
             async with asyncio.timeout(left), self._trainer.queue:
@@ -278,10 +278,11 @@ class Checkpointer:
             self._skipped(name)
             return
         except OSError as error:
+            cause = with_free_space(error, partial)
             with suppress(OSError):  # of the same cause; the ranks that did copy must finish
                 await self._trainer.finish_checkpoint()
             await asyncio.to_thread(shutil.rmtree, partial, True)
-            self._failed(step, error)
+            self._failed(step, cause)
             return
         self._status.progressed()
         paused_at, started_at = started_at, time.time()
@@ -296,8 +297,9 @@ class Checkpointer:
             await self._trainer.finish_checkpoint()
             await asyncio.to_thread(self._complete, step, partial, values)
         except OSError as error:
+            cause = with_free_space(error, partial)
             await asyncio.to_thread(shutil.rmtree, partial, True)
-            self._failed(step, error)
+            self._failed(step, cause)
             return
         self._last_step = step
         ended_at = time.time()
@@ -338,8 +340,8 @@ class Checkpointer:
             },
         )
 
-    def _failed(self, step: int, error: OSError) -> None:
-        self._announce(f"the checkpoint after step {step} was not written: {error}. Training continues")
+    def _failed(self, step: int, cause: str) -> None:
+        self._announce(f"the checkpoint after step {step} was not written: {cause}. Training continues")
 
     def _skipped(self, what: str) -> None:
         limit = self._config.checkpoint_on_exit_timeout_s
@@ -352,3 +354,11 @@ class Checkpointer:
     def _announce(self, news: str) -> None:
         logger.warning("%s", news, extra=REPORTED)
         self._status.report(news, "checkpoint", "warning")
+
+
+def with_free_space(error: OSError, folder: Path) -> str:
+    """Returns the error's text with the free space of the disk: torch reports a full disk as an unexpected position."""
+    try:
+        return f"{error} ({shutil.disk_usage(folder).free / 2**30:.2f} GiB are free on its disk)"
+    except OSError:
+        return str(error)
