@@ -83,7 +83,7 @@ function Strip({ health, steps }: { health: Health; steps: StepColumns }) {
   return (
     <section className="strip" aria-label="Health">
       {health.cells.map((cell) => {
-        const open = () => go(elsewhere(place, { page: "metrics" }, { metric: cell.metric }));
+        const open = () => go(elsewhere(place, { page: "metrics" }, { metric: cell.metric.split(" / ")[0]! }));
         return (
           <button key={cell.name} className={`hc ${cell.attention ? "bad" : ""}`} onClick={open} title={cell.metric}>
             <span className="l cut">{cell.title}</span>
@@ -131,7 +131,7 @@ function Charts({ info, steps }: { info: RunInfo; steps: StepColumns }) {
   const common: Pick<ChartProps, "zoom" | "onZoom" | "xEnd"> = {
     zoom,
     onZoom: (next) => setZoom(next && { from: Math.max(0, Math.round(next.from)), to: Math.round(next.to) }),
-    xEnd: live && info.info.num_steps ? info.info.num_steps - 1 : undefined,
+    xEnd: Math.max(live && info.info.num_steps ? info.info.num_steps - 1 : 0, ...runs.map((one) => one.x.at(-1) ?? 0)),
   };
   const place = usePlace();
   const extra = pinned.filter((metric) => runs.some((one) => one.steps.metrics[metric]));
@@ -203,7 +203,7 @@ function defaultCharts(runs: DrawnRun[], info: RunInfo, reward: Distribution | u
     lines: rewardLines,
     low: oneRange ? (range[0]!.reward_min ?? undefined) : undefined,
     high: oneRange ? (range[0]!.reward_max ?? undefined) : undefined,
-    right: runs.length === 1 ? 34 : 8,
+    right: runs.length === 1 ? 44 : 8,
   });
 
   if (has(first, "discarded/zero_advantage/pct")) {
@@ -264,11 +264,12 @@ function defaultCharts(runs: DrawnRun[], info: RunInfo, reward: Distribution | u
   }
 
   const clip = info.config.grad_clip;
-  const marked = typeof clip === "number" && Math.max(...get("grad_norm").map((value) => value ?? 0)) > 0.4 * clip;
+  const largest = Math.max(...runs.flatMap((run) => column(run.steps, "grad_norm").map((value) => value ?? 0)));
+  const marked = typeof clip === "number" && largest > 0.4 * clip;
   simple("Gradient norm", marked ? `clip at ${number(clip as number)}` : "", "grad_norm", {
     low: 0,
     marks: marked ? [{ y: clip as number }] : [],
-    high: marked ? Math.max(1.2 * (clip as number), 1.06 * Math.max(...get("grad_norm").map((value) => value ?? 0))) : undefined,
+    high: marked ? Math.max(1.2 * (clip as number), 1.06 * largest) : undefined,
   });
   simple("Reward Gini", "in a group", "reward/gini_mean", { low: 0, high: 1 });
   simple("Answer length", "tokens, mean", "rollouts/tokens_completion/mean");

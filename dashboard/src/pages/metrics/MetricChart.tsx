@@ -87,7 +87,7 @@ function Seen({ metric, runs, view, open, close, remove, move }: MetricChartProp
   return (
     <Chart
       title={metric}
-      unit={[unitOf(metric), bandWords && runs.length > 1 ? `${bandWords} of ${first.name}` : bandWords].filter(Boolean).join(", ")}
+      unit={[unitOf(metric), bands.length > 0 && runs.length > 1 ? `${bandWords} of ${first.name}` : bandWords].filter(Boolean).join(", ")}
       x={first.x}
       lines={lines}
       axis={view.axis}
