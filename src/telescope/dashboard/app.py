@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic_core
 from fastapi import FastAPI, HTTPException, Query, Request
@@ -18,7 +18,7 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from starlette.middleware.gzip import GZipMiddleware
 
 from telescope import __version__
-from telescope.dashboard import models, runs
+from telescope.dashboard import curves, models, rollouts, runs, timeline
 from telescope.dashboard.events import run_events
 from telescope.dashboard.registry import Registry, UnknownRunError
 from telescope.dashboard.safety import Safety
@@ -33,6 +33,7 @@ COMPRESSED_BYTES = 2000
 """Smaller answers are sent as they are."""
 
 Row = Annotated[int, Query(ge=0)]
+OptionalRow = Annotated[int | None, Query(ge=0)]
 
 
 class Reply(Response):
@@ -62,7 +63,10 @@ def create_app(
         title="Telescope", version=__version__, docs_url=None, redoc_url=None, openapi_url="/api/openapi.json"
     )
     registry = Registry(roots)
-    _add_api(app, registry)
+    _add_runs(app, registry)
+    _add_rollouts(app, registry)
+    _add_timeline(app, registry)
+    _add_rest(app, registry)
     _add_pages(app, static)
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=1)
     app.add_middleware(Safety, token=token, hosts=tuple(hosts))
@@ -71,14 +75,15 @@ def create_app(
     def unknown_run(_request: Request, error: UnknownRunError) -> JSONResponse:
         return JSONResponse({"detail": f"There is no run {str(error)!r} here. The page of runs lists them."}, 404)
 
+    @app.exception_handler(ValueError)
     @app.exception_handler(UserError)
-    def user_error(_request: Request, error: UserError) -> JSONResponse:
+    def user_error(_request: Request, error: Exception) -> JSONResponse:
         return JSONResponse({"detail": str(error)}, 400)
 
     return app
 
 
-def _add_api(app: FastAPI, registry: Registry) -> None:
+def _add_runs(app: FastAPI, registry: Registry) -> None:
     @app.get("/api/runs", response_model=models.Runs, summary="Runs, newest first")
     def list_runs(request: Request) -> Reply:
         return Reply(request, runs.run_rows(registry))
@@ -95,6 +100,124 @@ def _add_api(app: FastAPI, registry: Registry) -> None:
     def compare(request: Request, runs_: Annotated[str, Query(alias="runs")]) -> Reply:
         return Reply(request, runs.compare(registry, [run for run in runs_.split(",") if run]))
 
+    @app.get("/api/runs/{run}/health", response_model=models.Health, summary="Verdict, health, alerts, progress")
+    def health(request: Request, run: str) -> Reply:
+        return Reply(request, runs.health_of(registry, run))
+
+    @app.get("/api/runs/{run}/distribution", response_model=models.Distribution, summary="Distribution per step")
+    def distribution(
+        request: Request, run: str, metric: str = "reward", environment: str = "", by: Literal["step"] = "step"
+    ) -> Reply:
+        return Reply(request, curves.distribution(registry.store(run), metric, environment))
+
+    @app.get("/api/runs/{run}/evals", summary="Evals of a run")
+    def evals(request: Request, run: str) -> Reply:
+        return Reply(request, curves.evals(registry.store(run)))
+
+    @app.get("/api/runs/{run}/evals/{attempt}/{eval_id:path}/samples", summary="Answers of an eval, by item")
+    def eval_samples(request: Request, run: str, attempt: int, eval_id: str) -> Reply:
+        found = curves.eval_samples(registry.store(run), attempt, eval_id)
+        if found is None:
+            raise HTTPException(404, f"Attempt {attempt} has no eval {eval_id!r}.")
+        return Reply(request, found)
+
+
+def _add_rollouts(app: FastAPI, registry: Registry) -> None:
+    @app.get("/api/runs/{run}/groups", response_model=list[models.Group], summary="Groups of a step, or from a row on")
+    def groups(request: Request, run: str, step: int | None = None, since: OptionalRow = None) -> Reply:
+        if step is None and since is None:
+            raise HTTPException(400, "Groups need step=N or since=ROW.")
+        return Reply(request, rollouts.groups(registry.store(run), step, since))
+
+    @app.get("/api/runs/{run}/samples", response_model=models.Samples, summary="Search, filter and sort samples")
+    def samples(
+        request: Request,
+        run: str,
+        search: str = "",
+        status: str = "",
+        environment: str = "",
+        reward: str = "",
+        age: str = "",
+        stop_reason: str = "",
+        eval_name: str = "",
+        step_min: int | None = None,
+        step_max: int | None = None,
+        sort: str = "step",
+        offset: Row = 0,
+        limit: Annotated[int, Query(ge=0, le=10_000)] = 100,
+    ) -> Reply:
+        facets = {"status": status, "environment": environment, "reward": reward, "age": age}
+        found = rollouts.samples(
+            registry.store(run),
+            facets={**facets, "stop_reason": stop_reason, "eval_name": eval_name},
+            search=search,
+            step_min=step_min,
+            step_max=step_max,
+            sort=sort,
+            offset=offset,
+            limit=limit,
+        )
+        return Reply(request, found)
+
+    @app.get("/api/runs/{run}/samples/{attempt}/{sample_id:path}", summary="Everything about a sample")
+    def sample(request: Request, run: str, attempt: int, sample_id: str) -> Reply:
+        found = rollouts.detail(registry.store(run), attempt, sample_id)
+        if found is None:
+            raise HTTPException(404, f"Attempt {attempt} has no sample {sample_id!r}, or a later attempt replaced it.")
+        return Reply(request, found)
+
+
+def _add_timeline(app: FastAPI, registry: Registry) -> None:
+    @app.get("/api/runs/{run}/spans", response_model=models.Spans, summary="Intervals of a range of time")
+    def spans(
+        request: Request,
+        run: str,
+        start: float | None = None,
+        end: float | None = None,
+        limit: Annotated[int, Query(ge=1, le=500_000)] = 40_000,
+        buckets: Annotated[int, Query(ge=1, le=20_000)] = 2000,
+    ) -> Reply:
+        return Reply(request, timeline.spans(registry.store(run), start, end, limit, buckets))
+
+    @app.get("/api/runs/{run}/gauges", response_model=list[models.GaugeSeries], summary="Series of gauges")
+    def gauges(
+        request: Request,
+        run: str,
+        names: str,
+        start: float | None = None,
+        end: float | None = None,
+        points: Annotated[int, Query(ge=1, le=10_000)] = 400,
+    ) -> Reply:
+        return Reply(request, timeline.gauges(registry.store(run), names.split(","), start, end, points))
+
+    @app.get("/api/runs/{run}/gauges/names", response_model=list[models.GaugeName], summary="Gauges of a run")
+    def gauge_names(request: Request, run: str) -> Reply:
+        return Reply(request, timeline.gauge_names(registry.store(run)))
+
+    @app.get("/api/runs/{run}/logs", response_model=models.Logs, summary="Log lines")
+    def logs(
+        request: Request,
+        run: str,
+        since: OptionalRow = None,
+        before: OptionalRow = None,
+        level: str = "",
+        component: str = "",
+        search: str = "",
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 400,
+    ) -> Reply:
+        found = timeline.logs(
+            registry.store(run),
+            since=since,
+            before=before,
+            level=level,
+            component=component,
+            search=search,
+            limit=limit,
+        )
+        return Reply(request, found)
+
+
+def _add_rest(app: FastAPI, registry: Registry) -> None:
     @app.get("/api/events", response_class=StreamingResponse, summary="Server-sent events: tables that grew, status")
     async def events(request: Request, run: str) -> StreamingResponse:
         found = registry.store(run).run

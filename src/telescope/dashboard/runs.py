@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from telescope.dashboard import health
 from telescope.dashboard.registry import Registry, read_config
 from telescope.dashboard.store import RunStore
 from telescope.record.reader import RunSummary
@@ -99,6 +101,31 @@ def metric_columns(metrics: pa.ChunkedArray) -> dict[str, np.ndarray[Any, Any]]:
     table = np.full((len(keys.dictionary), len(whole)), np.nan)
     table[keys.indices.to_numpy(), rows] = items
     return dict(zip(keys.dictionary.to_pylist(), table, strict=True))
+
+
+def health_of(registry: Registry, run_id: str) -> dict[str, Any]:
+    """Returns verdict, health cells, alerts and progress of a run."""
+    store = registry.store(run_id)
+    info, status = store.run.info, store.run.status
+    read = steps(store, 0)
+    columns = {name: values.tolist() for name, values in read["metrics"].items()}
+    live, ended = status == "live", read["ended_at"]
+    since = time.time() - ended[-1] if ended and ended[-1] is not None else None
+    state = {
+        "status": status,
+        "error": info.error if info else None,
+        "seconds_since_step": since,
+        "step_seconds": health.step_seconds(read["started_at"], ended),
+    }
+    store.refresh("alerts")
+    alerts = store.rows("SELECT * FROM alerts ORDER BY time DESC")
+    num_steps = info.num_steps if info else None
+    return {
+        "verdict": health.verdict(columns, read["step"], state),
+        "cells": health.cells(columns)[0],
+        "alerts": [health.alert(row, info.attempt if info else 1) for row in alerts],
+        "progress": health.progress(read["step"], read["started_at"], ended, num_steps, live),
+    }
 
 
 def compare(registry: Registry, run_ids: list[str]) -> dict[str, Any]:

@@ -11,15 +11,14 @@ another is read from the start. Nothing is written into a run.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import pyarrow as pa
 
-from telescope.record.query import Database
-from telescope.record.reader import Run
+from telescope.record.reader import READ_ATTEMPTS, Run, is_readable
 from telescope.record.segments import superseded_sql
 from telescope.record.tables import TABLES
 
@@ -35,7 +34,10 @@ DERIVED = {"spans": "try_cast(attributes['lane'] AS BIGINT) AS lane"}
 NUM_SEARCHES = 16
 """Searches whose hits are kept, so that the pages of one result are scanned for once."""
 
+NO_HITS = pa.table({"attempt": pa.array([], pa.int64()), "sample_id": pa.array([], pa.string())})
+
 Row = dict[str, Any]
+Parameters = Sequence[Any] | Mapping[str, Any]
 
 
 class RunStore:
@@ -55,6 +57,7 @@ class RunStore:
         }
         self._database = duckdb.connect(":memory:", config=settings)
         self._cursors: dict[str, int] = {}
+        self._known_cutoffs: tuple[tuple[int, int], dict[int, int]] | None = None
         self._searches: dict[str, tuple[int, pa.Table]] = {}
 
     def refresh(self, *names: str) -> dict[str, int]:
@@ -69,15 +72,20 @@ class RunStore:
                 self._read(name)
             return {name: self._cursors[name] for name in names}
 
-    def rows(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
+    def fetch(self, sql: str, parameters: Parameters = ()) -> list[tuple[Any, ...]]:
+        """Returns the rows of a query over refreshed tables as tuples."""
+        return self._execute(sql, parameters).fetchall()
+
+    def rows(self, sql: str, parameters: Parameters = ()) -> list[Row]:
         """Returns the rows of a query over refreshed tables. Maps are dictionaries."""
         relation = self._execute(sql, parameters)
         columns = [column[0] for column in relation.description or ()]
         return [dict(zip(columns, row, strict=True)) for row in relation.fetchall()]
 
-    def columns(self, sql: str, parameters: Sequence[Any] = ()) -> pa.Table:
+    def columns(self, sql: str, parameters: Parameters = ()) -> pa.Table:
         """Returns the result of a query as an Arrow table."""
-        return self._execute(sql, parameters).to_arrow_table()
+        with self._lock:
+            return self._database.cursor().sql(sql, params=_given(parameters)).to_arrow_table()
 
     def visible(self, name: str = "samples") -> str:
         """Returns an SQL condition for rows that no later attempt superseded."""
@@ -90,41 +98,42 @@ class RunStore:
         Ignores case. Call it, and query `hits`, within one `with store.exclusive()`.
         """
         (end,) = self.refresh("samples").values()
-        done, hits = self._searches.get(
-            text, (0, pa.table({"attempt": pa.array([], pa.int64()), "sample_id": [""][:0]}))
-        )
+        done, hits = self._searches.get(text, (0, NO_HITS))
         if done < end:
             fresh = self._scan(text, done)
-            hits = pa.concat_tables([hits, fresh], promote_options="permissive") if done else fresh
+            hits = pa.concat_tables([hits, fresh.cast(NO_HITS.schema)])
             self._searches.pop(text, None)
             self._searches[text] = (end, hits)
             while len(self._searches) > NUM_SEARCHES:
                 self._searches.pop(next(iter(self._searches)))
-        self._database.register("hits", hits)
+        self._database.register("found", hits)
+        self._database.execute("CREATE OR REPLACE TABLE hits AS FROM found")
+        self._database.unregister("found")
 
     def exclusive(self) -> threading.RLock:
         """Returns the lock of the store."""
         return self._lock
 
-    def texts(self, table: str, attempt: int, sample_id: str, step: int | None = None) -> list[Row]:
-        """Returns whole rows of one sample from the files."""
-        where = f"attempt = {int(attempt)} AND sample_id = {_text(sample_id)}"
-        if step is not None:
-            where += f" AND step = {int(step)}"
-        return Database([self.run]).execute(f"SELECT * EXCLUDE (run) FROM {table} WHERE {where}").to_dicts()
+    def texts(self, tables: Sequence[str], attempt: int, sample_id: str, step: int | None) -> dict[str, list[Row]]:
+        """Returns the whole rows of one sample in each of `tables`, from the files."""
+        found = {}
+        for table in tables:
+            where = f"attempt = {int(attempt)} AND sample_id = {_text(sample_id)}"
+            if step is not None and TABLES[table].by_step:
+                where += f" AND step = {int(step)}"
+            rows = self._files(table, "*", where).to_pylist(maps_as_pydicts="lossy")
+            found[table] = [dict.fromkeys(TABLES[table].column_names) | row for row in rows]
+        return found
 
-    def beginnings(self, where: str, length: int) -> dict[tuple[int, str], tuple[str, str]]:
-        """Returns the first characters of prompt and answer by attempt and sample, of the samples of `where`."""
-        sql = (
-            f"SELECT attempt, sample_id, left(prompt_text, {length}), left(completion_text, {length}) "
-            f"FROM samples WHERE {where}"
-        )
-        found = Database([self.run]).execute(sql).rows
-        return {(attempt, sample): (prompt or "", answer or "") for attempt, sample, prompt, answer in found}
+    def beginnings(self, where: str, length: int, columns: str = "") -> dict[tuple[int, str], Row]:
+        """Returns the first characters of `prompt` and `answer` by attempt and sample, of the samples of `where`."""
+        shown = f"left(prompt_text, {length}) AS prompt, left(completion_text, {length}) AS answer"
+        found = self._files("samples", f"attempt, sample_id, {shown}{columns}", where)
+        return {(row["attempt"], row["sample_id"]): row for row in found.to_pylist(maps_as_pydicts="lossy")}
 
-    def _execute(self, sql: str, parameters: Sequence[Any]) -> duckdb.DuckDBPyConnection:
+    def _execute(self, sql: str, parameters: Parameters) -> duckdb.DuckDBPyConnection:
         with self._lock:
-            return self._database.cursor().execute(sql, list(parameters))
+            return self._database.cursor().execute(sql, _given(parameters))
 
     def _read(self, name: str) -> None:
         cursor = self._cursors.get(name, 0)
@@ -156,20 +165,41 @@ class RunStore:
         return segments[-1].end if segments else 0
 
     def _cutoffs(self) -> dict[int, int]:
-        (attempts,) = self._database.execute("SELECT count(DISTINCT attempt) FROM attempts").fetchone() or (0,)
-        return self.run.cutoffs() if attempts > 1 else {}
+        state = (self._cursors["attempts"], self._cursors["steps"])
+        if self._known_cutoffs is None or self._known_cutoffs[0] != state:
+            self._known_cutoffs = (state, self.run.cutoffs())
+        return self._known_cutoffs[1]
 
     def _scan(self, text: str, cursor: int) -> pa.Table:
         """Reads the segments from row `cursor` on, for samples that contain `text`."""
-        paths: list[Path] = [segment.path for segment in self.run.segments("samples") if segment.end > cursor]
-        if not paths:
-            return pa.table({"attempt": pa.array([], pa.int64()), "sample_id": pa.array([], pa.string())})
-        files = ", ".join(_text(_escaped(path)) for path in paths)
         pattern = _text("%" + text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%")
-        matches = " OR ".join(f"{column} ILIKE {pattern} ESCAPE '\\'" for column in ("prompt_text", "completion_text"))
-        sql = f"SELECT attempt, sample_id FROM read_parquet([{files}], union_by_name = true) WHERE {matches}"
-        with duckdb.connect(":memory:") as connection:
-            return connection.execute(sql).to_arrow_table()
+        columns = ("prompt_text", "completion_text")
+        matches = " OR ".join(f"{column} ILIKE {pattern} ESCAPE '\\'" for column in columns)
+        return self._files("samples", "attempt, sample_id", matches, cursor)
+
+    def _files(self, name: str, columns: str, where: str, cursor: int = 0) -> pa.Table:
+        """Returns rows of a table from its files, superseded ones too. Starts again when a file was merged away."""
+        for attempt in range(READ_ATTEMPTS):
+            paths = [segment.path for segment in self.run.segments(name) if segment.end > cursor]
+            if not paths:
+                schema = TABLES[name].schema
+                return schema.empty_table() if columns == "*" else schema.empty_table().select(["attempt", "sample_id"])
+            files = ", ".join(_text(_escaped(path)) for path in paths)
+            source = f"read_parquet([{files}], union_by_name = true)"
+            try:
+                with duckdb.connect(":memory:") as connection:
+                    return connection.sql(f"SELECT {columns} FROM {source} WHERE {where}").to_arrow_table()
+            except duckdb.Error:
+                damaged = [path for path in paths if not is_readable(path)]
+                for path in damaged:
+                    self.run.exclude(path)
+                if attempt == READ_ATTEMPTS - 1 or not (damaged or not all(path.exists() for path in paths)):
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _given(parameters: Parameters) -> Any:
+    return dict(parameters) if isinstance(parameters, Mapping) else list(parameters)
 
 
 def _escaped(path: Path) -> str:

@@ -1,0 +1,240 @@
+"""Groups, samples and one sample with everything about it: plain data for the API.
+
+Filters, sorting and facets run on the columns that the store keeps in memory; texts are read from the files for the
+rows of an answer only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from telescope.dashboard.store import Row, RunStore
+
+BEGINNING = 200
+"""Characters of a prompt or an answer in a list."""
+
+FACETS = ("status", "environment", "reward", "age", "stop_reason", "eval_name")
+MOST_VALUES = 12
+"""Distinct rewards that a facet lists one by one; more are shown as ranges."""
+NUM_RANGES = 5
+
+SORTS = (
+    *("step", "reward", "advantage", "completion_tokens", "prompt_tokens", "total_tokens", "num_turns", "age"),
+    *("started_at", "finished_at", "status", "environment", "group_id"),
+)
+
+_RANGE = re.compile(r"^(\S+) to (\S+)$")
+
+
+def groups(store: RunStore, step: int | None, since: int | None) -> list[dict[str, Any]]:
+    """Returns the groups of a step, or all from row `since` on, with their samples."""
+    visible = store.visible("groups")
+    store.refresh("groups", "samples")
+    where = [visible]
+    parameters: list[Any] = []
+    if step is not None:
+        where.append("step = ?")
+        parameters.append(step)
+    if since is not None:
+        where.append("rowid >= ?")
+        parameters.append(since)
+    columns = "attempt, group_id, environment, status, reason, step, reward_mean, reward_std"
+    chosen = f"SELECT {columns} FROM groups WHERE {' AND '.join(where)}"
+    found = store.rows(f"{chosen} ORDER BY attempt, group_id", parameters)
+    members = store.rows(
+        f"SELECT s.attempt, s.group_id, s.sample_id, s.reward, s.advantage, s.status, s.completion_tokens, s.metrics, "
+        f"s.step FROM samples s SEMI JOIN ({chosen}) g ON s.attempt = g.attempt AND s.group_id = g.group_id "
+        "ORDER BY s.sample_index",
+        parameters,
+    )
+    texts = _beginnings(store, members)
+    samples: dict[tuple[int, int], list[Row]] = defaultdict(list)
+    prompts: dict[tuple[int, int], str] = {}
+    for row in members:
+        key = (row["attempt"], row["group_id"])
+        text = texts.get((row["attempt"], row["sample_id"]), {})
+        prompts.setdefault(key, text.get("prompt") or "")
+        kept = {name: row[name] for name in ("reward", "advantage", "status")}
+        numbers = {"length": row["completion_tokens"], "metrics": row["metrics"] or {}}
+        samples[key].append({"id": row["sample_id"], **kept, **numbers, "completion": text.get("answer") or ""})
+    return [
+        {
+            **{name: row[name] for name in columns.split(", ") if name != "group_id"},
+            "id": row["group_id"],
+            "prompt": prompts.get((row["attempt"], row["group_id"]), ""),
+            "samples": samples[row["attempt"], row["group_id"]],
+        }
+        for row in found
+    ]
+
+
+def samples(
+    store: RunStore,
+    *,
+    facets: Mapping[str, str],
+    search: str,
+    step_min: int | None,
+    step_max: int | None,
+    sort: str,
+    offset: int,
+    limit: int,
+) -> dict[str, Any]:
+    """Returns one page of the samples that pass all filters, with counts of each facet.
+
+    A facet counts the samples that pass the filters of the others. Raises `ValueError` for an unknown order.
+    """
+    column = sort.removeprefix("-")
+    if column not in SORTS:
+        raise ValueError(f"sort={sort!r} is not possible. Use {', '.join(SORTS)}, with - in front for descending.")
+    order = f"{column} {'DESC' if sort.startswith('-') else 'ASC'} NULLS LAST, attempt, group_id, sample_index"
+    visible = store.visible("samples")
+    with store.exclusive():
+        store.refresh("samples")
+        base = [visible]
+        parameters: list[Any] = []
+        for name, sign, value in (("step", ">=", step_min), ("step", "<=", step_max)):
+            if value is not None:
+                base.append(f"{name} {sign} ?")
+                parameters.append(value)
+        source = "samples"
+        if search.strip():
+            store.search(search.strip())
+            source = "(FROM samples SEMI JOIN hits USING (attempt, sample_id))"
+        conditions = {name: _condition(name, facets[name].split(",")) for name in FACETS if facets.get(name)}
+        where = " AND ".join([*base, *conditions.values()])
+        ((total,),) = store.fetch(f"SELECT count(*) FROM {source} WHERE {where}", parameters)
+        page = f"SELECT * FROM {source} WHERE {where} ORDER BY {order} LIMIT {int(limit)} OFFSET {int(offset)}"
+        rows = store.rows(page, parameters)
+        counts = {}
+        for name in FACETS:
+            others = " AND ".join([*base, *(text for other, text in conditions.items() if other != name)])
+            counts[name] = _facet(store, name, source, others, visible, parameters)
+    for row in rows:
+        row["metrics"], row["tags"] = row["metrics"] or {}, row["tags"] or {}
+    return {"total": total, "rows": rows, "facets": counts}
+
+
+def detail(store: RunStore, attempt: int, sample_id: str) -> dict[str, Any] | None:
+    """Returns everything about a sample, or None if there is none or a later attempt superseded it."""
+    visible = store.visible("samples")
+    store.refresh("samples", "spans")
+    known = store.rows(
+        f"SELECT step FROM samples WHERE {visible} AND attempt = ? AND sample_id = ?", [attempt, sample_id]
+    )
+    if not known:
+        return None
+    whole = store.texts(["samples", "turns", "tool_calls", "info", "tokens"], attempt, sample_id, known[0]["step"])
+    (sample, *_) = whole["samples"]
+    turns = sorted(whole["turns"], key=lambda row: row["turn"])
+    add_tokens(turns, sorted(whole["tokens"], key=lambda row: row["part"]))
+    spans = 'SELECT name, start, "end" FROM spans WHERE attempt = ? AND sample_id = ? ORDER BY start'
+    return {
+        **sample,
+        **{name: sample[name] or {} for name in ("metrics", "tags", "golden", "divergences")},
+        "info_turns": _json(sample["info_turns"]),
+        "turns": turns,
+        "tool_calls": sorted(whole["tool_calls"], key=lambda row: row["call"]),
+        "info": sorted(whole["info"], key=lambda row: (row["number"], row["key"])),
+        "spans": store.rows(spans, [attempt, sample_id]),
+    }
+
+
+def add_tokens(turns: Sequence[Row], sequences: Sequence[Row]) -> None:
+    """Gives each answer of the model its part of the recorded training sequences.
+
+    Tokens that the model sampled have a version of 0 or more, in the order of the answers.
+    """
+    sampled = [
+        {
+            "token_ids": sequence["token_ids"][place],
+            "logprobs": sequence["engine_logprobs"][place],
+            "trainer_logprobs": sequence["trainer_logprobs"][place],
+            "entropies": sequence["entropies"][place],
+            "versions": sequence["versions"][place],
+            "mask": sequence["trained"][place],
+        }
+        for sequence in sequences
+        for place, version in enumerate(sequence["versions"] or ())
+        if version >= 0
+    ]
+    answers = [turn for turn in turns if turn["role"] == "assistant"]
+    if not sampled or sum(turn["num_tokens"] or 0 for turn in answers) != len(sampled):
+        return
+    begin = 0
+    for turn in answers:
+        own = sampled[begin : begin + turn["num_tokens"]]
+        begin += turn["num_tokens"]
+        turn.update({name: [token[name] for token in own] for name in sampled[0]})
+
+
+def _beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str], Row]:
+    steps = [row["step"] for row in members if row["step"] is not None]
+    if not steps:
+        return {}
+    ids = ", ".join(str(group) for group in {row["group_id"] for row in members})
+    return store.beginnings(f"step BETWEEN {min(steps)} AND {max(steps)} AND group_id IN ({ids})", BEGINNING)
+
+
+def _condition(name: str, values: Sequence[str]) -> str:
+    """Returns an SQL condition for the chosen values of a facet."""
+    if name not in ("reward", "age"):
+        return f"{name} IN ({', '.join(_text(value) for value in values)})"
+    each = []
+    for value in values:
+        bounds = _RANGE.match(value)
+        low, high = (_number(bounds[1]), _number(bounds[2])) if bounds else (_number(value), _number(value))
+        each.append(f"({name} >= {low!r} AND {name} <= {high!r})")
+    return f"({' OR '.join(each)})"
+
+
+def _facet(
+    store: RunStore, name: str, source: str, where: str, visible: str, parameters: Sequence[Any]
+) -> list[dict[str, Any]]:
+    """Returns each value of a column with its count under `where`. Values without any stay, with 0."""
+    every = store.fetch(f"SELECT DISTINCT {name} FROM samples WHERE {visible} AND {name} IS NOT NULL ORDER BY 1")
+    if name == "reward" and len(every) > MOST_VALUES:
+        edges = _edges(every[0][0], every[-1][0])
+        names = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
+        sums = ", ".join(f"count(*) FILTER ({_condition('reward', [text])})" for text in names)
+        (counts,) = store.fetch(f"SELECT {sums} FROM {source} WHERE {where}", parameters)
+        return [{"value": text, "count": number} for text, number in zip(names, counts, strict=True)]
+    counted = dict(store.fetch(f"SELECT {name}, count(*) FROM {source} WHERE {where} GROUP BY 1", parameters))
+    return [{"value": _shown(value), "count": counted.get(value, 0)} for (value,) in every]
+
+
+def _edges(low: float, high: float) -> list[float]:
+    """Returns round edges of ranges that cover [low, high]."""
+    width = (high - low) / NUM_RANGES
+    unit = 10.0 ** math.floor(math.log10(width))
+    width = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= width)
+    first = math.floor(low / width)
+    return [width * number for number in range(first, math.ceil(high / width) + 1)]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _number(text: str) -> float:
+    """Reads a number of a facet. Raises `ValueError` for anything else."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text!r} is not a number of a facet.")
+    return number
+
+
+def _text(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'"
+
+
+def _json(text: str | None) -> Any:
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,117 @@
+"""Spans, gauges and log lines of a time range: plain data for the API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from telescope.dashboard.store import RunStore
+
+SPAN_COLUMNS = ("component", "name", "rank", "server", "lane", "step", "micro_batch", "sample_id", "start", "end")
+LANE = "component, name, rank, server, lane"
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+def spans(store: RunStore, start: float | None, end: float | None, limit: int, buckets: int) -> dict[str, Any]:
+    """Returns the spans that overlap a range, as columns.
+
+    When there are more than `limit`, those shorter than one of `buckets` parts of the range are merged per lane and
+    kind: `count` spans from the first start to the last end.
+    """
+    store.refresh("spans")
+    ((first, last),) = store.fetch('SELECT min(start), max("end") FROM spans')
+    low = first if start is None else start
+    high = last if end is None else end
+    if first is None:
+        return {"merged": False, "count": [], **{name: [] for name in SPAN_COLUMNS}}
+    where = '"end" >= $low AND start <= $high'
+    ranged = {"low": low, "high": high}
+    ((number,),) = store.fetch(f"SELECT count(*) FROM spans WHERE {where}", ranged)
+    columns = ", ".join(f'"{name}"' for name in SPAN_COLUMNS)
+    if number <= limit:
+        found = store.columns(f"SELECT {columns}, 1 AS count FROM spans WHERE {where} ORDER BY start", ranged)
+    else:
+        width = max((high - low) / buckets, 1e-9)
+        short = f'SELECT {columns} FROM spans WHERE {where} AND "end" - start < $width'
+        merged = (
+            f"SELECT {LANE}, any_value(step) AS step, NULL::BIGINT AS micro_batch, "
+            "CASE WHEN count(*) = 1 THEN any_value(sample_id) END AS sample_id, "
+            'min(start) AS start, max("end") AS "end", '
+            f"count(*) AS count FROM ({short}) GROUP BY {LANE}, floor((start - $low) / $width)"
+        )
+        long = f'SELECT {columns}, 1 AS count FROM spans WHERE {where} AND "end" - start >= $width'
+        found = store.columns(f"{merged} UNION ALL BY NAME {long} ORDER BY start", {**ranged, "width": width})
+    return {"merged": number > limit, **{name: found[name].to_pylist() for name in ("count", *SPAN_COLUMNS)}}
+
+
+def gauge_names(store: RunStore) -> list[dict[str, Any]]:
+    """Returns the gauges of a run."""
+    store.refresh("gauges")
+    return store.rows(
+        "SELECT name, component, count(DISTINCT (node, gpu, rank, server, labels::VARCHAR)) AS series FROM gauges "
+        "GROUP BY ALL ORDER BY component, name"
+    )
+
+
+def gauges(
+    store: RunStore, names: list[str], start: float | None, end: float | None, points: int
+) -> list[dict[str, Any]]:
+    """Returns the series of gauges, with smallest, mean and largest reading of each of `points` parts of the range.
+
+    `time` is that of the last reading of a part, so that differences of counters are exact.
+    """
+    store.refresh("gauges")
+    ((first, last),) = store.fetch("SELECT min(time), max(time) FROM gauges WHERE list_contains(?, name)", [names])
+    if first is None:
+        return []
+    low = first if start is None else start
+    high = last if end is None else end
+    width = max((high - low) / points, 1e-6)
+    key = "name, component, node, gpu, rank, server, labels"
+    return [
+        {**row, "labels": row["labels"] or {}}
+        for row in store.rows(
+            "WITH parts AS (SELECT name, component, node, gpu, rank, server, labels::VARCHAR AS shown, "
+            "any_value(labels) AS labels, max(time) AS time, min(value) AS low, avg(value) AS mean, max(value) AS high "
+            "FROM gauges WHERE list_contains($names, name) AND time BETWEEN $low AND $high "
+            "GROUP BY name, component, node, gpu, rank, server, shown, least(floor((time - $low) / $width), $last)) "
+            f"SELECT {key.replace('labels', 'any_value(labels) AS labels')}, list(time ORDER BY time) AS time, "
+            "list(low ORDER BY time) AS min, list(mean ORDER BY time) AS mean, list(high ORDER BY time) AS max "
+            "FROM parts GROUP BY name, component, node, gpu, rank, server, shown ORDER BY ALL",
+            {"names": names, "low": low, "high": high, "width": width, "last": points - 1},
+        )
+    ]
+
+
+def logs(
+    store: RunStore, *, since: int | None, before: int | None, level: str, component: str, search: str, limit: int
+) -> dict[str, Any]:
+    """Returns log lines, oldest first: those from row `since` on, or the newest ones, before row `before` if given.
+
+    `level` is the lowest one. Raises `ValueError` for an unknown one.
+    """
+    (end,) = store.refresh("logs").values()
+    where = ["true"]
+    parameters: list[Any] = []
+    if level:
+        if level not in LEVELS:
+            raise ValueError(f"level={level!r} is not a level. Use one of {', '.join(LEVELS)}.")
+        where.append("list_contains(?, level)")
+        parameters.append(list(LEVELS[LEVELS.index(level) :]))
+    for condition, value in (("rowid >= ?", since), ("rowid < ?", before), ("component = ?", component or None)):
+        if value is not None:
+            where.append(condition)
+            parameters.append(value)
+    if search.strip():
+        where.append("contains(lower(message), lower(?))")
+        parameters.append(search.strip())
+    rows = store.rows(
+        f"SELECT rowid AS row, * FROM logs WHERE {' AND '.join(where)} "
+        f"ORDER BY rowid {'ASC' if since is not None else 'DESC'} LIMIT {int(limit)}",
+        parameters,
+    )
+    if since is None:
+        rows.reverse()
+    components = store.fetch("SELECT DISTINCT component FROM logs WHERE component IS NOT NULL ORDER BY 1")
+    next_row = rows[-1]["row"] + 1 if since is not None and len(rows) == limit else end
+    return {"next": next_row, "rows": rows, "components": [name for (name,) in components], "levels": list(LEVELS)}

@@ -1,0 +1,164 @@
+"""Groups, samples, distributions, evals, spans, gauges and logs, against numbers from the rows that were written."""
+
+import statistics
+
+import numpy as np
+import pytest
+from tests.unit.dashboard.conftest import NUM_STEPS, SAMPLES_PER_GROUP, T0, sample_rows
+
+from telescope.dashboard.rollouts import _edges, add_tokens
+
+RUN = "/api/runs/first"
+ALL = [row for step in range(NUM_STEPS) for row in sample_rows(step)]
+
+
+def test_groups_of_a_step_have_their_samples_and_say_why_they_were_discarded(client):
+    groups = client.get(f"{RUN}/groups?step=4").json()
+    assert [group["id"] for group in groups] == [16, 17, 18, 19]
+    assert [group["reason"] for group in groups] == [None, None, None, "zero_advantage"]
+    assert groups[0]["prompt"].endswith("Make 4 of 100 % of the numbers<|im_end|>\n")
+    expected = [(row["sample_id"], row["reward"], row["completion_tokens"]) for row in sample_rows(4)[:4]]
+    assert [(one["id"], one["reward"], one["length"]) for one in groups[0]["samples"]] == expected
+    assert groups[0]["samples"][1]["completion"] == "the answer_1 of group 0 is Straße"
+
+
+def test_groups_of_superseded_steps_are_hidden(client):
+    assert {group["attempt"] for group in client.get(f"{RUN}/groups?step=11").json()} == {2}
+
+
+@pytest.mark.parametrize(
+    ("query", "passes"),
+    [
+        ("", lambda row: True),
+        ("status=kept", lambda row: row["status"] == "kept"),
+        ("status=kept,discarded&reward=1", lambda row: row["reward"] == 1),
+        ("environment=wordle&stop_reason=length", lambda row: row["group_id"] % 2 and row["sample_index"] == 3),
+        ("step_min=3&step_max=5", lambda row: 3 <= row["step"] <= 5),
+        ("search=ANSWER_2", lambda row: row["sample_index"] == 2),
+        ("search=100 %25 of", lambda row: True),
+        ("search=1_0 %25", lambda row: False),
+        ("search=strasse", lambda row: False),
+        ("search=make 7 of&status=kept", lambda row: row["step"] == 7 and row["status"] == "kept"),
+        ("search=' OR 1=1 --", lambda row: False),
+        ("environment=a' OR '1'='1", lambda row: False),
+    ],
+)  # fmt: skip
+def test_filters_and_search_find_what_a_loop_over_the_rows_finds(client, query, passes):
+    body = client.get(f"{RUN}/samples?limit=1000&{query}").json()
+    expected = {row["sample_id"] for row in ALL if passes(row)}
+    assert {row["sample_id"] for row in body["rows"]} == expected
+    assert body["total"] == len(expected)
+
+
+def test_facets_count_the_search_without_their_own_filter(client):
+    body = client.get(f"{RUN}/samples?status=kept&step_max=0").json()
+    counts = {name: {one["value"]: one["count"] for one in values} for name, values in body["facets"].items()}
+    assert counts["status"] == {"discarded": SAMPLES_PER_GROUP, "kept": 3 * SAMPLES_PER_GROUP}
+    assert counts["environment"] == {"countdown": 8, "wordle": 4}
+    assert sum(counts["reward"].values()) == 12
+
+
+def test_samples_are_sorted_and_paged(client):
+    expected = sorted((row["completion_tokens"] for row in ALL), reverse=True)
+    pages = [client.get(f"{RUN}/samples?sort=-completion_tokens&limit=50&offset={first}").json() for first in (0, 50)]
+    assert [row["completion_tokens"] for page in pages for row in page["rows"]] == expected[:100]
+    assert "prompt_text" not in pages[0]["rows"][0]
+    assert client.get(f"{RUN}/samples?sort=prompt_text").status_code == 400
+
+
+def test_a_sample_has_its_texts_turns_and_times(client):
+    body = client.get(f"{RUN}/samples/1/5-2").json()
+    row = next(row for row in ALL if row["sample_id"] == "5-2")
+    for name in ("prompt_text", "completion_text", "golden", "metrics", "tags", "reward", "advantage", "lane"):
+        assert body[name] == row[name]
+    assert body["turns"][0]["logprobs"] == [pytest.approx(-0.1), pytest.approx(-0.2), None]
+    assert body["spans"] == [{"name": "generate", "start": row["started_at"], "end": row["generated_at"]}]
+    assert client.get(f"{RUN}/samples/1/no").status_code == 404
+    assert client.get(f"{RUN}/samples/1/40-0").status_code == 404, "superseded by attempt 2"
+
+
+def test_tokens_of_training_sequences_go_to_the_answers_that_sampled_them():
+    turns = [
+        {"role": "assistant", "num_tokens": 2},
+        {"role": "tool", "num_tokens": 1},
+        {"role": "assistant", "num_tokens": 1},
+    ]
+    numbers = {name: [0.0, 0.1, 0.2, 0.3, 0.4] for name in ("engine_logprobs", "trainer_logprobs", "entropies")}
+    sequence = {
+        "token_ids": [9, 1, 2, 8, 3],
+        "versions": [-1, 4, 4, -1, 5],
+        "trained": [False, True, True, False, True],
+    }
+    add_tokens(turns, [{**sequence, **numbers}])
+    assert (turns[0]["token_ids"], turns[0]["versions"], turns[2]["token_ids"]) == ([1, 2], [4, 4], [3])
+    assert turns[2]["entropies"] == [0.4] and "token_ids" not in turns[1]
+
+
+def test_ranges_of_a_facet_cover_all_rewards():
+    edges = _edges(-0.37, 2.91)
+    assert edges[0] <= -0.37 and edges[-1] >= 2.91 and edges[1] - edges[0] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("metric", "environment"), [("reward", ""), ("completion_tokens", "wordle"), ("sample_metrics/correct", "")]
+)
+def test_distributions_equal_those_of_numpy(client, metric, environment):
+    body = client.get(f"{RUN}/distribution", params={"metric": metric, "environment": environment}).json()
+    assert body["step"] == list(range(NUM_STEPS))
+    for step in (0, 7, 11):
+        kept = [row for row in sample_rows(step) if row["status"] == "kept" and environment in ("", row["environment"])]
+        values = [row["reward"] if metric != "completion_tokens" else row["completion_tokens"] for row in kept]
+        assert body["n"][step] == len(values)
+        assert body["std"][step] == pytest.approx(statistics.stdev(values))
+        for p in (5, 25, 50, 75, 95):
+            assert body[f"p{p}"][step] == pytest.approx(np.percentile(values, p))
+
+
+def test_an_unknown_distribution_is_refused(client):
+    assert "has no distribution" in client.get(f"{RUN}/distribution?metric=x").json()["detail"]
+
+
+def test_evals_lead_to_their_answers_by_item(client):
+    (row,) = client.get(f"{RUN}/evals").json()
+    assert (row["name"], row["accuracy"], row["step"]) == ("math", 0.5, -1)
+    (answer,) = client.get(f"{RUN}/evals/1/e/samples").json()
+    assert (answer["item"], answer["sample_id"]) == (3, "0-0")
+    assert answer["score"] == sample_rows(0)[0]["reward"]
+    assert client.get(f"{RUN}/evals/1/none/samples").status_code == 404
+
+
+def test_spans_of_a_range_are_columns_with_their_lanes(client):
+    body = client.get(f"/api/runs/below~second/spans?start={T0 + 21}&end={T0 + 22}").json()
+    assert not body["merged"] and body["step"] == [2] * 16
+    assert set(body["lane"]) == {0, 1, 2, 3}
+    assert set(zip(body["start"], body["end"], strict=True)) == {(T0 + 20, T0 + 24)}
+
+
+def test_too_many_spans_are_merged_without_losing_any(client):
+    body = client.get("/api/runs/below~second/spans?limit=10&buckets=6").json()
+    assert body["merged"] and sum(body["count"]) == NUM_STEPS * 16
+    assert len(body["count"]) <= 4 * 7
+    assert (min(body["start"]), max(body["end"])) == (T0, T0 + 114)
+
+
+def test_gauges_have_smallest_mean_and_largest_reading_of_each_part(client):
+    assert client.get("/api/runs/below~second/gauges/names").json() == [
+        {"name": "queue_depth", "component": "orchestrator", "series": 1}
+    ]
+    (series,) = client.get("/api/runs/below~second/gauges?names=queue_depth&points=2").json()
+    assert (series["min"], series["mean"], series["max"]) == ([0, 6], [2.5, 8.5], [5, 11])
+    assert series["time"] == [T0 + 50, T0 + 110]
+
+
+def test_logs_are_paged_filtered_and_followed(client):
+    run = "/api/runs/below~second/logs"
+    newest = client.get(f"{run}?limit=3").json()
+    assert [row["message"] for row in newest["rows"]] == ["step 9 of it", "step 10 of it", "step 11 of it"]
+    older = client.get(f"{run}?limit=2&before={newest['rows'][0]['row']}").json()
+    assert [row["message"] for row in older["rows"]] == ["step 7 of it", "step 8 of it"]
+    assert client.get(f"{run}?since={newest['next']}").json()["rows"] == []
+    assert len(client.get(f"{run}?search=STEP 1").json()["rows"]) == 3
+    assert client.get(f"{run}?level=WARNING").json()["rows"] == []
+    assert client.get(f"{run}?level=LOUD").status_code == 400
+    first = client.get(f"{run}?since=0&limit=5").json()
+    assert client.get(f"{run}?since={first['next']}&limit=5").json()["rows"][0]["message"] == "step 5 of it"
