@@ -1,6 +1,6 @@
 import { expect, test } from "vitest";
 import type { Distribution } from "../types";
-import { clock, distributionOf, isTwoValued } from "./data";
+import { axisEnd, clock, distributionOf, isTwoValued } from "./data";
 
 const distribution = (p25: number[], p50: number[], p75: number[]): Distribution => {
   const all = (value: number) => p25.map(() => value);
@@ -26,4 +26,10 @@ test("step metrics lead to the distribution of their samples", () => {
 test("seconds on an axis are minutes or hours", () => {
   expect(clock(75)).toBe("1:15");
   expect(clock(3660)).toBe("1:01 h");
+});
+
+test("the axis of a live run ends at its plan, or where data fill half of it", () => {
+  expect(axisEnd(47, 60)).toBe(59);
+  expect(axisEnd(10, 300)).toBe(19);
+  expect(axisEnd(60, null)).toBe(59);
 });

@@ -95,3 +95,8 @@ export function clock(seconds: number): string {
   if (whole >= 3600) return `${Math.floor(whole / 3600)}:${two(Math.floor((whole % 3600) / 60))} h`;
   return `${Math.floor(whole / 60)}:${two(whole % 60)}`;
 }
+
+/** Returns where the step axis of a live run ends: at its planned end, but at least half of the axis has data. */
+export function axisEnd(done: number, planned: number | null): number {
+  return Math.max(done - 1, Math.min(planned ?? 0, 2 * done) - 1, 0);
+}

@@ -1,7 +1,7 @@
 /** Which run is better, and since when? Every step metric, any number of runs, one crosshair. */
 
 import { useMemo, useState } from "react";
-import { type BandKind, clock, type DrawnRun, drawnRun, type XAxis } from "../charts/data";
+import { axisEnd, type BandKind, clock, type DrawnRun, drawnRun, type XAxis } from "../charts/data";
 import { clockTicks, nearest, ticks } from "../charts/math";
 import { number } from "../format";
 import { Failure, Quiet } from "../shell/App";
@@ -84,7 +84,7 @@ function Loaded({ runs, axis, setAxis, planned }: { runs: DrawnRun[]; axis: XAxi
       const step = (x: number) => (axis === "step" ? Math.max(0, Math.round(x)) : first.steps.step[nearest(xs, x)]!);
       setRange({ from: step(next.from), to: step(next.to) });
     },
-    xEnd: axis === "step" && planned ? planned - 1 : undefined,
+    xEnd: axis === "step" && planned ? axisEnd((first.steps.step.at(-1) ?? -1) + 1, planned) : undefined,
     xStart: axis === "step" ? undefined : 0,
     xTicks: axis === "time" ? clockTicks : axis === "tokens" ? ticks : undefined,
     xFormat: axis === "time" ? clock : axis === "tokens" ? (x) => number(x) : undefined,

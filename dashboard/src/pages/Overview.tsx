@@ -2,7 +2,7 @@
 
 import { useMemo } from "react";
 import { runPath } from "../api";
-import { bandsOf, type DrawnRun, drawnRun, linesOf } from "../charts/data";
+import { axisEnd, bandsOf, type DrawnRun, drawnRun, linesOf } from "../charts/data";
 import { Chart, type ChartProps, type Line } from "../charts/Chart";
 import { smooth, stack } from "../charts/math";
 import { Spark } from "../charts/Spark";
@@ -131,7 +131,7 @@ function Charts({ info, steps }: { info: RunInfo; steps: StepColumns }) {
   const common: Pick<ChartProps, "zoom" | "onZoom" | "xEnd"> = {
     zoom,
     onZoom: (next) => setZoom(next && { from: Math.max(0, Math.round(next.from)), to: Math.round(next.to) }),
-    xEnd: Math.max(live && info.info.num_steps ? info.info.num_steps - 1 : 0, ...runs.map((one) => one.x.at(-1) ?? 0)),
+    xEnd: Math.max(axisEnd((steps.step.at(-1) ?? -1) + 1, live ? info.info.num_steps : null), ...runs.map((one) => one.x.at(-1) ?? 0)),
   };
   const place = usePlace();
   const extra = pinned.filter((metric) => runs.some((one) => one.steps.metrics[metric]));
