@@ -52,6 +52,21 @@ def serialize_score(result: Any, for_eval: bool) -> dict[str, Any]:
     }
 
 
+def serialize_tool_records(records: Any) -> list[dict[str, Any]]:
+    """Returns `RolloutState.tool_records` as rows of `tool_calls`. Raises `MalformedResultError` with the value."""
+    if not isinstance(records, list):
+        raise MalformedResultError(f"tool_records is {_shown(records)}, not a list")
+    rows: list[dict[str, Any]] = []
+    for record in records:
+        values = _mapping(record, "an entry of tool_records")
+        texts = {key: values.get(key) for key in ("name", "arguments", "result", "error")}
+        seconds = values.get("seconds")
+        row: dict[str, Any] = {key: None if value is None else _text(value) for key, value in texts.items()}
+        row["seconds"] = None if seconds is None else _number(seconds, "seconds of a tool call")
+        rows.append(row)
+    return rows
+
+
 def _numbers(values: Any, field: str) -> dict[str, float]:
     return {_text(key): _number(value, f"{field}[{key!r}]") for key, value in _mapping(values, field).items()}
 

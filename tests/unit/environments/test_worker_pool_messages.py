@@ -12,6 +12,7 @@ from telescope.environments.serialization import (
     check_verdict,
     serialize_messages,
     serialize_score,
+    serialize_tool_records,
 )
 from telescope.environments.worker_pool.messages import pack_ids, unpack_ids
 
@@ -116,3 +117,14 @@ def test_notes_of_turns_are_a_list_and_valid_json():
         serialize_score(RewardResult(1.0, info_turns=None), for_eval=False)
     score = serialize_score(RewardResult(1.0, info_turns=[{"a": float("nan"), "b": float("-inf")}]), for_eval=False)
     assert score["info_turns"] == [{"a": "NaN", "b": "-Infinity"}]
+
+
+def test_records_of_tool_calls_become_texts_whatever_an_environment_added():
+    rows = serialize_tool_records([{"name": "a\ud800", "arguments": {"x": 1}, "seconds": 2, "mine": object()}, {}])
+    assert rows == [
+        {"name": "a?", "arguments": "{'x': 1}", "result": None, "error": None, "seconds": 2.0},
+        {"name": None, "arguments": None, "result": None, "error": None, "seconds": None},
+    ]
+    for wrong in ("text", ["text"], [{"seconds": "soon"}]):
+        with pytest.raises(MalformedResultError, match="tool"):
+            serialize_tool_records(wrong)

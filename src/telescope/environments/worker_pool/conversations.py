@@ -28,6 +28,7 @@ from telescope.environments.serialization import (
     check_verdict,
     serialize_messages,
     serialize_score,
+    serialize_tool_records,
 )
 from telescope.environments.user_code import Steps, error_text, settled
 from telescope.environments.worker_pool.messages import (
@@ -165,7 +166,7 @@ class Conversations:
         completion = [assistant_message(record.dialogue.opening + text)]
         logprobs = unpack_floats(blob[4 * num_ids :])
         state.trajectory.append(TrajectoryStep(record.prompt, completion, record.prompt_ids, ids, logprobs, truncated))
-        state.tool_records.clear()
+        state.tool_records = []
         reply = yield from take_turn(environment, state)
         if reply.done:
             return (yield from self._score(record, header["for_eval"], text, reply.reason)), []
@@ -184,7 +185,7 @@ class Conversations:
             "messages": reply.added,
             "restarts": extension.restarts,
             "divergence": extension.divergence,
-            "tool_calls": state.tool_records,
+            "tool_calls": serialize_tool_records(state.tool_records),
         }
         return fields, extension.token_ids
 
@@ -203,5 +204,5 @@ class Conversations:
             "text": text,
             "score": score,
             "stop_reason": state.stop_reason,
-            "tool_calls": state.tool_records,
+            "tool_calls": serialize_tool_records(state.tool_records),
         }
