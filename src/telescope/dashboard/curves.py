@@ -28,18 +28,25 @@ def distribution(store: RunStore, metric: str, environment: str) -> dict[str, li
     `ValueError` for an unknown metric.
     """
     visible = store.visible("step_stats")
-    store.refresh("step_stats", "samples")
+    store.refresh("step_stats")
     recorded = (
         f"SELECT step, {', '.join(STATISTICS)} FROM step_stats "
         f"WHERE {visible} AND metric = $metric AND coalesce(environment, '') = $environment"
     )
     names = ", ".join(STATISTICS)
+    given = {"metric": metric, "environment": environment}
+    ((num_recorded,),) = store.fetch(f"SELECT count(*) FROM ({recorded})", given)
+    ((num_steps,),) = store.fetch(f"SELECT count(*) FROM steps WHERE {visible}")
     computed = _computed(metric, visible)
+    if num_recorded < num_steps or not num_steps:
+        store.refresh("samples")
+    else:
+        computed = f"{recorded} AND false"
     sql = (
         f"WITH recorded AS ({recorded}), computed AS ({computed}) SELECT step, {names} FROM recorded UNION ALL "
         f"SELECT step, {names} FROM computed ANTI JOIN recorded USING (step) ORDER BY step"
     )
-    found = store.columns(sql, {"metric": metric, "environment": environment})
+    found = store.columns(sql, given)
     return {name: found[name].to_pylist() for name in ("step", *STATISTICS)}
 
 

@@ -112,9 +112,13 @@ def samples(
         page = f"SELECT * FROM {source} WHERE {where} ORDER BY {order} LIMIT {int(limit)} OFFSET {int(offset)}"
         rows = store.rows(page, parameters)
         counts = {}
-        for name in FACETS:
+        free = [name for name in FACETS if name not in conditions]
+        grouped = _grouped(store, free, source, where, parameters)
+        for name in conditions:
             others = " AND ".join([*base, *(text for other, text in conditions.items() if other != name)])
-            counts[name] = _facet(store, name, source, others, visible, parameters)
+            grouped |= _grouped(store, [name], source, others, parameters)
+        for name in FACETS:
+            counts[name] = _facet(name, store.distinct(name, visible), grouped[name])
     for row in rows:
         row["metrics"], row["tags"] = row["metrics"] or {}, row["tags"] or {}
     return {"total": total, "rows": rows, "facets": counts}
@@ -193,19 +197,30 @@ def _condition(name: str, values: Sequence[str]) -> str:
     return f"({' OR '.join(each)})"
 
 
-def _facet(
-    store: RunStore, name: str, source: str, where: str, visible: str, parameters: Sequence[Any]
-) -> list[dict[str, Any]]:
-    """Returns each value of a column with its count under `where`. Values without any stay, with 0."""
-    every = store.fetch(f"SELECT DISTINCT {name} FROM samples WHERE {visible} AND {name} IS NOT NULL ORDER BY 1")
+def _grouped(
+    store: RunStore, names: Sequence[str], source: str, where: str, parameters: Sequence[Any]
+) -> dict[str, dict[Any, int]]:
+    """Returns how many samples have each value of each column, in one pass over them."""
+    counted: dict[str, dict[Any, int]] = {name: {} for name in names}
+    if names:
+        sets = ", ".join(f"({name})" for name in names)
+        shown = ", ".join(f"grouping({name}), {name}" for name in names)
+        sql = f"SELECT count(*), {shown} FROM {source} WHERE {where} GROUP BY GROUPING SETS ({sets})"
+        for number, *cells in store.fetch(sql, parameters):
+            place = next(place for place in range(len(names)) if cells[2 * place] == 0)
+            counted[names[place]][cells[2 * place + 1]] = number
+    return counted
+
+
+def _facet(name: str, every: Sequence[Any], counted: Mapping[Any, int]) -> list[dict[str, Any]]:
+    """Returns each value with its count. Values without any stay, with 0; many rewards become ranges."""
     if name == "reward" and len(every) > MOST_VALUES:
-        edges = _edges(every[0][0], every[-1][0])
-        names = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
-        sums = ", ".join(f"count(*) FILTER ({_condition('reward', [text])})" for text in names)
-        (counts,) = store.fetch(f"SELECT {sums} FROM {source} WHERE {where}", parameters)
-        return [{"value": text, "count": number} for text, number in zip(names, counts, strict=True)]
-    counted = dict(store.fetch(f"SELECT {name}, count(*) FROM {source} WHERE {where} GROUP BY 1", parameters))
-    return [{"value": _shown(value), "count": counted.get(value, 0)} for (value,) in every]
+        ranges = []
+        for low, high in pairwise(_edges(every[0], every[-1])):
+            inside = sum(count for value, count in counted.items() if value is not None and low <= value <= high)
+            ranges.append({"value": f"{low:g} to {high:g}", "count": inside})
+        return ranges
+    return [{"value": _shown(value), "count": counted.get(value, 0)} for value in every]
 
 
 def _edges(low: float, high: float) -> list[float]:

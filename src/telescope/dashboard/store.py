@@ -57,6 +57,7 @@ class RunStore:
         }
         self._database = duckdb.connect(":memory:", config=settings)
         self._cursors: dict[str, int] = {}
+        self._values: dict[str, tuple[object, list[Any]]] = {}
         self._known_cutoffs: tuple[tuple[int, int], dict[int, int]] | None = None
         self._searches: dict[str, tuple[int, pa.Table]] = {}
 
@@ -91,6 +92,16 @@ class RunStore:
         """Returns an SQL condition for rows that no later attempt superseded."""
         self.refresh("attempts", "steps")
         return f"NOT {superseded_sql(self._cutoffs())}" if TABLES[name].by_step else "true"
+
+    def distinct(self, column: str, where: str) -> list[Any]:
+        """Returns the values of a column of `samples`, sorted, without null. Kept until there are new rows."""
+        state = (self._cursors["samples"], where)
+        if self._values.get(column, (None, []))[0] != state:
+            found = self.fetch(
+                f"SELECT DISTINCT {column} FROM samples WHERE {where} AND {column} IS NOT NULL ORDER BY 1"
+            )
+            self._values[column] = (state, [value for (value,) in found])
+        return self._values[column][1]
 
     def search(self, text: str) -> None:
         """Fills the table `hits` (attempt, sample_id) with samples whose prompt or answer contains `text`.

@@ -15,8 +15,8 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 def spans(store: RunStore, start: float | None, end: float | None, limit: int, buckets: int) -> dict[str, Any]:
     """Returns the spans that overlap a range, as columns.
 
-    When there are more than `limit`, those shorter than one of `buckets` parts of the range are merged per lane and
-    kind: `count` spans from the first start to the last end.
+    When there are more than `limit`, those shorter than one of at most `buckets` parts of the range are merged per lane
+    and kind: `count` spans from the first start to the last end.
     """
     store.refresh("spans")
     ((first, last),) = store.fetch('SELECT min(start), max("end") FROM spans')
@@ -31,7 +31,9 @@ def spans(store: RunStore, start: float | None, end: float | None, limit: int, b
     if number <= limit:
         found = store.columns(f"SELECT {columns}, 1 AS count FROM spans WHERE {where} ORDER BY start", ranged)
     else:
-        width = max((high - low) / buckets, 1e-9)
+        # At most `limit` rows of merged spans, whatever the number of lanes.
+        ((kinds,),) = store.fetch(f"SELECT count(DISTINCT ({LANE})) FROM spans WHERE {where}", ranged)
+        width = max((high - low) / min(buckets, max(1, limit // kinds)), 1e-9)
         short = f'SELECT {columns} FROM spans WHERE {where} AND "end" - start < $width'
         merged = (
             f"SELECT {LANE}, any_value(step) AS step, NULL::BIGINT AS micro_batch, "
