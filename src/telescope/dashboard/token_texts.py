@@ -1,0 +1,56 @@
+"""Texts of single tokens for the token view, decoded with the tokenizer of the run's model if this machine has it.
+
+Looks in the run directory, in the folder of the model and in the Hugging Face cache. Downloads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+from tokenizers import Tokenizer
+
+NAME = "tokenizer.json"
+NUM_TOKENIZERS = 4
+"""Tokenizers that are kept in memory; one of a large vocabulary takes about 50 MB."""
+
+
+def find_tokenizer(run_dir: Path, model: str | None) -> Path | None:
+    """Returns the file of the run's tokenizer, or None if it is not on this machine."""
+    folders = [run_dir / "model", *sorted(run_dir.glob("checkpoints/*/tokenizer"))]
+    if model:
+        folders.append(Path(model).expanduser())
+    for folder in folders:
+        if (folder / NAME).is_file():
+            return folder / NAME
+    if not model or Path(model).is_absolute():
+        return None
+    try:
+        cached = try_to_load_from_cache(model, NAME)
+    except ValueError:  # not the name of a model on the Hub
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def token_texts(path: Path, ids: Sequence[int]) -> list[str] | None:
+    """Returns the text of each token, blanks before words included; None if the tokenizer cannot be read."""
+    try:
+        tokenizer = _load(path, path.stat().st_mtime_ns)
+    except Exception:  # tokenizers raises plain exceptions for files that it cannot read
+        return None
+    texts, previous = [], None
+    for token in ids:
+        alone = tokenizer.decode([token], skip_special_tokens=False)
+        # Some decoders drop the blank before the first word, so a token is decoded behind the one before it.
+        before = "" if previous is None else tokenizer.decode([previous], skip_special_tokens=False)
+        both = alone if previous is None else tokenizer.decode([previous, token], skip_special_tokens=False)
+        texts.append(both[len(before) :] if both.startswith(before) and len(both) >= len(alone) else alone)
+        previous = token
+    return texts
+
+
+@lru_cache(NUM_TOKENIZERS)
+def _load(path: Path, _modified: int) -> Tokenizer:
+    return Tokenizer.from_file(str(path))
