@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from telescope.dashboard.runs import config_of
 from telescope.dashboard.store import Row, RunStore
+from telescope.dashboard.token_texts import find_tokenizer, token_texts
 
 BEGINNING = 200
 """Characters of a prompt or an answer in a list."""
@@ -119,8 +121,11 @@ def samples(
             grouped |= _grouped(store, [name], source, others, parameters)
         for name in FACETS:
             counts[name] = _facet(name, store.distinct(name, visible), grouped[name])
+    texts = _beginnings(store, rows)
     for row in rows:
         row["metrics"], row["tags"] = row["metrics"] or {}, row["tags"] or {}
+        text = texts.get((row["attempt"], row["sample_id"]), {})
+        row["prompt"], row["completion"] = text.get("prompt") or "", text.get("answer") or ""
     return {"total": total, "rows": rows, "facets": counts}
 
 
@@ -137,6 +142,7 @@ def detail(store: RunStore, attempt: int, sample_id: str) -> dict[str, Any] | No
     (sample, *_) = whole["samples"]
     turns = sorted(whole["turns"], key=lambda row: row["turn"])
     add_tokens(turns, sorted(whole["tokens"], key=lambda row: row["part"]))
+    add_texts(store, turns)
     spans = 'SELECT name, start, "end" FROM spans WHERE attempt = ? AND sample_id = ? ORDER BY start'
     return {
         **sample,
@@ -175,6 +181,19 @@ def add_tokens(turns: Sequence[Row], sequences: Sequence[Row]) -> None:
         own = sampled[begin : begin + turn["num_tokens"]]
         begin += turn["num_tokens"]
         turn.update({name: [token[name] for token in own] for name in sampled[0]})
+
+
+def add_texts(store: RunStore, turns: Sequence[Row]) -> None:
+    """Gives each turn with token ids the texts of its tokens, if the run's tokenizer is on this machine."""
+    if not any(turn.get("token_ids") for turn in turns):
+        return
+    model = config_of(store)[0].get("model")
+    tokenizer = find_tokenizer(store.run.files.run_dir, model if isinstance(model, str) else None)
+    if tokenizer is None:
+        return
+    for turn in turns:
+        if turn.get("token_ids"):
+            turn["tokens"] = token_texts(tokenizer, turn["token_ids"])
 
 
 def _beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str], Row]:

@@ -19,7 +19,7 @@ NUM_TOKENIZERS = 4
 
 def find_tokenizer(run_dir: Path, model: str | None) -> Path | None:
     """Returns the file of the run's tokenizer, or None if it is not on this machine."""
-    folders = [run_dir / "model", *sorted(run_dir.glob("checkpoints/*/tokenizer"))]
+    folders = [run_dir / "model", *sorted(run_dir.glob("checkpoints/*/hf_meta"))]
     if model:
         folders.append(Path(model).expanduser())
     for folder in folders:

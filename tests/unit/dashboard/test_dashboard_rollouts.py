@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tests.unit.dashboard.conftest import NUM_STEPS, SAMPLES_PER_GROUP, T0, sample_rows
 
+from telescope.dashboard import rollouts
 from telescope.dashboard.rollouts import _edges, add_tokens
 
 RUN = "/api/runs/first"
@@ -62,7 +63,9 @@ def test_samples_are_sorted_and_paged(client):
     expected = sorted((row["completion_tokens"] for row in ALL), reverse=True)
     pages = [client.get(f"{RUN}/samples?sort=-completion_tokens&limit=50&offset={first}").json() for first in (0, 50)]
     assert [row["completion_tokens"] for page in pages for row in page["rows"]] == expected[:100]
-    assert "prompt_text" not in pages[0]["rows"][0]
+    first = pages[0]["rows"][0]
+    assert "prompt_text" not in first
+    assert first["completion"].startswith(f"the answer_{first['sample_index']}")
     assert client.get(f"{RUN}/samples?sort=prompt_text").status_code == 400
 
 
@@ -92,6 +95,14 @@ def test_tokens_of_training_sequences_go_to_the_answers_that_sampled_them():
     add_tokens(turns, [{**sequence, **numbers}])
     assert (turns[0]["token_ids"], turns[0]["versions"], turns[2]["token_ids"]) == ([1, 2], [4, 4], [3])
     assert turns[2]["entropies"] == [0.4] and "token_ids" not in turns[1]
+
+
+def test_tokens_have_texts_where_the_tokenizer_is_on_this_machine(client, monkeypatch, tmp_path):
+    assert "tokens" not in client.get(f"{RUN}/samples/1/5-2").json()["turns"][0]
+    monkeypatch.setattr(rollouts, "find_tokenizer", lambda run_dir, model: tmp_path)
+    monkeypatch.setattr(rollouts, "token_texts", lambda path, ids: [f"<{token}>" for token in ids])
+    (turn,) = [turn for turn in client.get(f"{RUN}/samples/1/5-2").json()["turns"] if turn["token_ids"]]
+    assert turn["tokens"] == [f"<{token}>" for token in turn["token_ids"]]
 
 
 def test_ranges_of_a_facet_cover_all_rewards():

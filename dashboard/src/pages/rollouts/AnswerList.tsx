@@ -87,7 +87,7 @@ export function AnswerList({ path, query, version, first, sort, sample, scaleOf,
               onClick={() => onSelect(row)}
               title={[row.sample_id, row.status, row.reason].filter(Boolean).join(", ")}
             >
-              <span className="f r">{row.step}</span>
+              <span className="f r">{number(row.step)}</span>
               <span className="sq"><i className={filled === null ? "none" : `l${filled}`} /></span>
               <span className="cut"><Plain text={row.prompt ? promptLine(row.prompt) : row.sample_id} /> <span className="f"><Plain text={row.completion ?? ""} /></span></span>
               <span className="r">{number(extra)}</span>

@@ -1,6 +1,7 @@
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { useEffect, useRef } from "react";
 import { number } from "../../format";
+import { promptLine } from "./conversation";
 import { Plain } from "./SafeText";
 import { fate, level, type RewardScale } from "./squares";
 import type { Group, GroupSample } from "./types";
@@ -71,7 +72,7 @@ export function GroupList({ groups, scaleOf, group, sample, onSelect }: GroupLis
               title={one.reason ? `${one.status}: ${one.reason}` : one.status}
             >
               <span className="f">{one.id}</span>
-              <span className="cut"><Plain text={one.prompt} /></span>
+              <span className="cut"><Plain text={promptLine(one.prompt)} /></span>
               <Squares samples={one.samples} scale={scale} selected={sample} onSelect={onSelect} />
               <span className="r">{number(one.reward_mean, 2)}</span>
               <span className="s cut">{fate(one, scale)}</span>

@@ -111,7 +111,7 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
   };
 
   // Orchestrator: groups becoming ready, batches, checkpoints and evals.
-  text("Orchestrator", 20, 20, "--ink", "left", true);
+  text("Orchestrator", 20, 25, "--ink", "left", true);
   const readyFrom = lowerBound(scene.ready, view.from);
   context.fillStyle = color("--ink2");
   let lastX = -10;
@@ -119,15 +119,15 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
     const x = X(scene.ready[i]!);
     if (x - lastX < 1.2) continue;
     lastX = x;
-    context.fillRect(x, 30, 1.2, 8);
+    context.fillRect(x, 37, 1.2, 8);
   }
   const names = ["eval", "checkpoint"];
   for (const lane of lanes.orchestrator) {
     const track = lane.main;
     for (const box of visibleBoxes(track, view.from, view.to, perPixel)) {
-      const at = rect(box.from, box.to, 24, 4, kindColors[box.kind]!);
+      const at = rect(box.from, box.to, 20, 12, kindColors[box.kind]!);
       const name = names[lane.owner] ?? "";
-      if (at && at[1] - at[0] > context.measureText(name).width + 4) text(name, at[0] + 2, 17, "--ink3");
+      if (at && at[1] - at[0] > context.measureText(name).width + 8) text(name, at[0] + 4, 26.5, "--ground");
     }
   }
   const shown = scene.batches.filter((mark) => mark.time >= view.from && mark.time <= view.to);

@@ -7,9 +7,9 @@ export const LABEL_WIDTH = 148;
 export const RIGHT = 16;
 export const MINIMAP = 44;
 export const AXIS = 23;
-const ORCHESTRATOR = 40;
+const ORCHESTRATOR = 50;
 const TRAINER = 26;
-const MIN_SLOT = 2;
+const MIN_SLOT = 1;
 const MAX_SLOT = 12;
 const MIN_GAUGE = 40;
 const MAX_GAUGE = 56;
@@ -45,7 +45,7 @@ export interface Layout {
   height: number;
 }
 
-/** Distributes the height: slots take what is left over, between 2 and 12 pixels each. Below that the page scrolls. */
+/** Distributes the height: slots take what is left over, between 1 and 12 pixels each. Below that the page scrolls. */
 export function layOut(lanes: Lanes, numGauges: number, height: number): Layout {
   const slots = lanes.engines.reduce((sum, engine) => sum + slotsOf(engine.lanes), 0);
   const fixed = ORCHESTRATOR + lanes.engines.length * (2 * PAD) + lanes.trainer.length * TRAINER + 2 * PAD + numGauges * MIN_GAUGE + 20;
@@ -54,7 +54,7 @@ export function layOut(lanes: Lanes, numGauges: number, height: number): Layout 
   const engines = lanes.engines.map((engine): EngineBlock => {
     y += PAD;
     const top = y;
-    const rows = engine.lanes.map((lane) => ({ lane, y: top + lane.slot * slotHeight, height: slotHeight > 3 ? slotHeight - 1.5 : slotHeight > 2 ? slotHeight - 1 : slotHeight - 0.5 }));
+    const rows = engine.lanes.map((lane) => ({ lane, y: top + lane.slot * slotHeight, height: slotHeight > 3 ? slotHeight - 1.5 : slotHeight > 2 ? slotHeight - 1 : slotHeight > 1 ? slotHeight - 0.5 : slotHeight }));
     // The label of a block has three lines.
     y += Math.max(slotsOf(engine.lanes) * slotHeight, 48) + PAD;
     return { server: engine.server, y: top, height: y - PAD - top, slotHeight, rows, syncs: engine.syncs, transfers: engine.transfers };
