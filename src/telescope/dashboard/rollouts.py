@@ -21,6 +21,11 @@ from telescope.dashboard.token_texts import find_tokenizer, token_texts
 BEGINNING = 200
 """Characters of a prompt or an answer in a list."""
 
+NEAR_STEPS = 20
+SMALL_BYTES = 32 * 2**20
+"""Rows of a list come with their texts when they lie within so many steps, or when the record is this small.
+Otherwise a list that is ordered by reward would read every text of the run."""
+
 FACETS = ("status", "environment", "reward", "age", "stop_reason", "eval_name")
 MOST_VALUES = 12
 """Distinct rewards that a facet lists one by one; more are shown as ranges."""
@@ -121,7 +126,7 @@ def samples(
             grouped |= _grouped(store, [name], source, others, parameters)
         for name in FACETS:
             counts[name] = _facet(name, store.distinct(name, visible), grouped[name])
-    texts = _beginnings(store, rows)
+    texts = _beginnings(store, rows) if _few_texts(store, rows) else {}
     for row in rows:
         row["metrics"], row["tags"] = row["metrics"] or {}, row["tags"] or {}
         text = texts.get((row["attempt"], row["sample_id"]), {})
@@ -194,6 +199,14 @@ def add_texts(store: RunStore, turns: Sequence[Row]) -> None:
     for turn in turns:
         if turn.get("token_ids"):
             turn["tokens"] = token_texts(tokenizer, turn["token_ids"])
+
+
+def _few_texts(store: RunStore, rows: Sequence[Row]) -> bool:
+    """Returns whether the beginnings of these rows are quick to read: in a small record, or all within a few steps."""
+    steps = [row["step"] for row in rows if row["step"] is not None]
+    if not steps or max(steps) - min(steps) <= NEAR_STEPS:
+        return True
+    return sum(segment.path.stat().st_size for segment in store.run.segments("samples")) <= SMALL_BYTES
 
 
 def _beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str], Row]:

@@ -69,6 +69,13 @@ def test_samples_are_sorted_and_paged(client):
     assert client.get(f"{RUN}/samples?sort=prompt_text").status_code == 400
 
 
+def test_a_list_over_many_steps_of_a_large_record_reads_no_texts(client, monkeypatch):
+    monkeypatch.setattr(rollouts, "SMALL_BYTES", 0)
+    monkeypatch.setattr(rollouts, "NEAR_STEPS", 1)
+    assert client.get(f"{RUN}/samples?limit=500").json()["rows"][0]["completion"] == ""
+    assert client.get(f"{RUN}/samples?step_min=3&step_max=4").json()["rows"][0]["completion"].startswith("the answer")
+
+
 def test_a_sample_has_its_texts_turns_and_times(client):
     body = client.get(f"{RUN}/samples/1/5-2").json()
     row = next(row for row in ALL if row["sample_id"] == "5-2")
