@@ -40,6 +40,7 @@ function Loaded({ ids, data }: { ids: string[]; data: Comparison }) {
   const shown = rows.filter((row) => row.key.includes(search.trim()));
   return (
     <div className="compare">
+      <h1 className="vh">Compare config and code</h1>
       <div className="toolbar">
         <input className="field" type="search" placeholder="Filter settings" aria-label="Filter settings" value={search} onChange={(event) => setSearch(event.target.value, true)} />
         <span className="d">

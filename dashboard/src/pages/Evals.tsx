@@ -63,7 +63,7 @@ function Loaded({ rows }: { rows: EvalRow[] }) {
   ]);
   return (
     <div className="evals">
-      <aside className="first">
+      <aside className="first" aria-label="Evals and checkpoints">
         <section className="list">
           {names.map((one) => (
             <EvalLine key={one} name={one} rows={rows.filter((row) => row.name === one)} on={one === name} />

@@ -96,6 +96,7 @@ function Loaded({ runs, axis, setAxis, planned }: { runs: DrawnRun[]; axis: XAxi
   const shown = new Set(layout.sections.flatMap((section) => section.metrics));
   return (
     <div className="metrics">
+      <h1 className="vh">Metrics</h1>
       <MetricTree run={first} names={names} shown={shown} toggle={(metric) => change(toggleMetric(layout, metric))} open={setFocus} />
       <div className="wrapped">
         <div className="toolbar">

@@ -154,6 +154,7 @@ export function Runs() {
   const live = all.filter((run) => run.live).length;
   return (
     <div className="runs">
+      <h1 className="vh">Runs</h1>
       <div className="toolbar">
         <input
           className="field"

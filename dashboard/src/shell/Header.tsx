@@ -59,7 +59,7 @@ export function Header({ open }: { open: (what: Opened) => void }) {
         {place.run !== null && <button onClick={() => open("compare")}>Compare{others.length > 0 ? ` ${others.length + 1}` : ""}</button>}
         <CopyLink />
         <ThemeButton />
-        <button onClick={() => open("palette")} aria-label="Search everything">
+        <button onClick={() => open("palette")} title="Search everything">
           <span className="word">Search </span>
           <kbd>Ctrl K</kbd>
         </button>

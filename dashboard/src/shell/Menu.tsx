@@ -30,7 +30,7 @@ export function Menu({ label, button, items, className }: { label: string; butto
   };
   return (
     <>
-      <button ref={anchor} popoverTarget={id} aria-label={label} title={label} className={className}>
+      <button ref={anchor} popoverTarget={id} aria-label={typeof button === "string" ? label : undefined} title={label} className={className}>
         {button}
       </button>
       <div ref={menu} id={id} popover="auto" role="menu" aria-label={label} className="menu" onToggle={(event) => setOpened(event.newState === "open")} onKeyDown={move}>

@@ -69,7 +69,7 @@ export function Ruler() {
   const versions = [...new Set(evals.map((row) => row.version))];
   const alerts = (health?.alerts ?? []).filter((alert) => alert.step !== null);
   return (
-    <div className="ruler">
+    <section className="ruler" aria-label="Progress">
       <span>
         <b>Step {count(done)}</b> {info?.num_steps ? <span className="d">of {count(info.num_steps)}</span> : null}
       </span>
@@ -117,7 +117,7 @@ export function Ruler() {
           <Times live={live} seconds={info?.duration ?? null} left={health?.progress.seconds_left ?? null} rows={steps?.step.length ?? 0} />
         )}
       </span>
-    </div>
+    </section>
   );
 }
 

@@ -42,12 +42,12 @@ export function ItemPane({ items, current, before, after, choose }: ItemPaneProp
   if (!before || !after) return <aside className="third" />;
   if (items.length === 0 || !current)
     return (
-      <aside className="third">
+      <aside className="third" aria-label="Items">
         <p className="sec f">Items appear here when two checkpoints were measured on the same ones.</p>
       </aside>
     );
   return (
-    <aside className="third">
+    <aside className="third" aria-label="Items">
       <section className="sec">
         <h2>
           <span className="cut name" title={current.prompt}>

@@ -45,7 +45,9 @@ export function RunTable({ runs, axis }: { runs: DrawnRun[]; axis: XAxis }) {
               </th>
             ))}
             <th className="r">length</th>
-            <th />
+            <th>
+              <span className="vh">Take away</span>
+            </th>
           </tr>
         </thead>
         <tbody>
