@@ -18,7 +18,9 @@ import type { Distribution, Health, RunInfo, StepColumns, Value } from "../types
 import { Side } from "./overview/Side";
 import "./overview.css";
 
+/** Smoothing of up to 100 steps; longer runs have as many bends. */
 const KEEP = 0.6;
+const keepOf = (steps: StepColumns): number => Math.min(0.98, 1 - (1 - KEEP) * Math.min(1, 100 / Math.max(1, steps.step.length)));
 
 export function Overview() {
   const run = useRunId();
@@ -50,7 +52,7 @@ function Waiting({ info }: { info: RunInfo }) {
   return live ? (
     <Quiet title="No step yet." text="The charts begin when the first training step has ended. This page follows by itself." />
   ) : (
-    <Quiet title="This run ended before its first step." text={info.info.error ?? undefined} />
+    <Quiet title="This run ended before its first step." text="Its logs tell what it did until then." />
   );
 }
 
@@ -91,7 +93,7 @@ function Strip({ health, steps }: { health: Health; steps: StepColumns }) {
               {cell.latest === null ? NONE : number(cell.latest)}
               {cell.latest !== null && cell.unit === "%" ? "\u202f%" : ""}
             </span>
-            <Spark values={cellValues(cell.metric, steps)} color={cell.attention ? "var(--warn)" : "var(--ink)"} keep={KEEP} />
+            <Spark values={cellValues(cell.metric, steps)} color={cell.attention ? "var(--warn)" : "var(--ink)"} keep={keepOf(steps)} />
             <span className="wd cut">{cell.words}</span>
           </button>
         );
@@ -148,7 +150,7 @@ function Charts({ info, steps }: { info: RunInfo; steps: StepColumns }) {
 }
 
 function Pinned({ metric, runs, common, open, remove }: { metric: string; runs: DrawnRun[]; common: Partial<ChartProps>; open: () => void; remove: () => void }) {
-  const lines = useMemo(() => linesOf(runs, metric, KEEP), [runs, metric]);
+  const lines = useMemo(() => linesOf(runs, metric, keepOf(runs[0]!.steps)), [runs, metric]);
   return (
     <Chart
       title={metric}
@@ -172,21 +174,22 @@ function defaultCharts(runs: DrawnRun[], info: RunInfo, reward: Distribution | u
   const first = runs[0]!;
   const { steps, x } = first;
   const get = (metric: string) => column(steps, metric);
-  const line = (metric: string) => linesOf(runs, metric, KEEP);
+  const keep = keepOf(steps);
+  const line = (metric: string) => linesOf(runs, metric, keep);
   const out: ChartProps[] = [];
   const simple = (title: string, unit: string, metric: string, more: Partial<ChartProps> = {}) => {
     if (runs.some((run) => has(run, metric))) out.push({ title, unit, x, lines: line(metric), ...more });
   };
 
-  const rewardLines = linesOf(runs, "reward/all_groups/mean", KEEP);
-  const bands = bandsOf(first, reward, "percentiles", KEEP).slice(1);
+  const rewardLines = linesOf(runs, "reward/all_groups/mean", keep);
+  const bands = bandsOf(first, reward, "percentiles", keep).slice(1);
   if (rewardLines[0] && bands.length > 0) rewardLines[0].bands = bands;
   if (rewardLines[0] && runs.length === 1) rewardLines[0].direct = "all";
   if (has(first, "reward/total/mean"))
     rewardLines.push({
       label: "kept",
       color: "--ink2",
-      values: smooth(get("reward/total/mean"), KEEP),
+      values: smooth(get("reward/total/mean"), keep),
       x,
       dash: [3, 3],
       width: 1.2,
