@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from huggingface_hub import try_to_load_from_cache
-from tokenizers import Tokenizer
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 NAME = "tokenizer.json"
 NUM_TOKENIZERS = 4
@@ -28,8 +29,10 @@ def find_tokenizer(run_dir: Path, model: str | None) -> Path | None:
     if not model or Path(model).is_absolute():
         return None
     try:
+        from huggingface_hub import try_to_load_from_cache
+
         cached = try_to_load_from_cache(model, NAME)
-    except ValueError:  # not the name of a model on the Hub
+    except (ImportError, ValueError):  # only runs are read on this machine; or not the name of a model on the Hub
         return None
     return Path(cached) if isinstance(cached, str) else None
 
@@ -53,4 +56,6 @@ def token_texts(path: Path, ids: Sequence[int]) -> list[str] | None:
 
 @lru_cache(NUM_TOKENIZERS)
 def _load(path: Path, _modified: int) -> Tokenizer:
+    from tokenizers import Tokenizer
+
     return Tokenizer.from_file(str(path))
