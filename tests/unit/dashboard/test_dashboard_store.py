@@ -1,0 +1,87 @@
+"""The tables in memory: new rows, damaged files, replaced runs, and requests at the same time."""
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+from fastapi.testclient import TestClient
+from tests.unit.dashboard.conftest import write_run, write_step
+
+from telescope.dashboard.app import create_app
+from telescope.dashboard.store import RunStore
+from telescope.record.reader import Run
+from telescope.record.recorder import Recorder
+
+
+def client_of(root):
+    return TestClient(create_app([root]), base_url="http://localhost")
+
+
+def test_only_new_rows_are_read(root, monkeypatch):
+    store = RunStore(Run(root / "first"))
+    store.refresh("samples")
+    asked = []
+    monkeypatch.setattr(
+        store.run, "rows_since", lambda name, cursor, _: asked.append(cursor) or Run.rows_since(store.run, name, cursor)
+    )
+    assert store.refresh("samples")["samples"] == asked[0] > 0
+
+
+def test_a_search_sees_answers_that_came_later(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        client = client_of(tmp_path)
+        for step in range(3):
+            write_step(recorder, step)
+            assert recorder.flush()
+            assert client.get("/api/runs/run/samples?search=answer_1").json()["total"] == 4 * (step + 1)
+
+
+def test_a_run_that_was_replaced_is_read_from_the_start(tmp_path):
+    write_run(tmp_path / "run", "grpo", resumed=True)
+    client = client_of(tmp_path)
+    assert client.get("/api/runs/run/samples").json()["total"] == 192
+    shutil.rmtree(tmp_path / "run")
+    with Recorder(tmp_path / "run") as recorder:
+        write_step(recorder, 0)
+    assert client.get("/api/runs/run/samples").json()["total"] == 16
+    assert client.get("/api/runs/run/steps").json()["step"] == [0]
+
+
+def test_a_damaged_file_is_left_out_and_named(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        write_step(recorder, 0)
+    (segment,) = Run(tmp_path / "run").segments("samples")
+    segment.path.write_bytes(segment.path.read_bytes()[:-20])
+    client = client_of(tmp_path)
+    assert client.get("/api/runs/run/samples?search=answer").json()["total"] == 0
+    assert client.get("/api/runs/run/steps").json()["step"] == [0]
+    assert "cannot be read" in client.get("/api/runs").json()["problems"][0]["problem"]
+
+
+def test_an_empty_run_has_empty_pages(tmp_path):
+    Recorder(tmp_path / "run").close()
+    client = client_of(tmp_path)
+    assert client.get("/api/runs/run/health").json()["verdict"][0]["text"] == "No step has ended yet."
+    for path in (
+        "",
+        "/steps",
+        "/samples",
+        "/groups?step=0",
+        "/spans",
+        "/gauges?names=x",
+        "/gauges/names",
+        "/logs",
+        "/evals",
+    ):
+        assert client.get(f"/api/runs/run{path}").status_code == 200, path
+    assert client.get("/api/runs/run/distribution").json()["step"] == []
+
+
+def test_requests_at_the_same_time_do_not_mix(root):
+    client = client_of(root)
+    texts = [f"search=make {step} of" for step in range(12)] * 2
+
+    def ask(query):
+        return {row["step"] for row in client.get(f"/api/runs/first/samples?limit=100&{query}").json()["rows"]}
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, texts)) == [{step} for step in range(12)] * 2
