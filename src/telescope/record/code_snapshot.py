@@ -42,6 +42,9 @@ MAX_TOTAL_BYTES = 64 * 2**20
 SECRETS = (".env", ".env.*", "*.pem", "*.key", ".netrc", "id_rsa*", "id_ed25519*", "credentials*", "*.p12")
 """Names of files that are never copied."""
 
+BUILT_PAGES = "dashboard/static/"
+"""Folder of the package that is built from sources: fonts and minified scripts, which no one reads."""
+
 
 def git_state(directory: Path) -> tuple[str | None, bool | None]:
     """Returns commit and uncommitted changes of the checkout. (None, None) outside a checkout."""
@@ -73,7 +76,8 @@ class CodeSnapshot:
                     _add_text(archive, "changes.diff", self._diff(root))
                 package = Path(telescope.__file__).parent
                 if root is None or not package.is_relative_to(root):
-                    self._add_all(archive, "telescope", package, _files_below(package))
+                    names = (name for name in _files_below(package) if not name.startswith(BUILT_PAGES))
+                    self._add_all(archive, "telescope", package, names)
                 for number, folder in enumerate(folders):
                     if root is None or not folder.is_relative_to(root):
                         self._add_all(archive, f"environments/{number}", folder, _files_below(folder))
