@@ -93,21 +93,22 @@ def test_a_killed_run_continues_and_its_checkpoints_are_evaluated_and_its_printe
     assert sorted(steps) == [(step, 1 if step < last else 2) for step in range(last + 2)]
     assert checkpoints.steps()[-1] == last + 2
     evaluate_checkpoints(command.run_dir, tmp_path, [last + 1, last + 2])
-    run_printed_commands(resumed.log.read_text(), tmp_path)
+    num_steps = run_printed_commands(resumed.log.read_text(), tmp_path)
+    assert checkpoints.steps()[-1] == num_steps > last + 2
 
 
-def run_printed_commands(output: str, folder: Path) -> None:
-    """Runs the commands that a run prints at its end, except for the continuation."""
+def run_printed_commands(output: str, folder: Path) -> int:
+    """Runs the commands that a run prints at its end. Returns the steps after which the continued run ends."""
     lines = output.partition("\nNext:\n")[2].splitlines()
     commands = {words[1]: words for words in map(shlex.split, lines) if words}
     assert list(commands) == ["runs", "query", "chat", "eval", "train"]
-    resume = commands.pop("train")
-    assert (resume[2], resume[4]) == ("--resume", "--number_of_steps")
     for words in commands.values():
         done = subprocess.run(
-            words, cwd=folder, capture_output=True, text=True, timeout=400, input="1 2 3 -> 6\n/exit\n"
+            words, cwd=folder, capture_output=True, text=True, timeout=600, input="1 2 3 -> 6\n/exit\n"
         )
         assert done.returncode == 0, (words, done.stderr)
+    resume = commands["train"]
+    return int(resume[resume.index("--number_of_steps") + 1])
 
 
 EVALS = """
