@@ -78,7 +78,7 @@ LOADS = ("orchestrator", "bare")
 RESET_CACHE_ROUTE = "/reset_prefix_cache"
 WINDOW = (0.1, 0.9)
 """Measured range of a load, in shares of the tokens computed when the last request is sent."""
-REQUESTS_PER_SLOT = {False: 3, True: 6}
+REQUESTS_PER_SLOT = {False: 3, True: 16}
 """Without and with --quick, whose short answers would otherwise end a load before it is measured."""
 LOAD_TIMEOUT = 600.0
 LAUNCHER_TIMEOUT = 120.0
@@ -122,7 +122,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, port=8860)
     add = parser.add_argument
-    add("--requests", type=positive, help="requests of one load (default: 3 per request slot, with --quick 6)")
+    add("--requests", type=positive, help="requests of one load (default: 3 per request slot, with --quick 16)")
     add("--repeats", type=positive, default=6, help="pairs of loads, fewer if --seconds have passed (default: 6)")
     add("--seconds", type=positive, help="begin no pair that may end later than this after the benchmark's start")
     add("--engine-cores", type=positive, help="cores reserved for the engine (default: none)")
