@@ -117,16 +117,13 @@ def _has_gini(name: str) -> bool:
 def _numbers(sample: Trajectory, advantage: float, version: int) -> Numbers:
     assert sample.reward is not None
     oldest = sample.version_range[0]
-    prompt, completion, environment = (
-        sample.num_prompt_tokens, sample.num_completion_tokens, sample.num_environment_tokens
-    )  # fmt: skip
     return {
         "reward": sample.total_reward,
         "advantage": advantage,
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "environment_tokens": environment,
-        "total_tokens": prompt + completion + environment,
+        "prompt_tokens": sample.num_prompt_tokens,
+        "completion_tokens": sample.num_completion_tokens,
+        "environment_tokens": sample.num_environment_tokens,
+        "total_tokens": sample.num_tokens,
         "num_turns": len(sample.turns),
         **({"age": version - oldest} if oldest >= 0 else {}),
         **{f"sample_metrics/{name}": value for name, value in sample.reward.sample_metrics.items()},

@@ -56,6 +56,9 @@ from telescope.weights.plan import TensorMeta
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing by it, as in torch's clipping."""
 
+Forward = tuple[MicroBatch, torch.Tensor, torch.Tensor]
+"""A micro-batch with the logprobs and the entropies of its N trained tokens."""
+
 
 class FSDPBackend(TrainingBackend):
     """One rank of an FSDP2 trainer, on CPU (gloo) or GPU (NCCL)."""
@@ -81,8 +84,6 @@ class FSDPBackend(TrainingBackend):
         self._keeps_gathered = not reshards_after_forward(config.fsdp_reshard_after_forward, self.device.type)
         self._spans: list[Span] = []
         self._tokens: list[SampleTokens] = []
-        self._forwards: list[tuple[MicroBatch, torch.Tensor, torch.Tensor]] = []
-        """Micro-batches of the current step with recorded samples, and the logprobs and entropies of their tokens."""
         if self.config.checkpoint_every:
             _ = self.saver  # its process starts meanwhile
 
@@ -114,19 +115,19 @@ class FSDPBackend(TrainingBackend):
         sums = StepMetrics(self.device, self.environments)
         norms = []
         recorded: frozenset[str] = trainer_data.get("recorded", frozenset())
-        self._forwards = []
+        forwards: list[Forward] | None = [] if recorded else None
         references = self.reference_logprobs(minibatches, version, timeline)
         for index, batch in enumerate(minibatches):
             self.accumulate(
                 batch, version, timeline, sums,
-                weights_moved=index > 0, references=references[index], recorded=recorded,
+                weights_moved=index > 0, references=references[index], forwards=forwards,
             )  # fmt: skip
             norms.append(self.update(rate, denominator(self.algorithm, batch, self.config), step, timeline))
         metrics = sums.reduce()
-        for row, logp_N, entropy_N in self._forwards:  # the device has finished: no wait
-            logprobs, entropies = (values.float().cpu().numpy() for values in (logp_N, entropy_N))
-            self._tokens += tokens_of_samples(row, recorded, logprobs, entropies)
-        self._forwards = []
+        for row, logp_N, entropy_N in forwards or ():  # the device has finished: no wait
+            if not recorded.isdisjoint(row.sample_ids):
+                logprobs, entropies = (values.float().cpu().numpy() for values in (logp_N, entropy_N))
+                self._tokens += tokens_of_samples(row, recorded, logprobs, entropies)
         spans = timeline.finish()
         if self.config.track_gpu_events:
             self._spans += spans
@@ -161,12 +162,12 @@ class FSDPBackend(TrainingBackend):
         *,
         weights_moved: bool = False,
         references: list[torch.Tensor] | None = None,
-        recorded: frozenset[str] = frozenset(),
+        forwards: list[Forward] | None = None,
     ) -> None:
         """Adds the gradient of the *sum* of this rank's token losses to `grad`. Collective.
 
         `references` are the logprobs of each micro-batch from before the first update of the batch, if the loss has a
-        ratio to them and the weights have changed since.
+        ratio to them and the weights have changed since. `forwards` receives the results of each forward pass.
         """
         divisor = denominator(self.algorithm, batch, self.config)
         penalty_share = divisor / max(batch.num_trained_tokens, 1)
@@ -181,8 +182,8 @@ class FSDPBackend(TrainingBackend):
                 rows.token_ids_T, rows.position_ids_T, rows.layout, rows.predicted_N,
                 self.config.temperature, timeline, index,
             )  # fmt: skip
-            if not recorded.isdisjoint(micro_batch.sample_ids):
-                self._forwards.append((micro_batch, logp_N.detach(), entropy_N.detach()))
+            if forwards is not None:
+                forwards.append((micro_batch, logp_N.detach(), entropy_N.detach()))
             with timeline.span("loss_computation", index):
                 loss, terms = micro_batch_loss(
                     self.algorithm, rows, logp_N, entropy_N, self.config,
