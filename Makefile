@@ -36,7 +36,7 @@ demo: setup  ## watch a small language model learn arithmetic on this machine (1
 	exec $(PY) train.py --config configs/examples/demo_countdown.yaml --model $$model $$where $(ARGS)
 
 # One recipe, so that the tiers run in this order whatever -j says, and the first that fails ends it.
-test: setup  ## before every change lands: lint, types and all tests but the slow ones (16 minutes on two cores)
+test: setup  ## before every change lands: lint, types and all tests but the slow ones (18 minutes on two cores)
 	@echo "== lint";        $(MAKE) --no-print-directory run-lint
 	@echo "== types";       $(MAKE) --no-print-directory run-types
 	@echo "== dashboard";    $(MAKE) --no-print-directory run-dashboard

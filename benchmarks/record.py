@@ -36,6 +36,8 @@ NUM_RECORDED = 8
 SPANS_PER_STEP = 400
 """Two ranks with 20 micro-batches of ten operations."""
 
+PACKAGES = ("numpy", "pyarrow")
+
 DRAW = np.random.default_rng(0)
 
 
@@ -112,18 +114,16 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--quick", action="store_true", help="20 steps")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--json", type=Path, help="write the result here as well")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="telescope-record-") as folder:
         num_steps = 20 if arguments.quick else arguments.steps
         result = asyncio.run(measure(num_steps, arguments.samples, arguments.length, Path(folder)))
     text = json.dumps({**provenance(PACKAGES), **result}, indent=1)
     print(text)
-    if arguments.output is not None:
-        arguments.output.write_text(text + "\n")
+    if arguments.json is not None:
+        arguments.json.write_text(text + "\n")
 
-
-PACKAGES = ("numpy", "pyarrow")
 
 if __name__ == "__main__":
     main()
