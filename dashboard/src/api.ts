@@ -51,21 +51,14 @@ export function follow(run: string, events: RunEvents): () => void {
   let source: EventSource | null = null;
   let timer: ReturnType<typeof setTimeout> | undefined;
   let wait = FIRST_RETRY_MS;
-  const read = (event: MessageEvent<string>) => {
-    const body = JSON.parse(event.data) as Record<string, unknown>;
-    const tables = (body.tables ?? body) as Record<string, unknown>;
-    const grown = Object.entries(tables).filter((entry): entry is [string, number] => typeof entry[1] === "number");
-    if (grown.length) events.onTables(Object.fromEntries(grown));
-    if (typeof body.status === "string") events.onStatus(body.status);
-  };
   const connect = () => {
     source = new EventSource(address("/api/events", { run }));
     source.onopen = () => {
       wait = FIRST_RETRY_MS;
       events.onConnected(true);
     };
-    source.onmessage = read;
-    for (const name of ["tables", "status"]) source.addEventListener(name, read as EventListener);
+    source.addEventListener("tables", (event: MessageEvent<string>) => events.onTables(JSON.parse(event.data).tables));
+    source.addEventListener("status", (event: MessageEvent<string>) => events.onStatus(JSON.parse(event.data).status));
     source.onerror = () => {
       events.onConnected(false);
       if (source?.readyState !== EventSource.CLOSED) return; // the browser reconnects, with Last-Event-ID

@@ -33,7 +33,7 @@ export interface Problem {
 export interface Runs {
   runs: RunRow[];
   problems: Problem[];
-  roots?: string[];
+  roots: string[];
 }
 
 export interface Attempt {
@@ -69,7 +69,7 @@ export interface RunInfo {
   user_set: string[];
   attempts: Attempt[];
   environments: Environment[];
-  result: Record<string, unknown> | null;
+  result: Record<string, unknown>;
 }
 
 /** Rows of steps as columns; `next` is the cursor of the following request. */
@@ -83,12 +83,12 @@ export interface StepColumns {
   metrics: Record<string, Value[]>;
 }
 
-export interface Sentence {
+interface Sentence {
   text: string;
   metrics: string[];
 }
 
-export interface HealthCell {
+interface HealthCell {
   name: string;
   title: string;
   metric: string;
@@ -103,6 +103,7 @@ export interface Alert {
   time: Value;
   title: string;
   text: string;
+  level: string;
   resolved: boolean;
 }
 

@@ -5,7 +5,7 @@ import { number } from "../format";
 import { color, useTheme } from "../state/theme";
 import type { Value } from "../types";
 
-export interface HeatRow {
+interface HeatRow {
   label: string;
   values: Value[];
   format?: (value: Value) => string;

@@ -19,7 +19,7 @@ export interface DrawnRun {
 }
 
 /** Returns the place of each step on an axis: its number, seconds of training, or trained tokens. */
-export function placesOf(steps: StepColumns, axis: XAxis): number[] {
+function placesOf(steps: StepColumns, axis: XAxis): number[] {
   if (axis === "step") return steps.step;
   const places = axis === "time" ? trainingSeconds(steps) : trainedTokens(steps);
   let last = 0;

@@ -58,7 +58,7 @@ export function smooth(values: Value[], keep: number): Value[] {
 }
 
 /** Returns the value below which a share `q` of the sorted values lies, between neighbors. */
-export function quantile(sorted: number[], q: number): number {
+function quantile(sorted: number[], q: number): number {
   if (sorted.length === 0) return NaN;
   const at = (sorted.length - 1) * q;
   const below = Math.floor(at);

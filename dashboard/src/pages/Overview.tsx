@@ -284,4 +284,3 @@ function readRow(steps: StepColumns, values: Value[], at: number | null, write: 
   const value = values[row];
   return value == null ? NONE : write(value);
 }
-

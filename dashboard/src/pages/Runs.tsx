@@ -18,7 +18,7 @@ import { useKeys } from "../shell/keys";
 import { useRuns } from "../state/run";
 import { runColor } from "../state/theme";
 import { elsewhere, format, go, useParam, usePlace } from "../state/url";
-import type { RunRow } from "../types";
+import type { Problem, RunRow } from "../types";
 import "./runs.css";
 
 const ROW = 32;
@@ -143,7 +143,7 @@ export function Runs() {
   const { runs: all, problems } = runs.data;
   if (all.length === 0)
     return (
-      <Quiet title="No runs here yet." text={runs.data.roots?.length ? `Looked in ${runs.data.roots.join(", ")}.` : "The folders given to telescope ui hold no run."}>
+      <Quiet title="No runs here yet." text={runs.data.roots.length ? `Looked in ${runs.data.roots.join(", ")}.` : "The folders given to telescope ui hold no run."}>
         <p>Make one in ten minutes, without a GPU:</p>
         <pre>make demo</pre>
         <p>or open the folder of a run:</p>
@@ -245,7 +245,7 @@ export function Runs() {
   );
 }
 
-function Problems({ problems }: { problems: { path: string; problem: string }[] }) {
+function Problems({ problems }: { problems: Problem[] }) {
   if (problems.length === 0) return null;
   return (
     <section className="problems">

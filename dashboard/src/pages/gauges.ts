@@ -28,7 +28,7 @@ export function rate(series: GaugeSeries): GaugeSeries {
   return { ...series, mean: grown, min: grown, max: grown };
 }
 
-/** Returns the sum of two series of the same readings divided by each other: `over` per `under`. */
+/** Returns the growth of one counter over that of another with the same readings: `over` per `under`. */
 export function perOther(over: GaugeSeries, under: GaugeSeries): GaugeSeries {
   const at = new Map(under.time.map((time, i) => [time, i]));
   const share = over.time.map((time, i): Value => {

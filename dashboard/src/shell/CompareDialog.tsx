@@ -2,7 +2,6 @@
 
 import { useState } from "react";
 import { moment } from "../format";
-import { routeOf } from "../routes";
 import { useRuns } from "../state/run";
 import { runColor } from "../state/theme";
 import { elsewhere, format, setOthers, useOthers, usePlace } from "../state/url";
@@ -40,7 +39,7 @@ export function CompareDialog({ opened, close }: { opened: boolean; close: () =>
         })}
         {shown.length === 0 && <li className="f">{runs.length < 2 ? "There is no other run here." : "No run has this name."}</li>}
       </ul>
-      {routeOf("compare") && others.length > 0 && (
+      {others.length > 0 && (
         <p>
           <a className="link" href={format(elsewhere(place, { page: "compare" }))} onClick={close}>
             Compare config and code

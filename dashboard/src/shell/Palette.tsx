@@ -19,7 +19,7 @@ interface Command {
 const SHOWN = 12;
 
 /** Returns how well all words are found in the text: less is better, null is not at all. */
-export function matchWords(text: string, words: string[]): number | null {
+function matchWords(text: string, words: string[]): number | null {
   const low = text.toLowerCase();
   let sum = 0;
   for (const word of words) {
@@ -54,7 +54,7 @@ function Search({ close, openOther }: { close: () => void; openOther: (what: Ope
     }
     for (const run of runs ?? [])
       out.push({ title: run.name, hint: `run ${run.id}, ${statusWord(run.status)}`, run: () => go(elsewhere(place, { run: run.id, page: "overview" })) });
-    if (place.run !== null && ROUTES.some((route) => route.page === "metrics"))
+    if (place.run !== null)
       for (const metric of Object.keys(steps?.metrics ?? {}))
         out.push({ title: metric, hint: "metric", run: () => go(elsewhere(place, { page: "metrics" }, { metric })) });
     for (const theme of THEMES) out.push({ title: `Theme: ${theme}`, hint: "command", run: () => setTheme(theme) });

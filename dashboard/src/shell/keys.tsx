@@ -1,6 +1,6 @@
 /** Keys: pages register theirs, `?` lists all that work here. Keys in a row are written `g r`. */
 
-import { useEffect, useReducer, useRef } from "react";
+import { useEffect, useRef } from "react";
 import { Dialog } from "./Dialog";
 
 export interface Key {
@@ -56,10 +56,6 @@ const SHOWN: Record<string, string> = { ArrowLeft: "←", ArrowRight: "→", Arr
 const show = (key: string) => key.replace("Control+", "Ctrl ").replace("Meta+", "⌘ ").replace(/Arrow\w+|Escape|^ $/g, (name) => SHOWN[name] ?? name);
 
 export function KeysDialog({ opened, close }: { opened: boolean; close: () => void }) {
-  const [, refresh] = useReducer((count: number) => count + 1, 0);
-  useEffect(() => {
-    if (opened) refresh();
-  }, [opened]);
   return (
     <Dialog opened={opened} close={close} title="Keys">
       <div className="keys">

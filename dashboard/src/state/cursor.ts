@@ -2,8 +2,6 @@
 
 import { useSyncExternalStore } from "react";
 
-export type Axis = "step" | "time" | "tokens";
-
 export interface Cursor {
   axis: string;
   x: number;

@@ -1,4 +1,4 @@
-/** The events of the runs on the page: how often each table grew, and whether the connection stands. */
+/** The events of the runs on the page: how many rows each table has, and whether the connection stands. */
 
 import { useEffect, useSyncExternalStore } from "react";
 import { follow } from "../api";
@@ -42,11 +42,7 @@ export function useEvents(run: string | null): void {
     const entry = entryOf(run);
     entry.users += 1;
     entry.stop ??= follow(run, {
-      onTables: (tables) => {
-        const versions = { ...entry.state.versions };
-        for (const [table, rows] of Object.entries(tables)) versions[table] = rows;
-        update(entry, { versions });
-      },
+      onTables: (tables) => update(entry, { versions: { ...entry.state.versions, ...tables } }),
       onStatus: (status) => update(entry, { status }),
       onConnected: (connected) => {
         const back = connected && entry.state.connected === false;

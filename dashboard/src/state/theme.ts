@@ -1,6 +1,6 @@
 /** Dark, light or as the system says; from the address, else as chosen last. */
 
-import { useEffect, useSyncExternalStore } from "react";
+import { useSyncExternalStore } from "react";
 import { setParams, usePlace } from "./url";
 
 export const THEMES = ["system", "light", "dark"] as const;
@@ -27,9 +27,6 @@ export function useTheme(): { theme: Theme; dark: boolean } {
   const systemDark = useSystemDark();
   const dark = theme === "dark" || (theme === "system" && systemDark);
   document.documentElement.dataset.theme = dark ? "dark" : "light";
-  useEffect(() => {
-    colors.clear();
-  }, [dark]);
   return { theme, dark };
 }
 

@@ -15,7 +15,7 @@ export interface Range {
 }
 
 /** Parameters that stay when the page changes. */
-export const SHARED = ["range", "theme", "with", "step"] as const;
+const SHARED = ["range", "theme", "with", "step"] as const;
 
 export function parse(hash: string): Place {
   const [path = "", query = ""] = hash.replace(/^#/, "").split(/\?(.*)/s);
@@ -55,7 +55,7 @@ export function parseRange(text: string | undefined): Range | null {
   return { from: Math.min(a, b), to: Math.max(a, b) };
 }
 
-export const formatRange = (range: Range | null): string => (range ? `${range.from}-${range.to}` : "");
+const formatRange = (range: Range | null): string => (range ? `${range.from}-${range.to}` : "");
 
 let current = parse(typeof location === "undefined" ? "" : location.hash);
 const listeners = new Set<() => void>();

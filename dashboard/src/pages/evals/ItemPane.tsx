@@ -3,7 +3,6 @@
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { useEffect, useMemo, useRef } from "react";
 import { count, number } from "../../format";
-import { routeOf } from "../../routes";
 import { elsewhere, format, usePlace } from "../../state/url";
 import type { EvalRow } from "../../types";
 import { promptLine } from "../rollouts/conversation";
@@ -111,20 +110,15 @@ function Answers({ title, answered }: { title: string; answered: Answered }) {
     <div>
       <div className="s f">{title}</div>
       {answered.answers.slice(0, MOST_ANSWERS).map((answer) => (
-        <div key={answer.sample_id} className="one">
+        <div key={answer.sample_id}>
           <div className="m text">
             <Plain text={clean(answer.answer).slice(0, CUT) || "(empty)"} />
           </div>
           <div className="d">
-            {answer.score === null ? "not scored" : answer.score >= 1 ? <b>right</b> : answer.score > 0 ? number(answer.score) : "wrong"}
-            {routeOf("rollouts") && (
-              <>
-                {" "}
-                <a className="link" href={format(elsewhere(place, { page: "rollouts" }, { sample: answer.sample_id, status: "eval" }))}>
-                  open
-                </a>
-              </>
-            )}
+            {answer.score === null ? "not scored" : answer.score >= 1 ? <b>right</b> : answer.score > 0 ? number(answer.score) : "wrong"}{" "}
+            <a className="link" href={format(elsewhere(place, { page: "rollouts" }, { sample: answer.sample_id, status: "eval" }))}>
+              open
+            </a>
           </div>
         </div>
       ))}

@@ -13,7 +13,6 @@ export interface ChartSpec {
   scale?: number;
   low?: number;
   high?: number;
-  labels?: (labels: Record<string, string>) => boolean;
 }
 
 export interface Section {
@@ -93,7 +92,7 @@ export const SECTIONS: Section[] = [
   },
 ];
 
-/** Counters without a count since their start are not plotted; so many lines of one chart are drawn, the mean aside. */
+/** Lines of one chart; the mean comes on top. */
 export const MOST_LINES = 16;
 
 /** The series of a chart, scaled, with their names. */
@@ -126,7 +125,7 @@ export function aggregate(list: readonly GaugeSeries[]): { time: number[]; mean:
   return { time: times, mean: times.map((time) => sums.get(time)!.sum / sums.get(time)!.n) };
 }
 
-export interface Device {
+interface Device {
   name: string;
   role: string;
   /** Mean and last load from 0 to 1; null when it is not measured. */

@@ -49,7 +49,7 @@ export function Logs() {
     const from = current && !current.error ? current : null;
     get<LogPage>(runPath(run, "logs"), { ...query, limit: PAGE_ROWS, since: from ? from.next : null }, abort.signal)
       .then((page) => {
-        if (page.components) setComponents(page.components);
+        setComponents(page.components);
         setState((old) => {
           const base = old?.query === query ? old : null;
           return { query, rows: join(base?.rows ?? [], page.rows), next: page.next, begin: base?.begin ?? page.rows.length < PAGE_ROWS, error: null };

@@ -17,7 +17,7 @@ export interface LogRow {
 export interface LogPage {
   rows: LogRow[];
   next: number;
-  components?: string[];
+  components: string[];
 }
 
 export const LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] as const;
@@ -32,11 +32,6 @@ export function join(old: readonly LogRow[], fresh: readonly LogRow[]): LogRow[]
 
 /** Lines of a message that are shown before a traceback is unfolded. */
 export const FOLDED_LINES = 24;
-
-export interface Folded {
-  text: string;
-  hidden: number;
-}
 
 /** The first and last lines of a long message: a traceback says what happened in its last line. */
 export function fold(message: string, lines = FOLDED_LINES): { head: string; hidden: number; tail: string } {

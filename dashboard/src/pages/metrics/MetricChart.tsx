@@ -163,7 +163,7 @@ function Grip({ metric, move }: { metric: string; move: (by: 1 | -1) => void }) 
 }
 
 /** Returns the unit that a metric's name tells. */
-export function unitOf(metric: string): string {
+function unitOf(metric: string): string {
   if (metric.startsWith("timing_") || /_seconds(\/|$)/.test(metric)) return "s";
   if (/_pct$|\/pct$/.test(metric)) return "%";
   if (/(^|\/)tokens(_mean|_std|_min|_max)?$|rollouts\/tokens_/.test(metric)) return "tokens";

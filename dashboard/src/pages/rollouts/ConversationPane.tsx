@@ -28,7 +28,7 @@ interface PaneProps {
 }
 
 /** The view that an address asks for, as far as the record has its numbers. */
-export function viewOf(wanted: string, views: readonly View[], tokens: number): Shown {
+function viewOf(wanted: string, views: readonly View[], tokens: number): Shown {
   if (wanted === "text" || wanted === "raw") return wanted;
   const known = views.find((view) => view === wanted);
   return known ?? (views[0] && tokens <= FEW_TOKENS ? views[0] : "text");

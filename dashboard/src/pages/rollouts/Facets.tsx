@@ -3,7 +3,7 @@ import { setParams, usePlace } from "../../state/url";
 import type { Facets as Counts } from "./types";
 
 /** Facets that the server filters by: the parameter of the address has its name. */
-export const FACETS: [name: string, title: string][] = [
+const FACETS: [name: string, title: string][] = [
   ["status", "Status"],
   ["environment", "Environment"],
   ["reward", "Reward"],

@@ -31,7 +31,7 @@ interface Interval {
 }
 
 /** Time of a sample, as far as the record has it. */
-export function timing(detail: Detail): { intervals: Interval[]; whole: number } | null {
+function timing(detail: Detail): { intervals: Interval[]; whole: number } | null {
   const { started_at: start, generated_at: generated, finished_at: end } = detail;
   if (start === null || end === null) return null;
   const spans = detail.spans ?? [];

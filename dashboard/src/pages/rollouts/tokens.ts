@@ -3,7 +3,7 @@
 import type { DetailTurn } from "./types";
 
 export type TokenView = "surprise" | "ratio" | "entropy" | "mask" | "version";
-export const TOKEN_VIEWS: readonly TokenView[] = ["surprise", "ratio", "entropy", "mask", "version"];
+const TOKEN_VIEWS: readonly TokenView[] = ["surprise", "ratio", "entropy", "mask", "version"];
 
 export interface Token {
   text: string;
@@ -55,10 +55,10 @@ export function availableViews(tokens: readonly Token[]): TokenView[] {
 }
 
 /** Tokens more likely than this get no color, or all text would be tinted. */
-export const QUIET_LOGPROB = -0.04;
+const QUIET_LOGPROB = -0.04;
 /** Surprise (nats) and entropy (nats) of the full color. */
-export const FULL_SURPRISE = 1.6;
-export const FULL_ENTROPY = 2;
+const FULL_SURPRISE = 1.6;
+const FULL_ENTROPY = 2;
 /** |log ratio| of the full color. */
 const FULL_LOG_RATIO = 0.25;
 

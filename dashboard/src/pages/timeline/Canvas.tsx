@@ -1,5 +1,4 @@
 import { useEffect, useLayoutEffect, useRef, useState } from "react";
-import { setCursor } from "../../state/cursor";
 import { useTheme } from "../../state/theme";
 import { draw, type Scene } from "./draw";
 import { AXIS, LABEL_WIDTH, RIGHT, rowAt } from "./layout";
@@ -148,7 +147,6 @@ export function Canvas({ scene, setView, onSelect, onFit, onSize }: CanvasProps)
     if (event.pointerType === "touch") return;
     const inside = at.x >= LABEL_WIDTH && at.x <= size.width - RIGHT;
     setHover(inside ? { x: at.x, hit: hitAt(at.x, at.y) } : null);
-    setCursor(inside ? { axis: "time", x: timeAt(at.x) } : null);
   };
   const up = (event: React.PointerEvent) => {
     pointers.current.delete(event.pointerId);
@@ -159,10 +157,6 @@ export function Canvas({ scene, setView, onSelect, onFit, onSize }: CanvasProps)
     const start = drag.current;
     drag.current = null;
     if (start && !start.moved) onSelect(hitAt(start.x, start.y));
-  };
-  const leave = () => {
-    setHover(null);
-    setCursor(null);
   };
 
   const seconds = view.to - view.from;
@@ -180,7 +174,7 @@ export function Canvas({ scene, setView, onSelect, onFit, onSize }: CanvasProps)
           onPointerMove={move}
           onPointerUp={up}
           onPointerCancel={up}
-          onPointerLeave={leave}
+          onPointerLeave={() => setHover(null)}
           onDoubleClick={(event) => onFit(hitAt(event.nativeEvent.offsetX, event.nativeEvent.offsetY)?.row ?? null)}
         />
       </div>

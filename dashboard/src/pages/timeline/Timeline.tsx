@@ -92,7 +92,7 @@ export function Timeline() {
   const attempt = steps?.attempt.at(-1) ?? 1;
 
   const gaugeNames = useResource<{ name: string }[]>(runPath(run, "gauges", "names"));
-  const has = new Set((gaugeNames.data ?? []).map((one) => (typeof one === "string" ? one : one.name)));
+  const has = new Set((gaugeNames.data ?? []).map((one) => one.name));
   const wanted = has.has(GPU_GAUGES[0]!) ? GPU_GAUGES : CPU_GAUGES.filter((name) => has.has(name));
   const series = useResource<GaugeSeries[]>(
     wanted.length && loaded ? runPath(run, "gauges") : null,

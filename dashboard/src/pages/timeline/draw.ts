@@ -1,6 +1,7 @@
 /** Draws the timeline on a canvas. Knows no React and no API. */
 
 import { color } from "../../state/theme";
+import type { GaugeSeries } from "../gauges";
 import { AXIS, LABEL_WIDTH, RIGHT, slotsOf, type Layout, type Row } from "./layout";
 import { spanAt, visibleBoxes } from "./search";
 import { COLOR, KINDS, type Lanes, type Track } from "./spans";
@@ -8,12 +9,7 @@ import { clock, ticks, type View } from "./viewport";
 
 const FONT = '12px -apple-system, "Segoe UI", Inter, Roboto, system-ui, "Noto Sans", sans-serif';
 
-export interface Band {
-  time: number[];
-  min: (number | null)[];
-  mean: (number | null)[];
-  max: (number | null)[];
-}
+type Readings = Pick<GaugeSeries, "time" | "mean">;
 
 export interface Gauge {
   title: string;
@@ -23,7 +19,7 @@ export interface Gauge {
   role: "engine" | "trainer" | "host";
   /** Writes the reading at a time. */
   read: (time: number) => string;
-  series: Band;
+  series: Readings;
 }
 
 export interface Mark {
@@ -230,7 +226,7 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
     context.fillRect(LABEL_WIDTH, bottom, plot, 1);
   }
 
-  function plotLine(series: Band, x: (t: number) => number, y: (v: number) => number, bottom: number, stroke: string, fill: string, alpha: number): void {
+  function plotLine(series: Readings, x: (t: number) => number, y: (v: number) => number, bottom: number, stroke: string, fill: string, alpha: number): void {
     const points: [number, number][] = [];
     series.time.forEach((time, i) => {
       const value = series.mean[i];

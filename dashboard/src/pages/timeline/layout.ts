@@ -21,7 +21,7 @@ export interface Row {
   height: number;
 }
 
-export interface EngineBlock {
+interface EngineBlock {
   server: number;
   y: number;
   height: number;
@@ -31,7 +31,7 @@ export interface EngineBlock {
   transfers: Track;
 }
 
-export interface GaugeRow {
+interface GaugeRow {
   index: number;
   y: number;
   height: number;

@@ -55,7 +55,7 @@ export function useSpans(run: string, view: View | null, buckets: number, versio
 }
 
 /** Turns columns into rows. */
-export function spanRows(columns: SpanColumns): StepSpan[] {
+function spanRows(columns: SpanColumns): StepSpan[] {
   return columns.start.map((start, row) => ({
     component: columns.component[row]!,
     name: columns.name[row]!,

@@ -3,7 +3,7 @@
 import { KINDS, type Track } from "./spans";
 
 /** Index of the first span that starts at or after a time. */
-export function firstFrom(track: Track, time: number): number {
+function firstFrom(track: Track, time: number): number {
   let low = 0;
   let high = track.start.length;
   while (low < high) {
@@ -22,18 +22,14 @@ export interface Box {
   index: number;
 }
 
-/** Narrower spans are merged, in seconds of one pixel. */
-const MERGE_PIXELS = 1;
-
 /**
- * Returns the boxes to draw for [from, to) at a scale of seconds per pixel.
+ * Returns the boxes to draw for [from, to). `narrow` is the seconds of one pixel.
  *
  * A span of a pixel or more is its own box. Narrower ones share boxes of one pixel, with the kind that fills most of it,
  * so that the number of boxes is bounded by the width, not by the number of spans.
  */
-export function visibleBoxes(track: Track, from: number, to: number, secondsPerPixel: number): Box[] {
+export function visibleBoxes(track: Track, from: number, to: number, narrow: number): Box[] {
   const boxes: Box[] = [];
-  const narrow = secondsPerPixel * MERGE_PIXELS;
   const filled = new Float64Array(KINDS.length);
   let pixel = -1;
   let only = -1;

@@ -52,7 +52,7 @@ export interface Track {
   longest: number;
 }
 
-export type Area = "orchestrator" | "engine" | "trainer";
+type Area = "orchestrator" | "engine" | "trainer";
 
 export interface Lane {
   key: string;
