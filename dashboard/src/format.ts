@@ -30,6 +30,11 @@ export function number(value: number | null | undefined, digits?: number): strin
   return minus(value.toExponential(1));
 }
 
+/** Returns a number with its sign, also when it is positive. */
+export function signed(value: number | null, digits?: number): string {
+  return value !== null && value > 0 ? `+${number(value, digits)}` : number(value, digits);
+}
+
 /** Returns a whole number with thin spaces between thousands. */
 export function count(value: number | null | undefined): string {
   if (value === null || value === undefined || Number.isNaN(value)) return NONE;

@@ -1,8 +1,11 @@
 /** From the steps of runs to the lines of a chart. */
 
-import { trainedTokens, trainingSeconds } from "../state/steps";
+import { useMemo } from "react";
+import { useRuns } from "../state/run";
+import { trainedTokens, trainingSeconds, useStepsOf } from "../state/steps";
 import { runColor } from "../state/theme";
-import type { Distribution, StepColumns, Value } from "../types";
+import { useOthers } from "../state/url";
+import type { Distribution, RunInfo, StepColumns, Value } from "../types";
 import type { Band, Line } from "./Chart";
 import { smooth, stdBand } from "./math";
 
@@ -26,8 +29,24 @@ function placesOf(steps: StepColumns, axis: XAxis): number[] {
   return places.map((place) => (last = place ?? last));
 }
 
-export function drawnRun(id: string, name: string, order: number, steps: StepColumns, axis: XAxis): DrawnRun {
+function drawnRun(id: string, name: string, order: number, steps: StepColumns, axis: XAxis): DrawnRun {
   return { id, name, color: runColor(order), steps, x: placesOf(steps, axis) };
+}
+
+/** Returns the run of the page and, as far as they are read, those drawn over it. */
+export function useDrawnRuns(info: RunInfo | undefined, steps: StepColumns | null, axis: XAxis): DrawnRun[] {
+  const others = useOthers();
+  const otherSteps = useStepsOf(others);
+  const listed = useRuns().data?.runs;
+  return useMemo(() => {
+    if (!steps || !info) return [];
+    const rest = others.flatMap((id, i) => {
+      const theirs = otherSteps[i];
+      return theirs ? [drawnRun(id, listed?.find((row) => row.id === id)?.name ?? id, i + 1, theirs, axis)] : [];
+    });
+    return [drawnRun(info.info.id, info.info.name, 0, steps, axis), ...rest];
+    // otherSteps is a new array on every call; its parts are not.
+  }, [info, steps, axis, listed, others.join(), ...otherSteps]);
 }
 
 /** Returns whether nearly all values lie at the ends (right or wrong): percentiles and deviations then say nothing but the mean. */

@@ -1,16 +1,16 @@
 /** Which run is better, and since when? Every step metric, any number of runs, one crosshair. */
 
 import { useMemo, useState } from "react";
-import { axisEnd, type BandKind, clock, type DrawnRun, drawnRun, type XAxis } from "../charts/data";
+import { axisEnd, type BandKind, clock, type DrawnRun, useDrawnRuns, type XAxis } from "../charts/data";
 import { clockTicks, nearest, ticks } from "../charts/math";
 import { number } from "../format";
 import { Failure, Quiet } from "../shell/App";
 import { useKeys } from "../shell/keys";
 import { Menu } from "../shell/Menu";
 import { formatSections, type Layout, moveMetric, parseSections, stepMetric, toggleMetric, useLayouts } from "../state/layouts";
-import { useRunId, useRunInfo, useRuns } from "../state/run";
-import { useSteps, useStepsOf } from "../state/steps";
-import { setParams, useOthers, useParam, useRange } from "../state/url";
+import { useRunId, useRunInfo } from "../state/run";
+import { useSteps } from "../state/steps";
+import { setParams, useParam, useRange } from "../state/url";
 import { MetricChart, type View } from "./metrics/MetricChart";
 import { RunTable } from "./metrics/RunTable";
 import { MetricTree } from "./metrics/MetricTree";
@@ -34,19 +34,8 @@ export function Metrics() {
   const run = useRunId();
   const info = useRunInfo(run).data;
   const { steps, error } = useSteps(run);
-  const others = useOthers();
-  const otherSteps = useStepsOf(others);
-  const listed = useRuns().data?.runs;
   const [axis, setAxis] = useParam("axis", "step");
-  const runs = useMemo(() => {
-    if (!steps || !info) return [];
-    const rest = others.flatMap((id, i) => {
-      const theirs = otherSteps[i];
-      return theirs ? [drawnRun(id, listed?.find((row) => row.id === id)?.name ?? id, i + 1, theirs, axis as XAxis)] : [];
-    });
-    return [drawnRun(run, info.info.name, 0, steps, axis as XAxis), ...rest];
-    // otherSteps is a new array on every call; its parts are not.
-  }, [run, info, steps, axis, listed, others.join(), ...otherSteps]);
+  const runs = useDrawnRuns(info, steps, axis as XAxis);
 
   if (error && !steps) return <Failure error={error} />;
   if (!steps || !info) return null;

@@ -2,7 +2,7 @@
 
 import { useMemo } from "react";
 import { runPath } from "../api";
-import { axisEnd, bandsOf, type DrawnRun, drawnRun, linesOf } from "../charts/data";
+import { axisEnd, bandsOf, type DrawnRun, linesOf, useDrawnRuns } from "../charts/data";
 import { Chart, type ChartProps, type Line } from "../charts/Chart";
 import { smooth, stack } from "../charts/math";
 import { Spark } from "../charts/Spark";
@@ -11,9 +11,9 @@ import { Failure, Quiet } from "../shell/App";
 import { useVersion } from "../state/live";
 import { useLayouts } from "../state/layouts";
 import { useResource } from "../state/resource";
-import { useHealth, useRunId, useRunInfo, useRuns, useStatus } from "../state/run";
-import { column, useSteps, useStepsOf } from "../state/steps";
-import { elsewhere, go, useOthers, usePlace, useRange } from "../state/url";
+import { useHealth, useRunId, useRunInfo, useStatus } from "../state/run";
+import { column, useSteps } from "../state/steps";
+import { elsewhere, go, usePlace, useRange } from "../state/url";
 import type { Distribution, Health, RunInfo, StepColumns, Value } from "../types";
 import { Side } from "./overview/Side";
 import "./overview.css";
@@ -113,22 +113,11 @@ function cellValues(metric: string, steps: StepColumns): Value[] {
 
 function Charts({ info, steps }: { info: RunInfo; steps: StepColumns }) {
   const run = info.info.id;
-  const others = useOthers();
-  const all = useRuns().data?.runs;
-  const otherSteps = useStepsOf(others);
   const [zoom, setZoom] = useRange();
   const { live } = useStatus(run);
   const { pinned, setPinned } = useLayouts();
   const reward = useResource<Distribution>(runPath(run, "distribution"), { metric: "reward" }, useVersion(run, "step_stats", "steps")).data;
-  const runs = useMemo(() => {
-    const first = drawnRun(run, info.info.name, 0, steps, "step");
-    const rest = others.flatMap((id, i) => {
-      const theirs = otherSteps[i];
-      return theirs ? [drawnRun(id, all?.find((row) => row.id === id)?.name ?? id, i + 1, theirs, "step")] : [];
-    });
-    return [first, ...rest];
-    // otherSteps is a new array on every call; its parts are not.
-  }, [run, info.info.name, steps, all, others.join(), ...otherSteps]);
+  const runs = useDrawnRuns(info, steps, "step");
   const charts = useMemo(() => defaultCharts(runs, info, reward), [runs, info, reward]);
   const common: Pick<ChartProps, "zoom" | "onZoom" | "xEnd"> = {
     zoom,

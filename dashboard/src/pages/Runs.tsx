@@ -11,7 +11,7 @@ import {
 } from "@tanstack/react-table";
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { useEffect, useMemo, useRef, useState } from "react";
-import { count, duration, moment, NONE, number, percent } from "../format";
+import { count, duration, moment, NONE, number, percent, signed } from "../format";
 import { Quiet } from "../shell/App";
 import { statusClass, statusWord } from "../shell/Header";
 import { useKeys } from "../shell/keys";
@@ -26,10 +26,6 @@ const ROW = 32;
 const gain = (run: RunRow): number | null =>
   run.heldout_before === null || run.heldout_after === null ? null : run.heldout_after - run.heldout_before;
 const shortModel = (model: string | null): string => model?.split("/").filter(Boolean).at(-1) ?? NONE;
-
-function signed(value: number | null, digits: number): string {
-  return value === null ? NONE : `${value > 0 ? "+" : ""}${number(value, digits)}`;
-}
 
 export function Runs() {
   const runs = useRuns();

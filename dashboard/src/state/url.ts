@@ -1,6 +1,6 @@
 /** The state of a view is its address: `#/RUN/PAGE?range=10-40&smooth=0.6`. */
 
-import { useSyncExternalStore } from "react";
+import { useEffect, useState, useSyncExternalStore } from "react";
 
 export interface Place {
   /** Null on the pages of all runs. */
@@ -102,6 +102,21 @@ export const usePlace = (): Place => useSyncExternalStore(subscribe, place);
 export function useParam(name: string, fallback = ""): [string, (value: string | null, replace?: boolean) => void] {
   const value = usePlace().params[name] ?? fallback;
   return [value, (next, replace) => setParams({ [name]: next === fallback ? null : next }, replace)];
+}
+
+const TYPING_WAIT_MS = 180;
+
+/** Returns the text of a search field and its setter. The address follows when typing pauses, with what `change` makes of it. */
+export function useSearchText(change = (search: string): Record<string, string | null> => ({ search })): [string, (text: string) => void] {
+  const search = usePlace().params.search ?? "";
+  const [text, setText] = useState(search);
+  useEffect(() => setText(search), [search]);
+  useEffect(() => {
+    if (text === search) return;
+    const timer = setTimeout(() => setParams(change(text), true), TYPING_WAIT_MS);
+    return () => clearTimeout(timer);
+  }, [text, search]);
+  return [text, setText];
 }
 
 /** Returns the range of steps that ruler and charts show, and its setter. */

@@ -95,7 +95,7 @@ function Meter({ share, mean }: { share: Value; mean?: Value }) {
   );
 }
 
-const gib = (bytes: Value) => (bytes === null ? "–" : number(bytes / 2 ** 30, 1));
+const gib = (bytes: Value) => number(bytes === null ? null : bytes / 2 ** 30, 1);
 
 /** Machines and what runs on them. */
 function Cluster({ nodes, live }: { nodes: readonly Machine[]; live: boolean }) {

@@ -8,14 +8,13 @@ import { Failure, Quiet } from "../../shell/App";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { useRunId, useRunInfo, useStatus } from "../../state/run";
-import { elsewhere, format, place, setParams, usePlace } from "../../state/url";
+import { elsewhere, format, place, setParams, usePlace, useSearchText } from "../../state/url";
 import { Plain } from "../rollouts/SafeText";
 import { clockTime, fold, join, LEVELS, type LogPage, type LogRow } from "./lines";
 import "../panes.css";
 import "./logs.css";
 
 const PAGE_ROWS = 400;
-const SEARCH_WAIT_MS = 180;
 const AROUND_SECONDS = 5;
 const LINE = 20;
 
@@ -35,13 +34,7 @@ export function Logs() {
   const shown = current ?? state;
   const busy = useRef(false);
 
-  const [draft, setDraft] = useState(search);
-  useEffect(() => setDraft(search), [search]);
-  useEffect(() => {
-    if (draft === search) return;
-    const timer = setTimeout(() => setParams({ search: draft }, true), SEARCH_WAIT_MS);
-    return () => clearTimeout(timer);
-  }, [draft, search]);
+  const [draft, setDraft] = useSearchText();
 
   // The newest page of a query; then, when the table grows, what came after it.
   useEffect(() => {

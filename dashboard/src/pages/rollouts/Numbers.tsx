@@ -1,9 +1,9 @@
-import { duration, number } from "../../format";
+import { duration, NONE, number, signed } from "../../format";
 import { elsewhere, format, place } from "../../state/url";
 import { Plain } from "./SafeText";
 import { fate, gini, median, type RewardScale } from "./squares";
 import { ratio, tokensOf } from "./tokens";
-import type { Detail, Group } from "./types";
+import type { Detail, Group, SampleRow } from "./types";
 
 type Row = [string, React.ReactNode];
 
@@ -20,8 +20,9 @@ export function Rows({ rows }: { rows: readonly Row[] }) {
   );
 }
 
-export function signed(value: number | null, digits?: number): string {
-  return value !== null && value > 0 ? `+${number(value, digits)}` : number(value, digits);
+/** Returns the policy versions that a sample was generated with: `3`, or `3 to 4`. */
+export function versionRange({ start_version: start, end_version: end }: SampleRow): string {
+  return start === end ? number(start) : `${number(start)} to ${number(end)}`;
 }
 
 interface Interval {
@@ -58,7 +59,6 @@ export function Numbers({ detail, group, scale }: { detail: Detail; group: Group
   const outside = detail.turns.flatMap(tokensOf).filter((token) => Math.abs((ratio(token) ?? 1) - 1) > 0.1).length;
   const status = detail.status === "kept" ? `kept, step ${detail.step}` : [detail.status, detail.reason?.replaceAll("_", " ")].filter(Boolean).join(", ");
   const onTimeline = format(elsewhere(place(), { page: "timeline" }, { step: String(detail.step), sample: detail.sample_id }));
-  const versionRange = detail.start_version === detail.end_version ? number(detail.start_version) : `${number(detail.start_version)} to ${number(detail.end_version)}`;
 
   return (
     <aside className="p3" aria-label="Numbers">
@@ -76,7 +76,7 @@ export function Numbers({ detail, group, scale }: { detail: Detail; group: Group
             ...(group ? [["group std", number(group.reward_std)], ["group Gini", number(gini(rewards))]] as Row[] : []),
             ...(group && group.status !== "kept" ? [["group", fate(group, scale)] as Row] : []),
             ["status", status],
-            ["stopped by", detail.stop_reason ?? "–"],
+            ["stopped by", detail.stop_reason ?? NONE],
           ]}
         />
       </section>
@@ -111,8 +111,8 @@ export function Numbers({ detail, group, scale }: { detail: Detail; group: Group
         <h2>Versions</h2>
         <Rows
           rows={[
-            ["sampled with", versionRange],
-            ["age", detail.age === null ? "–" : detail.age === 1 ? "1 step" : `${detail.age} steps`],
+            ["sampled with", versionRange(detail)],
+            ["age", detail.age === null ? NONE : detail.age === 1 ? "1 step" : `${detail.age} steps`],
             ["retries", number(detail.num_retries)],
           ]}
         />

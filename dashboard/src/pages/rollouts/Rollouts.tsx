@@ -3,27 +3,26 @@
 import { useEffect, useMemo, useRef, useState } from "react";
 import { runPath } from "../../api";
 import { HeatStrip } from "../../charts/HeatStrip";
-import { count, number, percent } from "../../format";
+import { count, number, percent, signed } from "../../format";
 import { Failure, Quiet } from "../../shell/App";
 import { useKeys } from "../../shell/keys";
 import { useVersion } from "../../state/live";
 import { useResource } from "../../state/resource";
 import { useRunId, useRunInfo, useStatus } from "../../state/run";
 import { column, useSteps } from "../../state/steps";
-import { setParams, usePlace, useRange } from "../../state/url";
+import { setParams, usePlace, useRange, useSearchText } from "../../state/url";
 import type { Value } from "../../types";
 import { AnswerList, PAGE_ROWS, SORTS } from "./AnswerList";
 import { ConversationPane, type Shown } from "./ConversationPane";
 import { chosenFacets, Facets } from "./Facets";
 import { GroupList, Squares } from "./GroupList";
-import { Numbers, signed } from "./Numbers";
+import { Numbers } from "./Numbers";
 import { chosen, moveAnswer, moveGroup } from "./select";
 import { rewardScale } from "./squares";
 import type { Detail, Group, SamplePage, SampleRow } from "./types";
 import "../panes.css";
 import "./rollouts.css";
 
-const SEARCH_WAIT_MS = 180;
 const VIEW_KEYS: Shown[] = ["text", "surprise", "ratio", "entropy", "mask", "version"];
 
 /** Rows of the heat strip: the first metric that the run has. */
@@ -57,13 +56,7 @@ export function Rollouts() {
   const groups = useResource<Group[]>(step === null ? null : runPath(run, "groups"), { step }, step === newest ? groupsVersion : "");
   const list = params.list === "answers" ? "answers" : "groups";
 
-  const [draft, setDraft] = useState(params.search ?? "");
-  useEffect(() => setDraft(params.search ?? ""), [params.search]);
-  useEffect(() => {
-    if (draft === (params.search ?? "")) return;
-    const timer = setTimeout(() => setParams({ search: draft, list: draft ? "answers" : null }, true), SEARCH_WAIT_MS);
-    return () => clearTimeout(timer);
-  }, [draft, params.search]);
+  const [draft, setDraft] = useSearchText((search) => ({ search, list: search ? "answers" : null }));
 
   const sort = params.sort ?? "step";
   const query = { ...chosenFacets(params), search: params.search ?? "", sort, step_min: range?.from ?? null, step_max: range?.to ?? null };

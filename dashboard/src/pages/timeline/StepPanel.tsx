@@ -1,8 +1,8 @@
 import { runPath } from "../../api";
-import { duration, number } from "../../format";
+import { duration, NONE, number, signed } from "../../format";
 import { useResource } from "../../state/resource";
 import { elsewhere, format, place } from "../../state/url";
-import { Rows, signed } from "../rollouts/Numbers";
+import { Rows, versionRange } from "../rollouts/Numbers";
 import { median } from "../rollouts/squares";
 import type { Detail } from "../rollouts/types";
 import { tableRows, verdict, type CriticalPath } from "./criticalPath";
@@ -62,7 +62,7 @@ export function RequestPanel({ run, sample, attempt, columns }: RequestProps) {
       if (other === sample) traced.set(columns.name[row]!, (traced.get(columns.name[row]!) ?? 0) + columns.end[row]! - columns.start[row]!);
     });
   }
-  const time = (name: string) => (traced.has(name) ? `${number(traced.get(name), 3)} s` : "–");
+  const time = (name: string) => (traced.has(name) ? `${number(traced.get(name), 3)} s` : NONE);
   const group = groupOf(sample);
   const mates = new Map<string, number>();
   columns?.sample_id.forEach((id, row) => {
@@ -81,7 +81,7 @@ export function RequestPanel({ run, sample, attempt, columns }: RequestProps) {
   if (detail?.completion_tokens && decode > 0) rows.push(["tokens a second", number(detail.completion_tokens / decode)]);
   if (detail) {
     rows.push(["its reward", number(detail.reward)], ["advantage", signed(detail.advantage)]);
-    rows.push(["versions", detail.start_version === detail.end_version ? number(detail.start_version) : `${number(detail.start_version)} to ${number(detail.end_version)}`]);
+    rows.push(["versions", versionRange(detail)]);
     rows.push(["status", detail.status]);
   }
   return (

@@ -2,6 +2,7 @@
 
 import { useCallback, useEffect, useMemo, useState } from "react";
 import { runPath } from "../../api";
+import { download, fileName } from "../../charts/export";
 import { duration, number } from "../../format";
 import { Failure, Quiet } from "../../shell/App";
 import { useKeys } from "../../shell/keys";
@@ -177,12 +178,7 @@ export function Timeline() {
 async function exportTrace(run: string, view: View): Promise<void> {
   const columns = await readForExport(run, view);
   const body = JSON.stringify({ traceEvents: traceEvents(columns, view.from, view.to), displayTimeUnit: "ms" });
-  const url = URL.createObjectURL(new Blob([body], { type: "application/json" }));
-  const link = document.createElement("a");
-  link.href = url;
-  link.download = `${run.replaceAll(/[^\w.-]+/g, "-")}-trace.json`;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+  download(`${fileName(run)}-trace.json`, new Blob([body], { type: "application/json" }));
 }
 
 function extent(steps: StepColumns | null, used: GaugeSeries[] | undefined): View | null {

@@ -105,7 +105,19 @@ export interface CriticalPath {
   groupsReady: { earlier: number; of: number; seconds: number } | null;
 }
 
-const PHASES: Record<string, { label: string; kind: Kind; priority: number }> = {
+type Phase = Pick<Interval, "label" | "kind" | "priority">;
+
+/** Phases of the request of the last sample. A whole request gives way to its phases. */
+const REQUEST_PHASES: Record<string, Phase> = {
+  generate: { label: "Its request, outside the engine", kind: "request", priority: 4 },
+  queue: { label: "Its queue", kind: "queue", priority: 5 },
+  prefill: { label: "Its prefill", kind: "prefill", priority: 5 },
+  decode: { label: "Its decode", kind: "decode", priority: 5 },
+  reward: { label: "Its reward", kind: "reward", priority: 6 },
+};
+const ENVIRONMENT_PHASE: Phase = { label: "Its environment", kind: "environment", priority: 5 };
+
+const TRAINER_PHASES: Record<string, Phase> = {
   prepare_tensors: { label: "Batch to the device", kind: "other", priority: 2 },
   data_to_device: { label: "Batch to the device", kind: "other", priority: 2 },
   compile: { label: "Compile", kind: "other", priority: 2 },
@@ -146,12 +158,9 @@ export function criticalPath(
       if (span.sample_id !== last.sample_id) continue;
       if (span.server !== null && span.lane !== null) lane = { server: span.server, lane: span.lane };
       const clipped = { start: span.start, end: Math.min(span.end, ready) };
-      if (span.name === "decode") intervals.push({ ...clipped, kind: "decode", label: `Decode of ${last.sample_id}`, priority: 5 });
-      else if (span.name === "prefill") intervals.push({ ...clipped, kind: "prefill", label: "Its prefill", priority: 5 });
-      else if (span.name === "queue") intervals.push({ ...clipped, kind: "queue", label: "Its queue", priority: 5 });
-      else if (span.name === "reward") intervals.push({ ...clipped, kind: "reward", label: "Its reward", priority: 6 });
-      else if (span.name === "generate") intervals.push({ ...clipped, kind: "request", label: "Its request, outside the engine", priority: 4 });
-      else intervals.push({ ...clipped, kind: "environment", label: "Its environment", priority: 5 });
+      const phase = REQUEST_PHASES[span.name] ?? ENVIRONMENT_PHASE;
+      const label = span.name === "decode" ? `Decode of ${last.sample_id}` : phase.label;
+      intervals.push({ ...clipped, ...phase, label });
     }
     lane ??= last.server !== null && last.lane !== null ? { server: last.server, lane: last.lane } : null;
     const begun = Math.min(...intervals.map((interval) => interval.start), last.finished_at!);
@@ -160,7 +169,7 @@ export function criticalPath(
   }
   for (const span of trainer) {
     if (slowest && span.rank !== slowest.rank) continue;
-    const phase = PHASES[span.name];
+    const phase = TRAINER_PHASES[span.name];
     if (!phase || (span.name === "checkpoint" && span.step === null)) continue;
     intervals.push({ start: Math.max(span.start, ready), end: span.end, ...phase });
   }
@@ -187,7 +196,7 @@ function groupsReady(samples: readonly StepSample[], last: StepSample | null): C
 /** An answer is alone when the other groups were ready this share of the wait earlier. */
 const ALONE = 0.3;
 
-/** The sentence that a person would say about the step. */
+/** What the step waited for or spent its time on, in one sentence. */
 export function verdict(path: CriticalPath): string {
   const rows = total(path.parts);
   const waited = path.ready - path.start;

@@ -3,7 +3,7 @@
 import { color } from "../../state/theme";
 import type { GaugeSeries } from "../gauges";
 import { AXIS, LABEL_WIDTH, RIGHT, slotsOf, type Layout, type Row } from "./layout";
-import { spanAt, visibleBoxes } from "./search";
+import { firstFrom, spanAt, visibleBoxes } from "./search";
 import { COLOR, KINDS, type Lanes, type Track } from "./spans";
 import { clock, ticks, type View } from "./viewport";
 
@@ -108,7 +108,7 @@ export function draw(context: CanvasRenderingContext2D, scene: Scene, width: num
 
   // Orchestrator: groups becoming ready, batches, checkpoints and evals.
   text("Orchestrator", 20, 25, "--ink", "left", true);
-  const readyFrom = lowerBound(scene.ready, view.from);
+  const readyFrom = firstFrom(scene.ready, view.from);
   context.fillStyle = color("--ink2");
   let lastX = -10;
   for (let i = readyFrom; i < scene.ready.length && scene.ready[i]! <= view.to; i++) {
@@ -284,17 +284,6 @@ function requestEnd(row: Row, id: string, lanes: Lanes): number | null {
   const track = row.lane.main;
   for (let i = track.row.length - 1; i >= 0; i--) if (lanes.columns.sample_id[track.row[i]!] === id) return track.end[i]!;
   return null;
-}
-
-function lowerBound(values: readonly number[], at: number): number {
-  let low = 0;
-  let high = values.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (values[middle]! < at) low = middle + 1;
-    else high = middle;
-  }
-  return low;
 }
 
 /** Slots with a request at a time, as far as spans of it are recorded. */

@@ -2,13 +2,13 @@
 
 import { KINDS, type Track } from "./spans";
 
-/** Index of the first span that starts at or after a time. */
-function firstFrom(track: Track, time: number): number {
+/** Index of the first of the rising times at or after a time. */
+export function firstFrom(times: ArrayLike<number>, time: number): number {
   let low = 0;
-  let high = track.start.length;
+  let high = times.length;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (track.start[middle]! < time) low = middle + 1;
+    if (times[middle]! < time) low = middle + 1;
     else high = middle;
   }
   return low;
@@ -44,8 +44,8 @@ export function visibleBoxes(track: Track, from: number, to: number, narrow: num
     filled.fill(0);
     merged = 0;
   };
-  const end = firstFrom(track, to);
-  for (let i = firstFrom(track, from - track.longest); i < end; i++) {
+  const end = firstFrom(track.start, to);
+  for (let i = firstFrom(track.start, from - track.longest); i < end; i++) {
     const start = track.start[i]!;
     const stop = track.end[i]!;
     if (stop < from) continue;
@@ -71,8 +71,8 @@ export function spanAt(track: Track, time: number, tolerance: number): number {
   let best = -1;
   let bestDistance = Infinity;
   let bestLength = Infinity;
-  const end = firstFrom(track, time + tolerance);
-  for (let i = firstFrom(track, time - track.longest - tolerance); i < end; i++) {
+  const end = firstFrom(track.start, time + tolerance);
+  for (let i = firstFrom(track.start, time - track.longest - tolerance); i < end; i++) {
     const start = track.start[i]!;
     const stop = track.end[i]!;
     const distance = time < start ? start - time : time > stop ? time - stop : 0;
