@@ -45,10 +45,11 @@ export function MetricChart(props: MetricChartProps) {
   const [seen, setSeen] = useState(false);
   const [target, setTarget] = useState(false);
   useEffect(() => {
+    if (seen) return;
     const observer = new IntersectionObserver((entries) => entries.some((entry) => entry.isIntersecting) && setSeen(true), { rootMargin: "300px" });
     observer.observe(host.current!);
     return () => observer.disconnect();
-  }, []);
+  }, [seen]);
   const { drop } = props;
   return (
     <div

@@ -1,3 +1,4 @@
+import { useMemo } from "react";
 import { duration, NONE, number, signed } from "../../format";
 import { elsewhere, format, place } from "../../state/url";
 import { Plain } from "./SafeText";
@@ -50,13 +51,23 @@ function timing(detail: Detail): { intervals: Interval[]; whole: number } | null
   return { intervals: parts, whole: end - start };
 }
 
+/** Differences of the logprobs of trainer and engine. An answer may have more tokens than a call takes arguments. */
+function mismatchOf(detail: Detail): { tokens: number; mean: number; largest: number; outside: number } {
+  const compared = detail.turns.flatMap(tokensOf).filter((token) => ratio(token) !== null);
+  const gaps = compared.map((token) => Math.abs(token.trainerLogprob! - token.logprob!));
+  return {
+    tokens: gaps.length,
+    mean: gaps.reduce((sum, gap) => sum + gap, 0) / gaps.length,
+    largest: gaps.reduce((most, gap) => Math.max(most, gap), 0),
+    outside: compared.filter((token) => Math.abs(ratio(token)! - 1) > 0.1).length,
+  };
+}
+
 export function Numbers({ detail, group, scale }: { detail: Detail; group: Group | null; scale: RewardScale }) {
   const rewards = (group?.samples ?? []).map((sample) => sample.reward).filter((reward): reward is number => reward !== null);
   const lengths = (group?.samples ?? []).map((sample) => sample.length).filter((length): length is number => length !== null);
   const time = timing(detail);
-  const gaps = detail.turns.flatMap(tokensOf).map((token) => (token.logprob === null || token.trainerLogprob === null ? null : token.trainerLogprob - token.logprob));
-  const known = gaps.filter((gap): gap is number => gap !== null);
-  const outside = detail.turns.flatMap(tokensOf).filter((token) => Math.abs((ratio(token) ?? 1) - 1) > 0.1).length;
+  const mismatch = useMemo(() => mismatchOf(detail), [detail]);
   const status = detail.status === "kept" ? `kept, step ${detail.step}` : [detail.status, detail.reason?.replaceAll("_", " ")].filter(Boolean).join(", ");
   const onTimeline = format(elsewhere(place(), { page: "timeline" }, { step: String(detail.step), sample: detail.sample_id }));
 
@@ -117,14 +128,14 @@ export function Numbers({ detail, group, scale }: { detail: Detail; group: Group
           ]}
         />
       </section>
-      {known.length > 0 && (
+      {mismatch.tokens > 0 && (
         <section className="sec">
           <h2>Engine and trainer</h2>
           <Rows
             rows={[
-              ["mean |difference|", number(known.reduce((sum, gap) => sum + Math.abs(gap), 0) / known.length, 4)],
-              ["largest", number(Math.max(...known.map(Math.abs)), 4)],
-              ["ratio outside 0.9 to 1.1", `${outside} of ${known.length}`],
+              ["mean |difference|", number(mismatch.mean, 4)],
+              ["largest", number(mismatch.largest, 4)],
+              ["ratio outside 0.9 to 1.1", `${mismatch.outside} of ${mismatch.tokens}`],
             ]}
           />
         </section>

@@ -18,7 +18,7 @@ import { chosenFacets, Facets } from "./Facets";
 import { GroupList, Squares } from "./GroupList";
 import { Numbers } from "./Numbers";
 import { chosen, moveAnswer, moveGroup } from "./select";
-import { rewardScale } from "./squares";
+import { rewardScale, type RewardScale } from "./squares";
 import type { Detail, Group, SamplePage, SampleRow } from "./types";
 import "../panes.css";
 import "./rollouts.css";
@@ -69,7 +69,16 @@ export function Rollouts() {
 
   const environments = useMemo(() => new Map((info?.environments ?? []).map((one) => [one.name, one])), [info]);
   const rows = useRef<SampleRow[]>([]);
-  const scaleOf = (environment: string) => rewardScale(environments.get(environment), (groups.data ?? []).flatMap((group) => group.samples.map((one) => one.reward)));
+  // Every row of the lists asks for its scale: each environment's is computed once.
+  const scaleOf = useMemo(() => {
+    const rewards = (groups.data ?? []).flatMap((group) => group.samples.map((one) => one.reward));
+    const scales = new Map<string, RewardScale>();
+    return (environment: string) => {
+      const scale = scales.get(environment) ?? rewardScale(environments.get(environment), rewards);
+      scales.set(environment, scale);
+      return scale;
+    };
+  }, [groups.data, environments]);
 
   const inGroups = groups.data ? chosen(groups.data, sample) : null;
   const selected = list === "answers" ? sample || page.data?.rows[0]?.sample_id || "" : (inGroups?.sample ?? "");
@@ -202,7 +211,7 @@ function Title({ detail, of, note }: { detail: Detail; of?: number; note: React.
 }
 
 /** The other answers of the group, one line each. */
-function AllAnswers({ group, scale, selected, onSelect }: { group: Group; scale: { low: number; high: number }; selected: string; onSelect: (id: string) => void }) {
+function AllAnswers({ group, scale, selected, onSelect }: { group: Group; scale: RewardScale; selected: string; onSelect: (id: string) => void }) {
   const names = [...new Set(group.samples.flatMap((one) => Object.keys(one.metrics ?? {})))].slice(0, 4);
   const texts = group.samples.some((one) => one.completion);
   return (
