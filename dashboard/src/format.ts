@@ -1,4 +1,4 @@
-/** Numbers and times as people read them: true minus, thin spaces between thousands. */
+/** Numbers and times as text: true minus, thin spaces between thousands. */
 
 const MINUS = "\u2212";
 const THIN = "\u202f"; // narrow, and no place to break a line

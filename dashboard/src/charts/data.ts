@@ -49,7 +49,7 @@ export function useDrawnRuns(info: RunInfo | undefined, steps: StepColumns | nul
   }, [info, steps, axis, listed, others.join(), ...otherSteps]);
 }
 
-/** Returns whether nearly all values lie at the ends (right or wrong): percentiles and deviations then say nothing but the mean. */
+/** Returns whether nearly all values lie at the ends (right or wrong): percentiles and deviations then add nothing to the mean. */
 export function isTwoValued(distribution: Distribution): boolean {
   const low = Math.min(...distribution.min.map((value) => value ?? Infinity));
   const high = Math.max(...distribution.max.map((value) => value ?? -Infinity));

@@ -1,4 +1,4 @@
-/** Did it get better, on what, and what broke? */
+/** Evals of a run: accuracy over checkpoints, and the items gained and lost between two of them. */
 
 import { useEffect, useMemo } from "react";
 import { runPath } from "../api";
@@ -253,7 +253,7 @@ function Verdict({ name, curve, before, after, items }: { name: string; curve: E
       {result && (
         <p>
           The difference is <b>{points(result.gain)}</b> points, 95 % interval {points(result.low)} to {points(result.high)} on the same {count(result.items)} items.{" "}
-          {sure ? "" : "It may be chance: more items or answers would tell. "}
+          {sure ? "" : "It may be chance: measure more items or answers. "}
           {lost > 0 && gained > 0 ? `Of the items that were right before, ${percent(lost / Math.max(1, items.filter((item) => ["lost", "right"].includes(blockOf(item))).length), 0)} are wrong now.` : ""}
         </p>
       )}

@@ -1,4 +1,4 @@
-/** Which run is better, and since when? Every step metric, any number of runs, one crosshair. */
+/** Every step metric of a run and of those drawn over it, with one crosshair. */
 
 import { useMemo, useState } from "react";
 import { axisEnd, type BandKind, clock, type DrawnRun, useDrawnRuns, type XAxis } from "../charts/data";

@@ -1,4 +1,4 @@
-/** Is it healthy, and what should I change? The sentence first, then the health cells, then the charts as evidence. */
+/** Health of a run: verdict, health cells, charts; alerts and config at the side. */
 
 import { useMemo } from "react";
 import { runPath } from "../api";
@@ -50,9 +50,9 @@ export function Overview() {
 function Waiting({ info }: { info: RunInfo }) {
   const { live } = useStatus(info.info.id);
   return live ? (
-    <Quiet title="No step yet." text="The charts begin when the first training step has ended. This page follows by itself." />
+    <Quiet title="No step yet." text="The charts begin when the first training step has ended. This page updates by itself." />
   ) : (
-    <Quiet title="This run ended before its first step." text="Its logs tell what it did until then." />
+    <Quiet title="This run ended before its first step." text="Its logs show what it did until then." />
   );
 }
 

@@ -77,7 +77,7 @@ function focusSearch(): boolean {
   return field !== null;
 }
 
-/** A page with nothing to show says why, and what to do. */
+/** Why a page has nothing to show, and what to do. */
 export function Quiet({ title, text, children }: { title: string; text?: ReactNode; children?: ReactNode }) {
   return (
     <section className="quiet">
@@ -91,7 +91,7 @@ export function Quiet({ title, text, children }: { title: string; text?: ReactNo
 export function Failure({ error }: { error: Error }) {
   const missing = error instanceof ApiError && error.status === 404;
   return (
-    <Quiet title={missing ? "This run is not here." : "The server did not answer this."} text={error.message}>
+    <Quiet title={missing ? "This run was not found." : "The server did not answer."} text={error.message}>
       <p>
         <a className="link" href="#/">
           All runs
@@ -110,7 +110,7 @@ class Boundary extends Component<{ children: ReactNode }, { error: Error | null 
     const { error } = this.state;
     if (!error) return this.props.children;
     return (
-      <Quiet title="This page has a fault." text={error.message}>
+      <Quiet title="This page failed." text={error.message}>
         <pre>{error.stack}</pre>
       </Quiet>
     );

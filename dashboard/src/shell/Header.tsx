@@ -9,7 +9,7 @@ import type { Opened } from "./App";
 
 const WORDS: Record<string, string> = {
   live: "training",
-  dead: "stopped without a word",
+  dead: "stopped unexpectedly",
   finished: "finished",
   stopped: "stopped",
   failed: "failed",

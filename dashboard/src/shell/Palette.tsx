@@ -118,7 +118,7 @@ function Search({ close, openOther }: { close: () => void; openOther: (what: Ope
             <span className="f cut">{command.hint}</span>
           </li>
         ))}
-        {found.length === 0 && <li className="f">Nothing has this name.</li>}
+        {found.length === 0 && <li className="f">No match.</li>}
       </ul>
     </div>
   );

@@ -1,4 +1,4 @@
-/** What two evals of the same items say about each other. */
+/** Items that two evals share: blocks, paired difference, pass@k, slices. */
 
 import { passAtK } from "../../charts/math";
 import type { EvalRow, Value } from "../../types";

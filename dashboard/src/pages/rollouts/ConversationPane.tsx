@@ -41,7 +41,7 @@ export function ConversationPane({ detail, title, shown, setShown, search, child
   const view = viewOf(shown || (search ? "text" : ""), views, all.length);
   const [at, point] = useState<{ turn: number; index: number } | null>(null);
   const messages = useMemo(() => conversation(detail.prompt_text ?? "", detail.completion_text ?? "", detail.turns), [detail]);
-  useEffect(() => point(strangest(tokens)), [tokens]);
+  useEffect(() => point(leastLikely(tokens)), [tokens]);
   const colored = view !== "text" && view !== "raw";
   const token = at ? (tokens.get(at.turn)?.[at.index] ?? null) : null;
 
@@ -90,8 +90,8 @@ export function ConversationPane({ detail, title, shown, setShown, search, child
   );
 }
 
-/** The least likely token, where reading should begin. */
-function strangest(tokens: Map<number, Token[]>): { turn: number; index: number } | null {
+/** The least likely token: the first one whose numbers are shown. */
+function leastLikely(tokens: Map<number, Token[]>): { turn: number; index: number } | null {
   let best: { turn: number; index: number } | null = null;
   let lowest = Infinity;
   for (const [turn, list] of tokens) {

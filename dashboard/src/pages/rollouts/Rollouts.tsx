@@ -122,7 +122,7 @@ export function Rollouts() {
 
   if (groups.error && !groups.data) return <Failure error={groups.error} />;
   if (steps && steps.step.length === 0 && page.data?.total === 0) {
-    return <Quiet title="No answer yet." text="The first group appears here when its answers are scored. The page follows by itself." />;
+    return <Quiet title="No answer yet." text="The first group appears here when its answers are scored. The page updates by itself." />;
   }
   const group = all.find((one) => one.samples.some((answer) => answer.id === selected)) ?? null;
   const scale = scaleOf(shownDetail?.environment ?? "");
@@ -190,7 +190,7 @@ export function Rollouts() {
           {group && <AllAnswers group={group} scale={scale} selected={selected} onSelect={(id) => select(id)} />}
         </ConversationPane>
       ) : (
-        <section className="p2">{detail.error ? <Quiet title="This answer is not here." text={detail.error.message} /> : null}</section>
+        <section className="p2">{detail.error ? <Quiet title="This answer was not found." text={detail.error.message} /> : null}</section>
       )}
       {shownDetail && <Numbers detail={shownDetail} group={group} scale={scale} />}
     </div>

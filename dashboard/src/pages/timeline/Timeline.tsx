@@ -138,7 +138,7 @@ export function Timeline() {
   ]);
 
   if (error && !loaded) return <Failure error={error} />;
-  if (steps && !bounds) return <Quiet title="Nothing has run yet." text="Requests, training steps and weight syncs appear here when they end. The page follows by itself." />;
+  if (steps && !bounds) return <Quiet title="Nothing has run yet." text="Requests, training steps and weight syncs appear here when they end. The page updates by itself." />;
   if (!view || !bounds) return null;
 
   const scene: Scene = {
@@ -237,7 +237,7 @@ function events(lanes: Lanes): { batches: Mark[]; scored: number[] } {
   };
 }
 
-/** The ink line: the lane of the last sample, the orchestrator when the batch was ready, the trainer until the step's end. */
+/** The line of the critical path: the lane of the last sample, the orchestrator when the batch was ready, the trainer until the step's end. */
 function pathNodes(path: CriticalPath, layout: Layout): PathNode[] {
   const numbered = tableRows(path);
   const numbers = path.parts.filter((part) => part.seconds > 0).map((part) => ({ n: numbered.findIndex((row) => row.label === part.label) + 1, at: (part.start + part.end) / 2, part }));
