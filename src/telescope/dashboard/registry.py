@@ -1,21 +1,27 @@
 """The runs that the server shows, by id, and the folders that it could not read.
 
-Owns ids and the cache of summaries. A run is found below the roots only: an id is looked up, never turned into a path.
+Owns ids and the cache of listed runs. A run is found below the roots only: an id is looked up, never turned into a
+path.
+
+Invariant: listing reads small files and two columns, and opens no database, so that a folder may hold hundreds of runs.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
 import yaml
 
 from telescope.dashboard.store import RunStore
 from telescope.errors import UserError
-from telescope.record.reader import Run, RunSummary, find_runs, newest_first
+from telescope.record.reader import Run, RunSummary, find_runs
 
 SEARCH_SECONDS = 5.0
 """How long a list of the folders is used before the roots are searched again."""
@@ -28,28 +34,38 @@ class UnknownRunError(Exception):
     """No run has this id."""
 
 
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What the list of runs shows of a run."""
+
+    summary: RunSummary
+    config: dict[str, Any]
+    max_step: int | None
+
+
 class Registry:
     """Finds runs below `roots`, each of which is a run or a folder of runs."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = [root.resolve() for root in roots]
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._stores: dict[str, RunStore] = {}
         self._searched = -SEARCH_SECONDS
-        self._problems: list[dict[str, str]] = []
-        self._summaries: dict[str, tuple[object, RunSummary]] = {}
+        self._problems: dict[Path, str] = {}
+        self._listings: dict[str, tuple[object, Listing]] = {}
 
-    def stores(self, *, search: bool = True) -> dict[str, RunStore]:
+    def stores(self) -> dict[str, RunStore]:
         """Returns the runs by id. Searches the roots again when the last search is some seconds old."""
         with self._lock:
-            if search and time.monotonic() - self._searched >= SEARCH_SECONDS:
+            if time.monotonic() - self._searched >= SEARCH_SECONDS:
                 self._search()
                 self._searched = time.monotonic()
-            return dict(self._stores)
+            return self._stores
 
     def store(self, run_id: str) -> RunStore:
         """Returns a run. Raises `UnknownRunError`."""
-        found = self.stores(search=False).get(run_id) or self.stores().get(run_id)
+        # A search replaces the dictionary, so a run that is known does not wait for one.
+        found = self._stores.get(run_id) or self.stores().get(run_id)
         if found is None:
             raise UnknownRunError(run_id)
         return found
@@ -57,67 +73,86 @@ class Registry:
     @property
     def problems(self) -> list[dict[str, str]]:
         """Folders that could not be read, and why."""
-        unreadable = [
-            {
-                "path": str(store.run.files.run_dir),
-                "problem": f"{store.run.num_unreadable} files of tables cannot be read",
-            }
-            for store in self._stores.values()
-            if store.run.num_unreadable
-        ]
-        return self._problems + unreadable
+        with self._lock:
+            found = dict(self._problems)
+            runs = [store.run for store in self._stores.values()]
+        for run in runs:
+            if run.num_unreadable:
+                found.setdefault(run.files.run_dir, f"{run.num_unreadable} files of tables cannot be read")
+        return [{"path": str(path), "problem": problem} for path, problem in found.items()]
 
-    def summaries(self) -> list[tuple[str, RunStore, RunSummary]]:
-        """Returns the runs, newest first. The summary of an ended run is kept until its files change."""
-        stores = self.stores()
+    def listings(self) -> list[tuple[str, Listing]]:
+        """Returns the runs, newest first."""
         rows = []
-        for run_id, store in stores.items():
+        for run_id, store in self.stores().items():
             try:
-                rows.append((run_id, store, self._summary(run_id, store.run)))
+                rows.append((run_id, self._listing(run_id, store.run)))
             except (OSError, UserError, ValueError) as error:
-                self._problems.append({"path": str(store.run.files.run_dir), "problem": str(error)})
-        order = {id(summary): place for place, summary in enumerate(newest_first(row[2] for row in rows))}
-        return sorted(rows, key=lambda row: order[id(row[2])])
+                with self._lock:
+                    self._problems[store.run.files.run_dir] = str(error)
+        return sorted(rows, key=lambda row: row[1].summary.started_at or 0.0, reverse=True)
 
-    def summary(self, run_id: str) -> RunSummary:
-        """Returns the summary of one run. Raises `UnknownRunError`."""
-        return self._summary(run_id, self.store(run_id).run)
+    def listing(self, run_id: str) -> Listing:
+        """Returns one run. Raises `UnknownRunError`."""
+        return self._listing(run_id, self.store(run_id).run)
 
-    def _summary(self, run_id: str, run: Run) -> RunSummary:
+    def _listing(self, run_id: str, run: Run) -> Listing:
+        """Reads a run, unless it has ended and its files are those of the last time."""
         files = run.files
         steps = run.segments("steps")
         state = (*map(_modified, (files.run_json, files.summary)), steps[-1].end if steps else 0)
-        known = self._summaries.get(run_id)
-        if known and known[0] == state and known[1].status != "live":
+        known = self._listings.get(run_id)
+        if known and known[0] == state and known[1].summary.status != "live":
             return known[1]
-        summary = run.summary()
-        self._summaries[run_id] = (state, summary)
-        return summary
+        config, _ = config_of(run)
+        step, _ = run.rows_since("steps", 0, ["step"])
+        listing = Listing(run.summary(), config, pc.max(step["step"]).as_py())
+        self._listings[run_id] = (state, listing)
+        return listing
 
     def _search(self) -> None:
-        self._problems = []
+        problems: dict[Path, str] = {}
         known = {store.run.files.run_dir.resolve(): store for store in self._stores.values()}
         found: dict[str, RunStore] = {}
+        seen: set[Path] = set()
         for root in self.roots:
             try:
                 runs = find_runs(root)
             except UserError as error:
-                self._problems.append({"path": str(root), "problem": str(error)})
+                problems[root] = str(error)
                 continue
             for run in runs:
                 path = run.files.run_dir.resolve()
-                if any(store.run.files.run_dir.resolve() == path for store in found.values()):
+                if path in seen:
                     continue
+                seen.add(path)
                 name = base = run.label.replace("/", SEPARATOR)
                 number = 2
                 while name in found:
                     name, number = f"{base}{SEPARATOR}{number}", number + 1
                 found[name] = known.get(path) or RunStore(run)
-        self._stores = found
+        self._stores, self._problems = found, problems
 
 
-def read_config(run: Run) -> dict[str, Any]:
-    """Returns the resolved config of a run, empty if it cannot be read."""
+def config_of(run: Run) -> tuple[dict[str, Any], list[str]]:
+    """Returns the resolved config, and the names of the fields that the user set. Empty if it cannot be read."""
+    rows, _ = run.rows_since("runs", 0, ["config_json"])
+    recorded = json_object(next((text for text in reversed(rows["config_json"].to_pylist()) if text), None))
+    if isinstance(recorded.get("values"), dict):
+        return recorded["values"], list(recorded.get("user_set") or [])
+    return recorded or _config_file(run), []
+
+
+def json_object(text: str | None) -> dict[str, Any]:
+    """Returns a JSON object, empty for any other text."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _config_file(run: Run) -> dict[str, Any]:
     try:
         value = yaml.safe_load(run.files.config.read_text())
     except (OSError, ValueError, yaml.YAMLError):

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from telescope.dashboard.runs import config_of
+from telescope.dashboard.registry import config_of
 from telescope.dashboard.store import Row, RunStore
 from telescope.dashboard.token_texts import find_tokenizer, token_texts
 
@@ -192,7 +192,7 @@ def add_texts(store: RunStore, turns: Sequence[Row]) -> None:
     """Gives each turn with token ids the texts of its tokens, if the run's tokenizer is on this machine."""
     if not any(turn.get("token_ids") for turn in turns):
         return
-    model = config_of(store)[0].get("model")
+    model = config_of(store.run)[0].get("model")
     tokenizer = find_tokenizer(store.run.files.run_dir, model if isinstance(model, str) else None)
     if tokenizer is None:
         return

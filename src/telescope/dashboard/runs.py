@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -11,9 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from telescope.dashboard import health
-from telescope.dashboard.registry import Registry, read_config
+from telescope.dashboard.registry import Listing, Registry, config_of, json_object
 from telescope.dashboard.store import RunStore
-from telescope.record.reader import RunSummary
 from telescope.record.segments import superseded
 
 STEP_COLUMNS = ("num_samples", "num_groups", "num_tokens_trained", "num_tokens_generated", "version")
@@ -21,14 +19,13 @@ STEP_COLUMNS = ("num_samples", "num_groups", "num_tokens_trained", "num_tokens_g
 
 def run_rows(registry: Registry) -> dict[str, Any]:
     """Returns the rows of the page of runs, the problems and the roots."""
-    rows = [run_row(run_id, store, summary) for run_id, store, summary in registry.summaries()]
+    rows = [run_row(run_id, listing) for run_id, listing in registry.listings()]
     return {"runs": rows, "problems": registry.problems, "roots": [str(root) for root in registry.roots]}
 
 
-def run_row(run_id: str, store: RunStore, summary: RunSummary) -> dict[str, Any]:
+def run_row(run_id: str, listing: Listing) -> dict[str, Any]:
     """Returns one row of the page of runs."""
-    config, _ = config_of(store)
-    (last,) = store.rows("SELECT max(step) AS step FROM steps") if store.refresh("steps") else ({"step": None},)
+    summary, config = listing.summary, listing.config
     kept = ("name", "status", "started_at", "duration", "attempt", "steps", "num_steps", "reward_first", "reward_last")
     rest = ("heldout_before", "heldout_after", "error", "project")
     return {
@@ -41,23 +38,23 @@ def run_row(run_id: str, store: RunStore, summary: RunSummary) -> dict[str, Any]
         "environments": [
             entry.get("name", "") for entry in config.get("environments") or [] if isinstance(entry, dict)
         ],
-        "max_step": last["step"],
+        "max_step": listing.max_step,
     }
 
 
 def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
     """Returns everything about a run that does not change with its steps."""
     store = registry.store(run_id)
-    config, user_set = config_of(store)
+    config, user_set = config_of(store.run)
     store.refresh("environments")
     environments = store.rows("SELECT * FROM environments ORDER BY attempt, key")
     newest = max((row["attempt"] for row in environments), default=None)
     for row in environments:
-        row["metrics_ranges"] = _json(row["metrics_ranges"])
-        row["tags_options"] = _json(row["tags_options"])
+        row["metrics_ranges"] = json_object(row["metrics_ranges"])
+        row["tags_options"] = json_object(row["tags_options"])
     attempts = store.run.attempts()
     return {
-        "info": run_row(run_id, store, registry.summary(run_id)),
+        "info": run_row(run_id, registry.listing(run_id)),
         "config": config,
         "user_set": user_set,
         "attempts": [
@@ -67,16 +64,6 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
         "environments": [row for row in environments if row["attempt"] == newest],
         "result": store.run.result,
     }
-
-
-def config_of(store: RunStore) -> tuple[dict[str, Any], list[str]]:
-    """Returns the resolved config, and the names of the fields that the user set."""
-    store.refresh("runs")
-    rows = store.rows("SELECT config_json FROM runs WHERE config_json IS NOT NULL ORDER BY rowid DESC LIMIT 1")
-    value = _json(rows[0]["config_json"]) if rows else {}
-    if isinstance(value.get("values"), dict):
-        return value["values"], list(value.get("user_set") or [])
-    return value or read_config(store.run), []
 
 
 def steps(store: RunStore, since: int) -> dict[str, Any]:
@@ -131,7 +118,7 @@ def health_of(registry: Registry, run_id: str) -> dict[str, Any]:
 def compare(registry: Registry, run_ids: list[str]) -> dict[str, Any]:
     """Returns the settings in which runs differ, and their code versions."""
     stores = [registry.store(run_id) for run_id in run_ids]
-    configs = [config_of(store)[0] for store in stores]
+    configs = [config_of(store.run)[0] for store in stores]
     names = dict.fromkeys(name for config in configs for name in config)
     differing = [name for name in names if any(config.get(name) != configs[0].get(name) for config in configs)]
     code = []
@@ -143,11 +130,3 @@ def compare(registry: Registry, run_ids: list[str]) -> dict[str, Any]:
         )
     rows = [{"key": name, "values": [config.get(name) for config in configs]} for name in differing]
     return {"runs": run_ids, "config": rows, "code": code}
-
-
-def _json(text: str | None) -> dict[str, Any]:
-    try:
-        value = json.loads(text or "{}")
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -36,18 +36,23 @@ NUM_SEARCHES = 16
 
 NO_HITS = pa.table({"attempt": pa.array([], pa.int64()), "sample_id": pa.array([], pa.string())})
 
+UNREAD = object()
+"""Differs from the id of every run, so the first `refresh` opens the database."""
+
 Row = dict[str, Any]
 Parameters = Sequence[Any] | Mapping[str, Any]
 
 
 class RunStore:
-    """Queries over one run. Safe to use from several threads."""
+    """Queries over one run. Safe to use from several threads. Call `refresh` first.
+
+    A database has a pool of threads, so it is opened by the first `refresh`, not for every run of a folder.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self._lock = threading.RLock()
-        self._identity: object = None
-        self._reset()
+        self._identity: object = UNREAD
 
     def _reset(self) -> None:
         settings: dict[str, str | bool | int | float | list[str]] = {

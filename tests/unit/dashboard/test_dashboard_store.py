@@ -3,6 +3,7 @@
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
+import duckdb
 from fastapi.testclient import TestClient
 from tests.unit.dashboard.conftest import write_run, write_step
 
@@ -24,6 +25,21 @@ def test_only_new_rows_are_read(root, monkeypatch):
         store.run, "rows_since", lambda name, cursor, _: asked.append(cursor) or Run.rows_since(store.run, name, cursor)
     )
     assert store.refresh("samples")["samples"] == asked[0] > 0
+
+
+def test_a_list_of_runs_opens_no_database(root, monkeypatch):
+    monkeypatch.setattr(duckdb, "connect", None)
+    assert [row["max_step"] for row in client_of(root).get("/api/runs").json()["runs"]] == [11, 11]
+
+
+def test_a_folder_that_cannot_be_read_is_named_once(root, monkeypatch):
+    def fail(run):
+        raise OSError("not now")
+
+    monkeypatch.setattr(Run, "summary", fail)
+    client = client_of(root)
+    problems = [client.get("/api/runs").json()["problems"] for _ in range(2)]
+    assert [row["problem"] for row in problems[0]] == ["not now"] * 2 and problems[1] == problems[0]
 
 
 def test_a_search_sees_answers_that_came_later(tmp_path):
