@@ -219,7 +219,7 @@ def _add_timeline(app: FastAPI, registry: Registry) -> None:
 
 def _add_rest(app: FastAPI, registry: Registry) -> None:
     @app.get("/api/events", response_class=StreamingResponse, summary="Server-sent events: tables that grew, status")
-    async def events(request: Request, run: str) -> StreamingResponse:
+    def events(request: Request, run: str) -> StreamingResponse:
         found = registry.store(run).run
         stream = run_events(found, request.headers.get("last-event-id"), request.is_disconnected)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}

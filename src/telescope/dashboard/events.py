@@ -55,9 +55,8 @@ async def run_events(run: Run, last_id: str | None, is_gone: Callable[[], Awaita
     yield f"retry: {RETRY_MILLISECONDS}\n\n".encode()
     silent = 0.0
     while not await is_gone():
-        now = await asyncio.to_thread(sizes.read)
+        now, state = await asyncio.to_thread(lambda: (sizes.read(), run.status))
         grown = {name: rows for name, rows in now.items() if sent.get(name) != rows}
-        state = await asyncio.to_thread(lambda: run.status)
         if grown:
             sent = now
             yield _event("tables", {"tables": grown}, format_id(now))
