@@ -110,11 +110,15 @@ def _add_runs(app: FastAPI, registry: Registry) -> None:
     ) -> Reply:
         return Reply(request, curves.distribution(registry.store(run), metric, environment))
 
-    @app.get("/api/runs/{run}/evals", summary="Evals of a run")
+    @app.get("/api/runs/{run}/evals", response_model=list[models.Eval], summary="Evals of a run")
     def evals(request: Request, run: str) -> Reply:
         return Reply(request, curves.evals(registry.store(run)))
 
-    @app.get("/api/runs/{run}/evals/{attempt}/{eval_id:path}/samples", summary="Answers of an eval, by item")
+    @app.get(
+        "/api/runs/{run}/evals/{attempt}/{eval_id:path}/samples",
+        response_model=list[models.EvalSample],
+        summary="Answers of an eval, by item",
+    )
     def eval_samples(request: Request, run: str, attempt: int, eval_id: str) -> Reply:
         found = curves.eval_samples(registry.store(run), attempt, eval_id)
         if found is None:
@@ -159,7 +163,11 @@ def _add_rollouts(app: FastAPI, registry: Registry) -> None:
         )
         return Reply(request, found)
 
-    @app.get("/api/runs/{run}/samples/{attempt}/{sample_id:path}", summary="Everything about a sample")
+    @app.get(
+        "/api/runs/{run}/samples/{attempt}/{sample_id:path}",
+        response_model=models.Sample,
+        summary="Everything about a sample",
+    )
     def sample(request: Request, run: str, attempt: int, sample_id: str) -> Reply:
         found = rollouts.detail(registry.store(run), attempt, sample_id)
         if found is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 Number = float | None
 
@@ -135,6 +135,55 @@ class Distribution(BaseModel):
     p95: list[Number]
 
 
+class Eval(BaseModel):
+    """The result of one eval: a row of the table `evals`."""
+
+    attempt: int
+    eval_id: str
+    name: str | None
+    number: int | None
+    source: str | None
+    status: str | None
+    error: str | None
+    step: int
+    version: int | None
+    started_at: Number
+    ended_at: Number
+    num_items: int | None
+    num_completions: int | None
+    num_scored: int | None
+    temperature: Number
+    top_p: Number
+    max_tokens: int | None
+    held_out: bool | None
+    metric: str | None
+    accuracy: Number
+    accuracy_low: Number
+    accuracy_high: Number
+    gain: Number
+    gain_low: Number
+    gain_high: Number
+    metrics: dict[str, Number]
+    servers: list[int] | None
+
+
+class EvalSample(BaseModel):
+    """An answer of an eval. `score` is the metric of the eval, null if it has none."""
+
+    attempt: int
+    sample_id: str
+    item: int
+    completion: int
+    step: int | None
+    score: Number
+    stop_reason: str | None
+    completion_tokens: int | None
+    prompt: str
+    answer: str
+    golden: dict[str, str]
+    tags: dict[str, str]
+
+
 class GroupSample(BaseModel):
     """A sample as a square of its group."""
 
@@ -170,11 +219,33 @@ class Facet(BaseModel):
 
 
 class Samples(BaseModel):
-    """A page of samples without their texts, with counts over the whole search."""
+    """A page of samples with the beginnings of their texts, and counts over the whole search."""
 
     total: int
     rows: list[dict[str, Any]]
     facets: dict[str, list[Facet]]
+
+
+class SampleSpan(BaseModel):
+    """An interval of a sample."""
+
+    name: str
+    start: float
+    end: float
+
+
+class Sample(BaseModel):
+    """Everything about a sample: its row of the table `samples`, and the rows of other tables that belong to it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    attempt: int
+    sample_id: str
+    info_turns: Any
+    turns: list[dict[str, Any]]
+    tool_calls: list[dict[str, Any]]
+    info: list[dict[str, Any]]
+    spans: list[SampleSpan]
 
 
 class Spans(BaseModel):

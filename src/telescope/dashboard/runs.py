@@ -14,8 +14,6 @@ from telescope.dashboard.registry import Listing, Registry, config_of, json_obje
 from telescope.dashboard.store import RunStore
 from telescope.record.segments import superseded
 
-STEP_COLUMNS = ("num_samples", "num_groups", "num_tokens_trained", "num_tokens_generated", "version")
-
 
 def run_rows(registry: Registry) -> dict[str, Any]:
     """Returns the rows of the page of runs, the problems and the roots."""
@@ -69,9 +67,8 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
 def steps(store: RunStore, since: int) -> dict[str, Any]:
     """Returns the steps from row `since` on as columns, without superseded ones."""
     data, end = store.run.rows_since("steps", since)
-    store.refresh("attempts")
     data = data.filter(pc.invert(superseded(data, store.run.cutoffs()))) if data.num_rows else data
-    names = ("attempt", "step", "started_at", "ended_at", *STEP_COLUMNS)
+    names = ("attempt", "step", "started_at", "ended_at", "num_tokens_trained")
     return {"next": end, **{name: data[name].to_pylist() for name in names}, "metrics": metric_columns(data["metrics"])}
 
 

@@ -1,0 +1,42 @@
+"""Every address answers with its declared type, no field more or less."""
+
+import pytest
+from pydantic import TypeAdapter
+
+ANSWERS = {
+    "/api/runs": "/api/runs",
+    "/api/runs/{run}": "/api/runs/first",
+    "/api/runs/{run}/steps": "/api/runs/first/steps",
+    "/api/compare": "/api/compare?runs=first,below~second",
+    "/api/runs/{run}/health": "/api/runs/first/health",
+    "/api/runs/{run}/distribution": "/api/runs/first/distribution",
+    "/api/runs/{run}/evals": "/api/runs/first/evals",
+    "/api/runs/{run}/evals/{attempt}/{eval_id:path}/samples": "/api/runs/first/evals/1/e/samples",
+    "/api/runs/{run}/groups": "/api/runs/first/groups?step=4",
+    "/api/runs/{run}/samples": "/api/runs/first/samples",
+    "/api/runs/{run}/samples/{attempt}/{sample_id:path}": "/api/runs/first/samples/1/5-2",
+    "/api/runs/{run}/spans": "/api/runs/first/spans",
+    "/api/runs/{run}/gauges": "/api/runs/first/gauges?names=queue_depth",
+    "/api/runs/{run}/gauges/names": "/api/runs/first/gauges/names",
+    "/api/runs/{run}/logs": "/api/runs/first/logs",
+}
+
+
+def declared(client):
+    """The type of each documented address that answers with JSON."""
+    routes = [route for route in client.app.routes if getattr(route, "include_in_schema", False)]
+    return {route.path: route.response_model for route in routes if getattr(route, "response_model", None)}
+
+
+def test_each_documented_address_has_a_type_and_is_asked_here(client):
+    documented = {path for path in client.app.openapi()["paths"] if path != "/api/events"}
+    assert {path.replace(":path", "") for path in declared(client)} == documented
+    assert declared(client).keys() == ANSWERS.keys()
+
+
+@pytest.mark.parametrize("path", ANSWERS)
+def test_an_answer_has_exactly_the_declared_fields(client, path):
+    body = client.get(ANSWERS[path]).json()
+    assert body
+    adapter = TypeAdapter(declared(client)[path])
+    assert adapter.dump_python(adapter.validate_python(body), mode="json") == body
