@@ -25,11 +25,15 @@ STALLED_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Finding:
-    """A fact that costs something, and what to try."""
+    """A fact that costs something, and what to try. `words` are those of its cell."""
 
+    words: str
     text: str
     advice: str
     metrics: tuple[str, ...]
+
+
+Rule = Callable[[Columns], Finding | None]
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,19 @@ class Cell:
     title: str
     metric: str
     unit: str
-    rule: Callable[[Columns], tuple[str, Finding] | None] = lambda _: None
+    rule: Rule = lambda _: None
 
 
 def last(columns: Columns, metric: str, window: int = WINDOW, skip: int = 0) -> list[float]:
     """Returns the measured values of the last `window` steps, `skip` steps before the end."""
     values = columns.get(metric, ())
     end = len(values) - skip
-    return [value for value in values[max(0, end - window) : end] if value is not None and value == value]
+    return measured(values[max(0, end - window) : end])
+
+
+def measured(values: Values) -> list[float]:
+    """Returns the values that are numbers."""
+    return [value for value in values if value is not None and value == value]
 
 
 def mean(columns: Columns, metric: str, window: int = WINDOW, skip: int = 0) -> float | None:
@@ -68,18 +77,17 @@ KL = "kl_divergence_inference"
 AGE = "staleness/token_age_mean"
 
 
-def waiting(columns: Columns) -> tuple[str, Finding] | None:
+def waiting(columns: Columns) -> Finding | None:
     """Above half of the time, more servers shorten a step more than a faster trainer."""
     share = mean(columns, WAIT)
     if share is None or share < 0.5:
         return None
     text = f"The trainer waits {share:.0%} of the time for answers."
-    return "waits for data", Finding(
-        text, "Add inference servers, or raise max_async_rollout.", tuple(WAIT.split(" / "))
-    )
+    advice = "Add inference servers, or raise max_async_rollout."
+    return Finding("waits for data", text, advice, tuple(WAIT.split(" / ")))
 
 
-def no_signal(columns: Columns) -> tuple[str, Finding] | None:
+def no_signal(columns: Columns) -> Finding | None:
     """Above half, most generated tokens teach nothing."""
     share = mean(columns, NO_SIGNAL)
     reward = mean(columns, REWARD)
@@ -87,30 +95,30 @@ def no_signal(columns: Columns) -> tuple[str, Finding] | None:
         return None
     hard = "easier" if reward is not None and reward < 0.5 else "harder"
     text = f"{share:.0f} % of the groups have equal rewards and are discarded."
-    return "mostly discarded", Finding(text, f"Use {hard} prompts, or more samples per prompt.", (NO_SIGNAL, REWARD))
+    return Finding("mostly discarded", text, f"Use {hard} prompts, or more samples per prompt.", (NO_SIGNAL, REWARD))
 
 
-def truncated(columns: Columns) -> tuple[str, Finding] | None:
+def truncated(columns: Columns) -> Finding | None:
     """Above a tenth, the reward depends on the limit as much as on the answer."""
     share = mean(columns, TRUNCATED)
     if share is None or share < 10:
         return None
     text = f"{share:.0f} % of the answers are cut off."
-    return "many cut off", Finding(text, "Raise max_tokens, or set overlong_penalty_factor.", (TRUNCATED,))
+    return Finding("many cut off", text, "Raise max_tokens, or set overlong_penalty_factor.", (TRUNCATED,))
 
 
-def mismatch(columns: Columns) -> tuple[str, Finding] | None:
+def mismatch(columns: Columns) -> Finding | None:
     """Engines and trainer of one version differ by 0.001 to 0.01 nats in bfloat16; ten times that is another policy."""
     value = mean(columns, KL)
     if value is None or value < 0.1:
         return None
     text = f"Engine and trainer differ by {value:.2g} nats per token (KL)."
-    return "engine differs", Finding(text, "Run telescope verify, or lower max_off_policy_steps.", (KL,))
+    return Finding("engine differs", text, "Run telescope verify, or lower max_off_policy_steps.", (KL,))
 
 
-def entropy_collapse(columns: Columns) -> tuple[str, Finding] | None:
+def entropy_collapse(columns: Columns) -> Finding | None:
     """A fifth of the first entropy is left: samples of a group are nearly equal."""
-    values = [value for value in columns.get("entropy", ()) if value is not None and value == value]
+    values = measured(columns.get("entropy", ()))
     now = mean(columns, "entropy")
     if now is None or len(values) < 2 * WINDOW:
         return None
@@ -118,25 +126,26 @@ def entropy_collapse(columns: Columns) -> tuple[str, Finding] | None:
     if before <= 0 or now > 0.2 * before:
         return None
     text = f"Entropy fell from {before:.2g} to {now:.2g} nats."
-    return "collapsed", Finding(text, "Lower the learning rate, or set entropy_coef.", ("entropy",))
+    return Finding("collapsed", text, "Lower the learning rate, or set entropy_coef.", ("entropy",))
 
 
-def gradient_spike(columns: Columns) -> tuple[str, Finding] | None:
+def gradient_spike(columns: Columns) -> Finding | None:
     """A step of ten times the usual norm moves the weights as far as ten steps, unless it is clipped."""
     recent = last(columns, "grad_norm")
     usual = last(columns, "grad_norm", 5 * WINDOW)
-    if any(value is None or value != value for value in columns.get("grad_norm", ())[-WINDOW:]):
+    if len(recent) < len(columns.get("grad_norm", ())[-WINDOW:]):
         text = "The gradient norm is not a number in one of the last steps."
-        return "not a number", Finding(text, "Lower the learning rate, and look at the loss.", ("grad_norm",))
-    if len(usual) < WINDOW or max(recent) < 10 * statistics.median(usual) or max(recent) == 0:
+        return Finding("not a number", text, "Lower the learning rate, and look at the loss.", ("grad_norm",))
+    if len(usual) < WINDOW:
         return None
-    text = (
-        f"The gradient norm reached {max(recent):.2g}, {max(recent) / statistics.median(usual):.0f} times its median."
-    )
-    return "spiked", Finding(text, "Lower grad_clip or the learning rate.", ("grad_norm",))
+    highest, median = max(recent), statistics.median(usual)
+    if highest < 10 * median or highest == 0:
+        return None
+    text = f"The gradient norm reached {highest:.2g}, {highest / median:.0f} times its median."
+    return Finding("spiked", text, "Lower grad_clip or the learning rate.", ("grad_norm",))
 
 
-def reward_collapse(columns: Columns) -> tuple[str, Finding] | None:
+def reward_collapse(columns: Columns) -> Finding | None:
     """Less than half of the best ten steps is left, which is more than noise over as many groups."""
     now = mean(columns, REWARD)
     earlier = [mean(columns, REWARD, WINDOW, skip) for skip in range(WINDOW, len(columns.get(REWARD, ())), WINDOW)]
@@ -144,16 +153,16 @@ def reward_collapse(columns: Columns) -> tuple[str, Finding] | None:
     if now is None or best is None or best <= 0 or now > 0.5 * best:
         return None
     text = f"The reward fell to {now:.2g} from {best:.2g}."
-    return "fell", Finding(text, "Look at the answers before and after, and go back to a checkpoint.", (REWARD,))
+    return Finding("fell", text, "Look at the answers before and after, and go back to a checkpoint.", (REWARD,))
 
 
-def stale(columns: Columns) -> tuple[str, Finding] | None:
+def stale(columns: Columns) -> Finding | None:
     """Four versions behind, ratios leave the range that the losses trust."""
     age = mean(columns, AGE)
     if age is None or age < 4:
         return None
     text = f"Tokens are {age:.1f} versions old."
-    return "old", Finding(text, "Lower max_async_rollout, or add inference servers.", (AGE,))
+    return Finding("old", text, "Lower max_async_rollout, or add inference servers.", (AGE,))
 
 
 CELLS = (
@@ -178,13 +187,13 @@ def cells(columns: Columns) -> tuple[list[dict[str, Any]], list[Finding]]:
             continue
         found = cell.rule(columns)
         if found:
-            findings.append(found[1])
+            findings.append(found)
         in_percent = 100 * latest if cell.unit == "%" and " / " in cell.metric else latest
         shown.append(
             {
                 **{name: getattr(cell, name) for name in ("name", "title", "metric", "unit")},
                 "latest": in_percent,
-                "words": found[0] if found else trend(columns, cell.metric),
+                "words": found.words if found else trend(columns, cell.metric),
                 "attention": found is not None,
             }
         )
@@ -277,7 +286,7 @@ def _stalled(state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _reward_change(columns: Columns) -> dict[str, Any] | None:
     name = REWARD if columns.get(REWARD) else "reward/total/mean"
-    values = [value for value in columns.get(name, ()) if value is not None and value == value]
+    values = measured(columns.get(name, ()))
     if len(values) < 2:
         return None
     window = min(WINDOW, len(values) // 2)
