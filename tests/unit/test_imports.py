@@ -74,5 +74,7 @@ from telescope.cli.main import main
 assert main(["--help"]) == 0
 assert main(["runs", "--root", "/nonexistent-folder"]) in (0, 2)
 assert main(["doctor", "--no-hub", "--json"]) in (0, 1)
+import sys
+assert not {"fastapi", "starlette", "uvicorn"} & sys.modules.keys(), "only `telescope ui` needs them"
 """)
     assert "doctor" in printed

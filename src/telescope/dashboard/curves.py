@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from telescope.dashboard.store import Row, RunStore
+from telescope.record.query import sql_text
 
 STATISTICS = ("n", "mean", "std", "min", "max", "p5", "p25", "p50", "p75", "p95")
 
@@ -27,7 +28,7 @@ def distribution(store: RunStore, metric: str, environment: str) -> dict[str, li
     Steps without recorded statistics are computed from the samples. An empty `environment` means all samples. Raises
     `ValueError` for an unknown metric.
     """
-    visible = store.visible("step_stats")
+    visible = store.visible()
     store.refresh("step_stats")
     recorded = (
         f"SELECT step, {', '.join(STATISTICS)} FROM step_stats "
@@ -53,7 +54,7 @@ def distribution(store: RunStore, metric: str, environment: str) -> dict[str, li
 def _computed(metric: str, visible: str) -> str:
     discarded, of_environment, name = _NAME.match(metric).groups()  # type: ignore[union-attr]
     if of_environment:
-        value = f"metrics['{name.replace(chr(39), chr(39) * 2)}']"
+        value = f"metrics[{sql_text(name)}]"
     elif name in COLUMNS:
         value = name
     else:
@@ -71,7 +72,7 @@ def _computed(metric: str, visible: str) -> str:
 
 def evals(store: RunStore) -> list[Row]:
     """Returns the evals of a run, in the order of their steps."""
-    visible = store.visible("evals")
+    visible = store.visible()
     store.refresh("evals")
     rows = store.rows(f"SELECT * FROM evals WHERE {visible} ORDER BY step, number, attempt")
     return [{**row, "metrics": row["metrics"] or {}} for row in rows]
@@ -79,7 +80,7 @@ def evals(store: RunStore) -> list[Row]:
 
 def eval_samples(store: RunStore, attempt: int, eval_id: str) -> list[Row] | None:
     """Returns the answers of one eval by item, or None if there is no such eval. `score` is its metric."""
-    visible = store.visible("evals")
+    visible = store.visible()
     store.refresh("evals", "eval_samples", "samples")
     found = store.rows(f"SELECT * FROM evals WHERE {visible} AND attempt = ? AND eval_id = ?", [attempt, eval_id])
     if not found:

@@ -17,6 +17,7 @@ from typing import Any
 from telescope.dashboard.registry import config_of
 from telescope.dashboard.store import Row, RunStore
 from telescope.dashboard.token_texts import find_tokenizer, token_texts
+from telescope.record.query import sql_text
 
 BEGINNING = 200
 """Characters of a prompt or an answer in a list."""
@@ -41,7 +42,7 @@ _RANGE = re.compile(r"^(\S+) to (\S+)$")
 
 def groups(store: RunStore, step: int | None, since: int | None) -> list[dict[str, Any]]:
     """Returns the groups of a step, or all from row `since` on, with their samples."""
-    visible = store.visible("groups")
+    visible = store.visible()
     store.refresh("groups", "samples")
     where = [visible]
     parameters: list[Any] = []
@@ -100,7 +101,7 @@ def samples(
     if column not in SORTS:
         raise ValueError(f"sort={sort!r} is not possible. Use {', '.join(SORTS)}, with - in front for descending.")
     order = f"{column} {'DESC' if sort.startswith('-') else 'ASC'} NULLS LAST, attempt, group_id, sample_index"
-    visible = store.visible("samples")
+    visible = store.visible()
     with store.exclusive():
         store.refresh("samples")
         base = [visible]
@@ -136,7 +137,7 @@ def samples(
 
 def detail(store: RunStore, attempt: int, sample_id: str) -> dict[str, Any] | None:
     """Returns everything about a sample, or None if there is none or a later attempt superseded it."""
-    visible = store.visible("samples")
+    visible = store.visible()
     store.refresh("samples", "spans")
     known = store.rows(
         f"SELECT step FROM samples WHERE {visible} AND attempt = ? AND sample_id = ?", [attempt, sample_id]
@@ -206,7 +207,7 @@ def _few_texts(store: RunStore, rows: Sequence[Row]) -> bool:
     steps = [row["step"] for row in rows if row["step"] is not None]
     if not steps or max(steps) - min(steps) <= NEAR_STEPS:
         return True
-    return sum(segment.path.stat().st_size for segment in store.run.segments("samples")) <= SMALL_BYTES
+    return sum(segment.num_bytes for segment in store.run.segments("samples")) <= SMALL_BYTES
 
 
 def _beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str], Row]:
@@ -220,7 +221,7 @@ def _beginnings(store: RunStore, members: Sequence[Row]) -> dict[tuple[int, str]
 def _condition(name: str, values: Sequence[str]) -> str:
     """Returns an SQL condition for the chosen values of a facet."""
     if name not in ("reward", "age"):
-        return f"{name} IN ({', '.join(_text(value) for value in values)})"
+        return f"{name} IN ({', '.join(sql_text(value) for value in values)})"
     each = []
     for value in values:
         bounds = _RANGE.match(value)
@@ -274,10 +275,6 @@ def _number(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text!r} is not a number of a facet.")
     return number
-
-
-def _text(value: str) -> str:
-    return "'" + value.replace("'", "''") + "'"
 
 
 def _json(text: str | None) -> Any:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import duckdb
 import pyarrow as pa
 
+from telescope.record.query import file_pattern, sql_text
 from telescope.record.reader import READ_ATTEMPTS, Run, is_readable
 from telescope.record.segments import superseded_sql
 from telescope.record.tables import TABLES
@@ -91,12 +91,12 @@ class RunStore:
     def columns(self, sql: str, parameters: Parameters = ()) -> pa.Table:
         """Returns the result of a query as an Arrow table."""
         with self._lock:
-            return self._database.cursor().sql(sql, params=_given(parameters)).to_arrow_table()
+            return self._database.cursor().sql(sql, params=parameters).to_arrow_table()
 
-    def visible(self, name: str = "samples") -> str:
-        """Returns an SQL condition for rows that no later attempt superseded."""
+    def visible(self) -> str:
+        """Returns an SQL condition for the rows of a step, or of a sample or eval of it, that are not superseded."""
         self.refresh("attempts", "steps")
-        return f"NOT {superseded_sql(self._cutoffs())}" if TABLES[name].by_step else "true"
+        return f"NOT {superseded_sql(self._cutoffs())}"
 
     def distinct(self, column: str, where: str) -> list[Any]:
         """Returns the values of a column of `samples`, sorted, without null. Kept until there are new rows."""
@@ -134,7 +134,7 @@ class RunStore:
         """Returns the whole rows of one sample in each of `tables`, from the files."""
         found = {}
         for table in tables:
-            where = f"attempt = {int(attempt)} AND sample_id = {_text(sample_id)}"
+            where = f"attempt = {int(attempt)} AND sample_id = {sql_text(sample_id)}"
             if step is not None and TABLES[table].by_step:
                 where += f" AND step = {int(step)}"
             rows = self._files(table, "*", where).to_pylist(maps_as_pydicts="lossy")
@@ -149,32 +149,28 @@ class RunStore:
 
     def _execute(self, sql: str, parameters: Parameters) -> duckdb.DuckDBPyConnection:
         with self._lock:
-            return self._database.cursor().execute(sql, _given(parameters))
+            return self._database.cursor().execute(sql, parameters)
 
     def _read(self, name: str) -> None:
-        cursor = self._cursors.get(name, 0)
+        cursor = self._cursors.get(name)
         if cursor and self._end(name) < cursor:
-            self._database.execute(f"DROP TABLE IF EXISTS {name}")
+            self._database.execute(f"DROP TABLE {name}")
             self._searches.clear()
-            cursor = 0
+            del self._cursors[name]
+            cursor = None
         derived = DERIVED.get(name)
         long = LONG_COLUMNS.get(name, set())
         needed = [column for column in TABLES[name].column_names if derived or column not in long]
-        rows, end = self.run.rows_since(name, cursor, needed)
-        if name not in self._cursors or rows.num_rows:
+        rows, end = self.run.rows_since(name, cursor or 0, needed)
+        if cursor is None or rows.num_rows:
             shown = ", ".join(
                 [*(f'"{column}"' for column in needed if column not in long), *([derived] if derived else [])]
             )
             self._database.register("fresh", rows)
-            exists = (name in self._cursors and cursor > 0) or self._has(name)
-            insert = f"INSERT INTO {name}" if exists else f"CREATE TABLE {name} AS"
+            insert = f"CREATE TABLE {name} AS" if cursor is None else f"INSERT INTO {name}"
             self._database.execute(f"{insert} SELECT {shown} FROM fresh")
             self._database.unregister("fresh")
         self._cursors[name] = end
-
-    def _has(self, name: str) -> bool:
-        found = self._database.execute("SELECT 1 FROM duckdb_tables() WHERE table_name = ?", [name]).fetchone()
-        return found is not None
 
     def _end(self, name: str) -> int:
         segments = self.run.segments(name)
@@ -188,7 +184,7 @@ class RunStore:
 
     def _scan(self, text: str, cursor: int) -> pa.Table:
         """Reads the segments from row `cursor` on, for samples that contain `text`."""
-        pattern = _text("%" + text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%")
+        pattern = sql_text("%" + text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%")
         columns = ("prompt_text", "completion_text")
         matches = " OR ".join(f"{column} ILIKE {pattern} ESCAPE '\\'" for column in columns)
         return self._files("samples", "attempt, sample_id", matches, cursor)
@@ -200,7 +196,7 @@ class RunStore:
             if not paths:
                 schema = TABLES[name].schema
                 return schema.empty_table() if columns == "*" else schema.empty_table().select(["attempt", "sample_id"])
-            files = ", ".join(_text(_escaped(path)) for path in paths)
+            files = ", ".join(sql_text(file_pattern(path)) for path in paths)
             source = f"read_parquet([{files}], union_by_name = true)"
             try:
                 with duckdb.connect(":memory:") as connection:
@@ -212,17 +208,3 @@ class RunStore:
                 if attempt == READ_ATTEMPTS - 1 or not (damaged or not all(path.exists() for path in paths)):
                     raise
         raise AssertionError("the last attempt returns or raises")
-
-
-def _given(parameters: Parameters) -> Any:
-    return dict(parameters) if isinstance(parameters, Mapping) else list(parameters)
-
-
-def _escaped(path: Path) -> str:
-    """Returns a path that DuckDB does not read as a pattern."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in str(path))
-
-
-def _text(value: str) -> str:
-    """Returns a string as an SQL literal."""
-    return "'" + value.replace("'", "''") + "'"

@@ -41,16 +41,16 @@ def token_texts(path: Path, ids: Sequence[int]) -> list[str] | None:
     """Returns the text of each token, blanks before words included; None if the tokenizer cannot be read."""
     try:
         tokenizer = _load(path, path.stat().st_mtime_ns)
-    except Exception:  # tokenizers raises plain exceptions for files that it cannot read
+    except Exception:  # tokenizers raises Exception itself for a file that it cannot read
         return None
-    texts, previous = [], None
-    for token in ids:
+    texts: list[str] = []
+    before = ""
+    for place, token in enumerate(ids):
         alone = tokenizer.decode([token], skip_special_tokens=False)
         # Some decoders drop the blank before the first word, so a token is decoded behind the one before it.
-        before = "" if previous is None else tokenizer.decode([previous], skip_special_tokens=False)
-        both = alone if previous is None else tokenizer.decode([previous, token], skip_special_tokens=False)
+        both = tokenizer.decode(list(ids[max(0, place - 1) : place + 1]), skip_special_tokens=False)
         texts.append(both[len(before) :] if both.startswith(before) and len(both) >= len(alone) else alone)
-        previous = token
+        before = alone
     return texts
 
 

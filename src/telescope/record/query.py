@@ -123,7 +123,7 @@ class Database:
                     connection.register("copied", _small_table(run, name))
                     connection.execute(f"CREATE OR REPLACE TABLE loaded.{name}_{place} AS FROM copied")
                     connection.unregister("copied")
-                selects.append(f"SELECT {_text(run.label)} AS run, * FROM ({part})")
+                selects.append(f"SELECT {sql_text(run.label)} AS run, * FROM ({part})")
             connection.execute(f"CREATE OR REPLACE VIEW {name} AS " + " UNION ALL BY NAME ".join(selects))
 
 
@@ -146,7 +146,7 @@ def _exclude_damaged(files: Sequence[tuple[Run, Path]]) -> bool:
     return bool(damaged)
 
 
-def _escaped(path: Path) -> str:
+def file_pattern(path: Path) -> str:
     """Returns a path that DuckDB does not read as a pattern."""
     return _GLOB.sub(r"[\g<0>]", str(path))
 
@@ -168,7 +168,7 @@ def _all_rows(run: Run, name: str, files: list[tuple[Run, Path]]) -> str:
     files += [(run, path) for path in paths]
     if not paths:
         return _empty(name)
-    listed = ", ".join(_text(_escaped(path)) for path in paths)
+    listed = ", ".join(sql_text(file_pattern(path)) for path in paths)
     return f"({_empty(name)}) UNION ALL BY NAME FROM read_parquet([{listed}], union_by_name = true)"
 
 
@@ -220,8 +220,8 @@ def _connect(runs: Sequence[Run], folder: Path) -> duckdb.DuckDBPyConnection:
     connection = duckdb.connect(":memory:", config=settings)
     folders = [run.files.tables for run in runs]
     # DuckDB compares the text of a path, both as written and as expanded.
-    allowed = dict.fromkeys(text for folder in folders for text in (str(folder), _escaped(folder)))
-    connection.execute(f"SET allowed_directories = [{', '.join(map(_text, allowed))}]")
+    allowed = dict.fromkeys(text for folder in folders for text in (str(folder), file_pattern(folder)))
+    connection.execute(f"SET allowed_directories = [{', '.join(map(sql_text, allowed))}]")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
     return connection
@@ -289,6 +289,6 @@ def _unknown_column(sql: str, column: str) -> str:
     return "\n".join(lines)
 
 
-def _text(value: str) -> str:
+def sql_text(value: str) -> str:
     """Returns a string as an SQL literal."""
     return "'" + value.replace("'", "''") + "'"
