@@ -10,18 +10,20 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import pydantic_core
 from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
+from pydantic import Field
 from starlette.middleware.gzip import GZipMiddleware
 
 from telescope import __version__
 from telescope.dashboard import curves, models, rollouts, runs, timeline
 from telescope.dashboard.events import run_events
-from telescope.dashboard.registry import Registry, UnknownRunError
+from telescope.dashboard.registry import Registry
 from telescope.dashboard.safety import Safety
+from telescope.dashboard.store import NotFoundError
 from telescope.errors import UserError
 
 STATIC = Path(__file__).parent / "static"
@@ -32,8 +34,12 @@ BUILD_COMMAND = "make dashboard"
 COMPRESSED_BYTES = 2000
 """Smaller answers are sent as they are."""
 
-Row = Annotated[int, Query(ge=0)]
-OptionalRow = Annotated[int | None, Query(ge=0)]
+LARGEST = 2**63 - 1
+"""Largest integer of a column."""
+
+Integer = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
+Row = Annotated[int, Query(ge=0, le=LARGEST)]
+OptionalRow = Annotated[int | None, Query(ge=0, le=LARGEST)]
 
 
 class Reply(Response):
@@ -71,14 +77,9 @@ def create_app(
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=1)
     app.add_middleware(Safety, token=token, hosts=tuple(hosts))
 
-    @app.exception_handler(UnknownRunError)
-    def unknown_run(_request: Request, error: UnknownRunError) -> JSONResponse:
-        return JSONResponse({"detail": f"There is no run {str(error)!r} here. The page of runs lists them."}, 404)
-
-    @app.exception_handler(ValueError)
     @app.exception_handler(UserError)
-    def user_error(_request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse({"detail": str(error)}, 400)
+    def user_error(_request: Request, error: UserError) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, 404 if isinstance(error, NotFoundError) else 400)
 
     return app
 
@@ -105,9 +106,7 @@ def _add_runs(app: FastAPI, registry: Registry) -> None:
         return Reply(request, runs.health_of(registry, run))
 
     @app.get("/api/runs/{run}/distribution", response_model=models.Distribution, summary="Distribution per step")
-    def distribution(
-        request: Request, run: str, metric: str = "reward", environment: str = "", by: Literal["step"] = "step"
-    ) -> Reply:
+    def distribution(request: Request, run: str, metric: str = "reward", environment: str = "") -> Reply:
         return Reply(request, curves.distribution(registry.store(run), metric, environment))
 
     @app.get("/api/runs/{run}/evals", response_model=list[models.Eval], summary="Evals of a run")
@@ -119,16 +118,13 @@ def _add_runs(app: FastAPI, registry: Registry) -> None:
         response_model=list[models.EvalSample],
         summary="Answers of an eval, by item",
     )
-    def eval_samples(request: Request, run: str, attempt: int, eval_id: str) -> Reply:
-        found = curves.eval_samples(registry.store(run), attempt, eval_id)
-        if found is None:
-            raise HTTPException(404, f"Attempt {attempt} has no eval {eval_id!r}.")
-        return Reply(request, found)
+    def eval_samples(request: Request, run: str, attempt: Integer, eval_id: str) -> Reply:
+        return Reply(request, curves.eval_samples(registry.store(run), attempt, eval_id))
 
 
 def _add_rollouts(app: FastAPI, registry: Registry) -> None:
     @app.get("/api/runs/{run}/groups", response_model=list[models.Group], summary="Groups of a step, or from a row on")
-    def groups(request: Request, run: str, step: int | None = None, since: OptionalRow = None) -> Reply:
+    def groups(request: Request, run: str, step: Integer | None = None, since: OptionalRow = None) -> Reply:
         if step is None and since is None:
             raise HTTPException(400, "Groups need step=N or since=ROW.")
         return Reply(request, rollouts.groups(registry.store(run), step, since))
@@ -144,8 +140,8 @@ def _add_rollouts(app: FastAPI, registry: Registry) -> None:
         age: str = "",
         stop_reason: str = "",
         eval_name: str = "",
-        step_min: int | None = None,
-        step_max: int | None = None,
+        step_min: Integer | None = None,
+        step_max: Integer | None = None,
         sort: str = "step",
         offset: Row = 0,
         limit: Annotated[int, Query(ge=0, le=10_000)] = 100,
@@ -168,11 +164,8 @@ def _add_rollouts(app: FastAPI, registry: Registry) -> None:
         response_model=models.Sample,
         summary="Everything about a sample",
     )
-    def sample(request: Request, run: str, attempt: int, sample_id: str) -> Reply:
-        found = rollouts.detail(registry.store(run), attempt, sample_id)
-        if found is None:
-            raise HTTPException(404, f"Attempt {attempt} has no sample {sample_id!r}, or a later attempt replaced it.")
-        return Reply(request, found)
+    def sample(request: Request, run: str, attempt: Integer, sample_id: str) -> Reply:
+        return Reply(request, rollouts.detail(registry.store(run), attempt, sample_id))
 
 
 def _add_timeline(app: FastAPI, registry: Registry) -> None:

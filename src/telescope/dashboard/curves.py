@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from telescope.dashboard.store import Row, RunStore
+from telescope.dashboard.store import NotFoundError, Row, RunStore
+from telescope.errors import UserError
 from telescope.record.query import sql_text
 
 STATISTICS = ("n", "mean", "std", "min", "max", "p5", "p25", "p50", "p75", "p95")
@@ -19,14 +19,12 @@ COLUMNS = (
 TEXT = 4000
 """Characters of a prompt and an answer of an eval in a list."""
 
-_NAME = re.compile(r"^(discarded/)?(sample_metrics/)?(.+)$")
-
 
 def distribution(store: RunStore, metric: str, environment: str) -> dict[str, list[Any]]:
     """Returns the distribution of a number of the samples, a row per step.
 
     Steps without recorded statistics are computed from the samples. An empty `environment` means all samples. Raises
-    `ValueError` for an unknown metric.
+    `UserError` for an unknown metric.
     """
     visible = store.visible()
     store.refresh("step_stats")
@@ -52,15 +50,15 @@ def distribution(store: RunStore, metric: str, environment: str) -> dict[str, li
 
 
 def _computed(metric: str, visible: str) -> str:
-    discarded, of_environment, name = _NAME.match(metric).groups()  # type: ignore[union-attr]
-    if of_environment:
-        value = f"metrics[{sql_text(name)}]"
+    name = metric.removeprefix("discarded/")
+    if name.startswith("sample_metrics/"):
+        value = f"metrics[{sql_text(name.removeprefix('sample_metrics/'))}]"
     elif name in COLUMNS:
         value = name
     else:
         known = ", ".join(COLUMNS)
-        raise ValueError(f"metric={metric!r} has no distribution. Use {known}, or sample_metrics/NAME.")
-    status = "discarded" if discarded else "kept"
+        raise UserError(f"metric={metric!r} has no distribution. Use {known}, or sample_metrics/NAME.")
+    status = "kept" if name == metric else "discarded"
     quantiles = ", ".join(f"quantile_cont(x, {p / 100}) AS p{p}" for p in (5, 25, 50, 75, 95))
     values = (
         f"SELECT step, {value}::DOUBLE AS x FROM samples WHERE {visible} AND status = '{status}' "
@@ -78,13 +76,13 @@ def evals(store: RunStore) -> list[Row]:
     return [{**row, "metrics": row["metrics"] or {}} for row in rows]
 
 
-def eval_samples(store: RunStore, attempt: int, eval_id: str) -> list[Row] | None:
-    """Returns the answers of one eval by item, or None if there is no such eval. `score` is its metric."""
+def eval_samples(store: RunStore, attempt: int, eval_id: str) -> list[Row]:
+    """Returns the answers of one eval by item. `score` is its metric. Raises `NotFoundError`."""
     visible = store.visible()
     store.refresh("evals", "eval_samples", "samples")
     found = store.rows(f"SELECT * FROM evals WHERE {visible} AND attempt = ? AND eval_id = ?", [attempt, eval_id])
     if not found:
-        return None
+        raise NotFoundError(f"Attempt {attempt} has no eval {eval_id!r}.")
     metric = found[0]["metric"] or "reward"
     rows = store.rows(
         "SELECT e.attempt, e.sample_id, e.item, e.completion, s.step, s.tags, s.stop_reason, s.completion_tokens, "

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow.compute as pc
 import yaml
 
-from telescope.dashboard.store import RunStore
+from telescope.dashboard.store import NotFoundError, RunStore
 from telescope.errors import UserError
 from telescope.record.reader import Run, RunSummary, find_runs
 
@@ -28,10 +28,6 @@ SEARCH_SECONDS = 5.0
 
 SEPARATOR = "~"
 """Replaces the slash in ids, so that an id is one part of an address."""
-
-
-class UnknownRunError(Exception):
-    """No run has this id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +59,11 @@ class Registry:
             return self._stores
 
     def store(self, run_id: str) -> RunStore:
-        """Returns a run. Raises `UnknownRunError`."""
+        """Returns a run. Raises `NotFoundError`."""
         # A search replaces the dictionary, so a run that is known does not wait for one.
         found = self._stores.get(run_id) or self.stores().get(run_id)
         if found is None:
-            raise UnknownRunError(run_id)
+            raise NotFoundError(f"There is no run {run_id!r} here. The page of runs lists them.")
         return found
 
     @property
@@ -93,7 +89,7 @@ class Registry:
         return sorted(rows, key=lambda row: row[1].summary.started_at or 0.0, reverse=True)
 
     def listing(self, run_id: str) -> Listing:
-        """Returns one run. Raises `UnknownRunError`."""
+        """Returns one run. Raises `NotFoundError`."""
         return self._listing(run_id, self.store(run_id).run)
 
     def _listing(self, run_id: str, run: Run) -> Listing:

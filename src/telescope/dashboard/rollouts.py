@@ -15,8 +15,9 @@ from itertools import pairwise
 from typing import Any
 
 from telescope.dashboard.registry import config_of
-from telescope.dashboard.store import Row, RunStore
+from telescope.dashboard.store import NotFoundError, Row, RunStore
 from telescope.dashboard.token_texts import find_tokenizer, token_texts
+from telescope.errors import UserError
 from telescope.record.query import sql_text
 
 BEGINNING = 200
@@ -95,11 +96,11 @@ def samples(
 ) -> dict[str, Any]:
     """Returns one page of the samples that pass all filters, with counts of each facet.
 
-    A facet counts the samples that pass the filters of the others. Raises `ValueError` for an unknown order.
+    A facet counts the samples that pass the filters of the others. Raises `UserError` for an unknown order.
     """
     column = sort.removeprefix("-")
     if column not in SORTS:
-        raise ValueError(f"sort={sort!r} is not possible. Use {', '.join(SORTS)}, with - in front for descending.")
+        raise UserError(f"sort={sort!r} is not possible. Use {', '.join(SORTS)}, with - in front for descending.")
     order = f"{column} {'DESC' if sort.startswith('-') else 'ASC'} NULLS LAST, attempt, group_id, sample_index"
     visible = store.visible()
     with store.exclusive():
@@ -119,14 +120,12 @@ def samples(
         ((total,),) = store.fetch(f"SELECT count(*) FROM {source} WHERE {where}", parameters)
         page = f"SELECT * FROM {source} WHERE {where} ORDER BY {order} LIMIT {int(limit)} OFFSET {int(offset)}"
         rows = store.rows(page, parameters)
-        counts = {}
         free = [name for name in FACETS if name not in conditions]
         grouped = _grouped(store, free, source, where, parameters)
         for name in conditions:
             others = " AND ".join([*base, *(text for other, text in conditions.items() if other != name)])
             grouped |= _grouped(store, [name], source, others, parameters)
-        for name in FACETS:
-            counts[name] = _facet(name, store.distinct(name, visible), grouped[name])
+        counts = {name: _facet(name, store.distinct(name, visible), grouped[name]) for name in FACETS}
     texts = _beginnings(store, rows) if _few_texts(store, rows) else {}
     for row in rows:
         row["metrics"], row["tags"] = row["metrics"] or {}, row["tags"] or {}
@@ -135,15 +134,15 @@ def samples(
     return {"total": total, "rows": rows, "facets": counts}
 
 
-def detail(store: RunStore, attempt: int, sample_id: str) -> dict[str, Any] | None:
-    """Returns everything about a sample, or None if there is none or a later attempt superseded it."""
+def detail(store: RunStore, attempt: int, sample_id: str) -> dict[str, Any]:
+    """Returns everything about a sample. Raises `NotFoundError` if there is none or a later attempt superseded it."""
     visible = store.visible()
     store.refresh("samples", "spans")
     known = store.rows(
         f"SELECT step FROM samples WHERE {visible} AND attempt = ? AND sample_id = ?", [attempt, sample_id]
     )
     if not known:
-        return None
+        raise NotFoundError(f"Attempt {attempt} has no sample {sample_id!r}, or a later attempt replaced it.")
     whole = store.texts(["samples", "turns", "tool_calls", "info", "tokens"], attempt, sample_id, known[0]["step"])
     (sample, *_) = whole["samples"]
     turns = sorted(whole["turns"], key=lambda row: row["turn"])
@@ -180,12 +179,13 @@ def add_tokens(turns: Sequence[Row], sequences: Sequence[Row]) -> None:
         if version >= 0
     ]
     answers = [turn for turn in turns if turn["role"] == "assistant"]
-    if not sampled or sum(turn["num_tokens"] or 0 for turn in answers) != len(sampled):
+    lengths = [turn["num_tokens"] or 0 for turn in answers]
+    if not sampled or sum(lengths) != len(sampled):
         return
     begin = 0
-    for turn in answers:
-        own = sampled[begin : begin + turn["num_tokens"]]
-        begin += turn["num_tokens"]
+    for turn, length in zip(answers, lengths, strict=True):
+        own = sampled[begin : begin + length]
+        begin += length
         turn.update({name: [token[name] for token in own] for name in sampled[0]})
 
 
@@ -270,10 +270,13 @@ def _shown(value: Any) -> str:
 
 
 def _number(text: str) -> float:
-    """Reads a number of a facet. Raises `ValueError` for anything else."""
-    number = float(text)
+    """Reads a number of a facet. Raises `UserError` for anything else."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{text!r} is not a number of a facet.")
+        raise UserError(f"{text!r} is not a number. Use a value or a range that a facet lists, such as `0 to 0.5`.")
     return number
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
+from telescope.errors import UserError
 from telescope.record.query import file_pattern, sql_text
 from telescope.record.reader import READ_ATTEMPTS, Run, is_readable
 from telescope.record.segments import superseded_sql
@@ -41,6 +42,10 @@ UNREAD = object()
 
 Row = dict[str, Any]
 Parameters = Sequence[Any] | Mapping[str, Any]
+
+
+class NotFoundError(UserError):
+    """No run, sample or eval has this id."""
 
 
 class RunStore:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from telescope.dashboard.store import RunStore
+from telescope.errors import UserError
 
 SPAN_COLUMNS = ("component", "name", "rank", "server", "lane", "step", "micro_batch", "sample_id", "start", "end")
 LANE = "component, name, rank, server, lane"
@@ -90,14 +91,14 @@ def logs(
 ) -> dict[str, Any]:
     """Returns log lines, oldest first: those from row `since` on, or the newest ones, before row `before` if given.
 
-    `level` is the lowest one. Raises `ValueError` for an unknown one.
+    `level` is the lowest one. Raises `UserError` for an unknown one.
     """
     (end,) = store.refresh("logs").values()
     where = ["true"]
     parameters: list[Any] = []
     if level:
         if level not in LEVELS:
-            raise ValueError(f"level={level!r} is not a level. Use one of {', '.join(LEVELS)}.")
+            raise UserError(f"level={level!r} is not a level. Use one of {', '.join(LEVELS)}.")
         where.append("list_contains(?, level)")
         parameters.append(list(LEVELS[LEVELS.index(level) :]))
     for condition, value in (("rowid >= ?", since), ("rowid < ?", before), ("component = ?", component or None)):

@@ -136,6 +136,24 @@ def test_an_unknown_distribution_is_refused(client):
     assert "has no distribution" in client.get(f"{RUN}/distribution?metric=x").json()["detail"]
 
 
+@pytest.mark.parametrize(
+    ("address", "status"),
+    [
+        ("samples?reward=many", 400),
+        ("samples?reward=1 to many", 400),
+        ("distribution?metric=", 400),
+        (f"samples?step_min={2**63}", 422),
+        (f"samples?offset={2**63}", 422),
+        (f"groups?step={2**63}", 422),
+        (f"logs?since={2**63}", 422),
+        (f"samples/{2**63}/0-0", 422),
+        (f"evals/{2**63}/e/samples", 422),
+    ],
+)
+def test_a_parameter_that_cannot_be_used_is_refused(client, address, status):
+    assert client.get(f"{RUN}/{address}").status_code == status
+
+
 def test_evals_lead_to_their_answers_by_item(client):
     (row,) = client.get(f"{RUN}/evals").json()
     assert (row["name"], row["accuracy"], row["step"]) == ("math", 0.5, -1)
