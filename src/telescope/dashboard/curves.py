@@ -68,11 +68,19 @@ def _computed(metric: str, visible: str) -> str:
     return f"SELECT step, {moments}, {quantiles} FROM ({values}) WHERE isfinite(x) GROUP BY step"
 
 
+KNOWN = (
+    "coalesce(name, '') AS name, coalesce(source, 'live') AS source, coalesce(status, 'finished') AS status, "
+    "coalesce(version, step + 1) AS version, coalesce(num_items, 0) AS num_items, "
+    "coalesce(num_completions, 1) AS num_completions, coalesce(num_scored, 0) AS num_scored"
+)
+"""Columns of `evals` that incomplete records lack."""
+
+
 def evals(store: RunStore) -> list[Row]:
     """Returns the evals of a run, in the order of their steps."""
     visible = store.visible()
     store.refresh("evals")
-    rows = store.rows(f"SELECT * FROM evals WHERE {visible} ORDER BY step, number, attempt")
+    rows = store.rows(f"SELECT * REPLACE ({KNOWN}) FROM evals WHERE {visible} ORDER BY step, number, attempt")
     return [{**row, "metrics": row["metrics"] or {}} for row in rows]
 
 

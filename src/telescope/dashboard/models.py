@@ -49,18 +49,58 @@ class Runs(BaseModel):
     roots: list[str]
 
 
+class Attempt(BaseModel):
+    """A start of a run: a row of the table `attempts`."""
+
+    attempt: int
+    started_at: Number
+    config_hash: str | None
+    git_commit: str | None
+    git_dirty: bool | None
+    versions: dict[str, str]
+    topology: dict[str, str]
+    notes: list[str]
+    first_step: int | None
+    host: str | None
+    pid: int | None
+
+
+class MetricRange(BaseModel):
+    """Smallest and largest expected value of a metric."""
+
+    min: Number
+    max: Number
+
+
+class Environment(BaseModel):
+    """An environment of a run: a row of the table `environments`."""
+
+    attempt: int
+    key: str
+    name: str
+    purpose: str
+    weight: Number
+    num_samples: int | None
+    is_multi_turn: bool | None
+    reward_min: Number
+    reward_max: Number
+    metrics_ranges: dict[str, MetricRange]
+    tags_options: dict[str, list[str]]
+    not_extendable: str | None
+
+
 class RunInfo(BaseModel):
-    """A run: its config, attempts, environments and result."""
+    """A run: its config, attempts, environments and result. `user_set`: settings that the user wrote."""
 
     info: RunRow
     config: dict[str, Any]
     user_set: list[str]
-    attempts: list[dict[str, Any]]
-    environments: list[dict[str, Any]]
+    attempts: list[Attempt]
+    environments: list[Environment]
     result: dict[str, Any]
 
 
-class Steps(BaseModel):
+class StepColumns(BaseModel):
     """Rows of steps as columns. `next` is the cursor of the next request."""
 
     next: int
@@ -135,23 +175,23 @@ class Distribution(BaseModel):
     p95: list[Number]
 
 
-class Eval(BaseModel):
+class EvalRow(BaseModel):
     """The result of one eval: a row of the table `evals`."""
 
     attempt: int
     eval_id: str
-    name: str | None
+    name: str
     number: int | None
-    source: str | None
-    status: str | None
+    source: str
+    status: str
     error: str | None
     step: int
-    version: int | None
+    version: int
     started_at: Number
     ended_at: Number
-    num_items: int | None
-    num_completions: int | None
-    num_scored: int | None
+    num_items: int
+    num_completions: int
+    num_scored: int
     temperature: Number
     top_p: Number
     max_tokens: int | None

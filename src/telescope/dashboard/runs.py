@@ -56,7 +56,11 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
         "config": config,
         "user_set": user_set,
         "attempts": [
-            {**row, "versions": dict(row["versions"] or ()), "topology": dict(row["topology"] or ())}
+            {
+                **row,
+                "notes": row["notes"] or [],
+                **{name: dict(row[name] or ()) for name in ("versions", "topology")},
+            }
             for row in attempts
         ],
         "environments": [row for row in environments if row["attempt"] == newest],

@@ -109,7 +109,7 @@ def write_run(run_dir: Path, algorithm: str, *, resumed: bool = False) -> None:
         with Recorder(run_dir, attempt=attempt) as recorder:
             start = {"config_hash": "c", "config_json": text, "first_step": part[0], "num_steps": NUM_STEPS}
             info = begin_run(recorder, name=run_dir.name, **start)
-            ranges = {"metrics_ranges": '{"correct": {"min": 0}}'}
+            ranges = {"metrics_ranges": '{"correct": {"min": 0, "max": 1}}'}
             recorder.write("environments", {"key": "countdown", "name": "countdown", "purpose": "training", **ranges})
             for step in part:
                 write_step(recorder, step)

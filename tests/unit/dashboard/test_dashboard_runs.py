@@ -31,7 +31,7 @@ def test_a_run_shows_config_user_choices_attempts_and_environments(client):
     body = client.get("/api/runs/first").json()
     assert (body["config"]["algorithm"], body["user_set"]) == ("grpo", ["algorithm"])
     assert [row["first_step"] for row in body["attempts"]] == [0, 10]
-    assert body["environments"][0]["metrics_ranges"] == {"correct": {"min": 0}}
+    assert body["environments"][0]["metrics_ranges"] == {"correct": {"min": 0, "max": 1}}
     assert body["result"] == {"heldout_after": 0.5}
 
 

@@ -1,0 +1,60 @@
+"""Addresses of the API, a file for each subject.
+
+An address checks its parameters and returns what a module of `telescope.dashboard` computes. A run is named by an id
+that the registry knows; no parameter becomes a path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any
+
+import pydantic_core
+from fastapi import Depends, Query, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from telescope.dashboard.registry import Registry
+from telescope.dashboard.store import RunStore
+
+LARGEST = 2**63 - 1
+"""Largest integer of a column."""
+
+Integer = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
+Row = Annotated[int, Query(ge=0, le=LARGEST)]
+OptionalRow = Annotated[int | None, Query(ge=0, le=LARGEST)]
+
+
+def _registry(request: Request) -> Registry:
+    found: Registry = request.app.state.registry
+    return found
+
+
+def _store(run: str, registry: Runs) -> RunStore:
+    return registry.store(run)
+
+
+Runs = Annotated[Registry, Depends(_registry)]
+"""All runs that the server shows."""
+
+Store = Annotated[RunStore, Depends(_store)]
+"""The run that the address names. An unknown one is answered with 404."""
+
+
+class Reply(Response):
+    """A JSON answer. NaN and infinity are null. Has an ETag, so that an unchanged answer is sent once."""
+
+    media_type = "application/json"
+
+    def __init__(self, request: Request, value: Any) -> None:
+        body = pydantic_core.to_json(value, inf_nan_mode="null", fallback=_plain)
+        tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
+        headers = {"ETag": tag, "Cache-Control": "no-cache"}
+        if tag in request.headers.get("if-none-match", ""):
+            super().__init__(status_code=304, headers=headers)
+        else:
+            super().__init__(body, headers=headers)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)

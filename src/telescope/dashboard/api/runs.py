@@ -1,0 +1,46 @@
+"""Addresses of runs: the list, one run, its steps and health, events, comparison."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import StreamingResponse
+
+from telescope.dashboard import models, runs
+from telescope.dashboard.api import Reply, Row, Runs, Store
+from telescope.dashboard.events import run_events
+
+router = APIRouter(prefix="/api")
+
+
+@router.get("/runs", response_model=models.Runs, summary="Runs, newest first")
+def list_runs(request: Request, registry: Runs) -> Reply:
+    return Reply(request, runs.run_rows(registry))
+
+
+@router.get("/runs/{run}", response_model=models.RunInfo, summary="Config, attempts and result of a run")
+def run_info(request: Request, registry: Runs, run: str) -> Reply:
+    return Reply(request, runs.run_info(registry, run))
+
+
+@router.get("/runs/{run}/steps", response_model=models.StepColumns, summary="Steps from a row on, as columns")
+def steps(request: Request, store: Store, since: Row = 0) -> Reply:
+    return Reply(request, runs.steps(store, since))
+
+
+@router.get("/runs/{run}/health", response_model=models.Health, summary="Verdict, health, alerts, progress")
+def health(request: Request, registry: Runs, run: str) -> Reply:
+    return Reply(request, runs.health_of(registry, run))
+
+
+@router.get("/compare", response_model=models.Comparison, summary="Differences between runs")
+def compare(request: Request, registry: Runs, runs_: Annotated[str, Query(alias="runs")]) -> Reply:
+    return Reply(request, runs.compare(registry, [run for run in runs_.split(",") if run]))
+
+
+@router.get("/events", response_class=StreamingResponse, summary="Server-sent events: tables that grew, status")
+def events(request: Request, store: Store) -> StreamingResponse:
+    stream = run_events(store.run, request.headers.get("last-event-id"), request.is_disconnected)
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(stream, media_type="text/event-stream", headers=headers)

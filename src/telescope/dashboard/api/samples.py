@@ -1,0 +1,74 @@
+"""Addresses of samples: groups, search, one sample, distributions, evals."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, HTTPException, Query, Request
+
+from telescope.dashboard import curves, models, rollouts
+from telescope.dashboard.api import Integer, OptionalRow, Reply, Row, Store
+
+router = APIRouter(prefix="/api/runs/{run}")
+
+
+@router.get("/groups", response_model=list[models.Group], summary="Groups of a step, or from a row on")
+def groups(request: Request, store: Store, step: Integer | None = None, since: OptionalRow = None) -> Reply:
+    if step is None and since is None:
+        raise HTTPException(400, "Groups need step=N or since=ROW.")
+    return Reply(request, rollouts.groups(store, step, since))
+
+
+@router.get("/samples", response_model=models.Samples, summary="Search, filter and sort samples")
+def samples(
+    request: Request,
+    store: Store,
+    search: str = "",
+    status: str = "",
+    environment: str = "",
+    reward: str = "",
+    age: str = "",
+    stop_reason: str = "",
+    eval_name: str = "",
+    step_min: Integer | None = None,
+    step_max: Integer | None = None,
+    sort: str = "step",
+    offset: Row = 0,
+    limit: Annotated[int, Query(ge=0, le=10_000)] = 100,
+) -> Reply:
+    facets = {"status": status, "environment": environment, "reward": reward, "age": age}
+    found = rollouts.samples(
+        store,
+        facets={**facets, "stop_reason": stop_reason, "eval_name": eval_name},
+        search=search,
+        step_min=step_min,
+        step_max=step_max,
+        sort=sort,
+        offset=offset,
+        limit=limit,
+    )
+    return Reply(request, found)
+
+
+@router.get("/samples/{attempt}/{sample_id:path}", response_model=models.Sample, summary="Everything about a sample")
+def sample(request: Request, store: Store, attempt: Integer, sample_id: str) -> Reply:
+    return Reply(request, rollouts.detail(store, attempt, sample_id))
+
+
+@router.get("/distribution", response_model=models.Distribution, summary="Distribution per step")
+def distribution(request: Request, store: Store, metric: str = "reward", environment: str = "") -> Reply:
+    return Reply(request, curves.distribution(store, metric, environment))
+
+
+@router.get("/evals", response_model=list[models.EvalRow], summary="Evals of a run")
+def evals(request: Request, store: Store) -> Reply:
+    return Reply(request, curves.evals(store))
+
+
+@router.get(
+    "/evals/{attempt}/{eval_id:path}/samples",
+    response_model=list[models.EvalSample],
+    summary="Answers of an eval, by item",
+)
+def eval_samples(request: Request, store: Store, attempt: Integer, eval_id: str) -> Reply:
+    return Reply(request, curves.eval_samples(store, attempt, eval_id))

@@ -1,0 +1,58 @@
+"""Addresses of ranges of time: spans, gauges, log lines."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+
+from telescope.dashboard import models, timeline
+from telescope.dashboard.api import OptionalRow, Reply, Store
+
+router = APIRouter(prefix="/api/runs/{run}")
+
+
+@router.get("/spans", response_model=models.Spans, summary="Intervals of a range of time")
+def spans(
+    request: Request,
+    store: Store,
+    start: float | None = None,
+    end: float | None = None,
+    limit: Annotated[int, Query(ge=1, le=500_000)] = 40_000,
+    buckets: Annotated[int, Query(ge=1, le=20_000)] = 2000,
+) -> Reply:
+    return Reply(request, timeline.spans(store, start, end, limit, buckets))
+
+
+@router.get("/gauges", response_model=list[models.GaugeSeries], summary="Series of gauges")
+def gauges(
+    request: Request,
+    store: Store,
+    names: str,
+    start: float | None = None,
+    end: float | None = None,
+    points: Annotated[int, Query(ge=1, le=10_000)] = 400,
+) -> Reply:
+    return Reply(request, timeline.gauges(store, names.split(","), start, end, points))
+
+
+@router.get("/gauges/names", response_model=list[models.GaugeName], summary="Gauges of a run")
+def gauge_names(request: Request, store: Store) -> Reply:
+    return Reply(request, timeline.gauge_names(store))
+
+
+@router.get("/logs", response_model=models.Logs, summary="Log lines")
+def logs(
+    request: Request,
+    store: Store,
+    since: OptionalRow = None,
+    before: OptionalRow = None,
+    level: str = "",
+    component: str = "",
+    search: str = "",
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 400,
+) -> Reply:
+    found = timeline.logs(
+        store, since=since, before=before, level=level, component=component, search=search, limit=limit
+    )
+    return Reply(request, found)
