@@ -49,7 +49,7 @@ export interface ConfigDifference {
   values: unknown[];
 }
 
-/** The distribution of a number of the samples, per step. */
+/** The distribution of a number of the samples, per step. `histogram`: samples in equal bins from low to high. */
 export interface Distribution {
   step: number[];
   n: number[];
@@ -62,6 +62,10 @@ export interface Distribution {
   p50: Value[];
   p75: Value[];
   p95: Value[];
+  gini: Value[];
+  low: Value[];
+  high: Value[];
+  histogram: (number[] | null)[];
 }
 
 /** An environment of a run: a row of the table `environments`. */

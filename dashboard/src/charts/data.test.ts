@@ -4,7 +4,7 @@ import { axisEnd, clock, distributionOf, isTwoValued } from "./data";
 
 const distribution = (p25: number[], p50: number[], p75: number[]): Distribution => {
   const all = (value: number) => p25.map(() => value);
-  return { step: p25.map((_, i) => i), n: all(8), mean: all(0.5), std: all(0.5), min: all(0), max: all(1), p5: all(0), p25, p50, p75, p95: all(1) };
+  return { step: p25.map((_, i) => i), n: all(8), mean: all(0.5), std: all(0.5), min: all(0), max: all(1), p5: all(0), p25, p50, p75, p95: all(1), gini: all(0), low: [], high: [], histogram: [] };
 };
 
 test("a reward of right and wrong has no bands", () => {

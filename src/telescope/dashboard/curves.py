@@ -8,7 +8,12 @@ from telescope.dashboard.store import NotFoundError, Row, RunStore
 from telescope.errors import UserError
 from telescope.record.query import sql_text
 
-STATISTICS = ("n", "mean", "std", "min", "max", "p5", "p25", "p50", "p75", "p95")
+STATISTICS = ("n", "mean", "std", "min", "max", "p5", "p25", "p50", "p75", "p95", "gini")
+HISTOGRAM = ("low", "high", "histogram")
+"""Ends of the bins of a step, and the number of samples in each."""
+
+WITHOUT_GINI = ("advantage", "age", "prompt_tokens")
+"""Numbers that have no Gini coefficient in `step_stats` either."""
 
 COLUMNS = (
     *("reward", "advantage", "prompt_tokens", "completion_tokens", "environment_tokens", "total_tokens"),
@@ -16,28 +21,37 @@ COLUMNS = (
 )
 """Numbers of a sample that have a column of their own."""
 
+NUM_BINS = 20
+"""Bins of a histogram, as many as `step_stats` has."""
+
 TEXT = 4000
 """Characters of a prompt and an answer of an eval in a list."""
 
 
-def distribution(store: RunStore, metric: str, environment: str) -> dict[str, list[Any]]:
+def distribution(
+    store: RunStore, metric: str, environment: str, tag: str = "", *, histogram: bool = False
+) -> dict[str, list[Any]]:
     """Returns the distribution of a number of the samples, a row per step.
 
-    Steps without recorded statistics are computed from the samples. An empty `environment` means all samples. Raises
-    `UserError` for an unknown metric.
+    An empty `environment` means all samples; `tag` (`name=value`) chooses those with that tag. Steps without recorded
+    statistics, and all steps of a tag, are computed from the samples. Raises `UserError` for an unknown metric or a
+    malformed tag. The columns of the histogram are empty unless `histogram` is true.
     """
     visible = store.visible()
     store.refresh("step_stats")
     recorded = (
-        f"SELECT step, {', '.join(STATISTICS)} FROM step_stats "
+        f"SELECT step, {', '.join((*STATISTICS, *HISTOGRAM))} FROM step_stats "
         f"WHERE {visible} AND metric = $metric AND coalesce(environment, '') = $environment"
     )
-    names = ", ".join(STATISTICS)
+    names = ", ".join((*STATISTICS, *(HISTOGRAM if histogram else ())))
     given = {"metric": metric, "environment": environment}
     ((num_recorded,),) = store.fetch(f"SELECT count(*) FROM ({recorded})", given)
     ((num_steps,),) = store.fetch(f"SELECT count(*) FROM steps WHERE {visible}")
-    computed = _computed(metric, visible)
-    if num_recorded < num_steps or not num_steps:
+    computed = _computed(metric, f"{visible} AND {_tag_condition(tag)}")
+    if tag:
+        store.refresh("samples")
+        recorded = f"{recorded} AND false"
+    elif num_recorded < num_steps or not num_steps:
         store.refresh("samples")
     else:
         computed = f"{recorded} AND false"
@@ -46,10 +60,10 @@ def distribution(store: RunStore, metric: str, environment: str) -> dict[str, li
         f"SELECT step, {names} FROM computed ANTI JOIN recorded USING (step) ORDER BY step"
     )
     found = store.columns(sql, given)
-    return {name: found[name].to_pylist() for name in ("step", *STATISTICS)}
+    return {name: [] for name in HISTOGRAM} | {name: found[name].to_pylist() for name in found.column_names}
 
 
-def _computed(metric: str, visible: str) -> str:
+def _computed(metric: str, where: str) -> str:
     name = metric.removeprefix("discarded/")
     if name.startswith("sample_metrics/"):
         value = f"metrics[{sql_text(name.removeprefix('sample_metrics/'))}]"
@@ -61,11 +75,43 @@ def _computed(metric: str, visible: str) -> str:
     status = "kept" if name == metric else "discarded"
     quantiles = ", ".join(f"quantile_cont(x, {p / 100}) AS p{p}" for p in (5, 25, 50, 75, 95))
     values = (
-        f"SELECT step, {value}::DOUBLE AS x FROM samples WHERE {visible} AND status = '{status}' "
-        "AND ($environment = '' OR environment = $environment)"
+        f"SELECT step, attempt, group_id, {value}::DOUBLE AS x FROM samples WHERE {where} AND status = '{status}' "
+        "AND ($environment = '' OR environment = $environment) AND isfinite(x)"
     )
     moments = "count(x) AS n, avg(x) AS mean, coalesce(stddev_samp(x), 0) AS std, min(x) AS min, max(x) AS max"
-    return f"SELECT step, {moments}, {quantiles} FROM ({values}) WHERE isfinite(x) GROUP BY step"
+    # As `step_stats` has them: a single value lies in the middle of its bins, and values of a group with a negative
+    # one are shifted before their Gini coefficient.
+    place = f"least({NUM_BINS - 1}, floor({NUM_BINS} * (x - low) / (high - low)))::BIGINT"
+    ends = "min(x) OVER w - pad AS low, max(x) OVER w + pad AS high"
+    pad = "CASE WHEN max(x) OVER w = min(x) OVER w THEN greatest(0.5, 1e-6 * abs(x)) ELSE 0 END AS pad"
+    bins = (
+        f"SELECT step, low, high, histogram({place}) AS counts FROM "
+        f"(SELECT step, x, {ends} FROM (SELECT step, x, {pad} FROM v WINDOW w AS (PARTITION BY step)) "
+        "WINDOW w AS (PARTITION BY step)) GROUP BY ALL"
+    )
+    of_group = "PARTITION BY step, attempt, group_id"
+    shifted = f"SELECT step, attempt, group_id, x - least(0, min(x) OVER ({of_group})) AS x FROM v"
+    ranked = f"SELECT *, row_number() OVER ({of_group} ORDER BY x) AS place FROM ({shifted})"
+    gini = "CASE WHEN sum(x) = 0 THEN 0 ELSE 2 * sum(place * x) / (count(x) * sum(x)) - (count(x) + 1) / count(x) END"
+    groups = f"SELECT step, {gini} AS gini FROM ({ranked}) GROUP BY step, attempt, group_id"
+    has_gini = "true" if name == metric and name not in WITHOUT_GINI else "false"
+    return (
+        f"WITH v AS ({values}), bins AS ({bins}), groups AS ({groups}) "
+        f"SELECT s.*, CASE WHEN {has_gini} THEN g.gini END AS gini, low, high, "
+        f"list_transform(range({NUM_BINS}), lambda bin: coalesce(counts[bin], 0)::INTEGER) AS histogram "
+        f"FROM (SELECT step, {moments}, {quantiles} FROM v GROUP BY step) s JOIN bins USING (step) "
+        "JOIN (SELECT step, avg(gini) AS gini FROM groups GROUP BY step) g USING (step)"
+    )
+
+
+def _tag_condition(tag: str) -> str:
+    """Returns an SQL condition for samples with a tag, written `name=value`. Raises `UserError`."""
+    if not tag:
+        return "true"
+    name, equals, value = tag.partition("=")
+    if not equals:
+        raise UserError(f"tag={tag!r} has no value. Write it as NAME=VALUE.")
+    return f"tags[{sql_text(name)}] = {sql_text(value)}"
 
 
 KNOWN = (

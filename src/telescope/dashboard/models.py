@@ -160,7 +160,7 @@ class Health(BaseModel):
 
 
 class Distribution(BaseModel):
-    """The distribution of a number of the samples, per step."""
+    """The distribution of a number of the samples, per step. `histogram`: samples in equal bins from low to high."""
 
     step: list[int]
     n: list[int]
@@ -173,6 +173,10 @@ class Distribution(BaseModel):
     p50: list[Number]
     p75: list[Number]
     p95: list[Number]
+    gini: list[Number]
+    low: list[Number]
+    high: list[Number]
+    histogram: list[list[int] | None]
 
 
 class EvalRow(BaseModel):

@@ -5,14 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from telescope.dashboard import health
 from telescope.dashboard.registry import Listing, Registry, config_of, json_object
 from telescope.dashboard.store import RunStore
-from telescope.record.segments import superseded
 
 
 def run_rows(registry: Registry) -> dict[str, Any]:
@@ -70,33 +65,15 @@ def run_info(registry: Registry, run_id: str) -> dict[str, Any]:
 
 def steps(store: RunStore, since: int) -> dict[str, Any]:
     """Returns the steps from row `since` on as columns, without superseded ones."""
-    data, end = store.run.rows_since("steps", since)
-    data = data.filter(pc.invert(superseded(data, store.run.cutoffs()))) if data.num_rows else data
-    names = ("attempt", "step", "started_at", "ended_at", "num_tokens_trained")
-    return {"next": end, **{name: data[name].to_pylist() for name in names}, "metrics": metric_columns(data["metrics"])}
-
-
-def metric_columns(metrics: pa.ChunkedArray) -> dict[str, np.ndarray[Any, Any]]:
-    """Returns a column of each metric of a map column, NaN where a row lacks it."""
-    if len(metrics) == 0:
-        return {}
-    whole = pa.concat_arrays(metrics.chunks)
-    offsets = whole.offsets.to_numpy()
-    rows = np.repeat(np.arange(len(whole)), np.diff(offsets))
-    flat = slice(int(offsets[0]), int(offsets[-1]))
-    keys = whole.keys[flat].dictionary_encode()
-    items = whole.items[flat].to_numpy(zero_copy_only=False).astype(float)
-    table = np.full((len(keys.dictionary), len(whole)), np.nan)
-    table[keys.indices.to_numpy(), rows] = items
-    return dict(zip(keys.dictionary.to_pylist(), table, strict=True))
+    end, columns, metrics = store.steps(since)
+    return {"next": end, **columns, "metrics": dict(metrics)}
 
 
 def health_of(registry: Registry, run_id: str) -> dict[str, Any]:
     """Returns verdict, health cells, alerts and progress of a run."""
     store = registry.store(run_id)
     info, status = store.run.info, store.run.status
-    read = steps(store, 0)
-    columns = {name: values.tolist() for name, values in read["metrics"].items()}
+    _, read, columns = store.steps()
     live, ended = status == "live", read["ended_at"]
     since = time.time() - ended[-1] if ended and ended[-1] is not None else None
     state = {

@@ -17,6 +17,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
+from telescope.dashboard.steps import StepColumns
 from telescope.errors import UserError
 from telescope.record.query import file_pattern, sql_text
 from telescope.record.reader import READ_ATTEMPTS, Run, is_readable
@@ -26,10 +27,15 @@ from telescope.record.tables import TABLES
 LONG_COLUMNS = {
     "samples": {"prompt_text", "completion_text", "golden", "info_turns", "divergences", "failure_message"},
     "spans": {"attributes"},
+    "step_stats": {"bin_edges"},
+    "steps": {"metrics", "unfinished_draws"},
 }
-"""Columns that stay in the files."""
+"""Columns that stay in the files. Step metrics are in `StepColumns`."""
 
-DERIVED = {"spans": "try_cast(attributes['lane'] AS BIGINT) AS lane"}
+DERIVED = {
+    "spans": "try_cast(attributes['lane'] AS BIGINT) AS lane",
+    "step_stats": "bin_edges[1] AS low, bin_edges[-1] AS high",
+}
 """Columns computed from those that stay in the files."""
 
 NUM_SEARCHES = 16
@@ -70,6 +76,7 @@ class RunStore:
         self._values: dict[str, tuple[object, list[Any]]] = {}
         self._known_cutoffs: tuple[tuple[int, int], dict[int, int]] | None = None
         self._searches: dict[str, tuple[int, pa.Table]] = {}
+        self._steps = StepColumns()
 
     def refresh(self, *names: str) -> dict[str, int]:
         """Reads the new rows of tables. Returns the number of rows of each."""
@@ -102,6 +109,16 @@ class RunStore:
         """Returns an SQL condition for the rows of a step, or of a sample or eval of it, that are not superseded."""
         self.refresh("attempts", "steps")
         return f"NOT {superseded_sql(self._cutoffs())}"
+
+    def steps(self, since: int = 0) -> tuple[int, dict[str, list[Any]], Mapping[str, list[float]]]:
+        """Returns the steps from row `since` on: the cursor behind them, their columns, and their metrics.
+
+        Superseded steps are left out.
+        """
+        with self._lock:
+            self.visible()
+            self._steps.read(self)
+            return (self._steps.num_rows, *self._steps.visible(since, self._cutoffs()))
 
     def distinct(self, column: str, where: str) -> list[Any]:
         """Returns the values of a column of `samples`, sorted, without null. Kept until there are new rows."""

@@ -7,10 +7,12 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
 from telescope.dashboard.app import create_app
+from telescope.orchestrator.step_stats import distribution
 from telescope.record.files import RunFiles, replace_json
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import begin_run, end_run
@@ -84,7 +86,18 @@ def write_step(recorder: Recorder, step: int) -> None:
         )
     trained = [row["reward"] for row in rows if row["status"] == "kept"]
     mean = sum(trained) / len(trained)
-    metrics = {
+    metrics: dict[str, float] = {}
+    for environment in ("", "countdown", "wordle"):
+        chosen = [row for row in rows if row["status"] == "kept" and environment in ("", row["environment"])]
+        rewards = np.array([row["reward"] for row in chosen])
+        of_group = np.array([row["group_id"] for row in chosen])
+        for metric in ("reward", "sample_metrics/correct"):
+            names = {"step": step, "environment": environment, "metric": metric}
+            recorder.write("step_stats", {**names, **distribution(rewards, of_group)})
+        if environment:
+            metrics |= {f"reward/{environment}/mean": rewards.mean()}
+            metrics |= {f"sample_metrics/{environment}/correct": rewards.mean()}
+    metrics |= {
         "reward/all_groups/mean": sum(row["reward"] for row in rows) / len(rows),
         "reward/total/mean": mean,
         "entropy": 1.0 - 0.01 * step,

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from tests.unit.dashboard.conftest import NUM_STEPS, SAMPLES_PER_GROUP, T0, sample_rows
 
-from telescope.dashboard import rollouts
+from telescope.dashboard import curves, rollouts
 from telescope.dashboard.rollouts import _edges, add_tokens
+from telescope.orchestrator.step_stats import distribution
 
 RUN = "/api/runs/first"
 ALL = [row for step in range(NUM_STEPS) for row in sample_rows(step)]
@@ -130,6 +131,26 @@ def test_distributions_equal_those_of_numpy(client, metric, environment):
         assert body["std"][step] == pytest.approx(statistics.stdev(values))
         for p in (5, 25, 50, 75, 95):
             assert body[f"p{p}"][step] == pytest.approx(np.percentile(values, p))
+
+
+def test_a_distribution_of_a_tag_is_computed_from_its_samples(client):
+    asked = {"metric": "completion_tokens", "tag": "level=1", "histogram": "true"}
+    body = client.get(f"{RUN}/distribution", params=asked).json()
+    values = [row["completion_tokens"] for row in sample_rows(4) if row["tags"]["level"] == "1"]
+    expected = distribution(np.array(values), np.zeros(len(values)))
+    for name in ("n", "mean", "p5", "gini", "histogram"):
+        assert body[name][4] == pytest.approx(expected[name]), name
+    assert (body["low"][4], body["high"][4]) == (min(values), max(values))
+    assert client.get(f"{RUN}/distribution?tag=level").status_code == 400
+
+
+def test_recorded_and_computed_distributions_are_equal(client, monkeypatch):
+    asked = {"metric": "reward", "environment": "wordle", "histogram": "true"}
+    recorded = client.get(f"{RUN}/distribution", params=asked).json()
+    monkeypatch.setattr(curves, "_tag_condition", lambda tag: "true")
+    computed = client.get(f"{RUN}/distribution", params={**asked, "tag": "every"}).json()
+    assert recorded["histogram"][3] and recorded["histogram"] == computed.pop("histogram")
+    assert all(recorded[name] == pytest.approx(values) for name, values in computed.items())
 
 
 def test_an_unknown_distribution_is_refused(client):

@@ -1,17 +1,21 @@
 """Runs, their steps and their differences, against the rows that were written."""
 
 import math
+import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
-from tests.unit.dashboard.conftest import NUM_STEPS, T0, write_step
+from tests.unit.dashboard.conftest import NUM_STEPS, T0, sample_rows, write_step
 
 from telescope.cli.ui import address, choose_roots, listen
 from telescope.dashboard import events
 from telescope.dashboard.app import create_app
 from telescope.dashboard.events import format_id, parse_id, run_events
+from telescope.dashboard.store import RunStore
 from telescope.errors import UserError
+from telescope.orchestrator.step_metrics import gini
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 
@@ -44,6 +48,51 @@ def test_steps_are_columns_without_superseded_rows(client, root):
     for name in ("entropy", "reward/total/mean"):
         assert body["metrics"][name] == [dict(row["metrics"])[name] for row in rows]
     assert body["metrics"]["grad_norm"][3] is None and math.isnan(dict(rows[3]["metrics"])["grad_norm"])
+
+
+def test_statistics_of_samples_stand_beside_the_step_metrics(client):
+    metrics = client.get("/api/runs/below~second/steps").json()["metrics"]
+    for step in (0, 7):
+        values = [
+            row["reward"] for row in sample_rows(step) if row["status"] == "kept" and row["environment"] == "countdown"
+        ]
+        ginis = [gini(np.array(values[first : first + 4])) for first in (0, 4)]
+        for name in ("sample_metrics/countdown/correct", "reward/countdown"):
+            assert metrics[f"{name}/std"][step] == pytest.approx(np.std(values, ddof=1))
+            assert (metrics[f"{name}/min"][step], metrics[f"{name}/max"][step]) == (min(values), max(values))
+            assert metrics[f"{name}/gini"][step] == pytest.approx(statistics.fmean(ginis))
+    assert "reward/total/gini" not in metrics
+
+
+def test_steps_are_read_once(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(3):
+            write_step(recorder, step)
+        assert recorder.flush()
+        store = RunStore(Run(tmp_path / "run"))
+        assert store.steps()[0] == 3
+        read = Run.rows_since
+        asked = []
+        store.run.rows_since = lambda name, cursor, *rest: (
+            asked.append((name, cursor)) or read(store.run, name, cursor, *rest)
+        )
+        write_step(recorder, 3)
+        assert recorder.flush()
+        assert store.steps(3)[1]["step"] == [3]
+        assert all(cursor >= 3 for name, cursor in asked if name == "steps")
+
+
+def test_a_step_whose_statistics_come_later_has_them_in_the_end(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        write_step(recorder, 0)
+        names = {"environment": "wordle", "metric": "sample_metrics/correct"}
+        recorder.write("step_stats", {**names, "step": 1, "std": 0.5})
+        assert recorder.flush()
+        store = RunStore(Run(tmp_path / "run"))
+        assert len(store.steps()[2]["sample_metrics/wordle/correct/std"]) == 1
+        recorder.write("steps", {"step": 1, "metrics": {"sample_metrics/wordle/correct": 1.0}})
+        assert recorder.flush()
+        assert store.steps(1)[2]["sample_metrics/wordle/correct/std"] == [0.5]
 
 
 def test_a_cursor_returns_only_later_steps(client):

@@ -56,8 +56,15 @@ def sample(request: Request, store: Store, attempt: Integer, sample_id: str) -> 
 
 
 @router.get("/distribution", response_model=models.Distribution, summary="Distribution per step")
-def distribution(request: Request, store: Store, metric: str = "reward", environment: str = "") -> Reply:
-    return Reply(request, curves.distribution(store, metric, environment))
+def distribution(
+    request: Request,
+    store: Store,
+    metric: str = "reward",
+    environment: str = "",
+    tag: str = "",
+    histogram: bool = False,
+) -> Reply:
+    return Reply(request, curves.distribution(store, metric, environment, tag, histogram=histogram))
 
 
 @router.get("/evals", response_model=list[models.EvalRow], summary="Evals of a run")

@@ -1,0 +1,132 @@
+"""The steps of a run as columns that grow with the run.
+
+Owns the columns of step metrics, and the statistics of samples that charts show beside them: `std`, `min`, `max` and
+`gini` of each sample metric and of each environment's reward, from `step_stats`. A row is read and converted once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+if TYPE_CHECKING:
+    from telescope.dashboard.store import RunStore
+
+Array = np.ndarray[Any, Any]
+
+NAMES = ("attempt", "step", "started_at", "ended_at", "num_tokens_trained")
+STATISTICS = ("std", "min", "max", "gini")
+FIRST_CAPACITY = 256
+
+
+class StepColumns:
+    """Columns over all rows of `steps`. Call it under the lock of its store."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        """Rows in the columns, superseded ones too. Lost files have none."""
+        self._cursor = 0
+        self._stats_cursor = 0
+        self._places: dict[tuple[int, int], int] = {}
+        self._columns: dict[str, Array] = {}
+        self._metrics: dict[str, Array] = {}
+
+    def read(self, store: RunStore) -> None:
+        """Adds the rows that are new in the record."""
+        data, self._cursor = store.run.rows_since("steps", self._cursor, [*NAMES, "metrics"])
+        if not data.num_rows:
+            return
+        first, self.num_rows = self.num_rows, self.num_rows + data.num_rows
+        rows = np.arange(first, self.num_rows)
+        for name in NAMES:
+            _put(self._columns, name, rows, data[name].to_numpy().astype(float))
+        for name, values in metric_columns(data["metrics"]).items():
+            _put(self._metrics, name, rows, values)
+        self._places |= zip(zip(*(data[name].to_pylist() for name in NAMES[:2]), strict=True), rows, strict=True)
+        self._add_statistics(store)
+
+    def visible(self, since: int, cutoffs: Mapping[int, int]) -> tuple[dict[str, list[Any]], Mapping[str, list[float]]]:
+        """Returns columns and metrics of the rows from `since` on that no later attempt superseded."""
+        rows = np.arange(min(since, self.num_rows), self.num_rows)
+        columns = {name: self._columns.get(name, np.empty(0))[rows] for name in NAMES}
+        hidden = np.zeros(len(rows), dtype=bool)
+        for attempt, first in cutoffs.items():
+            hidden |= (columns["attempt"] == attempt) & (columns["step"] >= first)
+        shown = {name: [None if math.isnan(x) else x for x in values[~hidden]] for name, values in columns.items()}
+        whole = {name: [int(x) for x in shown[name]] for name in ("attempt", "step")}
+        return shown | whole, _Chosen(dict(self._metrics), rows[~hidden])
+
+    def _add_statistics(self, store: RunStore) -> None:
+        """Adds statistics of samples. The record has those of a step before its row."""
+        store.refresh("step_stats")
+        found = store.columns(
+            f"SELECT rowid, attempt, step, {', '.join(STATISTICS)}, "
+            "CASE WHEN metric = 'reward' THEN 'reward/' || environment "
+            "ELSE replace(metric, 'sample_metrics/', 'sample_metrics/' || environment || '/') END AS name "
+            "FROM step_stats WHERE rowid >= $cursor AND environment <> '' "
+            "AND (metric = 'reward' OR starts_with(metric, 'sample_metrics/')) ORDER BY rowid",
+            {"cursor": self._stats_cursor},
+        )
+        if not found.num_rows:
+            return
+        steps = zip(found["attempt"].to_pylist(), found["step"].to_pylist(), strict=True)
+        rows = np.array([self._places.get(step, -1) for step in steps])
+        numbers = found["rowid"].to_numpy()
+        later = numbers[rows < 0]
+        self._stats_cursor = int(later[0] if len(later) else numbers[-1] + 1)
+        names = found["name"].combine_chunks().dictionary_encode()
+        for index, name in enumerate(names.dictionary.to_pylist()):
+            chosen = (names.indices.to_numpy() == index) & (rows >= 0)
+            # The reward of the only environment is reward/total.
+            if name in self._metrics or f"{name}/mean" in self._metrics:
+                for statistic in STATISTICS:
+                    values = found[statistic].to_numpy().astype(float)[chosen]
+                    _put(self._metrics, f"{name}/{statistic}", rows[chosen], values)
+
+
+class _Chosen(Mapping[str, list[float]]):
+    """Columns of some rows, NaN without a value. A column is converted when it is used."""
+
+    def __init__(self, columns: dict[str, Array], rows: Array) -> None:
+        self._columns = columns
+        self._rows = rows
+
+    def __getitem__(self, name: str) -> list[float]:
+        values: list[float] = self._columns[name][self._rows].tolist()
+        return values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
+def metric_columns(metrics: pa.ChunkedArray) -> dict[str, Array]:
+    """Returns a column of each metric of a map column, NaN where a row lacks it."""
+    if len(metrics) == 0:
+        return {}
+    whole = pa.concat_arrays(metrics.chunks)
+    offsets = whole.offsets.to_numpy()
+    rows = np.repeat(np.arange(len(whole)), np.diff(offsets))
+    flat = slice(int(offsets[0]), int(offsets[-1]))
+    keys = whole.keys[flat].dictionary_encode()
+    items = whole.items[flat].to_numpy(zero_copy_only=False).astype(float)
+    table = np.full((len(keys.dictionary), len(whole)), np.nan)
+    table[keys.indices.to_numpy(), rows] = items
+    return dict(zip(keys.dictionary.to_pylist(), table, strict=True))
+
+
+def _put(columns: dict[str, Array], name: str, rows: Array, values: Array) -> None:
+    """Writes values into a column, whose length doubles when it is full."""
+    if not len(rows):
+        return
+    column = columns.get(name, np.empty(0))
+    if len(column) <= rows[-1]:
+        room = np.full(max(FIRST_CAPACITY, 2 * (int(rows[-1]) + 1)) - len(column), np.nan)
+        columns[name] = column = np.concatenate([column, room])
+    column[rows] = values
