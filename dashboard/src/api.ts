@@ -23,8 +23,15 @@ export function runPath(run: string, ...rest: (string | number)[]): string {
   return ["/api/runs", encodeURIComponent(run), ...rest.map((part) => encodeURIComponent(part))].join("/");
 }
 
-export async function get<T>(path: string, query: Query = {}, signal?: AbortSignal): Promise<T> {
-  const answer = await fetch(address(path, query), { signal, headers: { accept: "application/json" } });
+export const get = <T>(path: string, query: Query = {}, signal?: AbortSignal): Promise<T> =>
+  ask<T>(address(path, query), { signal, headers: { accept: "application/json" } });
+
+/** Replaces a document that the user keeps. */
+export const put = <T>(path: string, body: unknown): Promise<T> =>
+  ask<T>(path, { method: "PUT", headers: { accept: "application/json", "content-type": "application/json" }, body: JSON.stringify(body) });
+
+async function ask<T>(path: string, request: RequestInit): Promise<T> {
+  const answer = await fetch(path, request);
   if (answer.ok) return (await answer.json()) as T;
   let message = `${answer.status} ${answer.statusText}`;
   try {

@@ -68,6 +68,12 @@ export interface Distribution {
   histogram: (number[] | null)[];
 }
 
+/** A document that the user keeps. `value` is null and `version` empty if there is none yet. */
+export interface Document {
+  value: unknown;
+  version: string;
+}
+
 /** An environment of a run: a row of the table `environments`. */
 export interface Environment {
   attempt: number;

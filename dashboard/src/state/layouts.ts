@@ -1,6 +1,7 @@
-/** Layouts of the metrics page, and charts pinned to the overview; kept in the browser. */
+/** Layouts of the metrics page, and charts pinned to the overview. */
 
-import { useSyncExternalStore } from "react";
+import { useMemo } from "react";
+import { useDocument } from "./documents";
 
 export interface Section {
   title: string;
@@ -17,24 +18,17 @@ interface Kept {
   pinned: string[];
 }
 
-const KEY = "telescope.layouts";
-const EMPTY: Kept = { layouts: [], pinned: [] };
-
-/** Returns what the browser kept; what cannot be read is left out. */
-export function parseKept(text: string | null): Kept {
-  try {
-    const raw = JSON.parse(text ?? "{}") as Partial<Kept>;
-    const strings = (list: unknown): string[] => (Array.isArray(list) ? list.filter((item) => typeof item === "string") : []);
-    const layouts = (Array.isArray(raw.layouts) ? raw.layouts : [])
-      .filter((layout) => typeof layout?.name === "string" && Array.isArray(layout.sections))
-      .map((layout) => ({
-        name: layout.name,
-        sections: layout.sections.map((section) => ({ title: String(section?.title ?? ""), metrics: strings(section?.metrics) })),
-      }));
-    return { layouts, pinned: strings(raw.pinned) };
-  } catch {
-    return EMPTY;
-  }
+/** Returns what is kept; what has another form is left out. */
+export function parseKept(value: unknown): Kept {
+  const raw = (value ?? {}) as Partial<Kept>;
+  const strings = (list: unknown): string[] => (Array.isArray(list) ? list.filter((item) => typeof item === "string") : []);
+  const layouts = (Array.isArray(raw.layouts) ? raw.layouts : [])
+    .filter((layout) => typeof layout?.name === "string" && Array.isArray(layout.sections))
+    .map((layout) => ({
+      name: layout.name,
+      sections: layout.sections.map((section) => ({ title: String(section?.title ?? ""), metrics: strings(section?.metrics) })),
+    }));
+  return { layouts, pinned: strings(raw.pinned) };
 }
 
 /** Returns the layout with a metric added to its last section, or without it where it was. */
@@ -81,37 +75,20 @@ export function saveLayout(layouts: Layout[], layout: Layout): Layout[] {
   return [...rest, layout].sort((a, b) => a.name.localeCompare(b.name));
 }
 
-let kept = typeof localStorage === "undefined" ? EMPTY : parseKept(localStorage.getItem(KEY));
-const listeners = new Set<() => void>();
-
-function keep(change: Partial<Kept>): void {
-  kept = { ...kept, ...change };
-  localStorage.setItem(KEY, JSON.stringify(kept));
-  for (const listener of listeners) listener();
-}
-
-function subscribe(listener: () => void): () => void {
-  const other = (event: StorageEvent) => {
-    if (event.key !== KEY) return;
-    kept = parseKept(event.newValue);
-    listener();
-  };
-  listeners.add(listener);
-  window.addEventListener("storage", other);
-  return () => {
-    listeners.delete(listener);
-    window.removeEventListener("storage", other);
-  };
-}
-
 export function useLayouts() {
-  const { layouts, pinned } = useSyncExternalStore(subscribe, () => kept);
+  const { value, change } = useDocument<unknown>("layouts");
+  const { layouts, pinned } = useMemo(() => parseKept(value), [value]);
+  const keep = (next: (old: Kept) => Partial<Kept>) =>
+    change((old) => {
+      const kept = parseKept(old);
+      return { ...kept, ...next(kept) };
+    });
   return {
     layouts,
     pinned,
-    setPinned: (metrics: string[]) => keep({ pinned: metrics }),
-    save: (layout: Layout) => keep({ layouts: saveLayout(layouts, layout) }),
-    remove: (name: string) => keep({ layouts: layouts.filter((layout) => layout.name !== name) }),
+    setPinned: (metrics: string[]) => keep(() => ({ pinned: metrics })),
+    save: (layout: Layout) => keep((old) => ({ layouts: saveLayout(old.layouts, layout) })),
+    remove: (name: string) => keep((old) => ({ layouts: old.layouts.filter((layout) => layout.name !== name) })),
   };
 }
 

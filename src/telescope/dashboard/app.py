@@ -14,7 +14,8 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from starlette.middleware.gzip import GZipMiddleware
 
 from telescope import __version__
-from telescope.dashboard.api import runs, samples, timeline
+from telescope.dashboard.api import runs, samples, timeline, user
+from telescope.dashboard.documents import ConflictError, Documents, user_folder
 from telescope.dashboard.registry import Registry
 from telescope.dashboard.safety import Safety
 from telescope.dashboard.store import NotFoundError
@@ -30,14 +31,23 @@ COMPRESSED_BYTES = 2000
 
 
 def create_app(
-    roots: Sequence[Path], *, token: str | None = None, hosts: Iterable[str] = (), static: Path = STATIC
+    roots: Sequence[Path],
+    *,
+    token: str | None = None,
+    hosts: Iterable[str] = (),
+    static: Path = STATIC,
+    documents: Path | None = None,
 ) -> FastAPI:
-    """Returns the application over the runs below `roots`, each of which is a run or a folder of runs."""
+    """Returns the application over the runs below `roots`, each of which is a run or a folder of runs.
+
+    What the user keeps is in the folder `documents`, by default in the user's config folder.
+    """
     app = FastAPI(
         title="Telescope", version=__version__, docs_url=None, redoc_url=None, openapi_url="/api/openapi.json"
     )
     app.state.registry = Registry(roots)
-    for subject in (runs, samples, timeline):
+    app.state.documents = Documents(documents or user_folder())
+    for subject in (runs, samples, timeline, user):
         app.include_router(subject.router)
     _add_pages(app, static)
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=1)
@@ -45,7 +55,8 @@ def create_app(
 
     @app.exception_handler(UserError)
     def user_error(_request: Request, error: UserError) -> JSONResponse:
-        return JSONResponse({"detail": str(error)}, 404 if isinstance(error, NotFoundError) else 400)
+        status = {NotFoundError: 404, ConflictError: 409}.get(type(error), 400)
+        return JSONResponse({"detail": str(error)}, status)
 
     return app
 
@@ -90,9 +101,12 @@ def _api_page(app: FastAPI) -> str:
     """Returns the addresses of the API as a page without scripts."""
     parts = []
     for path, methods in app.openapi()["paths"].items():
-        operation = methods["get"]
-        names = ", ".join(parameter["name"] for parameter in operation.get("parameters", ()))
-        parts.append(f"<dt><code>{escape(path)}</code></dt><dd>{escape(operation['summary'])}. {escape(names)}</dd>")
+        for method, operation in methods.items():
+            names = ", ".join(parameter["name"] for parameter in operation.get("parameters", ()))
+            term = path if method == "get" else f"{method.upper()} {path}"
+            parts.append(
+                f"<dt><code>{escape(term)}</code></dt><dd>{escape(operation['summary'])}. {escape(names)}</dd>"
+            )
     link = '<a href="/api/openapi.json">openapi.json</a>'
     return (
         f"<!doctype html><title>Telescope API</title><h1>API</h1><p>{link} has the types.</p><dl>{''.join(parts)}</dl>"

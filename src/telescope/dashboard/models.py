@@ -378,3 +378,10 @@ class Comparison(BaseModel):
     runs: list[str]
     config: list[ConfigDifference]
     code: list[CodeVersion]
+
+
+class Document(BaseModel):
+    """A document that the user keeps. `value` is null and `version` empty if there is none yet."""
+
+    value: Any
+    version: str

@@ -1,8 +1,8 @@
 """Who may read the dashboard: checks of Host, Origin and token, and the headers of every answer.
 
-Owns the refusals. Invariants: only GET and HEAD are answered, so nothing changes; a page of another site cannot read an
-answer (Host and Origin are checked, which also ends DNS rebinding); beyond loopback every request needs the token of
-this start, as a cookie that the printed address sets.
+Owns the refusals. Invariants: only PUT changes something, and only the documents of the user; a page of another site can
+neither read an answer nor send one (Host and Origin are checked, which also ends DNS rebinding); beyond loopback every
+request needs the token of this start, as a cookie that the printed address sets.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 """Headers of every answer. Inline styles are those of formulas; scripts and images come from this server only."""
+
+WRITABLE = "/api/user/"
+"""Addresses below it take PUT."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -74,8 +77,9 @@ class Safety:
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
-        if scope["method"] not in ("GET", "HEAD"):
-            return _refuse(405, "The dashboard only reads: use GET.")
+        writes = scope["method"] == "PUT" and scope["path"].startswith(WRITABLE)
+        if scope["method"] not in ("GET", "HEAD") and not writes:
+            return _refuse(405, f"The dashboard only reads: use GET, or PUT below {WRITABLE}.")
         host = headers.get("host", "")
         if not self._allowed(host):
             return _refuse(
@@ -85,7 +89,7 @@ class Safety:
         if origin is not None and urlsplit(origin).netloc != host:
             return _refuse(403, f"Origin {origin!r} is not this dashboard.")
         if headers.get("sec-fetch-site") == "cross-site" and scope["path"].startswith("/api"):
-            return _refuse(403, "Another site may not read the API.")
+            return _refuse(403, "Another site may not use the API.")
         return self._without_token(scope, headers) if self._token else None
 
     def _allowed(self, host: str) -> bool:

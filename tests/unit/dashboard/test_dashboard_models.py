@@ -19,6 +19,7 @@ ANSWERS = {
     "/api/runs/{run}/gauges": "/api/runs/first/gauges?names=queue_depth",
     "/api/runs/{run}/gauges/names": "/api/runs/first/gauges/names",
     "/api/runs/{run}/logs": "/api/runs/first/logs",
+    "/api/user/{name}": "/api/user/layouts",
 }
 
 

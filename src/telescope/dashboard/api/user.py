@@ -1,0 +1,58 @@
+"""Addresses of what the user keeps: the only ones that change something, in the user's config folder."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, HTTPException, Query, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from telescope.dashboard import models
+from telescope.dashboard.api import Reply, Runs
+from telescope.dashboard.documents import MAX_BYTES, Documents
+
+router = APIRouter(prefix="/api/user")
+
+OPENED = Query(description="Id of the run that the document belongs to; empty for one of the user.")
+
+
+def _documents(request: Request) -> Documents:
+    found: Documents = request.app.state.documents
+    return found
+
+
+def _run_id(registry: Runs, run: Annotated[str, OPENED] = "") -> str:
+    """Returns the id of a run that stays when its folder is moved or copied."""
+    if not run:
+        return ""
+    opened = registry.store(run).run
+    return (opened.info.run_id if opened.info else "") or opened.label
+
+
+Kept = Annotated[Documents, Depends(_documents)]
+RunId = Annotated[str, Depends(_run_id)]
+
+
+@router.get("/{name}", response_model=models.Document, summary="A document that the user keeps")
+def read_document(request: Request, kept: Kept, run_id: RunId, name: str) -> Reply:
+    document = kept.read(name, run_id)
+    return Reply(request, {"value": document.value, "version": document.version})
+
+
+@router.put("/{name}", response_model=models.Document, summary="Replaces the version that was read")
+async def write_document(request: Request, kept: Kept, run_id: RunId, name: str) -> JSONResponse:
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise HTTPException(415, "A document is sent as application/json.")
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BYTES:
+            raise HTTPException(413, f"A document has at most {MAX_BYTES} bytes.")
+    try:
+        given = models.Document.model_validate(json.loads(bytes(body)))
+    except (ValueError, RecursionError, ValidationError) as error:
+        raise HTTPException(400, f"The document is not an object with value and version: {error}") from error
+    written = kept.write(name, given.value, given.version, run_id)
+    return JSONResponse({"value": written.value, "version": written.version})

@@ -1,0 +1,106 @@
+"""JSON documents that the user of the dashboard keeps: layouts, columns, tags, and notes of runs.
+
+Owns the folder, `telescope/dashboard` in the user's config folder, and the files in it. Does not own what a document
+holds: the pages do. Nothing is written into a run.
+
+Invariants: the name of a file is a digest of the document's name and the run's id, so no input becomes a path. A
+document is replaced as a whole, and only by a writer that has read the newest version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from telescope.errors import UserError
+from telescope.record.files import read_json, replace_file
+
+MAX_BYTES = 256 * 2**10
+"""Size of one document. Notes of a run are a few KiB."""
+
+MAX_DOCUMENTS = 10_000
+"""Documents of one user, so that a page in a loop does not fill the disk."""
+
+NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
+
+NO_VERSION = ""
+"""Version of a document that does not exist."""
+
+
+class ConflictError(UserError):
+    """The document was changed since the writer read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A JSON value, null if there is no document yet, and what identifies this state of it."""
+
+    value: Any
+    version: str
+
+
+def user_folder() -> Path:
+    """Returns the folder of the documents. Creates nothing."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "telescope" / "dashboard"
+
+
+class Documents:
+    """Documents in a folder that the first write creates. Safe to use from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+
+    def read(self, name: str, run_id: str = "") -> Document:
+        """Returns a document of the user, or of a run. Raises `UserError` for a name that none can have."""
+        path = self._path(name, run_id)
+        try:
+            kept = read_json(path)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read: {error}. Repair or remove it.") from error
+        if not isinstance(kept, dict) or "value" not in kept:
+            return Document(None, NO_VERSION)
+        return Document(kept["value"], _digest(kept["value"]))
+
+    def write(self, name: str, value: Any, version: str, run_id: str = "") -> Document:
+        """Replaces the document that has this version; a value of None removes it.
+
+        Raises `ConflictError` if there is another version by now, `UserError` if the document is too large, there are
+        too many or the folder cannot be written.
+        """
+        path = self._path(name, run_id)
+        content = json.dumps({"name": name, "run": run_id, "value": value}, indent=1).encode()
+        if len(content) > MAX_BYTES:
+            raise UserError(f"{name} has {len(content)} bytes; {MAX_BYTES} are allowed. Shorten it.")
+        with self._lock:
+            if self.read(name, run_id).version != version:
+                raise ConflictError(f"{name} was changed elsewhere. Read it again.")
+            try:
+                if value is None:
+                    path.unlink(missing_ok=True)
+                    return Document(None, NO_VERSION)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                if not path.exists() and sum(1 for _ in self.folder.iterdir()) >= MAX_DOCUMENTS:
+                    raise UserError(f"{self.folder} has {MAX_DOCUMENTS} documents. Remove those of old runs.")
+                replace_file(path, content)
+            except OSError as error:
+                raise UserError(f"{name} cannot be kept in {self.folder}: {error.strerror}.") from error
+        return Document(value, _digest(value))
+
+    def _path(self, name: str, run_id: str) -> Path:
+        if not NAME.fullmatch(name):
+            raise UserError(f"{name!r} is not the name of a document. Use lower-case letters, digits, - and _.")
+        digest = hashlib.blake2b(f"{name}\n{run_id}".encode(), digest_size=16).hexdigest()
+        return self.folder / f"{digest}.json"
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
