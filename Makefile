@@ -2,10 +2,11 @@
 #
 #   make setup PYTHON=/path/to/python3.12     with that Python
 #   make setup ACCELERATOR=cpu|cuda           instead of what is found
+#   make setup BROWSER=1                      also Chromium by apt-get, as root, for the tests of the pages
 #   make demo ARGS="--seed 1"                 with other settings of the run
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint types test-unit test-reference test-integration test-dashboard e2e dashboard doctor pin clean
+.PHONY: help setup demo test test-all lint types test-unit test-reference test-integration test-dashboard test-pages e2e dashboard doctor pin clean
 
 PY := .venv/bin/python
 PYTEST := $(PY) -m pytest
@@ -20,7 +21,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup:  ## make .venv: torch, vLLM and Ray for this machine (a few minutes the first time)
-	@PYTHON="$(PYTHON)" ACCELERATOR="$(ACCELERATOR)" scripts/set_up.sh
+	@PYTHON="$(PYTHON)" ACCELERATOR="$(ACCELERATOR)" BROWSER="$(BROWSER)" scripts/set_up.sh
 
 # On a GPU: vLLM's build for GPUs has no CPU engine, and kernels want attention heads of 64 numbers.
 demo: setup  ## watch a small language model learn arithmetic on this machine (10 minutes, no GPU needed)
@@ -40,6 +41,7 @@ test: setup  ## before every change lands: lint, types and all tests but the slo
 	@echo "== lint";        $(MAKE) --no-print-directory run-lint
 	@echo "== types";       $(MAKE) --no-print-directory run-types
 	@echo "== dashboard";    $(MAKE) --no-print-directory run-dashboard
+	@echo "== pages in a browser"; $(MAKE) --no-print-directory run-pages
 	@echo "== unit, reference, integration"
 	@$(PYTEST) -m "not e2e and not slow" $(PARALLEL) tests/integration tests/reference tests/unit
 	@echo "== e2e: Ray, vLLM and the trainer, for real"
@@ -58,6 +60,7 @@ test-reference: setup  ## every algorithm against loops written from the papers
 test-integration: setup  ## tests with a fake engine
 	@$(PYTEST) -m "not e2e and not slow" $(PARALLEL) tests/integration $(ARGS)
 test-dashboard: setup run-dashboard  ## types and tests of the pages of `telescope ui`
+test-pages: setup run-pages  ## the pages in Chromium (make setup BROWSER=1 installs it)
 e2e: setup  ## tests with Ray, vLLM and the trainer
 	@$(PYTEST) -m "e2e and not slow" $(PARALLEL) $(E2E) $(ARGS)
 
@@ -74,7 +77,7 @@ clean:  ## remove caches and builds; runs/ and .venv stay
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-.PHONY: run-lint run-types run-dashboard
+.PHONY: run-lint run-types run-dashboard run-pages
 run-lint:
 	@$(PY) -m ruff check .
 run-types:
@@ -82,3 +85,8 @@ run-types:
 run-dashboard:
 	@if [ -d dashboard/node_modules ]; then cd dashboard && npx --no-install tsc --noEmit && npx --no-install vitest run --silent --reporter=dot; \
 	else echo "no Node.js: the tests of the dashboard are left out"; fi
+# In a process of their own: Playwright's event loop would be in the way of asynchronous tests.
+run-pages:
+	@if [ ! -f src/telescope/dashboard/static/index.html ]; then echo "the pages are not built (make dashboard): their tests are left out"; \
+	elif $(PY) -m telescope.testing.browser; then $(PYTEST) tests/pages $(ARGS); \
+	else echo "the tests of the pages in a browser are left out"; fi

@@ -61,6 +61,9 @@ def main() -> int:
             set_up(kind, use_pip=arguments.pip)
             # Prints one line if it did something. Without Node.js it says what is missing; training needs no pages.
             subprocess.run([sys.executable, str(ROOT / "scripts" / "build_dashboard.py"), "--quiet"], check=False)
+            # Installs a browser only with BROWSER=1, and then must succeed.
+            if os.environ.get("BROWSER"):
+                run([VENV_PYTHON, ROOT / "scripts" / "install_browser.py"])
     except SetUpError as error:
         print(f"set-up: {error}", file=sys.stderr)
         return 2
@@ -362,7 +365,7 @@ def describe_environment() -> str:
     return f".venv with {found.strip()}"
 
 
-def run(command: list[str]) -> None:
+def run(command: list[str | Path]) -> None:
     """Runs a command that must succeed."""
     subprocess.run(command, check=True, cwd=ROOT)
 

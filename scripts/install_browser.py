@@ -1,0 +1,70 @@
+"""Installs Chromium for the tests of the pages, where that was asked for.
+
+The set-up runs it after `.venv` is ready. Without permission it installs nothing, because a package of the system is
+the user's decision. `make setup BROWSER=1` (or `make test BROWSER=1`) gives it, to root on a machine with apt-get.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+from telescope.testing.browser import MISSING, find_chromium
+
+TIMEOUT_SECONDS = 600
+PACKAGES = ("chromium", "fonts-dejavu-core")
+"""Without a font, pages would show boxes."""
+
+
+class InstallError(Exception):
+    """Chromium cannot be installed; the message is the full explanation with the fix."""
+
+
+def install() -> str | None:
+    """Installs Chromium if it is missing and wanted. Returns what it did in one line, None if nothing was left to do.
+
+    Raises `InstallError` if it is wanted and cannot be installed.
+    """
+    if find_chromium() is not None or os.environ.get("BROWSER", "0") in ("", "0"):
+        return None
+    apt = shutil.which("apt-get")
+    if apt is None or os.geteuid() != 0:
+        raise InstallError(f"BROWSER={os.environ['BROWSER']} needs root and apt-get. {MISSING}")
+    started = time.monotonic()
+    run([apt, "update"])
+    run([apt, "install", "--yes", "--no-install-recommends", *PACKAGES])
+    if find_chromium() is None:
+        raise InstallError(f"apt-get installed a chromium that is no command of this machine. {MISSING}")
+    return f"installed Chromium in {time.monotonic() - started:.0f} s"
+
+
+def run(command: list[str]) -> None:
+    """Runs a command without output; raises `InstallError` with the last lines when it fails."""
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    try:
+        finished = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise InstallError(f"`{' '.join(command)}` took more than {TIMEOUT_SECONDS} s") from None
+    if finished.returncode != 0:
+        lines = (finished.stdout + finished.stderr).strip().splitlines()[-12:]
+        raise InstallError(f"`{' '.join(command)}` failed:\n  " + "\n  ".join(lines))
+
+
+def main() -> int:
+    try:
+        done = install()
+    except InstallError as error:
+        print(f"browser: {error}", file=sys.stderr)
+        return 1
+    if done:
+        print(f"browser: {done}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

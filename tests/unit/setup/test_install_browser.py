@@ -1,0 +1,58 @@
+"""A browser is installed for who asked for one, and nobody else."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tests.repository_modules import load_script
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The script on a machine without Chromium, whose apt-get installs one and writes down its arguments."""
+    apt = tmp_path / "apt-get"
+    apt.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n'
+        f'if [ "$1" = install ]; then printf "#!/bin/sh" > {tmp_path}/chromium; /bin/chmod +x {tmp_path}/chromium; fi\n'
+    )
+    apt.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path))
+    monkeypatch.setenv("BROWSER", "1")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with load_script("install_browser") as module:
+        yield module
+
+
+def asked(tmp_path: Path) -> list[str]:
+    return (tmp_path / "asked").read_text().splitlines() if (tmp_path / "asked").exists() else []
+
+
+def test_a_missing_browser_is_installed_when_wanted(script: ModuleType, tmp_path: Path):
+    assert "installed Chromium" in script.install()
+    assert asked(tmp_path) == ["update", "install --yes --no-install-recommends chromium fonts-dejavu-core"]
+    assert script.install() is None
+    assert len(asked(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("value", ["", "0", None])
+def test_nothing_is_installed_unasked(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None
+):
+    monkeypatch.delenv("BROWSER") if value is None else monkeypatch.setenv("BROWSER", value)
+    assert script.install() is None
+    assert asked(tmp_path) == []
+
+
+def test_without_root_the_error_names_what_to_do(script: ModuleType, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(script.InstallError, match=r"BROWSER=1 needs root.*playwright install chromium"):
+        script.install()
+
+
+def test_a_failed_install_shows_what_apt_get_said(script: ModuleType, tmp_path: Path):
+    (tmp_path / "apt-get").write_text("#!/bin/sh\necho E: no space left >&2\nexit 100\n")
+    with pytest.raises(script.InstallError, match="no space left"):
+        script.install()
