@@ -1,0 +1,44 @@
+"""One record, one server and one browser for all tests of the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser
+from tests.pages.page_visit import Visit, visit
+from tests.unit.dashboard.conftest import write_run
+
+from telescope.testing.browser import DashboardProcess, open_browser
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Browser]:
+    """Chromium without a window. Without one the tests fail and say what to install."""
+    with open_browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="package")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the runs `first` and `second`."""
+    folder = tmp_path_factory.mktemp("pages")
+    write_run(folder / "first", "grpo", resumed=True)
+    write_run(folder / "second", "rloo")
+    return folder
+
+
+@pytest.fixture(scope="package")
+def dashboard(runs: Path) -> Iterator[DashboardProcess]:
+    """`telescope ui` over `runs`."""
+    with DashboardProcess(runs) as process:
+        yield process
+
+
+@pytest.fixture
+def visitor(browser: Browser, dashboard: DashboardProcess) -> Iterator[Visit]:
+    """A page. Errors in its console, exceptions and failed requests fail the test."""
+    with visit(browser, dashboard.address) as opened:
+        yield opened
+        assert opened.problems == []

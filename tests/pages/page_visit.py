@@ -1,0 +1,79 @@
+"""A page of the dashboard as a test opens it: address, what went wrong, and when it has settled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlencode
+
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, Response
+
+SETTLED = """
+(() => {
+  let pending = 0, last = performance.now();
+  const touched = () => { last = performance.now(); };
+  const real = window.fetch;
+  window.fetch = (...given) => {
+    pending += 1;
+    touched();
+    return real(...given).finally(() => { pending -= 1; touched(); });
+  };
+  const all = { subtree: true, childList: true, characterData: true, attributes: true };
+  new MutationObserver(touched).observe(document, all);
+  const drawn = () => document.querySelector("main > *") !== null;
+  window.hasSettled = () => pending === 0 && drawn() && performance.now() - last > 100;
+})();
+"""
+"""Runs before the page's own scripts. Settled: no request, and no change of the document for 100 ms."""
+
+
+class Visit:
+    """One browser page over the dashboard, and everything that went wrong on it."""
+
+    def __init__(self, page: Page, address: str) -> None:
+        self.page = page
+        self.address = address.rstrip("/")
+        self.problems: list[str] = []
+        self.requested: list[str] = []
+        page.on("console", self._console)
+        page.on("pageerror", lambda error: self.problems.append(f"exception: {error}"))
+        page.on("request", lambda request: self.requested.append(request.url))
+        page.on("requestfailed", self._failed)
+        page.on("response", self._response)
+
+    def open(self, place: str, params: Mapping[str, Any] | None = None) -> Page:
+        """Opens a page by its place, `first/metrics`, loading everything anew. Returns it when it has settled."""
+        query = f"?{urlencode(params)}" if params else ""
+        self.page.goto("about:blank")
+        self.page.goto(f"{self.address}/#/{place}{query}")
+        return self.settle()
+
+    def settle(self) -> Page:
+        """Waits until nothing changes any more."""
+        self.page.wait_for_function("() => window.hasSettled()")
+        return self.page
+
+    def _console(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.problems.append(f"console {message.type}: {message.text}")
+
+    def _failed(self, request: Request) -> None:
+        # Requests that a page gave up itself: what was typed changed, or another address was opened.
+        if request.failure != "net::ERR_ABORTED":
+            self.problems.append(f"{request.failure}: {request.url}")
+
+    def _response(self, response: Response) -> None:
+        if response.status >= 400:
+            self.problems.append(f"{response.status}: {response.url}")
+
+
+@contextmanager
+def visit(browser: Browser, address: str, **settings: Any) -> Iterator[Visit]:
+    """Yields a page in a profile of its own. `settings` are those of `Browser.new_context`."""
+    context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **settings})
+    context.add_init_script(SETTLED)
+    try:
+        yield Visit(context.new_page(), address)
+    finally:
+        context.close()

@@ -1,0 +1,45 @@
+"""What holds for every page: no error, accessible in both themes, no sideways scroll on a phone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page
+from tests.pages.page_visit import Visit
+
+AXE = Path(__file__).parents[2] / "dashboard" / "node_modules" / "axe-core" / "axe.min.js"
+PLACES = {
+    "runs": "",
+    **{name: f"first/{name}" for name in ("overview", "metrics", "rollouts", "timeline", "infra", "evals", "logs")},
+    "compare": "first/compare",
+}
+PHONE = {"width": 390, "height": 844}
+
+
+def findings(page: Page) -> list[str]:
+    """Serious and critical findings of axe."""
+    page.evaluate(AXE.read_text())  # not add_script_tag, which the content security policy forbids
+    found = page.evaluate("() => axe.run(document, { resultTypes: ['violations'] })")["violations"]
+    return [
+        f"{one['impact']} {one['id']}: {one['help']}: {node['html'][:200]} {node['failureSummary'][:300]}"
+        for one in found
+        if one["impact"] in ("serious", "critical")
+        for node in one["nodes"][:3]
+    ]
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_page_is_accessible_and_fits_a_phone(visitor: Visit, name: str):
+    others = {"with": "second"} if name == "compare" else {}
+    page = visitor.open(PLACES[name], {"theme": "light", **others})
+    assert findings(page) == []
+    page.evaluate("() => { location.hash = location.hash.replace('theme=light', 'theme=dark') }")
+    visitor.settle()
+    assert page.evaluate("() => document.documentElement.dataset.theme") == "dark"
+    assert findings(page) == []
+    page.set_viewport_size(PHONE)
+    visitor.settle()
+    # What is wider than the page is cut by these, not scrolled.
+    frame = page.locator("html, body, #root, main, main > *")
+    assert max(frame.evaluate_all("(all) => all.map((one) => one.scrollWidth)")) <= PHONE["width"]
