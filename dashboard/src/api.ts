@@ -9,11 +9,14 @@ export class ApiError extends Error {
   }
 }
 
-export type Query = Record<string, string | number | boolean | null | undefined>;
+type Scalar = string | number | boolean | null | undefined;
+/** Parameters; a list is repeated. */
+export type Query = Record<string, Scalar | string[]>;
 
 /** Returns the path with the parameters that are set. */
 export function address(path: string, query: Query = {}): string {
-  const set = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const pairs = Object.entries(query).flatMap(([name, value]) => (Array.isArray(value) ? value : [value]).map((one): [string, Scalar] => [name, one]));
+  const set = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
   const text = new URLSearchParams(set.map(([name, value]) => [name, String(value)])).toString();
   return text ? `${path}?${text}` : path;
 }
@@ -44,31 +47,38 @@ async function ask<T>(path: string, request: RequestInit): Promise<T> {
 }
 
 export interface RunEvents {
-  /** Called with the tables that grew. */
-  onTables(tables: Record<string, number>): void;
-  onStatus(status: string): void;
+  /** Called with the tables that grew. The first time, these are all tables. */
+  onTables(run: string, tables: Record<string, number>): void;
+  onStatus(run: string, status: string): void;
   onConnected(connected: boolean): void;
 }
 
 const FIRST_RETRY_MS = 1000;
 const LAST_RETRY_MS = 15000;
 
-/** Follows the events of a run; returns a function that ends it. */
-export function follow(run: string, events: RunEvents): () => void {
+/** Follows the events of some runs; returns a function that ends it. */
+export function follow(runs: string[], events: RunEvents): () => void {
   let source: EventSource | null = null;
   let timer: ReturnType<typeof setTimeout> | undefined;
   let wait = FIRST_RETRY_MS;
   const connect = () => {
-    source = new EventSource(address("/api/events", { run }));
-    source.onopen = () => {
+    const opened = new EventSource(address("/api/events", { run: runs }));
+    source = opened;
+    opened.onopen = () => {
       wait = FIRST_RETRY_MS;
       events.onConnected(true);
     };
-    source.addEventListener("tables", (event: MessageEvent<string>) => events.onTables(JSON.parse(event.data).tables));
-    source.addEventListener("status", (event: MessageEvent<string>) => events.onStatus(JSON.parse(event.data).status));
-    source.onerror = () => {
+    opened.addEventListener("tables", (event: MessageEvent<string>) => {
+      const { run, tables } = JSON.parse(event.data) as { run: string; tables: Record<string, number> };
+      events.onTables(run, tables);
+    });
+    opened.addEventListener("status", (event: MessageEvent<string>) => {
+      const { run, status } = JSON.parse(event.data) as { run: string; status: string };
+      events.onStatus(run, status);
+    });
+    opened.onerror = () => {
       events.onConnected(false);
-      if (source?.readyState !== EventSource.CLOSED) return; // the browser reconnects, with Last-Event-ID
+      if (opened.readyState !== EventSource.CLOSED) return; // the browser reconnects, with Last-Event-ID
       timer = setTimeout(connect, wait);
       wait = Math.min(2 * wait, LAST_RETRY_MS);
     };

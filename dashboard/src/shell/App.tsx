@@ -18,7 +18,7 @@ export type Opened = "palette" | "keys" | "compare" | null;
 export function App() {
   const place = usePlace();
   useTheme();
-  useEvents(place.run);
+  useEvents(place.run === null ? [] : [place.run]);
   const route = routeOf(place.page);
   const info = useRunInfo(place.run);
   const [opened, open] = useState<Opened>(null);

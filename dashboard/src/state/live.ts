@@ -1,84 +1,130 @@
-/** The events of the runs on the page: how many rows each table has, and whether the connection stands. */
+/**
+ * The events of the runs on the page: how many rows each table has, and whether the connection stands. One connection serves
+ * all runs, because a browser opens six to a server at most. A page in the background has none.
+ */
 
 import { useEffect, useSyncExternalStore } from "react";
 import { follow } from "../api";
 
-interface Live {
+interface RunState {
   versions: Record<string, number>;
   status: string | null;
+}
+
+interface Connection {
   connected: boolean | null;
   /** How often the connection came back: what was read meanwhile may have failed. */
   reconnects: number;
 }
 
-interface Entry {
-  state: Live;
-  users: number;
-  stop: (() => void) | null;
-  listeners: Set<() => void>;
+const NOTHING: RunState = { versions: {}, status: null };
+/** How long a page in the background stays connected. */
+export const HIDDEN_MS = 30_000;
+
+const states = new Map<string, RunState>();
+const users = new Map<string, number>();
+const listeners = new Set<() => void>();
+let connection: Connection = { connected: null, reconnects: 0 };
+let followed = "";
+let stop: (() => void) | null = null;
+let hidden = false;
+let timer: ReturnType<typeof setTimeout> | undefined;
+
+function changed(): void {
+  for (const listener of listeners) listener();
 }
 
-const NOTHING: Live = { versions: {}, status: null, connected: null, reconnects: 0 };
-const entries = new Map<string, Entry>();
+function update(run: string, change: Partial<RunState>): void {
+  states.set(run, { ...stateOf(run), ...change });
+  changed();
+}
 
-function entryOf(run: string): Entry {
-  let entry = entries.get(run);
-  if (!entry) {
-    entry = { state: NOTHING, users: 0, stop: null, listeners: new Set() };
-    entries.set(run, entry);
+const events = {
+  onTables: (run: string, tables: Record<string, number>) => update(run, { versions: { ...stateOf(run).versions, ...tables } }),
+  onStatus: (run: string, status: string) => update(run, { status }),
+  onConnected: (connected: boolean) => {
+    const back = connected && connection.connected === false;
+    connection = { connected, reconnects: connection.reconnects + (back ? 1 : 0) };
+    changed();
+  },
+};
+
+/** Connects to the events of the runs that are in use. The first events of a connection tell all that was missed. */
+function connect(): void {
+  const runs = hidden ? [] : [...users.keys()].sort();
+  const key = runs.join("\n");
+  if (key === followed) return;
+  followed = key;
+  stop?.();
+  stop = runs.length ? follow(runs, events) : null;
+}
+
+if (typeof document !== "undefined") {
+  document.addEventListener("visibilitychange", () => pageHidden(document.hidden));
+}
+
+/** Ends the connection of a page that stays in the background, and brings it back. */
+export function pageHidden(now: boolean): void {
+  clearTimeout(timer);
+  if (now) {
+    timer = setTimeout(() => {
+      hidden = true;
+      connect();
+    }, HIDDEN_MS);
+  } else {
+    hidden = false;
+    connect();
   }
-  return entry;
 }
 
-function update(entry: Entry, change: Partial<Live>): void {
-  entry.state = { ...entry.state, ...change };
-  for (const listener of entry.listeners) listener();
+export const stateOf = (run: string): RunState => states.get(run) ?? NOTHING;
+export const connectionNow = (): Connection => connection;
+
+/** Follows a run until the returned function is called. */
+export function watch(run: string): () => void {
+  users.set(run, (users.get(run) ?? 0) + 1);
+  queueMicrotask(connect); // components that come and go together change the connection once
+  return () => {
+    const left = (users.get(run) ?? 1) - 1;
+    if (left > 0) users.set(run, left);
+    else users.delete(run);
+    queueMicrotask(connect);
+  };
 }
 
-/** Keeps a connection to the events of a run while a component needs it. */
-export function useEvents(run: string | null): void {
+/** Follows runs while a component needs them. */
+export function useEvents(runs: readonly string[]): void {
+  const key = runs.join("\n");
   useEffect(() => {
-    if (run === null) return;
-    const entry = entryOf(run);
-    entry.users += 1;
-    entry.stop ??= follow(run, {
-      onTables: (tables) => update(entry, { versions: { ...entry.state.versions, ...tables } }),
-      onStatus: (status) => update(entry, { status }),
-      onConnected: (connected) => {
-        const back = connected && entry.state.connected === false;
-        update(entry, { connected, reconnects: entry.state.reconnects + (back ? 1 : 0) });
-      },
-    });
-    return () => {
-      entry.users -= 1;
-      if (entry.users > 0) return;
-      entry.stop?.();
-      entry.stop = null;
-      if (entry.listeners.size === 0) entries.delete(run);
-    };
-  }, [run]);
+    const stops = key === "" ? [] : key.split("\n").map(watch);
+    return () => stops.forEach((end) => end());
+  }, [key]);
 }
 
-function useLive(run: string | null): Live {
-  return useSyncExternalStore(
-    (listener) => {
-      if (run === null) return () => {};
-      const entry = entryOf(run);
-      entry.listeners.add(listener);
-      return () => entry.listeners.delete(listener);
-    },
-    () => (run === null ? NOTHING : (entries.get(run)?.state ?? NOTHING)),
-  );
+function subscribe(listener: () => void): () => void {
+  listeners.add(listener);
+  return () => listeners.delete(listener);
 }
 
 /** Returns a text that changes when one of the tables grew: the `version` of useResource. */
+export function versionOf(run: string, ...tables: string[]): string {
+  const { versions, status } = stateOf(run);
+  return [status ?? "", connection.reconnects, ...tables.map((table) => versions[table] ?? 0)].join("/");
+}
+
 export function useVersion(run: string | null, ...tables: string[]): string {
-  const { versions, status, reconnects } = useLive(run);
-  return [status ?? "", reconnects, ...tables.map((table) => versions[table] ?? 0)].join("/");
+  return useSyncExternalStore(subscribe, () => (run === null ? "" : versionOf(run, ...tables)));
+}
+
+/** Returns the versions of several runs. */
+export function useVersions(runs: readonly string[], ...tables: string[]): string[] {
+  const all = useSyncExternalStore(subscribe, () => runs.map((run) => versionOf(run, ...tables)).join("\n"));
+  return runs.length ? all.split("\n") : [];
 }
 
 /** Returns the newest status that an event brought, and whether the page is connected (null: not yet). */
 export function useConnection(run: string | null): { status: string | null; connected: boolean | null } {
-  const { status, connected } = useLive(run);
+  const status = useSyncExternalStore(subscribe, () => (run === null ? null : stateOf(run).status));
+  const connected = useSyncExternalStore(subscribe, () => connection.connected);
   return { status, connected };
 }

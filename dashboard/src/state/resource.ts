@@ -1,7 +1,8 @@
 /** Reads of the API that stay fresh: kept by address, read again when a table of the run grew. */
 
-import { useEffect, useSyncExternalStore } from "react";
+import { useCallback, useEffect, useSyncExternalStore } from "react";
 import { address, ApiError, get, type Query } from "../api";
+import { Reader } from "./reader";
 
 export interface Resource<T> {
   data: T | undefined;
@@ -12,8 +13,7 @@ export interface Resource<T> {
 interface Entry {
   state: Resource<unknown>;
   listeners: Set<() => void>;
-  version: string;
-  running: boolean;
+  reader: Reader;
 }
 
 const EMPTY: Resource<never> = { data: undefined, error: null, loading: true };
@@ -23,8 +23,8 @@ const entries = new Map<string, Entry>();
 function entryOf(key: string): Entry {
   let entry = entries.get(key);
   if (!entry) {
-    entry = { state: EMPTY, listeners: new Set(), version: "", running: false };
-    entries.set(key, entry);
+    const made: Entry = { state: EMPTY, listeners: new Set(), reader: new Reader(() => load(key, made)) };
+    entries.set(key, (entry = made));
     if (entries.size > KEPT) {
       for (const [other, { listeners }] of entries) {
         if (entries.size <= KEPT) break;
@@ -35,35 +35,61 @@ function entryOf(key: string): Entry {
   return entry;
 }
 
-async function load(key: string, entry: Entry, version: string): Promise<void> {
-  if (entry.running) return;
-  entry.running = true;
-  entry.version = version;
+async function load(key: string, entry: Entry): Promise<void> {
   try {
     entry.state = { data: await get(key), error: null, loading: false };
   } catch (error) {
     entry.state = { data: entry.state.data, error: error as Error, loading: false };
   }
-  entry.running = false;
   for (const listener of entry.listeners) listener();
+}
+
+/** Reads an address, unless this version of it was read; keeps the old data meanwhile. */
+export const read = (key: string, version: string): Promise<void> => entryOf(key).reader.want(version);
+
+/** Returns what is known of an address. */
+export const known = <T>(key: string): Resource<T> => (entries.get(key)?.state ?? EMPTY) as Resource<T>;
+
+/** Calls the listener when an address was read; returns a function that ends it. */
+export function listen(key: string, listener: () => void): () => void {
+  const { listeners } = entryOf(key);
+  listeners.add(listener);
+  return () => listeners.delete(listener);
 }
 
 /** Returns what the API answers; a path of null reads nothing. A new `version` reads again and keeps the old data meanwhile. */
 export function useResource<T>(path: string | null, query: Query = {}, version: string | number = ""): Resource<T> {
   const key = path === null ? null : address(path, query);
-  const state = useSyncExternalStore(
-    (listener) => {
-      if (key === null) return () => {};
-      const entry = entryOf(key);
-      entry.listeners.add(listener);
-      return () => entry.listeners.delete(listener);
-    },
-    () => (key === null ? EMPTY : (entries.get(key)?.state ?? EMPTY)),
-  );
+  // A subscription that is renewed at each render would leave its entry without listeners for a moment.
+  const subscribe = useCallback((listener: () => void) => (key === null ? () => {} : listen(key, listener)), [key]);
+  const state = useSyncExternalStore(subscribe, () => (key === null ? EMPTY : known<T>(key)));
   useEffect(() => {
-    if (key === null) return;
-    const entry = entryOf(key);
-    if (entry.state.loading || entry.version !== String(version)) void load(key, entry, String(version));
-  }, [key, version, state]);
-  return state as Resource<T>;
+    if (key !== null) void read(key, String(version));
+  }, [key, version]);
+  return state;
+}
+
+/** Returns what the API answers for several addresses, whose number may change. */
+export function useResources<T>(keys: readonly string[], versions: readonly string[]): Resource<T>[] {
+  const all = keys.join("\n");
+  const subscribe = useCallback(
+    (listener: () => void) => {
+      const stops = keys.map((key) => listen(key, listener));
+      return () => stops.forEach((stop) => stop());
+    },
+    [all],
+  );
+  useSyncExternalStore(subscribe, () => keys.map((key) => stamp(known(key))).join());
+  useEffect(() => keys.forEach((key, i) => void read(key, versions[i] ?? "")), [all, versions.join("\n")]);
+  return keys.map((key) => known<T>(key));
+}
+
+const stamps = new WeakMap<object, number>();
+let stamped = 0;
+
+/** Returns a number that differs for each state. */
+function stamp(state: object): number {
+  let number = stamps.get(state);
+  if (number === undefined) stamps.set(state, (number = stamped += 1));
+  return number;
 }

@@ -1,9 +1,10 @@
 /** The steps of a run as columns, read once and then only what is new. */
 
-import { useEffect, useSyncExternalStore } from "react";
+import { useCallback, useEffect, useSyncExternalStore } from "react";
 import { get, runPath } from "../api";
 import type { StepColumns, Value } from "../types";
-import { useVersion } from "./live";
+import { useEvents, useVersions } from "./live";
+import { Reader } from "./reader";
 
 export const NO_STEPS: StepColumns = {
   next: 0,
@@ -53,75 +54,63 @@ interface Entry {
   steps: StepColumns | null;
   error: Error | null;
   listeners: Set<() => void>;
-  version: string | null;
-  running: boolean;
+  reader: Reader;
 }
 
 const entries = new Map<string, Entry>();
+let revision = 0;
 
 function entryOf(run: string): Entry {
   let entry = entries.get(run);
   if (!entry) {
-    entry = { steps: null, error: null, listeners: new Set(), version: null, running: false };
-    entries.set(run, entry);
+    const made: Entry = { steps: null, error: null, listeners: new Set(), reader: new Reader(() => load(run, made)) };
+    entries.set(run, (entry = made));
   }
   return entry;
 }
 
-async function load(run: string, entry: Entry, version: string): Promise<void> {
-  if (entry.running) return;
-  entry.running = true;
-  entry.version = version;
+async function load(run: string, entry: Entry): Promise<void> {
   try {
     const old = entry.steps ?? NO_STEPS;
-    entry.steps = mergeSteps(old, await get<StepColumns>(runPath(run, "steps"), { since: old.next || null }));
+    const fresh = await get<StepColumns>(runPath(run, "steps"), { since: old.next || null });
+    // Fewer rows than before: another run is in the folder now.
+    entry.steps = fresh.next < old.next ? await get<StepColumns>(runPath(run, "steps")) : mergeSteps(old, fresh);
     entry.error = null;
   } catch (error) {
     entry.error = error as Error;
   }
-  entry.running = false;
   revision += 1;
   for (const listener of entry.listeners) listener();
 }
 
-let revision = 0;
+/** Reads the new steps of a run, unless this version of them was read. */
+export const readSteps = (run: string, version: string): Promise<void> => entryOf(run).reader.want(version);
 
-/** Returns the steps of a run, null while they are read for the first time. */
-export function useSteps(run: string | null): { steps: StepColumns | null; error: Error | null } {
-  const version = useVersion(run, "steps");
-  const revision = useRevision(run === null ? [] : [run]);
-  useEffect(() => {
-    if (run === null) return;
-    const entry = entryOf(run);
-    if (entry.version !== version) void load(run, entry, version);
-  }, [run, version, revision]);
-  const entry = run === null ? undefined : entries.get(run);
-  return { steps: entry?.steps ?? null, error: entry?.error ?? null };
-}
+/** Returns the steps of a run as far as they were read. */
+export const knownSteps = (run: string): StepColumns | null => entries.get(run)?.steps ?? null;
 
-function useRevision(runs: string[]): number {
+/** Returns the steps of several runs, in their order; null for those still to be read. Live runs grow. */
+export function useStepsOf(runs: string[]): (StepColumns | null)[] {
   const key = runs.join("\n");
-  return useSyncExternalStore(
-    (listener) => {
-      const mine = key === "" ? [] : key.split("\n").map(entryOf);
+  useEvents(runs);
+  const versions = useVersions(runs, "steps");
+  const subscribe = useCallback(
+    (listener: () => void) => {
+      const mine = runs.map(entryOf);
       for (const entry of mine) entry.listeners.add(listener);
       return () => mine.forEach((entry) => entry.listeners.delete(listener));
     },
-    () => revision,
+    [key],
   );
+  useSyncExternalStore(subscribe, () => revision);
+  useEffect(() => runs.forEach((run, i) => void readSteps(run, versions[i]!)), [key, versions.join("\n")]);
+  return runs.map(knownSteps);
 }
 
-/** Returns the steps of several runs, in their order; null for those still to be read. */
-export function useStepsOf(runs: string[]): (StepColumns | null)[] {
-  const key = runs.join("\n");
-  useRevision(runs);
-  useEffect(() => {
-    for (const run of key === "" ? [] : key.split("\n")) {
-      const entry = entryOf(run);
-      if (entry.version === null) void load(run, entry, "");
-    }
-  }, [key]);
-  return runs.map((run) => entries.get(run)?.steps ?? null);
+/** Returns the steps of a run, null while they are read for the first time. */
+export function useSteps(run: string | null): { steps: StepColumns | null; error: Error | null } {
+  const [steps = null] = useStepsOf(run === null ? [] : [run]);
+  return { steps, error: (run !== null && entries.get(run)?.error) || null };
 }
 
 /** Returns the seconds that training has taken up to each step's end, without the gaps between attempts. */

@@ -39,15 +39,15 @@ def distribution(
     """
     visible = store.visible()
     store.refresh("step_stats")
+    names = ", ".join((*STATISTICS, *(HISTOGRAM if histogram else ())))
     recorded = (
-        f"SELECT step, {', '.join((*STATISTICS, *HISTOGRAM))} FROM step_stats "
+        f"SELECT step, {names} FROM step_stats "
         f"WHERE {visible} AND metric = $metric AND coalesce(environment, '') = $environment"
     )
-    names = ", ".join((*STATISTICS, *(HISTOGRAM if histogram else ())))
     given = {"metric": metric, "environment": environment}
     ((num_recorded,),) = store.fetch(f"SELECT count(*) FROM ({recorded})", given)
     ((num_steps,),) = store.fetch(f"SELECT count(*) FROM steps WHERE {visible}")
-    computed = _computed(metric, f"{visible} AND {_tag_condition(tag)}")
+    computed = _computed(metric, f"{visible} AND {_tag_condition(tag)}", histogram)
     if tag:
         store.refresh("samples")
         recorded = f"{recorded} AND false"
@@ -63,7 +63,8 @@ def distribution(
     return {name: [] for name in HISTOGRAM} | {name: found[name].to_pylist() for name in found.column_names}
 
 
-def _computed(metric: str, where: str) -> str:
+def _computed(metric: str, where: str, histogram: bool) -> str:
+    """Returns a query that computes from the samples what `step_stats` records."""
     name = metric.removeprefix("discarded/")
     if name.startswith("sample_metrics/"):
         value = f"metrics[{sql_text(name.removeprefix('sample_metrics/'))}]"
@@ -73,35 +74,40 @@ def _computed(metric: str, where: str) -> str:
         known = ", ".join(COLUMNS)
         raise UserError(f"metric={metric!r} has no distribution. Use {known}, or sample_metrics/NAME.")
     status = "kept" if name == metric else "discarded"
-    quantiles = ", ".join(f"quantile_cont(x, {p / 100}) AS p{p}" for p in (5, 25, 50, 75, 95))
     values = (
         f"SELECT step, attempt, group_id, {value}::DOUBLE AS x FROM samples WHERE {where} AND status = '{status}' "
         "AND ($environment = '' OR environment = $environment) AND isfinite(x)"
     )
+    quantiles = ", ".join(f"quantile_cont(x, {p / 100}) AS p{p}" for p in (5, 25, 50, 75, 95))
     moments = "count(x) AS n, avg(x) AS mean, coalesce(stddev_samp(x), 0) AS std, min(x) AS min, max(x) AS max"
-    # As `step_stats` has them: a single value lies in the middle of its bins, and values of a group with a negative
-    # one are shifted before their Gini coefficient.
-    place = f"least({NUM_BINS - 1}, floor({NUM_BINS} * (x - low) / (high - low)))::BIGINT"
-    ends = "min(x) OVER w - pad AS low, max(x) OVER w + pad AS high"
-    pad = "CASE WHEN max(x) OVER w = min(x) OVER w THEN greatest(0.5, 1e-6 * abs(x)) ELSE 0 END AS pad"
-    bins = (
-        f"SELECT step, low, high, histogram({place}) AS counts FROM "
-        f"(SELECT step, x, {ends} FROM (SELECT step, x, {pad} FROM v WINDOW w AS (PARTITION BY step)) "
-        "WINDOW w AS (PARTITION BY step)) GROUP BY ALL"
-    )
-    of_group = "PARTITION BY step, attempt, group_id"
-    shifted = f"SELECT step, attempt, group_id, x - least(0, min(x) OVER ({of_group})) AS x FROM v"
-    ranked = f"SELECT *, row_number() OVER ({of_group} ORDER BY x) AS place FROM ({shifted})"
-    gini = "CASE WHEN sum(x) = 0 THEN 0 ELSE 2 * sum(place * x) / (count(x) * sum(x)) - (count(x) + 1) / count(x) END"
-    groups = f"SELECT step, {gini} AS gini FROM ({ranked}) GROUP BY step, attempt, group_id"
-    has_gini = "true" if name == metric and name not in WITHOUT_GINI else "false"
-    return (
-        f"WITH v AS ({values}), bins AS ({bins}), groups AS ({groups}) "
-        f"SELECT s.*, CASE WHEN {has_gini} THEN g.gini END AS gini, low, high, "
-        f"list_transform(range({NUM_BINS}), lambda bin: coalesce(counts[bin], 0)::INTEGER) AS histogram "
-        f"FROM (SELECT step, {moments}, {quantiles} FROM v GROUP BY step) s JOIN bins USING (step) "
-        "JOIN (SELECT step, avg(gini) AS gini FROM groups GROUP BY step) g USING (step)"
-    )
+    # The bins of equal values are widened.
+    pad = "CASE WHEN max(x) > min(x) THEN 0 ELSE greatest(0.5, 1e-6 * abs(min(x))) END"
+    stats = f"SELECT step, {moments}, {quantiles}, min(x) - {pad} AS low, max(x) + {pad} AS high FROM v GROUP BY step"
+    with_gini = name == metric and name not in WITHOUT_GINI
+    parts = {"v": values, "stats": stats, "ginis": _GINI if with_gini else "SELECT step, NULL::DOUBLE AS gini FROM stats"}
+    joined = "stats JOIN ginis USING (step)"
+    if histogram:
+        parts["bins"] = _BINS
+        joined += " JOIN bins USING (step)"
+    return f"WITH {', '.join(f'{name} AS ({sql})' for name, sql in parts.items())} FROM {joined}"
+
+
+_GROUP = "PARTITION BY step, attempt, group_id"
+_GINI_OF_GROUP = (
+    "CASE WHEN sum(x) = 0 THEN 0 ELSE 2 * sum(place * x) / (count(x) * sum(x)) - (count(x) + 1) / count(x) END"
+)
+_GINI = (
+    f"SELECT step, avg(gini) AS gini FROM (SELECT step, {_GINI_OF_GROUP} AS gini FROM "
+    f"(SELECT step, attempt, group_id, x - least(0, min(x) OVER ({_GROUP})) AS x, "
+    f"row_number() OVER ({_GROUP} ORDER BY x) AS place FROM v) GROUP BY step, attempt, group_id) GROUP BY step"
+)
+"""Mean Gini coefficient of the groups of a step; the values of a group with a negative one are shifted."""
+
+_BINS = (
+    f"SELECT step, list_transform(range({NUM_BINS}), lambda bin: coalesce(counts[bin], 0)::INTEGER) AS histogram "
+    f"FROM (SELECT step, histogram(least({NUM_BINS - 1}, floor({NUM_BINS} * (x - low) / (high - low)))::BIGINT) "
+    "AS counts FROM v JOIN stats USING (step) GROUP BY step)"
+)
 
 
 def _tag_condition(tag: str) -> str:

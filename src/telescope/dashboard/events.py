@@ -1,13 +1,15 @@
-"""Server-sent events of a run: which tables grew, and changes of its status.
+"""Server-sent events of runs: which tables grew, and changes of status.
 
-An event's id has the number of rows of each table, so that a page that reconnects gets what it missed and nothing else.
+One stream serves all runs of a page, because a browser opens six connections to a server at most. An event's id has the
+number of rows of each table, so that a page that reconnects gets what it missed and nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
+from urllib.parse import quote, unquote
 
 import pydantic_core
 
@@ -47,39 +49,65 @@ class TableSizes:
         return {name: rows for name, (_, rows) in self._seen.items()}
 
 
-async def run_events(run: Run, last_id: str | None, is_gone: Callable[[], Awaitable[bool]]) -> AsyncIterator[bytes]:
-    """Yields the events of a run until the page is gone."""
-    sizes = TableSizes(run)
+async def run_events(
+    runs: Mapping[str, Run], last_id: str | None, is_gone: Callable[[], Awaitable[bool]]
+) -> AsyncIterator[bytes]:
+    """Yields the events of some runs, by their ids, until the page is gone."""
+    sizes = {run_id: TableSizes(run) for run_id, run in runs.items()}
     sent = parse_id(last_id)
-    status = None
+    states: dict[str, str] = {}
+    due = dict.fromkeys(runs, 0.0)
     yield f"retry: {RETRY_MILLISECONDS}\n\n".encode()
     silent = 0.0
     while not await is_gone():
-        now, state = await asyncio.to_thread(lambda: (sizes.read(), run.status))
-        grown = {name: rows for name, rows in now.items() if sent.get(name) != rows}
-        if grown:
-            sent = now
-            yield _event("tables", {"tables": grown}, format_id(now))
-        if state != status:
-            status = state
-            yield _event("status", {"status": state}, format_id(now))
-        seconds = LIVE_SECONDS if state == "live" else ENDED_SECONDS
-        silent = 0.0 if grown else silent + seconds
+        for run_id in [run_id for run_id in runs if due[run_id] <= 0]:
+            now, state = await asyncio.to_thread(_look, sizes[run_id], runs[run_id])
+            before = sent.get(run_id, {})
+            grown = {name: rows for name, rows in now.items() if before.get(name) != rows}
+            sent[run_id] = now
+            if grown:
+                silent = 0.0
+                yield _event("tables", {"run": run_id, "tables": grown}, format_id(sent))
+            if state != states.get(run_id):
+                states[run_id] = state
+                yield _event("status", {"run": run_id, "status": state}, format_id(sent))
+            due[run_id] = LIVE_SECONDS if state == "live" else ENDED_SECONDS
+        seconds = min(due.values())
+        silent += seconds
         if silent >= KEEPALIVE_SECONDS:
             silent = 0.0
             yield b": still here\n\n"
         await asyncio.sleep(seconds)
+        due = {run_id: left - seconds for run_id, left in due.items()}
 
 
-def format_id(sizes: dict[str, int]) -> str:
-    """Returns the id of an event: `steps=12,samples=1536`."""
-    return ",".join(f"{name}={rows}" for name, rows in sorted(sizes.items()))
+def _look(sizes: TableSizes, run: Run) -> tuple[dict[str, int], str]:
+    return sizes.read(), run.status
 
 
-def parse_id(text: str | None) -> dict[str, int]:
+Sizes = dict[str, int]
+"""Rows of the tables of a run."""
+
+
+def format_id(sizes: Mapping[str, Sizes]) -> str:
+    """Returns the id of an event: `first:steps=12,samples=1536;second:steps=3`."""
+    runs = (
+        f"{quote(run_id, safe='')}:{','.join(f'{name}={rows}' for name, rows in sorted(tables.items()))}"
+        for run_id, tables in sorted(sizes.items())
+    )
+    return ";".join(runs)
+
+
+def parse_id(text: str | None) -> dict[str, Sizes]:
     """Reads what `format_id` wrote. Anything else is ignored."""
-    pairs = (part.partition("=") for part in (text or "").split(","))
-    return {name: int(rows) for name, _, rows in pairs if name in TABLES and rows.isdecimal()}
+    found: dict[str, Sizes] = {}
+    for part in (text or "").split(";"):
+        run_id, colon, tables = part.partition(":")
+        pairs = (pair.partition("=") for pair in tables.split(","))
+        if colon:
+            known = {name: int(rows) for name, _, rows in pairs if name in TABLES and rows.isdecimal()}
+            found[unquote(run_id)] = known
+    return found
 
 
 def _event(name: str, data: dict[str, Any], event_id: str) -> bytes:

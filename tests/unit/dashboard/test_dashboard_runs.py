@@ -125,6 +125,8 @@ def test_compare_lists_only_settings_that_differ(client):
 def test_an_unknown_run_and_an_unknown_address_say_so(client):
     assert "no run 'nowhere'" in client.get("/api/runs/nowhere").json()["detail"]
     assert client.get("/api/nothing").status_code == 404
+    assert client.get("/api/events?run=nowhere").status_code == 404
+    assert client.get("/api/events").status_code == 422
     assert client.get("/api/runs/first/steps?since=-1").status_code == 422
 
 
@@ -139,31 +141,52 @@ def test_every_address_is_documented(client):
     assert all(path in page for path in client.get("/api/openapi.json").json()["paths"])
 
 
-async def events_of(run: Run, last_id: str | None) -> list[str]:
-    """The events of one look at a run."""
+async def events_of(runs: dict[str, Run], last_id: str | None) -> list[str]:
+    """The events of one look at some runs."""
     left = iter([False, True])
 
     async def is_gone() -> bool:
         return next(left)
 
-    return [event.decode() async for event in run_events(run, last_id, is_gone)]
+    return [event.decode() async for event in run_events(runs, last_id, is_gone)]
 
 
 async def test_events_tell_what_grew_and_nothing_that_is_known(root: Path, monkeypatch):
     monkeypatch.setattr(events, "ENDED_SECONDS", 0.0)
-    run = Run(root / "first")
-    first = await events_of(run, None)
-    tables = next(event for event in first if event.startswith("event: tables"))
-    assert '"steps":14' in tables and any('{"status":"finished"}' in event for event in first)
-    known = tables.split("id: ")[1].split("\n")[0]
-    assert not any(event.startswith("event: tables") for event in await events_of(run, known))
-    older = format_id({**parse_id(known), "steps": 3})
-    assert any('{"tables":{"steps":14}}' in event for event in await events_of(run, older))
+    runs = {"a;b": Run(root / "first"), "second": Run(root / "below" / "second")}
+    first = await events_of(runs, None)
+    tables = [event for event in first if event.startswith("event: tables")]
+    assert '"run":"a;b"' in tables[0] and '"steps":14' in tables[0] and '"run":"second"' in tables[1]
+    assert sum('"status":"finished"' in event for event in first) == 2
+    known = tables[1].split("id: ")[1].split("\n")[0]
+    assert not any(event.startswith("event: tables") for event in await events_of(runs, known))
+    sizes = parse_id(known)
+    older = format_id({**sizes, "a;b": {**sizes["a;b"], "steps": 3}})
+    (grown,) = (event for event in await events_of(runs, older) if event.startswith("event: tables"))
+    assert '{"run":"a;b","tables":{"steps":14}}' in grown
+
+
+async def test_a_run_that_has_ended_is_looked_at_less_often(root: Path, monkeypatch):
+    monkeypatch.setattr(events, "LIVE_SECONDS", 0.001)
+    monkeypatch.setattr(events, "ENDED_SECONDS", 0.003)
+    states = {"live": "live", "ended": "finished"}
+    looks = []
+    monkeypatch.setattr(events, "_look", lambda sizes, run: (looks.append(run) or {}, states[run]))
+    left = iter([False] * 6 + [True])
+
+    async def is_gone() -> bool:
+        return next(left)
+
+    monkeypatch.setattr(events, "TableSizes", lambda run: None)
+    async for _ in run_events({name: name for name in states}, None, is_gone):
+        pass
+    assert (looks.count("live"), looks.count("ended")) == (6, 2)
 
 
 def test_ids_of_events_ignore_what_is_no_table():
-    assert parse_id("steps=3,passwd=1,samples=x") == {"steps": 3}
-    assert parse_id(format_id({"steps": 3, "logs": 9})) == {"steps": 3, "logs": 9}
+    assert parse_id("a:steps=3,passwd=1,samples=x;b") == {"a": {"steps": 3}}
+    sizes = {"a~b": {"steps": 3, "logs": 9}, "c": {}}
+    assert parse_id(format_id(sizes)) == sizes
 
 
 def test_a_taken_port_leads_to_the_next_free_one():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 
 from telescope.dashboard import models, runs
 from telescope.dashboard.api import Reply, Row, Runs, Store
@@ -40,7 +40,12 @@ def compare(request: Request, registry: Runs, runs_: Annotated[str, Query(alias=
 
 
 @router.get("/events", response_class=StreamingResponse, summary="Server-sent events: tables that grew, status")
-def events(request: Request, store: Store) -> StreamingResponse:
-    stream = run_events(store.run, request.headers.get("last-event-id"), request.is_disconnected)
+def events(request: Request, registry: Runs, run: Annotated[list[str], Query(min_length=1, max_length=100)]) -> Response:
+    stores = registry.stores()
+    # A page may name a run that is gone beside one that is there.
+    found = {run_id: stores[run_id].run for run_id in run if run_id in stores}
+    if not found:
+        registry.store(run[0])
+    stream = run_events(found, request.headers.get("last-event-id"), request.is_disconnected)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(stream, media_type="text/event-stream", headers=headers)

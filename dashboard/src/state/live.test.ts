@@ -1,0 +1,102 @@
+import { afterEach, beforeEach, expect, test, vi } from "vitest";
+import { follow } from "../api";
+import { fakeEvents, type FakeEventSource } from "../testing/server";
+import { connectionNow, HIDDEN_MS, pageHidden, versionOf, watch } from "./live";
+
+let sources: typeof FakeEventSource;
+const stops: (() => void)[] = [];
+
+beforeEach(() => {
+  vi.useFakeTimers();
+  sources = fakeEvents();
+});
+
+afterEach(async () => {
+  for (const stop of stops.splice(0)) stop();
+  pageHidden(false);
+  await vi.advanceTimersByTimeAsync(0);
+  vi.unstubAllGlobals();
+});
+
+async function watched(...runs: string[]): Promise<FakeEventSource> {
+  for (const run of runs) stops.push(watch(run));
+  await vi.advanceTimersByTimeAsync(0);
+  return sources.open.at(-1)!;
+}
+
+const quiet = { onTables: () => {}, onStatus: () => {}, onConnected: () => {} };
+
+test("a connection that the browser gives up is opened again, later after each failure", async () => {
+  const states: boolean[] = [];
+  stops.push(follow(["a b"], { ...quiet, onConnected: (on) => states.push(on) }));
+  expect(sources.all[0]!.url).toBe("/api/events?run=a+b");
+  sources.all[0]!.fail(true);
+  await vi.advanceTimersByTimeAsync(1000);
+  expect(sources.all.length).toBe(2);
+  sources.all[1]!.fail(true);
+  await vi.advanceTimersByTimeAsync(1999);
+  expect(sources.all.length).toBe(2);
+  await vi.advanceTimersByTimeAsync(1);
+  sources.all[2]!.open();
+  expect(states).toEqual([false, false, true]);
+  sources.all[2]!.fail(true);
+  await vi.advanceTimersByTimeAsync(1000);
+  expect(sources.all.length).toBe(4);
+});
+
+test("a connection that the browser restores by itself is not opened twice", async () => {
+  stops.push(follow(["a"], quiet));
+  sources.all[0]!.fail(false);
+  await vi.advanceTimersByTimeAsync(60_000);
+  expect(sources.all.length).toBe(1);
+});
+
+test("an ended connection is not opened again", async () => {
+  const stop = follow(["a"], quiet);
+  sources.all[0]!.fail(true);
+  stop();
+  await vi.advanceTimersByTimeAsync(60_000);
+  expect(sources.all.length).toBe(1);
+});
+
+test("runs share one connection, which ends with the last of them", async () => {
+  const source = await watched("first", "second", "first");
+  expect(sources.open.map((one) => one.url)).toEqual(["/api/events?run=first&run=second"]);
+  source.send("tables", { run: "second", tables: { steps: 3 } });
+  expect(versionOf("second", "steps", "logs")).toBe("/0/3/0");
+  expect(versionOf("first", "steps")).toBe("/0/0");
+  stops.splice(0).forEach((stop) => stop());
+  await vi.advanceTimersByTimeAsync(0);
+  expect(sources.open).toEqual([]);
+});
+
+test("a status changes what is read", async () => {
+  const source = await watched("run");
+  const before = versionOf("run", "samples");
+  source.send("status", { run: "run", status: "finished" });
+  expect(versionOf("run", "samples")).not.toBe(before);
+});
+
+test("a lost connection that comes back reads everything again", async () => {
+  const source = await watched("lost");
+  source.open();
+  source.send("tables", { run: "lost", tables: { steps: 3 } });
+  const before = versionOf("lost", "steps");
+  source.fail(false);
+  expect(connectionNow().connected).toBe(false);
+  source.open();
+  expect(versionOf("lost", "steps")).not.toBe(before);
+});
+
+test("a page in the background has no connection, and learns what it missed when it is back", async () => {
+  const source = await watched("asleep");
+  source.send("tables", { run: "asleep", tables: { steps: 3 } });
+  pageHidden(true);
+  await vi.advanceTimersByTimeAsync(HIDDEN_MS - 1);
+  expect(sources.open.length).toBe(1);
+  await vi.advanceTimersByTimeAsync(1);
+  expect(sources.open.length).toBe(0);
+  pageHidden(false);
+  sources.open[0]!.send("tables", { run: "asleep", tables: { steps: 9 } });
+  expect(versionOf("asleep", "steps").endsWith("/9")).toBe(true);
+});

@@ -1,0 +1,78 @@
+import { afterEach, beforeEach, expect, test, vi } from "vitest";
+import { ApiError } from "../api";
+import { fakeFetch } from "../testing/server";
+import { Reader } from "./reader";
+import { known, listen, read } from "./resource";
+import { knownSteps, NO_STEPS, readSteps } from "./steps";
+
+let asked: ReturnType<typeof fakeFetch>;
+
+beforeEach(() => {
+  vi.useFakeTimers();
+  asked = fakeFetch();
+});
+
+afterEach(() => void vi.unstubAllGlobals());
+
+test("versions that pass during a read lead to one more read", async () => {
+  let reads = 0;
+  let finish = () => {};
+  const reader = new Reader(() => new Promise((done) => ((reads += 1), (finish = done))));
+  void reader.want("1");
+  void reader.want("2");
+  void reader.want("3");
+  expect(reads).toBe(1);
+  finish();
+  await vi.advanceTimersByTimeAsync(0);
+  expect(reads).toBe(2);
+  finish();
+  await vi.advanceTimersByTimeAsync(0);
+  await reader.want("3");
+  expect(reads).toBe(2);
+});
+
+test("an address is read once for all that need it, and old data stay while it is read again", async () => {
+  const heard: unknown[] = [];
+  const stop = listen("/a", () => heard.push(known("/a").data));
+  void read("/a", "1");
+  void read("/a", "1");
+  expect(asked.map((one) => one.url)).toEqual(["/a"]);
+  await asked[0]!.answer([1]);
+  void read("/a", "2");
+  expect(known("/a").data).toEqual([1]);
+  await asked[1]!.answer([2]);
+  expect(heard).toEqual([[1], [2]]);
+  stop();
+});
+
+test("an error keeps the data, says why, and goes with the next read", async () => {
+  void read("/b", "1");
+  await asked[0]!.answer([1]);
+  void read("/b", "2");
+  await asked[1]!.answer({ detail: "Use a number." }, 400);
+  expect(known("/b")).toMatchObject({ data: [1], error: new ApiError(400, "Use a number."), loading: false });
+  void read("/b", "3");
+  await asked[2]!.answer([3]);
+  expect(known("/b")).toEqual({ data: [3], error: null, loading: false });
+});
+
+const rows = (next: number, step: number[]) => ({ ...NO_STEPS, next, step, attempt: step.map(() => 1) });
+
+test("steps are read from the cursor on", async () => {
+  void readSteps("run", "1");
+  await asked[0]!.answer(rows(2, [0, 1]));
+  void readSteps("run", "2");
+  expect(asked[1]!.url).toBe("/api/runs/run/steps?since=2");
+  await asked[1]!.answer(rows(3, [2]));
+  expect(knownSteps("run")!.step).toEqual([0, 1, 2]);
+});
+
+test("steps of another run in the same folder replace the old ones", async () => {
+  void readSteps("replaced", "1");
+  await asked[0]!.answer(rows(9, [0, 1, 2]));
+  void readSteps("replaced", "2");
+  await asked[1]!.answer(rows(1, []));
+  expect(asked[2]!.url).toBe("/api/runs/replaced/steps");
+  await asked[2]!.answer(rows(1, [0]));
+  expect(knownSteps("replaced")!.step).toEqual([0]);
+});
