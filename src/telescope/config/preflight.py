@@ -84,6 +84,7 @@ def checks_of_machine() -> tuple[Check, ...]:
         check_open_files,
         check_shared_memory,
         check_run_dir,
+        check_alert_command,
         check_ports,
     )
 
@@ -285,6 +286,15 @@ def checkpoint_sentence(config: TelescopeConfig, report: ModelReport) -> str | N
         f"A checkpoint takes about {_size(size)} of the {_size(free)} that are free on its disk, and as much shared "
         "memory on the nodes of the trainer."
     )
+
+
+def check_alert_command(config: TelescopeConfig) -> None:
+    """Checks that the program of `alert_command` exists, which otherwise is noticed with the first alert."""
+    if config.alert_command and shutil.which(config.alert_command[0]) is None:
+        raise ConfigError(
+            f"alert_command: {config.alert_command[0]!r} is not a program on the PATH or an executable file. Give its "
+            "whole path, or make it executable"
+        )
 
 
 def _size(num_bytes: int) -> str:

@@ -19,6 +19,7 @@ from telescope.config import TelescopeConfig
 from telescope.config.loader import choose_run_dir
 from telescope.errors import UserError
 from telescope.orchestrator.status import RunSummary
+from telescope.record.alerts import Alerts
 from telescope.record.files import RunFiles, replace_file, replace_json
 from telescope.record.log_files import LogFiles
 from telescope.record.logging import setup_logging
@@ -33,9 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 class RunDirectory:
-    """`path` is the run directory. `recorder` and `step_log` exist while the record is open."""
+    """`path` is the run directory. `recorder`, `alerts` and `step_log` exist while the record is open."""
 
     recorder: Recorder
+    alerts: Alerts
     step_log: WandbSink
 
     def __init__(self, path: Path, config: TelescopeConfig, notes: list[str], *, is_resumed: bool = False) -> None:
@@ -78,8 +80,9 @@ class RunDirectory:
         self.recorder = Recorder(
             self.path, attempt=next_attempt(self.path), flush_seconds=config.metrics_logger_interval_seconds
         )
+        self.alerts = Alerts(self.recorder, config.alert_command, config.wandb_run_name)
         try:
-            setup_logging(self.path, "driver", self.recorder, debug=config.debug, console=console)
+            setup_logging(self.path, "driver", self.recorder, alerts=self.alerts, debug=config.debug, console=console)
             self._begin_attempt(self._notes)
             with LogFiles(self.path, self.recorder.write):
                 self.step_log = WandbSink(config, self.path)
@@ -88,6 +91,7 @@ class RunDirectory:
                 finally:
                     self.step_log.close()
         finally:
+            self.alerts.close()
             self.recorder.close()
 
     def started(self, topology: dict[str, str], first_step: int) -> None:
@@ -173,7 +177,7 @@ class RunDirectory:
             logger.error("The summary of this run cannot be written: %s", error)
         if summary.error is not None:
             alert = {"level": "error", "kind": "run", "message": summary.error, "step": summary.steps}
-            self.recorder.write("alerts", {"time": time.time(), **alert})
+            self.alerts.add({"time": time.time(), **alert})
         end_run(self.recorder, self._info, summary.status, config_json=self._config.to_json(), error=summary.error)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from telescope.record.alerts import Alerts
 from telescope.record.files import RunFiles
 from telescope.record.recorder import Recorder
 from telescope.utils.text import plain
@@ -39,11 +40,18 @@ class LogHandlers:
 
 
 def setup_logging(
-    run_dir: Path | str, component: str, recorder: Recorder | None, *, debug: bool = False, console: bool = True
+    run_dir: Path | str,
+    component: str,
+    recorder: Recorder | None,
+    *,
+    alerts: Alerts | None = None,
+    debug: bool = False,
+    console: bool = True,
 ) -> LogHandlers:
     """Sends this process's log lines to its log file and the record.
 
-    The file is `logs/<component>.log`; the table `logs` needs a `recorder`. `level` applies to Telescope's own loggers;
+    The file is `logs/<component>.log`; the table `logs` needs a `recorder`, the alerts of warnings
+    need `alerts`. `level` applies to Telescope's own loggers;
     others log from WARNING on. With `console`, warnings also go to stderr. Replaces the handlers of an earlier call.
     Never raises because of the disk.
     """
@@ -51,7 +59,7 @@ def setup_logging(
     LogHandlers(tuple(handler for handler in root.handlers if isinstance(handler, _TelescopeHandler))).close()
     handlers: list[logging.Handler] = [_FileHandler(RunFiles(run_dir).log(component))]
     if recorder is not None:
-        handlers.append(_RecordHandler(recorder, component))
+        handlers.append(_RecordHandler(recorder, alerts, component))
     if console:
         handlers.append(_ConsoleHandler())
     for handler in handlers:
@@ -108,9 +116,10 @@ class _FileHandler(_TelescopeHandler, logging.FileHandler):
 class _RecordHandler(_TelescopeHandler, logging.Handler):
     """Writes a row of `logs` per line. The first warning of each place of Telescope is also an alert."""
 
-    def __init__(self, recorder: Recorder, component: str) -> None:
+    def __init__(self, recorder: Recorder, alerts: Alerts | None, component: str) -> None:
         super().__init__()
         self._recorder = recorder
+        self._alerts = alerts
         self._component = component
         self._formatter = logging.Formatter("%(message)s")
         self._alerted: set[str] = set()
@@ -135,17 +144,10 @@ class _RecordHandler(_TelescopeHandler, logging.Handler):
             },
         )
         is_ours = record.name.startswith("telescope") and not getattr(record, "is_reported", False)
-        if record.levelno >= logging.WARNING and is_ours and place not in self._alerted:
+        if self._alerts and record.levelno >= logging.WARNING and is_ours and place not in self._alerted:
             self._alerted.add(place)
-            self._recorder.write(
-                "alerts",
-                {
-                    "time": record.created,
-                    "level": "warning" if record.levelno == logging.WARNING else "error",
-                    "kind": "log",
-                    "message": message,
-                },
-            )
+            level = "warning" if record.levelno == logging.WARNING else "error"
+            self._alerts.add({"time": record.created, "level": level, "kind": "log", "message": message})
 
 
 class _ConsoleHandler(_TelescopeHandler, logging.StreamHandler[TextIO]):

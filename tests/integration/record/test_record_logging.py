@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from telescope.orchestrator.status import REPORTED
 from telescope.record import Recorder
+from telescope.record.alerts import REPORTED, Alerts
 from telescope.record.files import RunFiles
 from telescope.record.logging import setup_logging
 from telescope.record.reader import Run
@@ -101,7 +101,7 @@ def test_invalid_unicode_and_wrong_formats_do_not_raise(tmp_path, installed, mon
 
 def test_the_first_warning_of_each_place_is_an_alert_unless_it_is_one_already(tmp_path, installed):
     with Recorder(tmp_path) as recorder:
-        installed(setup_logging(tmp_path, "driver", recorder, console=False))
+        installed(setup_logging(tmp_path, "driver", recorder, alerts=Alerts(recorder), console=False))
         for number in range(3):
             logger.warning("sample %d is masked", number)
         logger.error("the disk is full")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+import shlex
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -123,6 +124,25 @@ class LoggingSection(Section):
     """Samples per step whose tokens are recorded in the table `tokens`: logprobs of engine and trainer, entropy, policy
     version and loss mask of each token, about 20 bytes a token. `none`, a number, or `all`. They are spread evenly over
     the batch."""
+    alert_command: str | list[Text] | None = None
+    """Command that is run for each alert of the run, such as `notify.sh` or `[python, notify.py]`. It gets the alert as
+    JSON on standard input and in `TELESCOPE_ALERT_KIND`, `_LEVEL`, `_MESSAGE`, `_ADVICE`, `_STEP`, `_RUN` and
+    `_RUN_DIR`. No shell reads it. One runs at a time, for at most 30 seconds; the run never waits for it
+    (docs/record.md)."""
     track_gpu_events: bool = True
     """Record the timeline of each trainer rank in the table `spans`: forward, backward, loss, gradient reduction and
     the other operations, per micro-batch. The metrics `timing_<operation>_*` do not depend on it."""
+
+    @field_validator("alert_command", mode="before")
+    @classmethod
+    def _split_command(cls, value: Any) -> Any:
+        """Splits a text as a shell would. Raises `ValueError` for one without a program."""
+        if not isinstance(value, str | list):
+            return value
+        try:
+            parts = shlex.split(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError(f"{value!r} has {str(error).lower()}; close the quotes, or give a list") from None
+        if not parts:
+            raise ValueError("must name a program, or be null")
+        return parts

@@ -1,0 +1,144 @@
+"""Where all alerts of a run pass: rows of the table `alerts`, and the user's command for each.
+
+Owns the queue and the process of the command. Does not own what is an alert (`telescope.health`, `RunStatus.report`,
+warnings of the log).
+
+Invariants: `add` never waits. One command runs at a time, for at most `COMMAND_SECONDS`; none outlives `close`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import shlex
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from telescope.record.files import RunFiles
+from telescope.record.recorder import Recorder
+from telescope.utils.child_guard import kill_group
+from telescope.utils.process import describe_exit, open_log
+
+logger = logging.getLogger(__name__)
+
+REPORTED = {"is_reported": True}
+"""`extra` of a log line that is also an alert; other warnings become alerts by themselves."""
+
+COMMAND_SECONDS = 30.0
+CLOSE_SECONDS = 10.0
+"""How long the end of a run waits for the commands of its last alerts, such as the error that ended it."""
+
+MOST_WAITING = 100
+"""Alerts that wait for the command. More are recorded without it."""
+
+LOG_NAME = "alert_command"
+VARIABLE = "TELESCOPE_ALERT_"
+
+
+class Alerts:
+    """Records alerts and runs `command` for each. Thread-safe. Close it before the recorder."""
+
+    def __init__(self, recorder: Recorder, command: Sequence[str] | None = None, run_name: str = "") -> None:
+        self._recorder = recorder
+        self._command = AlertCommand(command, recorder.files.run_dir, run_name) if command else None
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Records a row of `alerts`, and runs the command. Returns at once."""
+        self._recorder.write("alerts", row)
+        if self._command is not None:
+            self._command.put({"attempt": self._recorder.attempt, **row})
+
+    def close(self) -> None:
+        """Waits a few seconds for the commands of the last alerts, then kills the one that runs."""
+        if self._command is not None:
+            self._command.close()
+
+
+class AlertCommand:
+    """Runs a command for each alert: the alert as JSON on standard input and in environment variables.
+
+    Its output goes to `logs/alert_command.log`. The first failure is a warning.
+    """
+
+    def __init__(self, arguments: Sequence[str], run_dir: Path, run_name: str) -> None:
+        self._arguments = list(arguments)
+        self._run = {"run": run_name, "run_dir": str(run_dir)}
+        self._log = RunFiles(run_dir).log(LOG_NAME)
+        self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(MOST_WAITING)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._warned: set[str] = set()
+        self._thread = threading.Thread(target=self._work, name="telescope-alert-command", daemon=True)
+        self._thread.start()
+
+    def put(self, alert: Mapping[str, Any]) -> None:
+        """Adds an alert to the queue, unless it is full."""
+        try:
+            self._queue.put_nowait({**self._run, **alert})
+        except queue.Full:
+            self._warn("full", f"{MOST_WAITING} alerts wait for alert_command; more are recorded without it")
+
+    def close(self) -> None:
+        """Runs what waits, for at most `CLOSE_SECONDS`, and kills what is left."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        try:
+            self._queue.put(None, timeout=CLOSE_SECONDS)
+        except queue.Full:
+            pass
+        else:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                kill_group(self._process.pid)
+
+    def _work(self) -> None:
+        while (alert := self._queue.get()) is not None and not self._closed:
+            try:
+                self._run_once(alert)
+            except OSError as error:
+                self._warn("failed", f"alert_command cannot be started: {error}")
+
+    def _run_once(self, alert: Mapping[str, Any]) -> None:
+        text = json.dumps(alert, default=str)
+        values = {key: value for key, value in alert.items() if value is not None}
+        environment = {f"{VARIABLE}{key.upper()}": _as_text(value) for key, value in values.items()}
+        with open_log(self._log) as log:
+            with self._lock:
+                if self._closed:
+                    return
+                process = self._process = subprocess.Popen(
+                    self._arguments, env=os.environ | environment, stdin=subprocess.PIPE, stdout=log, stderr=log,
+                    start_new_session=True,
+                )  # fmt: skip
+            try:
+                process.communicate(text.encode(), timeout=COMMAND_SECONDS)
+                ending = None if process.returncode == 0 else describe_exit(process.returncode)
+            except subprocess.TimeoutExpired:
+                ending = f"was killed after {COMMAND_SECONDS:g} s"
+            finally:
+                with self._lock:
+                    kill_group(process.pid)
+                    process.wait()
+                    self._process = None
+        if ending is not None and not self._closed:
+            self._warn("failed", f"alert_command {ending}: {shlex.join(self._arguments)}. Its output is in {self._log}")
+
+    def _warn(self, what: str, message: str) -> None:
+        """Warns once. The warning itself does not run the command."""
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning("%s", message, extra=REPORTED)
+
+
+def _as_text(value: Any) -> str:
+    # The kernel takes no null bytes in a variable, and 128 KiB.
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return text.replace("\0", "")[:10_000]
