@@ -82,11 +82,12 @@ class SampleFilters:
         )
 
     def judge(self, sample: Trajectory, scale: RewardRange) -> None:
-        """Sets a scored sample's filter, penalty and training reward.
+        """Sets a scored sample's compression ratio, filter, penalty and training reward.
 
         `scale` is its environment's reward range, or (None, None) for no scaling. The penalty is subtracted from the
         scaled reward, so that it has the same weight in every environment.
         """
+        sample.compression_ratio = compression_ratio(sample.completion_text)
         sample.filtered_by = self.filter_reason(sample)
         sample.penalty = self.overlong_penalty(sample)
         sample.training_reward = normalized(sample.total_reward, *scale) - sample.penalty
@@ -101,7 +102,7 @@ class SampleFilters:
         if self.overlong and sample.stop_reason == "length":
             return "overlong"
         threshold = self.compression_threshold
-        if threshold is not None and compression_ratio(sample.completion_text) > threshold:
+        if threshold is not None and sample.compression_ratio > threshold:
             return "repetition"
         if self.rare_token is not None and self._is_gibberish(sample):
             return "gibberish"

@@ -66,6 +66,7 @@ def batch_metrics(groups: Sequence[Group], advantages: Iterable[float], version:
         **_spread("rollouts/tokens_completion", (s.num_completion_tokens for s in samples)),
         **_spread("rollouts/tokens_environment", (s.num_environment_tokens for s in samples)),
         **_spread("rollouts/tokens_total", (s.num_tokens for s in samples)),
+        **_spread("rollouts/compression_ratio", (s.compression_ratio for s in samples if s.compression_ratio > 0)),
         **_spread("rollouts/turns", (len(s.turns) for s in samples)),
         **_spread("staleness/steps", (version - s.version_range[0] for s in samples if s.version_range[0] >= 0)),
         "kept/groups": float(len(groups)),

@@ -31,6 +31,12 @@ def with_text(text: str) -> Trajectory:
     return made
 
 
+def removed_by(only: SampleFilters, made: Trajectory) -> str | None:
+    """The filter that removes a sample."""
+    only.judge(made, NO_SCALE)
+    return made.filtered_by
+
+
 def test_nothing_is_filtered_by_default() -> None:
     loop = with_text("the same again " * 1000)
     loop.turns[-1].generation.finish_reason = "length"
@@ -44,18 +50,18 @@ def test_nothing_is_filtered_by_default() -> None:
 
 def test_an_answer_that_was_cut_off_is_overlong() -> None:
     only = filters(filter_overlong=True)
-    assert only.filter_reason(sample(finish_reason="length")) == "overlong"
-    assert only.filter_reason(sample(finish_reason="stop")) is None
+    assert removed_by(only, sample(finish_reason="length")) == "overlong"
+    assert removed_by(only, sample(finish_reason="stop")) is None
 
 
 def test_a_text_that_compresses_too_well_is_repetition() -> None:
     only = filters(filter_repetition=True)
     prose = "It was the best of times, it was the worst of times, it was the age of wisdom, of foolishness."
-    assert only.filter_reason(with_text("wait, let me check. " * 200)) == "repetition"
-    assert only.filter_reason(with_text(prose)) is None
-    assert only.filter_reason(with_text("")) is None
+    assert removed_by(only, with_text("wait, let me check. " * 200)) == "repetition"
+    assert removed_by(only, with_text(prose)) is None
+    assert removed_by(only, with_text("")) is None
     strict = filters(filter_repetition=True, repetition_compression_threshold=1.1)
-    assert strict.filter_reason(with_text(prose)) == "repetition"
+    assert removed_by(strict, with_text(prose)) == "repetition"
 
 
 def test_compression_ratio_is_bytes_over_compressed_bytes() -> None:
@@ -73,7 +79,7 @@ def test_a_rare_token_below_the_uniform_logprob_is_gibberish() -> None:
         generation = made.turns[1].generation
         generation.token_ids_N = np.array([7, token_id, 7])
         generation.logprobs_N = np.array([-0.1, logprob, -0.1])
-        return only.filter_reason(made)
+        return removed_by(only, made)
 
     assert judged(102, bound - 0.1) == "gibberish"
     assert judged(102, bound + 0.1) is None, "not improbable enough"
