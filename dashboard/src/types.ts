@@ -7,9 +7,12 @@ export type Value = number | null;
 export interface Alert {
   step: Value;
   time: Value;
+  kind: string | null;
+  level: string | null;
   title: string;
   text: string;
-  level: string;
+  advice: string | null;
+  metrics: string[];
   resolved: boolean;
 }
 

@@ -136,9 +136,12 @@ class Alert(BaseModel):
 
     step: int | None
     time: Number
+    kind: str | None
+    level: str | None
     title: str
     text: str
-    level: str
+    advice: str | None
+    metrics: list[str]
     resolved: bool
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from typing import Any
 
-from telescope.dashboard import health
 from telescope.dashboard.registry import Listing, Registry, config_of, json_object
+from telescope.dashboard.steps import StepMetrics
 from telescope.dashboard.store import RunStore
+from telescope.health import rules, verdict
+from telescope.health.rules import EvalPoint, History
 
 
 def run_rows(registry: Registry) -> dict[str, Any]:
@@ -73,24 +77,44 @@ def health_of(registry: Registry, run_id: str) -> dict[str, Any]:
     """Returns verdict, health cells, alerts and progress of a run."""
     store = registry.store(run_id)
     info, status = store.run.info, store.run.status
-    _, read, columns = store.steps()
-    live, ended = status == "live", read["ended_at"]
-    since = time.time() - ended[-1] if ended and ended[-1] is not None else None
-    state = {
-        "status": status,
-        "error": info.error if info else None,
-        "seconds_since_step": since,
-        "step_seconds": health.step_seconds(read["started_at"], ended),
-    }
+    _, read, metrics = store.steps()
+    started, ended = read["started_at"], read["ended_at"]
+    history = History(_columns(metrics), read["step"], eval_points(store))
+    found = rules.findings(history)
+    live, num_steps = status == "live", info.num_steps if info else None
+    progress = verdict.progress(read["step"], started, ended, num_steps, live)
+    state = verdict.State(
+        status=status,
+        error=info.error if info else None,
+        seconds_since_step=time.time() - ended[-1] if ended and ended[-1] is not None else None,
+        step_seconds=verdict.step_seconds(started, ended),
+        is_training=num_steps is None or progress["step"] < num_steps,
+    )
     store.refresh("alerts")
-    alerts = store.rows("SELECT * FROM alerts ORDER BY time DESC")
-    num_steps = info.num_steps if info else None
+    rows = store.rows("SELECT * FROM alerts ORDER BY time DESC")
     return {
-        "verdict": health.verdict(columns, read["step"], state),
-        "cells": health.cells(columns)[0],
-        "alerts": [health.alert(row, info.attempt if info else 1) for row in alerts],
-        "progress": health.progress(read["step"], read["started_at"], ended, num_steps, live),
+        "verdict": verdict.verdict(history, found, state),
+        "cells": verdict.cells(history, found),
+        "alerts": verdict.alerts(rows, info.attempt if info else 1, found),
+        "progress": progress,
     }
+
+
+def _columns(metrics: StepMetrics) -> rules.Columns:
+    """Returns the columns that rules read, and those with a value that is not finite."""
+    names = [name for name in metrics if name in rules.READ or name in metrics.not_finite]
+    return {name: [None if math.isnan(value) else value for value in metrics[name]] for name in names}
+
+
+def eval_points(store: RunStore) -> list[EvalPoint]:
+    """Returns the accuracies of the run's own evals, in the order of their steps."""
+    visible = store.visible()
+    store.refresh("evals")
+    names = "name, number, step, accuracy, accuracy_low, accuracy_high"
+    where = f"{visible} AND source IS DISTINCT FROM 'standalone' AND isfinite(accuracy)"
+    rows = store.fetch(f"SELECT {names} FROM evals WHERE {where} ORDER BY step, number")
+    numbers = Counter(name for name, _ in {(name, number) for name, number, *_ in rows})
+    return [EvalPoint(f"{name}#{number}" if numbers[name] > 1 else name, *rest) for name, number, *rest in rows]
 
 
 def compare(registry: Registry, run_ids: list[str]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class StepColumns:
         self._places: dict[tuple[int, int], int] = {}
         self._columns: dict[str, Array] = {}
         self._metrics: dict[str, Array] = {}
+        self._not_finite: set[str] = set()
 
     def read(self, store: RunStore) -> None:
         """Adds the rows that are new in the record."""
@@ -46,19 +47,23 @@ class StepColumns:
             _put(self._columns, name, rows, data[name].to_numpy().astype(float))
         for name, values in metric_columns(data["metrics"]).items():
             _put(self._metrics, name, rows, values)
+            if np.isinf(values).any():
+                self._not_finite.add(name)
         self._places |= zip(zip(*(data[name].to_pylist() for name in NAMES[:2]), strict=True), rows, strict=True)
         self._add_statistics(store)
 
-    def visible(self, since: int, cutoffs: Mapping[int, int]) -> tuple[dict[str, list[Any]], Mapping[str, list[float]]]:
+    def visible(self, since: int, cutoffs: Mapping[int, int]) -> tuple[dict[str, list[Any]], StepMetrics]:
         """Returns columns and metrics of the rows from `since` on that no later attempt superseded."""
         rows = np.arange(min(since, self.num_rows), self.num_rows)
         columns = {name: self._columns.get(name, np.empty(0))[rows] for name in NAMES}
         hidden = np.zeros(len(rows), dtype=bool)
         for attempt, first in cutoffs.items():
             hidden |= (columns["attempt"] == attempt) & (columns["step"] >= first)
-        shown = {name: [None if math.isnan(x) else x for x in values[~hidden]] for name, values in columns.items()}
+        shown: dict[str, list[Any]] = {
+            name: [None if math.isnan(x) else x for x in values[~hidden]] for name, values in columns.items()
+        }
         whole = {name: [int(x) for x in shown[name]] for name in ("attempt", "step")}
-        return shown | whole, _Chosen(dict(self._metrics), rows[~hidden])
+        return shown | whole, StepMetrics(dict(self._metrics), rows[~hidden], frozenset(self._not_finite))
 
     def _add_statistics(self, store: RunStore) -> None:
         """Adds statistics of samples. The record has those of a step before its row."""
@@ -88,12 +93,16 @@ class StepColumns:
                     _put(self._metrics, f"{name}/{statistic}", rows[chosen], values)
 
 
-class _Chosen(Mapping[str, list[float]]):
-    """Columns of some rows, NaN without a value. A column is converted when it is used."""
+class StepMetrics(Mapping[str, list[float]]):
+    """Columns of some rows, NaN without a value. A column is converted when it is used.
 
-    def __init__(self, columns: dict[str, Array], rows: Array) -> None:
+    `not_finite` names those in which a row of the run has infinity, which also stands for a recorded NaN.
+    """
+
+    def __init__(self, columns: dict[str, Array], rows: Array, not_finite: frozenset[str]) -> None:
         self._columns = columns
         self._rows = rows
+        self.not_finite = not_finite
 
     def __getitem__(self, name: str) -> list[float]:
         values: list[float] = self._columns[name][self._rows].tolist()
@@ -107,7 +116,7 @@ class _Chosen(Mapping[str, list[float]]):
 
 
 def metric_columns(metrics: pa.ChunkedArray) -> dict[str, Array]:
-    """Returns a column of each metric of a map column, NaN where a row lacks it."""
+    """Returns a column of each metric of a map column: NaN where a row lacks it, infinity where it has NaN."""
     if len(metrics) == 0:
         return {}
     whole = pa.concat_arrays(metrics.chunks)
@@ -117,7 +126,7 @@ def metric_columns(metrics: pa.ChunkedArray) -> dict[str, Array]:
     keys = whole.keys[flat].dictionary_encode()
     items = whole.items[flat].to_numpy(zero_copy_only=False).astype(float)
     table = np.full((len(keys.dictionary), len(whole)), np.nan)
-    table[keys.indices.to_numpy(), rows] = items
+    table[keys.indices.to_numpy(), rows] = np.where(np.isnan(items), np.inf, items)
     return dict(zip(keys.dictionary.to_pylist(), table, strict=True))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from telescope.dashboard.steps import StepColumns
+from telescope.dashboard.steps import StepColumns, StepMetrics
 from telescope.errors import UserError
 from telescope.record.query import file_pattern, sql_text
 from telescope.record.reader import READ_ATTEMPTS, Run, is_readable
@@ -110,7 +110,7 @@ class RunStore:
         self.refresh("attempts", "steps")
         return f"NOT {superseded_sql(self._cutoffs())}"
 
-    def steps(self, since: int = 0) -> tuple[int, dict[str, list[Any]], Mapping[str, list[float]]]:
+    def steps(self, since: int = 0) -> tuple[int, dict[str, list[Any]], StepMetrics]:
         """Returns the steps from row `since` on: the cursor behind them, their columns, and their metrics.
 
         Superseded steps are left out.

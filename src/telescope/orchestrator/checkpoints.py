@@ -31,7 +31,7 @@ from telescope.config.loader import choose_checkpoint_dir
 from telescope.config.messages import show
 from telescope.errors import UserError
 from telescope.orchestrator.run_state import RunState
-from telescope.orchestrator.status import REPORTED, RunStatus
+from telescope.orchestrator.status import RunStatus
 from telescope.record.files import read_json, replace_json
 from telescope.utils.text import pluralize
 
@@ -352,8 +352,7 @@ class Checkpointer:
         )
 
     def _announce(self, news: str) -> None:
-        logger.warning("%s", news, extra=REPORTED)
-        self._status.report(news, "checkpoint", "warning")
+        self._status.report(news, "checkpoint", "warning", log=logger)
 
 
 def with_free_space(error: OSError, folder: Path) -> str:

@@ -28,10 +28,11 @@ from telescope.errors import DeadlineExceeded, EnvironmentFailure, Infrastructur
 from telescope.evals.runner import EvalItem, EvalResult, PlannedEval, plan_eval, run_eval, scores_of
 from telescope.evals.samples_file import SamplesFile
 from telescope.evals.statistics import estimate_difference
+from telescope.health.rules import EvalPoint
 from telescope.orchestrator import record_rows
 from telescope.orchestrator.prompt_sampler import request_seed
 from telescope.orchestrator.servers import EvalLease, ServerPool
-from telescope.orchestrator.status import REPORTED, RunStatus
+from telescope.orchestrator.status import RunStatus
 from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
 from telescope.rollout.sample import RolloutSettings
@@ -288,6 +289,7 @@ class Evaluation:
             + (f" ({estimate.low:.3f} to {estimate.high:.3f})" if estimate else ""),
             "eval",
         )
+        self.status.evaluated(eval_point(result, label))
 
     def _report(
         self,
@@ -304,8 +306,7 @@ class Evaluation:
             self.recorder.write("evals", row)
         outcome = status if status == "failed" else f"was {status}"
         sentence = f"eval {self._label(plan)} at version {version} {outcome}: {single_line(error)}"
-        logger.warning("%s", sentence, extra=REPORTED)
-        self.status.report(sentence, "eval", "warning")
+        self.status.report(sentence, "eval", "warning", log=logger)
         if status != "skipped":
             self.status.set_component(f"eval {self._label(plan)}", f"version {version}: {status}")
         self.problems.append(sentence)
@@ -318,6 +319,12 @@ class Evaluation:
     def _baseline(self, result: EvalResult) -> EvalResult | None:
         """Returns the first result of the same eval, which gains refer to."""
         return next((r for r in self.results if (r.number, r.name) == (result.number, result.name)), None)
+
+
+def eval_point(result: EvalResult, label: str) -> EvalPoint:
+    """Returns a result as the rules of `health` read it."""
+    low, high = (result.estimate.low, result.estimate.high) if result.estimate else (None, None)
+    return EvalPoint(label, result.version - 1, result.accuracy, low, high)
 
 
 def _comparable(result: EvalResult, baseline: EvalResult) -> bool:

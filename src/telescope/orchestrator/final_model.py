@@ -10,7 +10,7 @@ from pathlib import Path
 
 from telescope.cluster.reaper import temporary_base
 from telescope.errors import RunError
-from telescope.orchestrator.status import REPORTED
+from telescope.orchestrator.status import RunStatus
 
 logger = logging.getLogger(__name__)
 
@@ -23,16 +23,15 @@ SAVE_RETRY_SECONDS = 10.0
 async def save_where_possible(
     save: Callable[[Path], Awaitable[None]],
     folder: Path,
-    announce: Callable[[str], None],
-    on_retry: Callable[[], None],
+    status: RunStatus,
     *,
     wait_seconds: float = SAVE_WAIT_SECONDS,
     retry_seconds: float = SAVE_RETRY_SECONDS,
 ) -> Path:
     """Saves the trained model into `folder`, or else into a temporary folder.
 
-    If neither can, announces it and tries again, after `on_retry`, until `wait_seconds` are over: the weights are lost
-    when the run ends. Returns the folder. Raises `RunError` with both problems.
+    If neither can, reports it and tries again until `wait_seconds` are over: the weights are lost when the run ends.
+    Returns the folder. Raises `RunError` with both problems.
     """
     deadline = time.monotonic() + wait_seconds
     elsewhere = Path(temporary_base(), f"telescope-model-{folder.parent.name}-{time.time_ns():x}")
@@ -47,8 +46,7 @@ async def save_where_possible(
                 continue
             if problems:
                 news = f"the trained model was saved to {candidate}, because {problems[0]}"
-                logger.warning("%s", news, extra=REPORTED)
-                announce(news)
+                status.report(news, "model", "warning", log=logger)
             return candidate
         what = f"The trained model cannot be saved. {'. '.join(problems)}"
         if not announced:
@@ -57,11 +55,10 @@ async def save_where_possible(
                 f"{what}. Free space in one of these folders: saving is tried every {retry_seconds:g} s for "
                 f"{wait_seconds / 60:g} min, and the weights are lost after that"
             )
-            logger.error("%s", news, extra=REPORTED)
-            announce(news)
+            status.report(news, "model", "error", log=logger)
         if time.monotonic() + retry_seconds > deadline:
             raise RunError(
                 f"{what}. Free space in one of these folders before a run ends, or set run_dir to another disk"
             )
-        on_retry()
+        status.progressed()
         await asyncio.sleep(retry_seconds)

@@ -23,7 +23,7 @@ from telescope.config.loader import choose_run_dir
 from telescope.errors import UserError
 from telescope.orchestrator.checkpoints import Checkpoint, CheckpointFolder
 from telescope.orchestrator.collectors import Collectors, sources_of
-from telescope.orchestrator.evaluation import Evaluation, finished_at
+from telescope.orchestrator.evaluation import Evaluation, eval_point, finished_at
 from telescope.orchestrator.final_model import save_where_possible
 from telescope.orchestrator.resume import check_data, find_checkpoint
 from telescope.orchestrator.run_components import RunComponents, start_components
@@ -34,13 +34,18 @@ from telescope.orchestrator.supervision import Interrupt, Supervisor, watchdog
 from telescope.orchestrator.training import Training
 from telescope.record.code_snapshot import keep_code
 from telescope.record.files import RunFiles
+from telescope.record.gauges import Sampler
+from telescope.record.reader import Run
 from telescope.record.recorder import Recorder
-from telescope.record.system_metrics import MachineSampler
+from telescope.record.system_metrics import DISK_FREE, DISK_TOTAL, MachineSampler, read_disk
 
 logger = logging.getLogger(__name__)
 
 GAUGE_SECONDS = 0.5
 """Interval of the live view's numbers and the record's gauges."""
+
+DISK_SECONDS = 10.0
+"""Interval at which the free space of the run directory's disk is read."""
 
 
 class View(Protocol):
@@ -86,14 +91,14 @@ class _TrainingRun:
         async with AsyncExitStack() as stack:
             reaper = stack.enter_context(Reaper())
             stack.enter_context(self._directory.open_record(console=self._view is None))
-            self._status.record_alerts(self._directory.recorder.write)
+            self._status.record_alerts(self._directory.alerts.add)
             keep_code(
                 self._directory.path, self._directory.recorder.attempt,
                 max_mb=self._config.wandb_code_max_file_size_mb, exclude=self._config.wandb_code_exclude_patterns,
                 folders=self._config.environments_path,
             )  # fmt: skip
             if self._directory.step_log.notice:
-                self._status.report(self._directory.step_log.notice, "wandb")
+                self._status.messages.append(self._directory.step_log.notice)
             stack.callback(self._stop_view)
             if self._view is not None:
                 self._view.start(self._status)
@@ -133,7 +138,10 @@ class _TrainingRun:
         )  # fmt: skip
         components = await self._interrupt.run_until_first(starting)
         supervisor.spawn(components.servers.watch(), "server watch")
-        supervisor.spawn(self._take_gauges(components), "gauges")
+        disk = Sampler("disk", DISK_SECONDS, partial(read_disk, self._directory.path))
+        disk.start()
+        stack.callback(disk.stop)
+        supervisor.spawn(self._take_gauges(components, disk), "gauges")
         supervisor.spawn(start_collectors(config, components, self._directory.recorder, stack).run(), "collectors")
         supervisor.spawn(watchdog(status, config.watchdog_seconds, components.dump_stacks), "watchdog")
         await self._evaluate_and_train(components, supervisor)
@@ -182,9 +190,15 @@ class _TrainingRun:
             await components.trainer.load_checkpoint(checkpoint.step, checkpoint.path)
         await components.weights.sync()
         for note in checkpoint.notes:
-            logger.info("%s", note)
-            status.report(note, "checkpoint")
+            status.report(note, "checkpoint", log=logger)
+        self._continue_history(checkpoint)
         status.step = status.version = checkpoint.step
+
+    def _continue_history(self, checkpoint: Checkpoint) -> None:
+        """Gives the rules of alerts the steps before the checkpoint."""
+        rows = Run(self._directory.path).table("steps", columns=["step", "metrics"]).sort_by("step").to_pylist()
+        earlier = [(row["step"], dict(row["metrics"])) for row in rows if row["step"] < checkpoint.step]
+        self._status.health.resume(earlier, [eval_point(result, result.name) for result in checkpoint.state.evals])
 
     async def _save_model(self, components: RunComponents) -> Path:
         """Writes the trained model; returns its folder."""
@@ -194,25 +208,35 @@ class _TrainingRun:
                 await components.trainer.save_hf(folder)
 
         folder = RunFiles(self._directory.path).model
-        announce = partial(self._status.report, kind="model", level="error")
-        return await save_where_possible(save, folder, announce, self._status.progressed)
+        return await save_where_possible(save, folder, self._status)
 
-    async def _take_gauges(self, components: RunComponents) -> None:
-        """Updates the live view's numbers and the record's gauges."""
+    async def _take_gauges(self, components: RunComponents, disk: Sampler) -> None:
+        """Updates the live view's numbers and the record's gauges, and looks for a stall and a full disk."""
         status, write = self._status, self._directory.recorder.write
         status.num_slots = sum(server.capacity for server in components.slots.servers)
         loop = asyncio.get_running_loop()
+        sizes: dict[str, float] = {}
         while True:
             before = loop.time()
             await asyncio.sleep(GAUGE_SECONDS)
-            lag = max(loop.time() - before - GAUGE_SECONDS, 0.0)
+            seconds = loop.time() - before
+            if not self._config.share_gpus:  # a server without requests leaves the GPU to the trainer
+                idle = status.engines_idle_seconds or 0.0
+                status.engines_idle_seconds = idle + seconds * components.slots.idle_share
             status.num_generating = components.slots.num_used + components.servers.num_slots_used_by_evals
             news = self._directory.record_news()
             if news is not None:
                 status.report(news, "record", "warning")
+            status.look_for_stall()
+            for reading in disk.take().readings:
+                row = {"time": reading.time, "name": reading.name, "component": "host", "value": reading.value}
+                write("gauges", row)
+                sizes[reading.name] = reading.value
+            if len(sizes) == 2:
+                status.look_at_disk(sizes[DISK_FREE], sizes[DISK_TOTAL])
             now = time.time()
             for name, value in (
-                ("event_loop_lag_seconds", lag),
+                ("event_loop_lag_seconds", max(seconds - GAUGE_SECONDS, 0.0)),
                 ("lanes_used", float(status.num_generating)),
                 ("groups_open", float(status.num_open_groups)),
                 ("groups_ready", float(status.num_finished_groups)),

@@ -44,8 +44,9 @@ from telescope.orchestrator.request_slots import RequestSlotPool, make_request_s
 from telescope.orchestrator.resume import describe_data
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.servers import ServerPool
-from telescope.orchestrator.status import REPORTED, Interrupted, RunStatus
+from telescope.orchestrator.status import Interrupted, RunStatus
 from telescope.orchestrator.weight_sync import SyncReport, WeightSync
+from telescope.record.alerts import REPORTED
 from telescope.rollout.sample import RolloutSettings
 from telescope.trainer.batch import Span
 from telescope.utils.process import in_daemon_thread
@@ -198,19 +199,18 @@ async def start_environments(
     check_reward_ranges(config, [await environments.describe(key) for key in keys.training])
     infos = [await environments.describe(key) for key in (*keys.training, *keys.evals)]
     for notice in notices_of(infos):
-        logger.warning("%s", notice, extra=REPORTED)
-        if notice not in status.messages:  # usually shown before the start
-            status.report(notice, "environment", "warning")
+        if notice in status.messages:  # usually shown before the start
+            logger.warning("%s", notice, extra=REPORTED)
+        else:
+            status.report(notice, "environment", "warning", log=logger)
     for key in keys.training if config.interleaved_rollouts else ():
         why = (await environments.describe(key)).not_extendable
         if why is not None:
-            logger.warning(
-                "The chat template cannot be extended from turn to turn for environment %r: %s. Each turn is rendered "
-                "anew and is a training sample of its own, as with interleaved_rollouts: false.",
-                key, why, extra=REPORTED,
-            )  # fmt: skip
-            news = f"{key}: each turn is a sample of its own (the chat template rewrites history)"
-            status.report(news, "environment", "warning")
+            news = (
+                f"{key}: each turn is a training sample of its own, as with interleaved_rollouts: false. The chat "
+                f"template cannot be extended from turn to turn: {why}"
+            )
+            status.report(news, "environment", "warning", log=logger)
     return environments
 
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from telescope.errors import DeadlineExceeded, InfrastructureError, RankLost
 from telescope.inference.client import EngineClient
 from telescope.orchestrator.request_slots import RequestSlotPool
-from telescope.orchestrator.status import REPORTED, RunStatus
+from telescope.orchestrator.status import RunStatus
 from telescope.utils.text import single_line
 
 logger = logging.getLogger(__name__)
@@ -178,13 +178,12 @@ class ServerPool:
         """Closes a server for samples until it is brought up again."""
         if not self._servers[index].up:
             return
-        logger.warning("inference server %d is down: %s", index, reason, extra=REPORTED)
+        self._status.report(f"server {index} is down: {reason}", "server", "warning", log=logger)
         self._servers[index].up = False
         self._slots.set_up(index, False)
         if index in self._leases:
             self._leases[index].set_up(index, False)
         self._status.set_component(f"server {index}", f"down: {reason[:80]}")
-        self._status.report(f"server {index} is down: {single_line(reason)}", "server", "warning")
         self._wake.set()
 
     def report_failure(self, index: int, error: InfrastructureError) -> None:
@@ -243,8 +242,7 @@ class ServerPool:
         self._leave_lease(index)
         self._servers[index].failed = reason
         self._status.set_component(f"server {index}", "failed permanently")
-        self._status.report(f"server {index} failed permanently: {single_line(reason)}", "server", "error")
-        logger.error("inference server %d failed permanently: %s", index, reason, extra=REPORTED)
+        self._status.report(f"server {index} failed permanently: {reason}", "server", "error", log=logger)
         left = [other for other, server in enumerate(self._servers) if server.failed is None]
         if self.dedicated.issuperset(left):  # no other server is left for rollouts
             self.dedicated = frozenset()

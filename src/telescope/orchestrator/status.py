@@ -7,22 +7,25 @@ strings, possibly a moment old.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from telescope.utils.text import pluralize, single_line
+from telescope.health.rules import EvalPoint, Finding, Level
+from telescope.health.watch import Watch
+from telescope.record.alerts import REPORTED
+from telescope.utils.text import plain, pluralize, single_line
 
 if TYPE_CHECKING:
     from telescope.config import TelescopeConfig
     from telescope.evals.runner import EvalResult
 
 
-REPORTED = {"is_reported": True}
-"""`extra` of a log line that is also an alert of `RunStatus.report`; other warnings become alerts by themselves."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +70,64 @@ class RunStatus:
     messages: deque[str] = field(default_factory=lambda: deque(maxlen=6))
     last_progress_at: float = field(default_factory=time.monotonic)
     token_times: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=4096))
+    health: Watch = field(default_factory=Watch)
+    engines_idle_seconds: float | None = None
+    """Time since the last step that an engine had no request, mean over the engines. None if it is not measured."""
+    last_step_at: float | None = None
+    """When the last step ended, in monotonic time. None outside training."""
     _alerts: list[dict[str, Any]] = field(default_factory=list)
-    _write: Callable[[str, dict[str, Any]], None] | None = None
+    _add_alert: Callable[[dict[str, Any]], None] | None = None
 
     def set_component(self, component: str, doing: str) -> None:
         """Sets the current activity of a component (trainer, server, loop)."""
         self.components[component] = doing
 
-    def report(self, message: str, kind: str, level: Literal["info", "warning", "error"] = "info") -> None:
-        """Shows a message in the live view, and records it as an alert."""
-        self.messages.append(message)
-        row = {"time": time.time(), "level": level, "kind": kind, "message": message, "step": self.step}
-        if self._write is None:
+    def report(
+        self, message: str, kind: str, level: Level = "info", *, log: logging.Logger | None = None, **more: Any
+    ) -> None:
+        """Shows the first line of a message in the live view, and records it as an alert. `log` gets all of it.
+
+        `more`: other columns of `alerts`.
+        """
+        if log is not None:
+            log.log(logging.getLevelNamesMapping()[level.upper()], "%s", message, extra=REPORTED, stacklevel=2)
+        message = plain(message).strip().partition("\n")[0]
+        self.messages.append(" ".join(filter(None, (message, more.get("advice")))))
+        row = {"time": time.time(), "level": level, "kind": kind, "message": message, "step": self.step, **more}
+        if self._add_alert is None:
             self._alerts.append(row)
         else:
-            self._write("alerts", row)
+            self._add_alert(row)
 
-    def record_alerts(self, write: Callable[[str, dict[str, Any]], None]) -> None:
-        """Records all alerts, also those from before this call. `write` is that of the recorder."""
-        self._write = write
+    def record_alerts(self, add: Callable[[dict[str, Any]], None]) -> None:
+        """Records all alerts, also those from before this call. `add` is that of `record.alerts`."""
+        self._add_alert = add
         for row in self._alerts:
-            write("alerts", row)
+            add(row)
         self._alerts.clear()
+
+    def trained(self, step: int, metrics: dict[str, float], seconds: float) -> None:
+        """Reports what stands out after a step of `seconds`."""
+        self.last_step_at = time.monotonic()
+        self._report_findings(self.health.after_step(step, metrics, seconds), step)
+
+    def evaluated(self, point: EvalPoint) -> None:
+        """Reports what stands out after an eval."""
+        self._report_findings(self.health.after_eval(point), point.step)
+
+    def look_for_stall(self) -> None:
+        """Reports that no step ends."""
+        if self.last_step_at is not None and self.step < self.num_steps:
+            self._report_findings(self.health.while_waiting(time.monotonic() - self.last_step_at), self.step)
+
+    def look_at_disk(self, free: float, total: float) -> None:
+        """Reports a full disk. `free` and `total`: bytes of the disk of the run directory."""
+        self._report_findings(self.health.check_disk(free, total, self.run_dir, time.time()), self.step)
+
+    def _report_findings(self, news: Sequence[Finding], step: int) -> None:
+        for found in news:
+            more = {"advice": found.advice, "metrics": list(found.metrics), "step": step - found.steps_ago}
+            self.report(found.text, found.kind, found.level, log=logger, **more)
 
     def progressed(self) -> None:
         """Resets the watchdog, because a sample or a step finished."""

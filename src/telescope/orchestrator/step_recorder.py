@@ -18,7 +18,6 @@ from telescope.orchestrator import record_rows
 from telescope.orchestrator.groups import Group
 from telescope.orchestrator.prompt_sampler import SamplerPosition
 from telescope.orchestrator.status import RunStatus, StepSummary
-from telescope.orchestrator.step_alerts import StepAlerts
 from telescope.orchestrator.step_metrics import DiscardCounts, batch_metrics
 from telescope.orchestrator.step_stats import Numbers, discarded_numbers, step_stats_rows
 from telescope.record.recorder import Recorder
@@ -62,7 +61,6 @@ class StepRecorder:
         self._step_log = step_log
         self._status = status
         self._discards = DiscardCounts()
-        self._alerts = StepAlerts()
         self._num_tokens_at_last_step = status.num_tokens_generated
         self._discarded_rewards: list[np.ndarray] = []
         self._discarded_numbers: list[tuple[str, Numbers]] = []
@@ -130,6 +128,9 @@ class StepRecorder:
             "timing_step_total": seconds,
             "timing_step_active": seconds - trained.waited,
         }
+        idle, self._status.engines_idle_seconds = self._status.engines_idle_seconds, None
+        if idle is not None:
+            metrics["timing_engines_idle"] = min(idle, seconds)
         generated, self._num_tokens_at_last_step = (
             self._status.num_tokens_generated - self._num_tokens_at_last_step,
             self._status.num_tokens_generated,
@@ -174,8 +175,7 @@ class StepRecorder:
                 waited_share=trained.waited / seconds,
             )
         )
-        for kind, message in self._alerts.after(trained.step, metrics):
-            self._status.report(message, kind, "warning")
+        self._status.trained(trained.step, metrics, seconds)
         self._status.step = trained.step + 1
         self._status.version = trained.step + 1
         self._status.progressed()

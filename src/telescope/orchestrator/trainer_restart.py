@@ -23,7 +23,8 @@ from telescope.orchestrator.orchestrator import Orchestrator
 from telescope.orchestrator.run_components import RunComponents, set_up_trainer
 from telescope.orchestrator.run_directory import RunDirectory
 from telescope.orchestrator.run_state import RunState, after_restart
-from telescope.orchestrator.status import REPORTED, RunStatus
+from telescope.orchestrator.status import RunStatus
+from telescope.record.alerts import REPORTED
 from telescope.utils.text import pluralize
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class TrainerRestarts:
         if self._num_restarts >= config.trainer_max_restarts or not config.checkpoint_every:
             raise self._refusal(lost) from None
         self._num_restarts += 1
-        logger.warning("%s", lost, extra=REPORTED)
+        logger.warning("%s", lost, extra=REPORTED)  # the alert follows when the ranks are back
         last_step = status.step
         status.phase = "restarting the trainer: a rank was lost"
         state = await self._with_progress(self._reload(orchestrator, checkpointer))
@@ -67,10 +68,10 @@ class TrainerRestarts:
             f"step {state.step} with {pluralize(kept, 'finished group')} (restart {self._num_restarts} of "
             f"{config.trainer_max_restarts})"
         )
-        logger.warning("%s", news, extra=REPORTED)
-        status.report(news, "trainer", "warning")
+        status.report(news, "trainer", "warning", log=logger)
         status.history = [summary for summary in status.history if summary.step < state.step]
         status.step = status.version = state.step
+        status.last_step_at = None
         self._directory.begin_next_attempt(news)
         return state
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -85,6 +86,15 @@ def host_reader() -> Callable[[], list[Reading]]:
         return [Reading(now, name, float(value)) for name, value in values.items()]
 
     return read
+
+
+DISK_FREE, DISK_TOTAL = "disk_free_bytes", "disk_total_bytes"
+
+
+def read_disk(folder: Path) -> list[Reading]:
+    """Reads the disk of a folder. Raises `OSError`."""
+    now, disk = time.time(), shutil.disk_usage(folder)
+    return [Reading(now, DISK_TOTAL, float(disk.total)), Reading(now, DISK_FREE, float(disk.free))]
 
 
 class NoGpusError(Exception):

@@ -12,6 +12,7 @@ import pytest
 from telescope.errors import RunError
 from telescope.orchestrator import final_model
 from telescope.orchestrator.final_model import save_where_possible
+from telescope.orchestrator.status import RunStatus
 
 
 class Disks:
@@ -27,8 +28,15 @@ class Disks:
         self.saved.append(folder)
 
 
-def save(disks: Disks, run: Path, messages: list[str], **options: float) -> Coroutine[Any, Any, Path]:
-    return save_where_possible(disks.save, run / "model", messages.append, lambda: None, **options)
+def save(disks: Disks, run: Path, status: RunStatus, **options: float) -> Coroutine[Any, Any, Path]:
+    return save_where_possible(disks.save, run / "model", status, **options)
+
+
+def reported(status: RunStatus) -> list[tuple[str, str]]:
+    """Level and message of each alert."""
+    alerts: list[dict[str, Any]] = []
+    status.record_alerts(alerts.append)
+    return [(alert["level"], alert["message"]) for alert in alerts]
 
 
 @pytest.fixture
@@ -38,34 +46,36 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def test_a_model_is_saved_into_the_run_directory(tmp_path: Path, temporary: Path) -> None:
-    disks, messages = Disks(), list[str]()
-    folder = await save(disks, tmp_path / "run", messages)
-    assert (folder, disks.saved, messages) == (tmp_path / "run" / "model", [folder], [])
+    disks, status = Disks(), RunStatus("demo", 1)
+    folder = await save(disks, tmp_path / "run", status)
+    assert (folder, disks.saved, reported(status)) == (tmp_path / "run" / "model", [folder], [])
 
 
 async def test_a_model_that_the_run_directory_cannot_take_is_saved_elsewhere(tmp_path: Path, temporary: Path) -> None:
-    disks, messages = Disks(tmp_path / "run"), list[str]()
-    folder = await save(disks, tmp_path / "run", messages)
+    disks, status = Disks(tmp_path / "run"), RunStatus("demo", 1)
+    folder = await save(disks, tmp_path / "run", status)
     assert disks.saved == [folder]
     assert folder.is_relative_to(temporary)
-    (message,) = messages
+    ((level, message),) = reported(status)
+    assert level == "warning", "nothing is lost"
     assert f"saved to {folder}, because {tmp_path / 'run' / 'model'} needs 12 GiB" in message
 
 
 async def test_without_space_anywhere_a_run_waits_until_there_is_some(tmp_path: Path, temporary: Path) -> None:
-    disks, messages = Disks(tmp_path), list[str]()
-    saving = asyncio.ensure_future(save(disks, tmp_path / "run", messages, wait_seconds=600, retry_seconds=0.001))
-    while not messages:  # noqa: ASYNC110
+    disks, status = Disks(tmp_path), RunStatus("demo", 1)
+    saving = asyncio.ensure_future(save(disks, tmp_path / "run", status, wait_seconds=600, retry_seconds=0.001))
+    while not status.messages:  # noqa: ASYNC110
         await asyncio.sleep(0)
-    assert "12 GiB" in messages[0] and "Free space" in messages[0]
+    ((level, message),) = reported(status)
+    assert level == "error" and "12 GiB" in message and "Free space" in message
     disks.full.clear()
     assert await saving == tmp_path / "run" / "model"
 
 
 async def test_a_run_that_never_gets_space_names_folders_sizes_and_the_fix(tmp_path: Path, temporary: Path) -> None:
-    disks, messages = Disks(tmp_path), list[str]()
+    disks, status = Disks(tmp_path), RunStatus("demo", 1)
     with pytest.raises(RunError) as caught:
-        await save(disks, tmp_path / "run", messages, wait_seconds=0.005, retry_seconds=0.001)
+        await save(disks, tmp_path / "run", status, wait_seconds=0.005, retry_seconds=0.001)
     for text in (f"{tmp_path / 'run' / 'model'} needs 12 GiB", f"{temporary}/telescope-model-run-", "Free space"):
         assert text in str(caught.value)
-    assert len(messages) == 1
+    assert len(reported(status)) == 1

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +124,7 @@ def test_the_file_holds_every_field_as_plain_json() -> None:
 def test_a_message_of_the_live_view_is_an_alert_of_the_record_also_from_before_it_was_open() -> None:
     status, recorder = RunStatus("demo", 10), StrictRecorder()
     status.report("group_size was raised", "config")
-    status.record_alerts(recorder.write)
+    status.record_alerts(partial(recorder.write, "alerts"))
     status.step = 3
     status.report("server 1 is down: it exited", "server", "warning")
     assert list(status.messages) == ["group_size was raised", "server 1 is down: it exited"]
@@ -129,3 +132,42 @@ def test_a_message_of_the_live_view_is_an_alert_of_the_record_also_from_before_i
         ("info", "config", 0),
         ("warning", "server", 3),
     ]
+
+
+def test_one_call_reports_to_live_view_record_and_log(caplog: pytest.LogCaptureFixture) -> None:
+    status, rows = RunStatus("demo", 10), list[dict[str, Any]]()
+    status.record_alerts(rows.append)
+    log = logging.getLogger("telescope.orchestrator.servers")
+    status.report("server 1 is down: it exited\nTraceback ...", "server", "warning", log=log)
+    assert (rows[0]["message"], list(status.messages)) == ("server 1 is down: it exited", [rows[0]["message"]])
+    (line,) = caplog.records
+    assert (line.name, line.levelname, line.filename) == (log.name, "WARNING", Path(__file__).name)
+    assert "Traceback" in line.getMessage()
+    assert vars(line)["is_reported"], "it is no second alert"
+
+
+def test_a_finding_is_an_alert_at_its_step_with_advice_and_metrics() -> None:
+    status, rows = RunStatus("demo", 10), list[dict[str, Any]]()
+    status.record_alerts(rows.append)
+    status.step = 4
+    status.trained(4, {"loss/policy": math.nan}, 10.0)
+    (row,) = rows
+    assert (row["kind"], row["level"], row["step"], row["metrics"]) == ("not_finite", "error", 4, ["loss/policy"])
+    assert "learning_rate" in row["advice"] and "learning_rate" in status.messages[0]
+
+
+def test_a_run_looks_for_a_stall_only_between_its_first_and_its_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    status, rows = RunStatus("demo", 2), list[dict[str, Any]]()
+    status.record_alerts(rows.append)
+    clock = [1000.0]
+    monkeypatch.setattr("telescope.orchestrator.status.time.monotonic", lambda: clock[0])
+    status.look_for_stall()
+    status.trained(0, {}, 10.0)
+    status.step = 1
+    clock[0] += 1000
+    status.look_for_stall()
+    status.trained(1, {}, 10.0)
+    status.step = 2
+    clock[0] += 1000
+    status.look_for_stall()
+    assert [(row["kind"], row["step"]) for row in rows] == [("stalled", 1)]

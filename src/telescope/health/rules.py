@@ -1,0 +1,392 @@
+"""What stands out in a run: pure functions with limits, reasons and advice.
+
+Owns the rules, their limits and their words. A rule reads step metrics and evals, and names the metrics that it read.
+Does not own the metrics (docs/metrics.md), when an alert is repeated (`watch`) or how it is shown (`verdict`).
+
+The limits are wide: an alert that is often wrong is not read.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Values = Sequence[float | None]
+Columns = Mapping[str, Values]
+"""Step metrics by name, a value per step; None where the step lacks it. All have the same length."""
+
+Level = Literal["info", "warning", "error"]
+
+WINDOW = 10
+"""Steps that a rule reads: a single one has too few groups to say much."""
+
+USUAL = 50
+"""Steps whose median is the usual value that a spike is compared with."""
+
+WAIT = "timing_waiting_for_data / timing_step_total"
+IDLE = "timing_engines_idle / timing_step_total"
+REWARD = "reward/all_groups/mean"
+TRAINED_REWARD = "reward/total/mean"
+NO_SIGNAL = "discarded/zero_advantage/pct"
+STALE = "discarded/max_async/pct"
+TRUNCATED = "stop_reason_length_pct"
+KL = "kl_divergence_inference"
+GRAD_NORM = "grad_norm"
+ENTROPY = "entropy"
+AGE = "staleness/token_age_mean"
+LENGTH = "rollouts/tokens_completion/mean"
+REPETITION = "rollouts/compression_ratio/mean"
+
+READ = frozenset(
+    name
+    for metric in (
+        *(WAIT, IDLE, REWARD, TRAINED_REWARD, NO_SIGNAL, STALE, TRUNCATED, KL, GRAD_NORM, ENTROPY, AGE, LENGTH),
+        REPETITION,
+    )
+    for name in metric.split(" / ")
+)
+"""Metrics that rules read by name. `not_finite` also reads every other one that is not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPoint:
+    """The accuracy of an eval after `step` (-1 before training), with its 95 % interval if there is one."""
+
+    name: str
+    step: int
+    accuracy: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What the rules read: steps as columns, and evals in the order of their steps."""
+
+    columns: Columns
+    steps: Sequence[int]
+    evals: Sequence[EvalPoint] = ()
+
+    def last(self, metric: str, window: int = WINDOW, skip: int = 0) -> list[float]:
+        """Returns the finite values of the last `window` steps, `skip` steps before the end."""
+        values = self.columns.get(metric, ())
+        end = max(0, len(values) - skip)
+        return finite(values[max(0, end - window) : end])
+
+    def mean(self, metric: str, window: int = WINDOW, skip: int = 0) -> float | None:
+        """Returns the mean over the last steps, None without values. `a / b` is the ratio of two sums."""
+        top, ratio, bottom = metric.partition(" / ")
+        values = self.last(top, window, skip)
+        if not ratio:
+            return statistics.fmean(values) if values else None
+        below = math.fsum(self.last(bottom, window, skip))
+        return math.fsum(values) / below if values and below > 0 else None
+
+    def before(self, step: int, metric: str) -> float | None:
+        """Returns the mean over the `WINDOW` steps that end with `step`; of the first ones for an earlier step."""
+        chosen = [place for place, one in enumerate(self.steps) if one <= step][-WINDOW:] or range(WINDOW)
+        values = self.columns.get(metric, ())
+        measured = finite([values[place] for place in chosen if place < len(values)])
+        return statistics.fmean(measured) if measured else None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A fact that costs something, and what to try.
+
+    `words` are for a table, `text` is a sentence with its numbers. The first of `metrics` is the one to look at.
+    `steps_ago` counts back from the last step to the moment.
+    """
+
+    kind: str
+    words: str
+    text: str
+    advice: str
+    metrics: tuple[str, ...] = ()
+    level: Level = "warning"
+    steps_ago: int = 0
+
+
+Rule = Callable[[History], Finding | None]
+
+
+def finite(values: Values) -> list[float]:
+    """Returns the values that are finite numbers."""
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def not_finite(history: History) -> Finding | None:
+    """A loss or gradient without a value has usually destroyed the weights already."""
+    for steps_ago in range(min(WINDOW, len(history.steps))):
+        names = sorted(
+            name
+            for name, values in history.columns.items()
+            if len(values) > steps_ago and (value := values[-1 - steps_ago]) is not None and not math.isfinite(value)
+        )
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            verb, step = "is" if len(names) == 1 else "are", history.steps[-1 - steps_ago]
+            text = f"{', '.join(names[:3])}{more} {verb} not a finite number at step {step}."
+            advice = (
+                "Continue from a checkpoint with a lower learning_rate; mixed_precision_dtype: float32 shows whether "
+                "precision is the cause."
+            )
+            return Finding("not_finite", "not a number", text, advice, tuple(names[:3]), "error", steps_ago)
+    return None
+
+
+def entropy(history: History) -> Finding | None:
+    """With a tenth of the first entropy left, the samples of a group are nearly equal and teach nothing."""
+    values = finite(history.columns.get(ENTROPY, ()))
+    now = history.mean(ENTROPY)
+    if now is None or len(values) < 2 * WINDOW:
+        return None
+    before = statistics.fmean(values[:WINDOW])
+    if before <= 0 or now > 0.1 * before:
+        return None
+    return Finding(
+        "entropy", "collapsed", f"Entropy fell from {before:.2g} to {now:.2g} nats: the answers to a prompt are equal.",
+        "Lower learning_rate, raise temperature, or set entropy_coef.", (ENTROPY,),
+    )  # fmt: skip
+
+
+def reward(history: History) -> Finding | None:
+    """Less than half of the best ten steps is left, by more than three standard errors: not the noise of few groups."""
+    name = REWARD if history.columns.get(REWARD) else TRAINED_REWARD
+    now = history.last(name)
+    windows = [history.last(name, WINDOW, skip) for skip in range(WINDOW, len(history.steps) - WINDOW + 1, WINDOW)]
+    best = max((window for window in windows if window), key=statistics.fmean, default=None)
+    if best is None or len(now) < WINDOW // 2 or len(best) < WINDOW // 2:
+        return None
+    top, mean = statistics.fmean(best), statistics.fmean(now)
+    error = (statistics.variance(best) / len(best) + statistics.variance(now) / len(now)) ** 0.5
+    if top <= 0 or mean > 0.5 * top or top - mean < 3 * error:
+        return None
+    return Finding(
+        "reward", "fell", f"The reward fell to {mean:.3g} from {top:.3g}.",
+        "Read the newest answers, and continue from an earlier checkpoint with a lower learning_rate.", (name,),
+    )  # fmt: skip
+
+
+def _spike(metric: str, least: float = 0.0) -> Callable[[History], tuple[float, float, int] | None]:
+    """Returns a function to the largest recent value above ten times the usual one, the usual one, and steps since."""
+
+    def largest(history: History) -> tuple[float, float, int] | None:
+        found = None
+        for steps_ago in range(WINDOW):
+            newest = history.last(metric, 1, steps_ago)
+            usual = history.last(metric, USUAL, steps_ago + 1)
+            if not newest or len(usual) < WINDOW:
+                continue
+            median = statistics.median(usual)
+            if newest[0] > max(10 * median, least) and (found is None or newest[0] > found[0]):
+                found = newest[0], median, steps_ago
+        return found
+
+    return largest
+
+
+_LEAST_KL = 0.01
+"""Nats. Engines and trainer of one version differ by 0.001 to 0.01 in bfloat16."""
+
+_kl_spike = _spike(KL, _LEAST_KL)
+_grad_norm_spike = _spike(GRAD_NORM)
+
+
+def kl(history: History) -> Finding | None:
+    """Ten times the usual divergence of one step: a server has old weights, or a batch is stale."""
+    found = _kl_spike(history)
+    if found is None:
+        return None
+    value, usual, steps_ago = found
+    return Finding(
+        "kl", "spiked", f"Engine and trainer differed by {value:.2g} nats (KL) in one step, usually by {usual:.2g}.",
+        "Look at mismatch and staleness of that step; use_tis bounds the effect on the loss.", (KL,),
+        steps_ago=steps_ago,
+    )  # fmt: skip
+
+
+def mismatch(history: History) -> Finding | None:
+    """Ten times the difference that bfloat16 explains: the engine samples from another policy."""
+    value = _lasting(history, KL, 10 * _LEAST_KL)
+    if value is None:
+        return None
+    return Finding(
+        "mismatch", "engine differs", f"Engine and trainer differ by {value:.2g} nats per token (KL).",
+        "Run telescope verify, or lower max_off_policy_steps.", (KL,),
+    )  # fmt: skip
+
+
+def grad_norm(history: History) -> Finding | None:
+    """A step of ten times the usual norm moves the weights as far as ten steps, unless it is clipped."""
+    found = _grad_norm_spike(history)
+    if found is None:
+        return None
+    value, usual, steps_ago = found
+    return Finding(
+        "grad_norm", "spiked", f"The gradient norm reached {value:.3g}, usually {usual:.3g}.",
+        "Lower learning_rate or grad_clip if it repeats.", (GRAD_NORM,), steps_ago=steps_ago,
+    )  # fmt: skip
+
+
+def _lasting(history: History, metric: str, limit: float) -> float | None:
+    """Returns the mean of the last steps if most of them reach `limit`. A single step has too few groups."""
+    values = history.last(metric)
+    return statistics.fmean(values) if len(values) >= WINDOW // 2 and statistics.median(values) >= limit else None
+
+
+def truncation(history: History) -> Finding | None:
+    """With a fifth cut off, the reward depends on the limit as much as on the answer."""
+    share = _lasting(history, TRUNCATED, 20)
+    if share is None:
+        return None
+    return Finding(
+        "truncation", "many cut off", f"{share:.0f} % of the answers are cut off.",
+        "Raise max_tokens (with max_model_len and seq_len), or set overlong_penalty_factor.", (TRUNCATED,),
+    )  # fmt: skip
+
+
+def zero_advantage(history: History) -> Finding | None:
+    """Above two thirds, a trained group costs the generation of three."""
+    share = _lasting(history, NO_SIGNAL, 67)
+    if share is None:
+        return None
+    level = history.mean(REWARD)
+    task = "harder" if level is not None and level > 0.5 else "easier"
+    return Finding(
+        "zero_advantage", "mostly discarded", f"{share:.0f} % of the groups have equal rewards and are discarded.",
+        f"Use {task} prompts, or raise group_size.", (NO_SIGNAL, REWARD),
+    )  # fmt: skip
+
+
+def stale(history: History) -> Finding | None:
+    """A fifth of the generation is thrown away because it is too old."""
+    share = _lasting(history, STALE, 20)
+    if share is None:
+        return None
+    return Finding(
+        "stale", "often too old", f"{share:.0f} % of the groups became older than max_off_policy_steps.",
+        "Lower max_async_rollout, or raise max_off_policy_steps.", (STALE,),
+    )  # fmt: skip
+
+
+def staleness(history: History) -> Finding | None:
+    """Four versions behind, ratios leave the range that the losses trust."""
+    age = _lasting(history, AGE, 4)
+    if age is None:
+        return None
+    return Finding(
+        "staleness", "old", f"Tokens are {age:.1f} versions old.",
+        "Lower max_async_rollout, or add inference servers.", (AGE,),
+    )  # fmt: skip
+
+
+def waiting(history: History) -> Finding | None:
+    """Above half of the time, more servers shorten a step more than a faster trainer."""
+    return _share(
+        history, WAIT, "waiting", "waits for data", "The trainer waits {share:.0f} % of the time for answers.",
+        "Add inference servers, raise max_async_rollout, or give the trainer fewer GPUs.",
+    )  # fmt: skip
+
+
+def idle(history: History) -> Finding | None:
+    """Above half of the time without a request, the engines wait for the trainer."""
+    return _share(
+        history, IDLE, "idle", "no requests", "The inference servers have no request {share:.0f} % of the time.",
+        "Raise max_async_rollout, or move GPUs from inference to the trainer.",
+    )  # fmt: skip
+
+
+def _share(history: History, metric: str, kind: str, words: str, text: str, advice: str) -> Finding | None:
+    share = history.mean(metric)
+    # The first steps have waited for the engines to start and the caches to fill.
+    if share is None or share < 0.5 or len(history.last(metric.partition(" / ")[0])) < WINDOW:
+        return None
+    return Finding(kind, words, text.format(share=100 * share), advice, tuple(metric.split(" / ")))
+
+
+GROWN = 1.25
+"""Growth that means something: the mean length of a batch varies by a few percent."""
+
+LEAST_FALL = 0.05
+"""Fall of an eval without intervals that counts: five of a hundred items."""
+
+
+def reward_hacking(history: History) -> Finding | None:
+    """An eval falls, outside its intervals, while answers become longer or repeat themselves, or the reward rises."""
+    for name in dict.fromkeys(point.name for point in history.evals):
+        *earlier, newest = [point for point in history.evals if point.name == name]
+        best = max(earlier, key=lambda point: point.accuracy, default=None)
+        if best is None or not _has_fallen(best, newest):
+            continue
+        for metric, what in ((LENGTH, "answers grew from {:.0f} to {:.0f} tokens"),
+                             (REPETITION, "answers repeat themselves more (compression {:.1f} to {:.1f})"),
+                             (REWARD, "the training reward rose from {:.3g} to {:.3g}")):  # fmt: skip
+            then, now = history.before(best.step, metric), history.before(newest.step, metric)
+            if then is not None and now is not None and 0 < GROWN * then <= now:
+                text = (
+                    f"{name} fell from {best.accuracy:.3f} ({_after(best.step)}) to {newest.accuracy:.3f} while "
+                    f"{what.format(then, now)}."
+                )
+                advice = (
+                    "Read the answers with the highest reward: they may exploit it. Fix the reward, or set "
+                    "overlong_penalty_factor or filter_repetition, and continue from the better checkpoint."
+                )
+                ago = sum(step > newest.step for step in history.steps)
+                return Finding("reward_hacking", "eval falls", text, advice, (metric,), steps_ago=ago)
+    return None
+
+
+def _has_fallen(best: EvalPoint, newest: EvalPoint) -> bool:
+    if best.low is not None and newest.high is not None:
+        return newest.high < best.low
+    return best.accuracy - newest.accuracy > LEAST_FALL
+
+
+def _after(step: int) -> str:
+    return "before training" if step < 0 else f"after step {step}"
+
+
+RULES: tuple[Rule, ...] = (
+    *(not_finite, reward, entropy, reward_hacking, mismatch, kl, grad_norm, waiting, idle, zero_advantage, truncation),
+    *(stale, staleness),
+)
+"""Every rule over steps and evals, what harms the result before what costs time. A finding has its rule's name."""
+
+
+def findings(history: History) -> list[Finding]:
+    """Returns what the rules find now, the worst first."""
+    return [found for rule in RULES if (found := rule(history)) is not None]
+
+
+STALLED_FACTOR = 10.0
+STALLED_SECONDS = 300.0
+
+
+def stalled(silence: float | None, step_seconds: float | None) -> Finding | None:
+    """A step takes ten times the usual time, and at least five minutes.
+
+    `silence`: seconds since the last step ended; `step_seconds`: the median of the last steps. None if unknown.
+    """
+    if silence is None or step_seconds is None or silence < max(STALLED_FACTOR * step_seconds, STALLED_SECONDS):
+        return None
+    text = f"No step has ended for {silence / 60:.0f} min; a step took {step_seconds:.0f} s."
+    advice = "Look at the newest log lines of trainer and servers; py-spy dump shows where a process waits."
+    return Finding("stalled", "stands still", text, advice, ("timing_step_total",), "error")
+
+
+GIB = 2**30
+LITTLE_BYTES, LITTLE_SHARE = 20 * GIB, 0.05
+NOTHING_BYTES = GIB
+
+
+def disk(free: float, total: float, folder: str) -> Finding | None:
+    """Below 5 % and 20 GiB, a checkpoint may not fit; below 1 GiB, the record will not."""
+    if free >= NOTHING_BYTES and (free >= LITTLE_BYTES or free >= LITTLE_SHARE * total):
+        return None
+    text = f"The disk of {folder} has {free / GIB:.1f} GiB left of {total / GIB:.0f}."
+    advice = "Free space, or set checkpoint_keep_last. The run continues when the disk is full, but loses checkpoints."
+    return Finding("disk", "nearly full", text, advice, (), "error" if free < NOTHING_BYTES else "warning")

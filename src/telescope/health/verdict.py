@@ -1,0 +1,191 @@
+"""The state of a run in words: verdict, health strip, progress and recorded alerts, for pages and terminals."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from telescope.health import rules
+from telescope.health.rules import WINDOW, Finding, History, Values, finite
+
+MINUS = "\u2212"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A number of the health strip: name, title, metric (`a / b` is a ratio) and unit."""
+
+    name: str
+    title: str
+    metric: str
+    unit: str
+
+
+CELLS = (
+    Cell("reward", "Reward", rules.REWARD, ""),
+    Cell("wait", "Trainer waits", rules.WAIT, "%"),
+    Cell("idle", "Engines idle", rules.IDLE, "%"),
+    Cell("entropy", "Entropy", rules.ENTROPY, "nats"),
+    Cell("kl", "KL to engine", rules.KL, "nats"),
+    Cell("grad_norm", "Gradient norm", rules.GRAD_NORM, ""),
+    Cell("length", "Answer tokens", rules.LENGTH, "tokens"),
+    Cell("truncated", "Cut off", rules.TRUNCATED, "%"),
+    Cell("no_signal", "No signal", rules.NO_SIGNAL, "%"),
+    Cell("staleness", "Token age", rules.AGE, "versions"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a run is doing besides its steps. Times in seconds, None if unknown."""
+
+    status: str
+    error: str | None = None
+    seconds_since_step: float | None = None
+    step_seconds: float | None = None
+    is_training: bool = True
+    """Whether steps are left."""
+
+
+def cells(history: History, found: Sequence[Finding]) -> list[dict[str, Any]]:
+    """Returns the health strip. A metric that the run does not have gives no cell."""
+    shown = []
+    for cell in CELLS:
+        latest = history.mean(cell.metric)
+        if latest is None:
+            continue
+        parts = cell.metric.split(" / ")
+        own = next((finding for finding in found if finding.metrics and finding.metrics[0] in parts), None)
+        in_percent = 100 * latest if cell.unit == "%" and len(parts) == 2 else latest
+        shown.append(
+            {
+                **{name: getattr(cell, name) for name in ("name", "title", "metric", "unit")},
+                "latest": in_percent,
+                "words": own.words if own else trend(history, cell.metric),
+                "attention": own is not None,
+            }
+        )
+    return shown
+
+
+def trend(history: History, metric: str) -> str:
+    """Returns `rising`, `falling` or `steady`: the last 10 steps against the 10 before, by twice the standard error."""
+    top = metric.partition(" / ")[0]
+    now, before = history.last(top), history.last(top, WINDOW, WINDOW)
+    if len(now) < 2 or len(before) < 2:
+        return "too early to say"
+    error = (statistics.variance(now) / len(now) + statistics.variance(before) / len(before)) ** 0.5
+    difference = (history.mean(metric) or 0.0) - (history.mean(metric, WINDOW, WINDOW) or 0.0)
+    if " / " in metric:
+        error /= max(history.mean(metric.partition(" / ")[2]) or 0.0, 1e-12)
+    if abs(difference) <= max(2 * error, 1e-12):
+        return "steady"
+    return "rising" if difference > 0 else "falling"
+
+
+def verdict(history: History, found: Sequence[Finding], state: State) -> list[dict[str, Any]]:
+    """Returns at most two facts and one advice. The first says how the run is."""
+    first = _end(state) or _stalled(state)
+    sentences: list[dict[str, Any]] = []
+    if first:
+        sentences.append(first)
+    elif not history.steps:
+        sentences.append(_sentence("No step has ended yet.", ()))
+    elif found:
+        sentences.append(_sentence(found[0].text, found[0].metrics))
+    else:
+        sentences.append(_sentence("Nothing stands out.", ()))
+    change = _reward_change(history)
+    if first and found:
+        sentences.append(_sentence(found[0].text, found[0].metrics))
+    elif change:
+        sentences.append(change)
+    if found and state.status == "live":
+        sentences.append(_sentence(found[0].advice, found[0].metrics))
+    return sentences
+
+
+def progress(steps: Sequence[int], started: Values, ended: Values, num_steps: int | None, live: bool) -> dict[str, Any]:
+    """Returns the number of finished steps and the seconds left at the median duration of the last 10."""
+    seconds = step_seconds(started, ended)
+    done = steps[-1] + 1 if steps else 0
+    left = None
+    if live and seconds is not None and num_steps is not None:
+        left = max(0, num_steps - done) * seconds
+    return {"step": done, "num_steps": num_steps, "seconds_left": left}
+
+
+def step_seconds(started: Values, ended: Values) -> float | None:
+    """Returns the median duration of the last 10 steps, None without any."""
+    pairs = list(zip(started, ended, strict=True))[-WINDOW:]
+    durations = [end - start for start, end in pairs if start is not None and end is not None]
+    return statistics.median(durations) if durations else None
+
+
+RULE_KINDS = frozenset(rule.__name__ for rule in rules.RULES)
+
+_SERVER = re.compile(r"^server (\d+) is (down|back)")
+
+
+def alerts(rows: Sequence[Mapping[str, Any]], newest_attempt: int, found: Sequence[Finding]) -> list[dict[str, Any]]:
+    """Returns recorded alerts, newest first, as `rows` are.
+
+    Resolved is what a rule does not find any more, a server that is back, anything of an earlier attempt, and what only
+    informs.
+    """
+    now = {finding.kind for finding in found}
+    back: set[str] = set()
+    shown = []
+    for row in rows:
+        message = row["message"] or ""
+        server = _SERVER.match(message)
+        if server and server[2] == "back":
+            back.add(server[1])
+        title, _, text = message.partition(". ")
+        shown.append(
+            {
+                **{name: row[name] for name in ("step", "time", "level", "kind", "advice")},
+                "metrics": list(row["metrics"] or ()),
+                "title": title.rstrip("."),
+                "text": text,
+                "resolved": row["level"] == "info"
+                or (row["attempt"] or 0) < newest_attempt
+                or (row["kind"] in RULE_KINDS and row["kind"] not in now)
+                or bool(server and server[1] in back),
+            }
+        )
+    return shown
+
+
+def _end(state: State) -> dict[str, Any] | None:
+    if state.status == "failed":
+        return _sentence(f"The run failed: {state.error or 'no error was recorded'}", ())
+    if state.status == "dead":
+        return _sentence("The process of the run is gone, without an error. telescope train --resume continues it.", ())
+    return None
+
+
+def _stalled(state: State) -> dict[str, Any] | None:
+    if state.status != "live" or not state.is_training:
+        return None
+    found = rules.stalled(state.seconds_since_step, state.step_seconds)
+    return None if found is None else _sentence(f"{found.text} {found.advice}", found.metrics)
+
+
+def _reward_change(history: History) -> dict[str, Any] | None:
+    name = rules.REWARD if history.columns.get(rules.REWARD) else rules.TRAINED_REWARD
+    values = finite(history.columns.get(name, ()))
+    if len(values) < 2:
+        return None
+    window = min(WINDOW, len(values) // 2)
+    before, now = statistics.fmean(values[:window]), statistics.fmean(values[-window:])
+    span = "step" if window == 1 else f"{window} steps"
+    texts = [f"{value:.3g}".replace("-", MINUS) for value in (before, now)]
+    return _sentence(f"Reward {texts[0]} in the first {span}, {texts[1]} in the last.", (name,))
+
+
+def _sentence(text: str, metrics: Sequence[str]) -> dict[str, Any]:
+    return {"text": text, "metrics": list(metrics)}

@@ -1,0 +1,118 @@
+"""The verdict, the strip, progress and recorded alerts in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.unit.health.series import WAIT, history
+
+from telescope.health import rules, verdict
+from telescope.health.rules import History
+from telescope.health.verdict import State
+
+LIVE = State("live", seconds_since_step=5.0, step_seconds=10.0)
+
+
+def sentences(changed: dict[str, list[float | None]], state: State = LIVE) -> list[dict[str, Any]]:
+    seen = history(changed)
+    return verdict.verdict(seen, rules.findings(seen), state)
+
+
+def test_nothing_stands_out_without_a_rule_that_fires() -> None:
+    assert sentences({})[0] == {"text": "Nothing stands out.", "metrics": []}
+    assert not any(cell["attention"] for cell in verdict.cells(history(), []))
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("wait", {WAIT: [6.2] * 10}), ("grad_norm", {rules.GRAD_NORM: [40.0]}), ("kl", {rules.KL: [0.2] * 60}),
+        ("truncated", {rules.TRUNCATED: [90.0] * 10}), ("reward", {rules.REWARD: [0.05] * 10}),
+    ],
+)  # fmt: skip
+def test_a_finding_marks_the_cell_of_its_metric_alone(name: str, changed: dict[str, list[float | None]]) -> None:
+    seen = history(changed)
+    found = rules.findings(seen)
+    cells = verdict.cells(seen, found)
+    assert [(cell["name"], cell["words"]) for cell in cells if cell["attention"]] == [(name, found[0].words)]
+
+
+def test_a_live_run_gets_the_worst_fact_and_one_advice() -> None:
+    shown = sentences({WAIT: [6.2] * 10, rules.ENTROPY: [0.01] * 10})
+    assert "Entropy fell" in shown[0]["text"] and len(shown) == 3
+    assert "learning_rate" in shown[-1]["text"]
+
+
+def test_an_ended_run_gets_no_advice() -> None:
+    assert len(sentences({rules.AGE: [5.0] * 10}, State("finished"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        (State("failed", "out of memory"), "The run failed: out of memory"),
+        (State("dead"), "process of the run is gone"),
+        (State("live", seconds_since_step=900.0, step_seconds=10.0), "No step has ended for 15 min"),
+    ],
+)
+def test_the_end_of_a_run_and_a_stall_come_first(state: State, text: str) -> None:
+    assert text in sentences({}, state)[0]["text"]
+
+
+def test_evals_after_the_last_step_are_no_stall() -> None:
+    state = State("live", seconds_since_step=900.0, step_seconds=10.0, is_training=False)
+    assert sentences({}, state)[0]["text"] == "Nothing stands out."
+
+
+def test_a_run_without_steps_says_so() -> None:
+    assert verdict.verdict(History({}, ()), [], State("live"))[0]["text"] == "No step has ended yet."
+
+
+def test_a_ratio_is_one_sum_over_the_other() -> None:
+    seen = History({"a": [1.0, None, 3.0], "b": [2.0, 2.0, 6.0]}, range(3))
+    assert seen.mean("a / b") == 0.4
+    assert seen.mean("b / missing") is None
+
+
+def test_trends_need_more_than_noise() -> None:
+    def trend(*values: float) -> str:
+        return verdict.trend(History({"x": values}, range(len(values))), "x")
+
+    assert trend(*[0.0, 1.0] * 10) == "steady"
+    assert trend(*map(float, range(20))) == "rising"
+    assert trend(1.0) == "too early to say"
+
+
+def test_time_left_is_the_remaining_steps_at_the_usual_duration() -> None:
+    started, ended = [0.0, 10.0, 20.0], [10.0, 20.0, 90.0]
+    shown = verdict.progress(range(3), started, ended, 10, live=True)
+    assert shown == {"step": 3, "num_steps": 10, "seconds_left": 70.0}
+    assert verdict.progress(range(3), started, ended, 10, live=False)["seconds_left"] is None
+
+
+def row(kind: str, message: str, **more: Any) -> dict[str, Any]:
+    return {
+        **{"attempt": 2, "time": 1.0, "step": 3, "level": "warning", "kind": kind, "message": message},
+        **{"advice": None, "metrics": None, **more},
+    }
+
+
+def test_an_alert_is_resolved_once_its_cause_is_gone() -> None:
+    seen = history({rules.TRUNCATED: [90.0] * 10})
+    rows = [
+        row("server", "server 1 is back with the current weights", level="info"),
+        row("server", "server 0 is down: killed"),
+        row("server", "server 1 is down: killed"),
+        row("truncation", "90 % of the answers are cut off."),
+        row("grad_norm", "The gradient norm reached 40, usually 0.3."),
+        row("checkpoint", "the checkpoint was not written", attempt=1),
+    ]
+    shown = verdict.alerts(rows, 2, rules.findings(seen))
+    assert [alert["resolved"] for alert in shown] == [True, False, True, False, True, True]
+
+
+def test_an_alert_of_an_earlier_version_has_its_advice_in_its_message() -> None:
+    (shown,) = verdict.alerts([row("server", "Server 0 restarted. Look at its log.")], 2, [])
+    assert (shown["title"], shown["text"], shown["advice"]) == ("Server 0 restarted", "Look at its log.", None)
+    assert shown["metrics"] == []
