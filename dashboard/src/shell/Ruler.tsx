@@ -67,7 +67,7 @@ export function Ruler() {
   const labels = ticks(0, end, Math.max(2, Math.min(10, Math.floor(width / 90)))).filter((tick) => Number.isInteger(tick) && tick > 0);
   const minor = end <= width / 5 ? Array.from({ length: end + 1 }, (_, i) => i) : ticks(0, end, Math.max(4, width / 8));
   const versions = [...new Set(evals.map((row) => row.version))];
-  const alerts = (health?.alerts ?? []).filter((alert) => alert.step !== null);
+  const alerts = (health?.alerts ?? []).filter((alert) => alert.step !== null && alert.level !== "info");
   return (
     <section className="ruler" aria-label="Progress">
       <span>

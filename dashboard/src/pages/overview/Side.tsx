@@ -1,11 +1,12 @@
 /** Alerts, what changed, the config, attempts and environments of a run. */
 
 import { useState } from "react";
-import { count, moment, NONE, number, setting, unbroken } from "../../format";
+import { count, moment, NONE, number, setting } from "../../format";
 import { useResource } from "../../state/resource";
 import { useRuns } from "../../state/run";
-import { setParams, useOthers, useParam } from "../../state/url";
-import type { Alert, Attempt, Comparison, Environment, Health, RunInfo } from "../../types";
+import { useOthers, useParam } from "../../state/url";
+import type { Attempt, Comparison, Environment, Health, RunInfo } from "../../types";
+import { Alerts } from "./Alerts";
 
 export function Side({ info, health }: { info: RunInfo; health: Health | undefined }) {
   return (
@@ -16,41 +17,6 @@ export function Side({ info, health }: { info: RunInfo; health: Health | undefin
       <Environments environments={info.environments} />
       <Attempts attempts={info.attempts} />
     </aside>
-  );
-}
-
-function Alerts({ alerts }: { alerts: Alert[] }) {
-  const open = alerts.filter((alert) => !alert.resolved);
-  const sorted = [...open, ...alerts.filter((alert) => alert.resolved)];
-  const words = alerts.length === 0 ? "none" : [open.length && `${open.length} open`, alerts.length > open.length && `${alerts.length - open.length} resolved`].filter(Boolean).join(", ");
-  return (
-    <section className="sec">
-      <h2>
-        Alerts <span>{words}</span>
-      </h2>
-      {sorted.map((alert, i) => (
-        <div key={i} className="al">
-          <Mark resolved={alert.resolved} />
-          <span>{unbroken(alert.title)}</span>
-          {alert.step === null ? (
-            <span className="f s">{alert.time === null ? "" : moment(alert.time)}</span>
-          ) : (
-            <button className="f s link" onClick={() => setParams({ step: String(alert.step) })}>
-              step {alert.step}
-            </button>
-          )}
-          {alert.text && <p className="s d">{unbroken(alert.text)}</p>}
-        </div>
-      ))}
-    </section>
-  );
-}
-
-function Mark({ resolved }: { resolved: boolean }) {
-  return (
-    <svg width={12} height={11} role="img" aria-label={resolved ? "resolved" : "open"}>
-      {resolved ? <path d="M1.5 6l3 3 6-7" fill="none" stroke="var(--ink3)" strokeWidth={1.5} /> : <path d="M6 .5l5.5 10h-11z" fill="var(--warn)" />}
-    </svg>
   );
 }
 

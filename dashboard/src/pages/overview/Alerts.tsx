@@ -1,0 +1,62 @@
+/** Alerts: open ones with what to try, then resolved ones. Each leads to its moment. */
+
+import { useState } from "react";
+import { moment, unbroken } from "../../format";
+import { format, usePlace } from "../../state/url";
+import type { Alert } from "../../types";
+import { placeOf } from "./alerts";
+
+/** Resolved alerts that are shown at first. */
+const FEW = 5;
+
+export function Alerts({ alerts }: { alerts: Alert[] }) {
+  const [all, showAll] = useState(false);
+  const open = alerts.filter((alert) => !alert.resolved);
+  const resolved = alerts.filter((alert) => alert.resolved);
+  const words = [open.length && `${open.length} open`, resolved.length && `${resolved.length} resolved`].filter(Boolean).join(", ");
+  const hidden = all ? 0 : resolved.length - FEW;
+  return (
+    <section className="sec">
+      <h2>
+        Alerts <span>{words || "none"}</span>
+        {resolved.length > FEW && (
+          <button className="link" aria-pressed={all} onClick={() => showAll(!all)}>
+            {all ? "fewer" : `${hidden} more`}
+          </button>
+        )}
+      </h2>
+      {[...open, ...(all ? resolved : resolved.slice(0, FEW))].map((alert, i) => (
+        <One key={i} alert={alert} />
+      ))}
+    </section>
+  );
+}
+
+function One({ alert }: { alert: Alert }) {
+  const place = placeOf(alert, usePlace());
+  return (
+    <div className={`al ${alert.resolved ? "done" : ""}`}>
+      <Mark alert={alert} />
+      <a href={format(place)} title={alert.metrics[0] ? `Show ${alert.metrics[0]}` : `Show on the page ${place.page}`}>
+        {unbroken(alert.title)}
+      </a>
+      <span className="f s">{alert.step !== null ? `step ${alert.step}` : alert.time === null ? "" : moment(alert.time)}</span>
+      {!alert.resolved && (alert.text || alert.advice) && <p className="s d">{unbroken([alert.text, alert.advice].filter(Boolean).join(" "))}</p>}
+    </div>
+  );
+}
+
+function Mark({ alert }: { alert: Alert }) {
+  const label = alert.level === "info" ? "note" : alert.resolved ? "resolved" : "open";
+  return (
+    <svg width={12} height={11} role="img" aria-label={label}>
+      {label === "note" ? (
+        <circle cx={6} cy={6} r={1.5} fill="var(--ink3)" />
+      ) : alert.resolved ? (
+        <path d="M1.5 6l3 3 6-7" fill="none" stroke="var(--ink3)" strokeWidth={1.5} />
+      ) : (
+        <path d="M6 .5l5.5 10h-11z" fill="var(--warn)" />
+      )}
+    </svg>
+  );
+}

@@ -1,0 +1,24 @@
+import { expect, test } from "vitest";
+import type { Place } from "../../state/url";
+import type { Alert } from "../../types";
+import { placeOf } from "./alerts";
+
+const NOW: Place = { run: "demo", page: "overview", params: { range: "10-40", config: "all" } };
+const alert = (change: Partial<Alert>): Alert => ({ step: 12, time: 1, kind: "log", level: "warning", title: "", text: "", advice: null, metrics: [], resolved: false, ...change });
+
+test("an alert leads to its metric at its step, and keeps the range", () => {
+  expect(placeOf(alert({ kind: "waiting", metrics: ["timing_waiting_for_data", "timing_step_total"] }), NOW)).toEqual({
+    run: "demo",
+    page: "metrics",
+    params: { range: "10-40", step: "12", metric: "timing_waiting_for_data" },
+  });
+});
+
+test("an alert without a metric leads to the page that shows its moment", () => {
+  const page = (change: Partial<Alert>) => placeOf(alert(change), NOW);
+  expect(page({ kind: "server" })).toMatchObject({ page: "timeline", params: { step: "12" } });
+  expect(page({ kind: "eval" }).page).toBe("evals");
+  expect(page({ kind: "log", step: null })).toEqual({ run: "demo", page: "logs", params: { range: "10-40", level: "WARNING" } });
+  expect(page({ kind: "config", level: "info" }).params.level).toBe("");
+  expect(page({ kind: null }).page, "of an old record").toBe("logs");
+});
