@@ -1,8 +1,8 @@
 """Who may read the dashboard: checks of Host, Origin and token, and the headers of every answer.
 
-Owns the refusals. Invariants: only PUT changes something, and only the documents of the user; a page of another site can
-neither read an answer nor send one (Host and Origin are checked, which also ends DNS rebinding); beyond loopback every
-request needs the token of this start, as a cookie that the printed address sets.
+Owns the refusals. Invariants: only PUT changes something, and only documents of the user; a page of another site can
+neither read an answer nor send a request (Host and Origin are checked, which also ends DNS rebinding); beyond loopback
+every request needs the token of this start, as a cookie that the printed address sets.
 """
 
 from __future__ import annotations
