@@ -146,6 +146,14 @@ export interface Facet {
   count: number;
 }
 
+/** A field of runs: `config.NAME`, `last.METRIC` or `eval.NAME`, with how many runs and values it has. */
+export interface Field {
+  name: string;
+  runs: number;
+  values: number;
+  examples: unknown[];
+}
+
 /** A gauge of the run. */
 export interface GaugeName {
   name: string;
@@ -262,9 +270,10 @@ export interface RunInfo {
   result: Record<string, unknown>;
 }
 
-/** A run in the list of runs. */
+/** A run in the list of runs. `key` stays when its folder moves; runs of one `experiment` differ in their seed. */
 export interface RunRow {
   id: string;
+  key: string;
   name: string;
   status: string;
   live: boolean;
@@ -284,6 +293,9 @@ export interface RunRow {
   algorithm: string | null;
   environments: string[];
   max_step: Value;
+  rewards: Value[];
+  experiment: string;
+  fields: Record<string, unknown>;
 }
 
 /** The list of runs, newest first. */

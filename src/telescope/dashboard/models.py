@@ -10,9 +10,10 @@ Number = float | None
 
 
 class RunRow(BaseModel):
-    """A run in the list of runs."""
+    """A run in the list of runs. `key` stays when its folder moves; runs of one `experiment` differ in their seed."""
 
     id: str
+    key: str
     name: str
     status: str
     live: bool
@@ -32,6 +33,18 @@ class RunRow(BaseModel):
     algorithm: str | None
     environments: list[str]
     max_step: int | None
+    rewards: list[Number]
+    experiment: str
+    fields: dict[str, Any]
+
+
+class Field(BaseModel):
+    """A field of runs: `config.NAME`, `last.METRIC` or `eval.NAME`, with how many runs and values it has."""
+
+    name: str
+    runs: int
+    values: int
+    examples: list[Any]
 
 
 class Problem(BaseModel):

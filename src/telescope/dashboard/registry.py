@@ -3,7 +3,8 @@
 Owns ids and the cache of listed runs. A run is found below the roots only: an id is looked up, never turned into a
 path.
 
-Invariant: listing reads small files and two columns, and opens no database, so that a folder may hold hundreds of runs.
+Invariant: listing reads small files and two columns, again only when files changed, and opens no database, so that a
+folder may hold hundreds of runs.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import yaml
 
+from telescope.dashboard.fields import values_of
 from telescope.dashboard.store import NotFoundError, RunStore
 from telescope.errors import UserError
 from telescope.record.reader import Run, RunSummary, find_runs
@@ -30,13 +34,18 @@ SEPARATOR = "~"
 """Replaces the slash in ids, so that an id is one part of an address."""
 
 
+LINE_POINTS = 40
+"""Points of the small curve of rewards in the list of runs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What the list of runs shows of a run."""
+    """What the list of runs shows of a run. `rewards` are mean rewards of at most `LINE_POINTS` parts of the steps."""
 
     summary: RunSummary
     config: dict[str, Any]
     max_step: int | None
+    rewards: list[float | None]
 
 
 class Registry:
@@ -49,6 +58,7 @@ class Registry:
         self._searched = -SEARCH_SECONDS
         self._problems: dict[Path, str] = {}
         self._listings: dict[str, tuple[object, Listing]] = {}
+        self._fields: dict[str, tuple[object, dict[str, Any]]] = {}
 
     def stores(self) -> dict[str, RunStore]:
         """Returns the runs by id. Searches the roots again when the last search is some seconds old."""
@@ -92,17 +102,26 @@ class Registry:
         """Returns one run. Raises `NotFoundError`."""
         return self._listing(run_id, self.store(run_id).run)
 
-    def _listing(self, run_id: str, run: Run) -> Listing:
-        """Reads a run, unless it has ended and its files are those of the last time."""
+    def fields(self, run_id: str) -> dict[str, Any]:
+        """Returns the fields of a run, see `fields.values_of`. Raises `NotFoundError`."""
+        run = self.store(run_id).run
         files = run.files
-        steps = run.segments("steps")
-        state = (*map(_modified, (files.run_json, files.summary)), steps[-1].end if steps else 0)
+        state = tuple(map(_modified, (files.run_json, files.table("steps"), files.table("evals"))))
+        known = self._fields.get(run_id)
+        if known is None or known[0] != state:
+            self._fields[run_id] = known = (state, values_of(run, self._listing(run_id, run).config))
+        return known[1]
+
+    def _listing(self, run_id: str, run: Run) -> Listing:
+        """Reads a run, unless its files are those of the last time. A live one changes with each heartbeat."""
+        files = run.files
+        state = tuple(map(_modified, (files.run_json, files.summary, files.heartbeat, files.table("steps"))))
         known = self._listings.get(run_id)
-        if known and known[0] == state and known[1].summary.status != "live":
+        if known and known[0] == state and (known[1].summary.status != "live" or run.status == "live"):
             return known[1]
         config, _ = config_of(run)
-        step, _ = run.rows_since("steps", 0, ["step"])
-        listing = Listing(run.summary(), config, pc.max(step["step"]).as_py())
+        steps = run.table("steps", columns=["step", "reward_mean"]).sort_by("step")
+        listing = Listing(run.summary(), config, pc.max(steps["step"]).as_py(), _line(steps["reward_mean"]))
         self._listings[run_id] = (state, listing)
         return listing
 
@@ -146,6 +165,14 @@ def json_object(text: str | None) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _line(values: pa.ChunkedArray) -> list[float | None]:
+    """Returns the means of at most `LINE_POINTS` parts of a column, None for a part without values."""
+    whole = values.to_numpy(zero_copy_only=False).astype(float)
+    parts = np.array_split(whole, min(LINE_POINTS, len(whole))) if len(whole) else []
+    means = [part[np.isfinite(part)].mean() if np.isfinite(part).any() else None for part in parts]
+    return [None if value is None else float(value) for value in means]
 
 
 def _config_file(run: Run) -> dict[str, Any]:

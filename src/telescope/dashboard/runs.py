@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+from telescope.dashboard.fields import experiment, known_fields
 from telescope.dashboard.registry import Listing, Registry, config_of, json_object
 from telescope.dashboard.steps import StepMetrics
 from telescope.dashboard.store import RunStore
@@ -14,10 +16,18 @@ from telescope.health import rules, verdict
 from telescope.health.rules import EvalPoint, History
 
 
-def run_rows(registry: Registry) -> dict[str, Any]:
-    """Returns the rows of the page of runs, the problems and the roots."""
-    rows = [run_row(run_id, listing) for run_id, listing in registry.listings()]
+def run_rows(registry: Registry, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the rows of the page of runs with the named fields, the problems and the roots."""
+    rows = []
+    for run_id, listing in registry.listings():
+        values = registry.fields(run_id) if names else {}
+        rows.append({**run_row(run_id, listing), "fields": {name: values.get(name) for name in names}})
     return {"runs": rows, "problems": registry.problems, "roots": [str(root) for root in registry.roots]}
+
+
+def all_fields(registry: Registry) -> list[dict[str, Any]]:
+    """Returns the fields that any run has."""
+    return known_fields([registry.fields(run_id) for run_id, _ in registry.listings()])
 
 
 def run_row(run_id: str, listing: Listing) -> dict[str, Any]:
@@ -27,6 +37,7 @@ def run_row(run_id: str, listing: Listing) -> dict[str, Any]:
     rest = ("heldout_before", "heldout_after", "error", "project")
     return {
         "id": run_id,
+        "key": summary.run_id or summary.label,
         **{name: getattr(summary, name) for name in (*kept, *rest)},
         "live": summary.status == "live",
         "tags": list(summary.tags),
@@ -36,6 +47,9 @@ def run_row(run_id: str, listing: Listing) -> dict[str, Any]:
             entry.get("name", "") for entry in config.get("environments") or [] if isinstance(entry, dict)
         ],
         "max_step": listing.max_step,
+        "rewards": listing.rewards,
+        "experiment": experiment(config),
+        "fields": {},
     }
 
 

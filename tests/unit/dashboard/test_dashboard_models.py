@@ -5,6 +5,7 @@ from pydantic import TypeAdapter
 
 ANSWERS = {
     "/api/runs": "/api/runs",
+    "/api/fields": "/api/fields",
     "/api/runs/{run}": "/api/runs/first",
     "/api/runs/{run}/steps": "/api/runs/first/steps",
     "/api/compare": "/api/compare?runs=first,below~second",

@@ -13,10 +13,17 @@ from telescope.dashboard.events import run_events
 
 router = APIRouter(prefix="/api")
 
+FIELDS = Query(description="Names of fields to add to each run, with commas between.")
+
 
 @router.get("/runs", response_model=models.Runs, summary="Runs, newest first")
-def list_runs(request: Request, registry: Runs) -> Reply:
-    return Reply(request, runs.run_rows(registry))
+def list_runs(request: Request, registry: Runs, fields: Annotated[str, FIELDS] = "") -> Reply:
+    return Reply(request, runs.run_rows(registry, [name for name in fields.split(",") if name]))
+
+
+@router.get("/fields", response_model=list[models.Field], summary="Fields that the list of runs can show")
+def fields(request: Request, registry: Runs) -> Reply:
+    return Reply(request, runs.all_fields(registry))
 
 
 @router.get("/runs/{run}", response_model=models.RunInfo, summary="Config, attempts and result of a run")
