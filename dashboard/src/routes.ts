@@ -19,7 +19,7 @@ const page = (load: () => Promise<Record<string, unknown>>, name: string) =>
   lazy(async () => ({ default: (await load())[name] as ComponentType }));
 
 export const ROUTES: Route[] = [
-  { page: "runs", title: "Runs", key: "r", ofRun: false, component: page(() => import("./pages/Runs"), "Runs") },
+  { page: "runs", title: "Runs", key: "r", ofRun: false, component: page(() => import("./pages/runs/Runs"), "Runs") },
   { page: "overview", title: "Overview", key: "o", ofRun: true, component: page(() => import("./pages/Overview"), "Overview") },
   { page: "metrics", title: "Metrics", key: "m", ofRun: true, component: page(() => import("./pages/Metrics"), "Metrics") },
   { page: "rollouts", title: "Rollouts", key: "s", ofRun: true, component: page(() => import("./pages/rollouts/Rollouts"), "Rollouts") },

@@ -3,7 +3,7 @@
 import { useMemo } from "react";
 import { useRuns } from "../state/run";
 import { trainedTokens, trainingSeconds, useStepsOf } from "../state/steps";
-import { runColor } from "../state/theme";
+import { NUM_COLORS, runColor } from "../state/theme";
 import { useOthers } from "../state/url";
 import type { Distribution, RunInfo, StepColumns, Value } from "../types";
 import type { Band, Line } from "./Chart";
@@ -80,6 +80,7 @@ export function linesOf(runs: DrawnRun[], metric: string, keep: number, bands: B
     const values = run.steps.metrics[metric];
     if (!values?.some((value) => value !== null)) return [];
     const line: Line = { label: run.name, color: run.color, x: run.x, values: smooth(values, keep), width: order === 0 ? 2 : 1.5 };
+    if (order >= NUM_COLORS) line.dash = [5, 3];
     if (keep > 0) line.raw = values;
     if (order === 0 && bands.length > 0) line.bands = bands;
     return [line];

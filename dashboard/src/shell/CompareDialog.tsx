@@ -4,11 +4,9 @@ import { useState } from "react";
 import { moment } from "../format";
 import { useRuns } from "../state/run";
 import { runColor } from "../state/theme";
-import { elsewhere, format, setOthers, useOthers, usePlace } from "../state/url";
+import { elsewhere, format, MOST_RUNS, setOthers, useOthers, usePlace } from "../state/url";
 import { Dialog } from "./Dialog";
 import { statusWord } from "./Header";
-
-const MOST = 5;
 
 export function CompareDialog({ opened, close }: { opened: boolean; close: () => void }) {
   const place = usePlace();
@@ -26,7 +24,7 @@ export function CompareDialog({ opened, close }: { opened: boolean; close: () =>
           return (
             <li key={run.id}>
               <label>
-                <input type="checkbox" checked={at >= 0} disabled={at < 0 && others.length >= MOST} onChange={() => toggle(run.id)} />
+                <input type="checkbox" checked={at >= 0} disabled={at < 0 && others.length + 1 >= MOST_RUNS} onChange={() => toggle(run.id)} />
                 <i className="dot" style={at >= 0 ? { background: `var(${runColor(at + 1)})` } : undefined} />
                 <span className="cut">
                   {run.name} <span className="f">{run.id}</span>
@@ -39,6 +37,7 @@ export function CompareDialog({ opened, close }: { opened: boolean; close: () =>
         })}
         {shown.length === 0 && <li className="f">{runs.length < 2 ? "There is no other run here." : "No run has this name."}</li>}
       </ul>
+      {others.length + 1 >= MOST_RUNS && <p className="f">A view has {MOST_RUNS} runs at most.</p>}
       {others.length > 0 && (
         <p>
           <a className="link" href={format(elsewhere(place, { page: "compare" }))} onClick={close}>

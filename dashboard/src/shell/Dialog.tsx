@@ -7,10 +7,11 @@ interface DialogProps {
   close: () => void;
   title: string;
   bare?: boolean;
+  wide?: boolean;
   children: ReactNode;
 }
 
-export function Dialog({ opened, close, title, bare = false, children }: DialogProps) {
+export function Dialog({ opened, close, title, bare = false, wide = false, children }: DialogProps) {
   const dialog = useRef<HTMLDialogElement>(null);
   useEffect(() => {
     const element = dialog.current!;
@@ -18,7 +19,7 @@ export function Dialog({ opened, close, title, bare = false, children }: DialogP
     if (!opened && element.open) element.close();
   }, [opened]);
   return (
-    <dialog ref={dialog} aria-label={title} onClose={close} onClick={(event) => event.target === dialog.current && close()}>
+    <dialog ref={dialog} className={wide ? "wide" : undefined} aria-label={title} onClose={close} onClick={(event) => event.target === dialog.current && close()}>
       <div className="in">
         {!bare && (
           <h2>

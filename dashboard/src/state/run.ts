@@ -1,14 +1,35 @@
 /** The run on the page: what the header, the ruler and every page read. */
 
-import { useMemo } from "react";
+import { useEffect, useMemo, useRef, useState } from "react";
 import { runPath } from "../api";
 import type { EvalRow, Health, RunInfo, Runs } from "../types";
 import { useConnection, useVersion } from "./live";
 import { type Resource, useResource } from "./resource";
 import { usePlace } from "./url";
 
+/** How often the page of runs looks for news. An unchanged list is not sent again. */
+const FOLLOW_MS = 3000;
+
 export function useRuns(): Resource<Runs> {
   return useResource<Runs>("/api/runs");
+}
+
+/** Returns the runs with fields, read again while the page is seen. A new choice of fields keeps the old rows meanwhile. */
+export function useLiveRuns(fields: string[]): Resource<Runs> {
+  const [tick, setTick] = useState(0);
+  useEffect(() => {
+    const look = () => document.visibilityState === "visible" && setTick((old) => old + 1);
+    const timer = setInterval(look, FOLLOW_MS);
+    document.addEventListener("visibilitychange", look);
+    return () => {
+      clearInterval(timer);
+      document.removeEventListener("visibilitychange", look);
+    };
+  }, []);
+  const read = useResource<Runs>("/api/runs", { fields: fields.join(",") }, tick);
+  const before = useRef<Runs | undefined>(undefined);
+  if (read.data) before.current = read.data;
+  return { ...read, data: read.data ?? before.current };
 }
 
 /** Returns the id of the run in the address. Pages of a run call it. */

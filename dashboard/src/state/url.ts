@@ -125,6 +125,9 @@ export function useRange(): [Range | null, (range: Range | null) => void] {
   return [range, (next) => setParams({ range: formatRange(next) })];
 }
 
+/** Runs in one view: six colors, solid and dashed. */
+export const MOST_RUNS = 12;
+
 /** Returns the runs that are drawn over this one. */
 export function useOthers(): string[] {
   return (usePlace().params.with ?? "").split(",").filter(Boolean).map(decode);

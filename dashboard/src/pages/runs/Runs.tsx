@@ -1,0 +1,378 @@
+/** All runs: filtered, sorted, grouped, chosen for comparison; columns of any field. */
+
+import { useVirtualizer } from "@tanstack/react-virtual";
+import { useEffect, useMemo, useRef, useState } from "react";
+import { count, setting } from "../../format";
+import { Quiet } from "../../shell/App";
+import { Chooser } from "../../shell/Chooser";
+import { useKeys } from "../../shell/keys";
+import { Menu } from "../../shell/Menu";
+import { useDocument } from "../../state/documents";
+import { useResource } from "../../state/resource";
+import { useLiveRuns } from "../../state/run";
+import { useTags } from "../../state/tags";
+import { runColor } from "../../state/theme";
+import { elsewhere, format, go, MOST_RUNS, setParams, useParam, usePlace, useSearchText } from "../../state/url";
+import type { Field, Problem, RunRow, Runs as RunList } from "../../types";
+import { type Column, columnOptions, columnsOf, DEFAULT_COLUMNS, DEFAULT_SORT, serverFields, shown } from "./columns";
+import { fieldName, matches, parseFilter, toggleTerm, valueOf } from "./filter";
+import { commonName, compare, groupRuns, meanOf, type RunGroup, type Sortable } from "./groups";
+import { TagDialog } from "./TagDialog";
+import "./runs.css";
+
+const ROW = 32;
+const SEEDS = "seeds";
+/** Settings that the menu of groups offers. */
+const MOST_OFFERED = 12;
+
+/** A line of the table. */
+type Line = { group: RunGroup; run?: undefined } | { run: RunRow; group?: RunGroup };
+
+export function Runs() {
+  const [search] = useParam("search");
+  const [sort] = useParam("sort", DEFAULT_SORT);
+  const [grouping] = useParam("group");
+  const { ids } = useColumns();
+  const terms = useMemo(() => parseFilter(search), [search]);
+  const named = [...terms.flatMap((term) => (term.field ? [term.field] : [])), ...(grouping === SEEDS ? [] : grouping.split(",").filter(Boolean))];
+  const fields = serverFields([...ids, sort.replace(/^-/, ""), ...named.flatMap((name) => fieldName(name) ?? [])]);
+  const runs = useLiveRuns(fields);
+  if (runs.error && !runs.data) return <Quiet title="The server did not answer." text={runs.error.message} />;
+  if (!runs.data) return null;
+  if (runs.data.runs.length === 0) return <Nothing list={runs.data} />;
+  return <Table list={runs.data} ids={ids} lost={runs.error !== null} />;
+}
+
+/** The ids of the columns: of the address, else those that the user keeps. */
+function useColumns(): { ids: string[]; choose: (ids: string[] | null) => void } {
+  const { value, change } = useDocument<{ columns?: string[] }>("runs");
+  const [given] = useParam("columns");
+  const kept = Array.isArray(value?.columns) ? value.columns.filter((id) => typeof id === "string") : DEFAULT_COLUMNS;
+  const key = given || kept.join(",");
+  return {
+    ids: useMemo(() => key.split(",").filter(Boolean), [key]),
+    choose: (ids) => {
+      change((old) => ({ ...old, columns: ids ?? undefined }));
+      setParams({ columns: null }, true);
+    },
+  };
+}
+
+function Table({ list, ids, lost }: { list: RunList; ids: string[]; lost: boolean }) {
+  const all = list.runs;
+  const place = usePlace();
+  const [search] = useParam("search");
+  const [sort, setSort] = useParam("sort", DEFAULT_SORT);
+  const [grouping] = useParam("group");
+  const [chosen, setChosen] = useState<string[]>([]);
+  const [opened, setOpened] = useState<"columns" | "tags" | null>(null);
+  const [unfolded, setUnfolded] = useState<Set<string>>(new Set());
+  const [at, setAt] = useState(-1);
+  const body = useRef<HTMLDivElement>(null);
+  const tags = useTags();
+  const tagColumn = useTagColumn(tags.of);
+  const columns = useMemo(() => [NAME, ...columnsOf(ids, tagColumn)], [ids, tagColumn]);
+  const found = useMemo(() => {
+    const terms = parseFilter(search);
+    return all.filter((run) => matches(run, terms, tags.of(run)));
+  }, [all, search, tags]);
+  const lines = useMemo(
+    () => linesOf(found, sort, grouping, columns, unfolded, (run, field) => valueOf(run, field, tags.of(run))),
+    [found, sort, grouping, columns, unfolded, tags],
+  );
+  const virtual = useVirtualizer({ count: lines.length, getScrollElement: () => body.current, estimateSize: () => ROW, overscan: 12 });
+  useEffect(() => setAt(-1), [search, sort, grouping]);
+
+  const here = new Set(all.map((run) => run.id));
+  const picked = chosen.filter((id) => here.has(id));
+  const link = (id: string) => elsewhere(place, { run: id, page: "overview" });
+  const leave = (page: string) => {
+    const [first, ...rest] = picked.slice(0, MOST_RUNS);
+    if (first !== undefined) go(elsewhere(place, { run: first, page }, { with: rest.map(encodeURIComponent).join(",") }));
+  };
+  const pick = (members: RunRow[], on: boolean) => {
+    const own = new Set(members.map((run) => run.id));
+    setChosen((old) => [...old.filter((id) => !own.has(id)), ...(on ? own : [])]);
+  };
+  const fold = (key: string) => setUnfolded((old) => (old.has(key) ? new Set([...old].filter((other) => other !== key)) : new Set([...old, key])));
+  const membersOf = (line: Line) => (line.run ? [line.run] : line.group.runs);
+  const isPicked = (line: Line) => membersOf(line).every((run) => picked.includes(run.id));
+  const move = (by: number) => {
+    const next = Math.min(Math.max(0, at + by), lines.length - 1);
+    setAt(next);
+    virtual.scrollToIndex(next);
+  };
+  const open = (line: Line | undefined) => line && (line.run ? go(link(line.run.id)) : fold(line.group.key));
+  useKeys("Runs", [
+    { keys: ["j", "ArrowDown"], does: "next run", run: () => move(1) },
+    { keys: ["k", "ArrowUp"], does: "run before", run: () => move(-1) },
+    { keys: ["Enter"], does: "open the run, fold the group", run: () => open(lines[at]) },
+    { keys: ["x"], does: "choose the run or the group", run: () => lines[at] && pick(membersOf(lines[at]), !isPicked(lines[at])) },
+    { keys: ["c"], does: "draw the chosen runs in Metrics", run: () => leave("metrics") },
+    { keys: ["d"], does: "compare config and code of the chosen runs", run: () => picked.length > 1 && leave("compare") },
+    { keys: ["t"], does: "tags of the chosen runs", run: () => picked.length > 0 && setOpened("tags") },
+  ]);
+  const live = all.filter((run) => run.live).length;
+  const sortedBy = sort.replace(/^-/, "");
+  return (
+    <div className="runs">
+      <h1 className="vh">Runs</h1>
+      <div className="toolbar">
+        <Filter />
+        <span className="d nb">
+          {found.length === all.length ? "" : `${count(found.length)} of `}
+          {count(all.length)} {all.length === 1 ? "run" : "runs"}
+          {live > 0 ? `, ${count(live)} training now` : ""}
+          {lost && <span className="w">, the server does not answer</span>}
+        </span>
+        <span className="grow" />
+        <Grouping grouping={grouping} />
+        <button className="btn" onClick={() => setOpened("columns")}>
+          Columns
+        </button>
+      </div>
+      {picked.length > 0 && (
+        <div className="toolbar chosen">
+          <b>
+            {count(picked.length)} {picked.length === 1 ? "run" : "runs"} chosen
+          </b>
+          <button className="btn" onClick={() => leave("metrics")} title="c">
+            Draw in Metrics
+          </button>
+          <button className="btn" disabled={picked.length < 2} onClick={() => leave("compare")} title={picked.length < 2 ? "Choose two or more runs" : "d"}>
+            Compare config and code
+          </button>
+          <button className="btn" onClick={() => setOpened("tags")} title="t">
+            Tags
+          </button>
+          <button className="link" onClick={() => setChosen([])}>
+            Clear
+          </button>
+          {picked.length > MOST_RUNS && (
+            <span className="d">
+              A view has {MOST_RUNS} runs at most: the first {MOST_RUNS} that you chose.
+            </span>
+          )}
+        </div>
+      )}
+      <div className="scroll" ref={body} tabIndex={-1}>
+        <table>
+          <thead>
+            <tr>
+              <th className="pick">
+                <input
+                  type="checkbox"
+                  aria-label="Choose all that are listed"
+                  checked={found.length > 0 && found.every((run) => picked.includes(run.id))}
+                  onChange={(event) => pick(found, event.target.checked)}
+                />
+              </th>
+              {columns.map((column) => {
+                const sorted = column.id === sortedBy ? (sort.startsWith("-") ? "descending" : "ascending") : undefined;
+                // Numbers and times begin with the largest.
+                const first = column.right || column.id === "started_at" ? `-${column.id}` : column.id;
+                return (
+                  <th key={column.id} className={column.right ? "r" : undefined} aria-sort={sorted}>
+                    <button title={column.id} onClick={() => setSort(sorted ? (sorted === "ascending" ? `-${column.id}` : column.id) : first)}>
+                      {column.title}
+                      {sorted ? (sorted === "ascending" ? " ↑" : " ↓") : ""}
+                    </button>
+                  </th>
+                );
+              })}
+            </tr>
+          </thead>
+          <tbody>
+            <tr aria-hidden style={{ height: virtual.getVirtualItems()[0]?.start ?? 0 }} />
+            {virtual.getVirtualItems().map((item) => {
+              const line = lines[item.index]!;
+              const { run, group } = line;
+              const members = membersOf(line);
+              const order = run ? picked.indexOf(run.id) : -1;
+              const whole = isPicked(line);
+              const name = run ? run.name : `${group!.runs.length} runs of ${groupTitle(group!, grouping)}`;
+              return (
+                <tr
+                  key={run ? run.id : group!.key}
+                  className={[item.index === at ? "at" : "", run ? (group ? "member" : "") : "group"].join(" ")}
+                  onClick={(event) => !(event.target as Element).closest("input, a, button") && open(line)}
+                >
+                  <td className="pick">
+                    <input
+                      type="checkbox"
+                      aria-label={`Choose ${name}`}
+                      checked={whole}
+                      ref={(box) => {
+                        if (box) box.indeterminate = !whole && members.some((one) => picked.includes(one.id));
+                      }}
+                      style={order >= 0 ? { accentColor: `var(${runColor(order)})` } : undefined}
+                      onChange={() => pick(members, !whole)}
+                    />
+                  </td>
+                  {run
+                    ? columns.map((column) => (
+                        <td key={column.id} className={column.right ? "r" : undefined}>
+                          {column === NAME ? <Name run={run} href={format(link(run.id))} /> : column.show(run)}
+                        </td>
+                      ))
+                    : columns.map((column) => (
+                        <td key={column.id} className={column.right ? "r" : undefined}>
+                          {column === NAME ? (
+                            <button className="fold" aria-expanded={unfolded.has(group!.key)} onClick={() => fold(group!.key)}>
+                              <span aria-hidden>{unfolded.has(group!.key) ? "▾" : "▸"}</span> <b>{groupTitle(group!, grouping)}</b>
+                              <span className="f"> {group!.runs.length === 1 ? "1 run" : `${group!.runs.length} runs`}</span>
+                            </button>
+                          ) : (
+                            shown(column, group!.runs)
+                          )}
+                        </td>
+                      ))}
+                </tr>
+              );
+            })}
+            <tr aria-hidden style={{ height: virtual.getTotalSize() - (virtual.getVirtualItems().at(-1)?.end ?? 0) }} />
+          </tbody>
+        </table>
+        {found.length === 0 && <p className="none d">No run fits “{search}”.</p>}
+        <Problems problems={list.problems} />
+      </div>
+      <ColumnChooser ids={ids} tagColumn={tagColumn} opened={opened === "columns"} close={() => setOpened(null)} />
+      <TagDialog runs={all.filter((run) => picked.includes(run.id))} all={all} opened={opened === "tags"} close={() => setOpened(null)} />
+    </div>
+  );
+}
+
+const NAME: Column = { id: "name", title: "run", right: false, value: (run) => run.name, show: (run) => run.name };
+
+/** Returns the lines of the table: runs, or groups, with their runs where they are unfolded. A seed alone is no group. */
+function linesOf(runs: RunRow[], sort: string, grouping: string, columns: Column[], unfolded: Set<string>, value: (run: RunRow, field: string) => unknown): Line[] {
+  const by = columns.find((column) => column.id === sort.replace(/^-/, "")) ?? columnsOf([sort.replace(/^-/, "")], NAME)[0]!;
+  const down = sort.startsWith("-");
+  const sorted = [...runs].sort((a, b) => compare(by.value(a), by.value(b), down));
+  if (!grouping) return sorted.map((run) => ({ run }));
+  const key = (group: RunGroup): Sortable => {
+    const values = group.runs.map(by.value);
+    return by.write ? (meanOf(values as (number | null)[])?.mean ?? null) : (values[0] ?? null);
+  };
+  const groups = groupRuns(sorted, grouping === SEEDS ? [] : grouping.split(","), value);
+  const lines = (group: RunGroup): Line[] => {
+    if (grouping === SEEDS && group.runs.length === 1) return [{ run: group.runs[0]! }];
+    return [{ group }, ...(unfolded.has(group.key) ? group.runs.map((run) => ({ run, group })) : [])];
+  };
+  return [...groups].sort((a, b) => compare(key(a), key(b), down)).flatMap(lines);
+}
+
+function groupTitle(group: RunGroup, grouping: string): string {
+  if (grouping === SEEDS) return commonName(group.runs.map((run) => run.name));
+  return grouping
+    .split(",")
+    .map((field, i) => `${field.replace(/^(config|last|eval)\./, "")} ${setting(group.values[i])}`)
+    .join(", ");
+}
+
+function Name({ run, href }: { run: RunRow; href: string }) {
+  return (
+    <a href={href} title={run.id}>
+      <b>{run.name}</b> <span className="f">{run.id === run.name ? "" : run.id}</span>
+    </a>
+  );
+}
+
+function useTagColumn(of: (run: RunRow) => string[]): Column {
+  const [search] = useParam("search");
+  return useMemo(
+    () => ({
+      id: "tags",
+      title: "tags",
+      right: false,
+      value: (run) => of(run).join(", ") || null,
+      show: (run) => (
+        <span className="tags">
+          {of(run).map((tag) => {
+            const term = `tag=${/\s/.test(tag) ? `"${tag}"` : tag}`;
+            return (
+              <button key={tag} aria-pressed={search.includes(term)} title={`Only runs with this tag`} onClick={() => setParams({ search: toggleTerm(search, term) })}>
+                {tag}
+              </button>
+            );
+          })}
+        </span>
+      ),
+      together: (runs) => <span className="f">{[...new Set(runs.flatMap(of))].join(", ")}</span>,
+    }),
+    [of, search],
+  );
+}
+
+function Filter() {
+  const [text, setText] = useSearchText();
+  return (
+    <input
+      className="field"
+      type="search"
+      placeholder="Filter: words, learning_rate=1e-6, tag=sweep, reward>0.5"
+      aria-label="Filter runs"
+      title="Words, and conditions with = != > >= < <= on any setting, on name, status, model, tag, steps, reward, heldout, gain, on last.METRIC and eval.NAME. * stands for anything."
+      value={text}
+      onChange={(event) => setText(event.target.value)}
+    />
+  );
+}
+
+function Grouping({ grouping }: { grouping: string }) {
+  const fields = useResource<Field[]>("/api/fields").data ?? [];
+  const differing = fields.filter((field) => field.name.startsWith("config.") && field.values > 1 && field.values < field.runs);
+  const set = (group: string | null) => setParams({ group });
+  const title = grouping === "" ? "none" : grouping === SEEDS ? "seeds" : grouping.replaceAll("config.", "").replaceAll(",", ", ");
+  const parts = grouping === SEEDS ? [] : grouping.split(",").filter(Boolean);
+  return (
+    <span className="nb">
+      <span className="d">Group by </span>
+      <Menu
+        label="Group runs"
+        button={<b>{title} ▾</b>}
+        items={[
+          { title: "none", run: () => set(null) },
+          { title: "seeds: all settings equal but the seed", run: () => set(SEEDS) },
+          ...differing.slice(0, MOST_OFFERED).map((field) => ({
+            title: `${parts.includes(field.name) ? "− " : parts.length ? "+ " : ""}${field.name.slice("config.".length)}`,
+            run: () => set((parts.includes(field.name) ? parts.filter((part) => part !== field.name) : [...parts, field.name]).join(",")),
+          })),
+        ]}
+      />
+    </span>
+  );
+}
+
+function ColumnChooser({ ids, tagColumn, opened, close }: { ids: string[]; tagColumn: Column; opened: boolean; close: () => void }) {
+  const { choose } = useColumns();
+  const fields = useResource<Field[]>(opened ? "/api/fields" : null).data;
+  const options = useMemo(() => columnOptions(fields ?? [], tagColumn), [fields, tagColumn]);
+  return <Chooser title="Columns" opened={opened} close={close} options={options} chosen={ids} onChange={choose} reset={() => choose(null)} />;
+}
+
+function Nothing({ list }: { list: RunList }) {
+  return (
+    <Quiet title="No runs here yet." text={list.roots.length ? `Looked in ${list.roots.join(", ")}. This page shows a run as soon as it starts.` : "The folders given to telescope ui hold no run."}>
+      <p>Make one in ten minutes, without a GPU:</p>
+      <pre>make demo</pre>
+      <p>or open the folder of a run:</p>
+      <pre>telescope ui RUN_DIR</pre>
+      <Problems problems={list.problems} />
+    </Quiet>
+  );
+}
+
+function Problems({ problems }: { problems: Problem[] }) {
+  if (problems.length === 0) return null;
+  return (
+    <section className="problems">
+      <h2>Folders that could not be read</h2>
+      {problems.map((problem) => (
+        <p key={problem.path} className="d">
+          <span className="m">{problem.path}</span> {problem.problem}
+        </p>
+      ))}
+    </section>
+  );
+}

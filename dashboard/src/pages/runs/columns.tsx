@@ -1,0 +1,164 @@
+/** Columns of the table of runs: those of every run, and any field that the server knows. */
+
+import type { ReactNode } from "react";
+import { Spark } from "../../charts/Spark";
+import { count, duration, moment, NONE, number, percent, setting, signed } from "../../format";
+import type { Option } from "../../shell/Chooser";
+import { statusClass, statusWord } from "../../shell/Header";
+import type { Field, RunRow } from "../../types";
+import { gain } from "./filter";
+import { meanOf, type Sortable } from "./groups";
+
+export interface Column {
+  id: string;
+  title: string;
+  /** Whether its values are numbers, at the right. */
+  right: boolean;
+  value: (run: RunRow) => Sortable;
+  show: (run: RunRow) => ReactNode;
+  /** Writes a mean of its values; without it, runs of a group have no mean. */
+  write?: (value: number) => string;
+  /** Shows it for several runs. */
+  together?: (runs: RunRow[]) => ReactNode;
+}
+
+export const DEFAULT_COLUMNS = ["status", "started_at", "duration", "steps", "reward", "heldout", "gain", "algorithm", "tags", "model", "environments"];
+export const DEFAULT_SORT = "-started_at";
+
+const shortModel = (model: string | null): string => model?.split("/").filter(Boolean).at(-1) ?? NONE;
+
+const text = (id: string, title: string, value: (run: RunRow) => string): Column => ({ id, title, right: false, value: (run) => value(run) || null, show: (run) => value(run) || NONE });
+
+const quantity = (id: string, title: string, value: (run: RunRow) => number | null, write: (value: number) => string): Column => ({
+  id,
+  title,
+  right: true,
+  value,
+  show: (run) => {
+    const known = value(run);
+    return known === null ? NONE : write(known);
+  },
+  write,
+});
+
+/** Returns how many of the runs are in each state: `2 training, 1 failed`. */
+function states(runs: RunRow[]): string {
+  const counted = new Map<string, number>();
+  for (const run of runs) counted.set(run.status, (counted.get(run.status) ?? 0) + 1);
+  return [...counted].map(([status, n]) => (counted.size === 1 ? statusWord(status) : `${n} ${statusWord(status)}`)).join(", ");
+}
+
+export function State({ run }: { run: RunRow }) {
+  return (
+    <span className={`state ${statusClass(run.status)}`} title={run.error ?? undefined}>
+      <i />
+      {statusWord(run.status)}
+    </span>
+  );
+}
+
+function Steps({ run }: { run: RunRow }) {
+  const share = run.num_steps ? Math.min(1, run.steps / run.num_steps) : 0;
+  return (
+    <span className={run.live ? "progress" : undefined} style={run.live ? { backgroundSize: `${100 * share}% 2px, 100% 2px` } : undefined}>
+      {count(run.steps)}
+      <span className="f">{run.num_steps ? ` of ${count(run.num_steps)}` : ""}</span>
+    </span>
+  );
+}
+
+function Reward({ run }: { run: RunRow }) {
+  if (run.reward_last === null) return NONE;
+  return (
+    <span className="rewards">
+      <Spark values={run.rewards} height={18} keep={0.4} />
+      <span className="f">{number(run.reward_first, 2)} →</span> {number(run.reward_last, 2)}
+    </span>
+  );
+}
+
+const OWN: Column[] = [
+  { ...text("status", "state", (run) => run.status), show: (run) => <State run={run} />, together: states },
+  {
+    ...quantity("started_at", "started", (run) => run.started_at, moment),
+    right: false,
+    write: undefined,
+    together: (runs) => moment(Math.max(...runs.map((run) => run.started_at ?? 0)) || null),
+  },
+  quantity("duration", "took", (run) => run.duration, duration),
+  { ...quantity("steps", "steps", (run) => run.steps, (value) => number(value)), show: (run) => <Steps run={run} /> },
+  { ...quantity("reward", "reward, first to last", (run) => run.reward_last, (value) => number(value, 3)), show: (run) => <Reward run={run} /> },
+  quantity("heldout", "held out", (run) => run.heldout_after ?? run.heldout_before, (value) => percent(value)),
+  quantity("gain", "gain, points", gain, (value) => signed(100 * value, 1)),
+  text("algorithm", "algorithm", (run) => run.algorithm ?? ""),
+  { ...text("model", "model", (run) => shortModel(run.model)), show: (run) => <span title={run.model ?? ""}>{shortModel(run.model)}</span> },
+  text("environments", "environments", (run) => run.environments.join(", ")),
+  text("project", "project", (run) => run.project),
+  quantity("attempt", "attempts", (run) => run.attempt, (value) => number(value)),
+  text("error", "error", (run) => run.error ?? ""),
+];
+
+const KINDS: [prefix: string, section: string][] = [
+  ["eval.", "Evals, newest accuracy"],
+  ["config.", "Settings"],
+  ["last.", "Metrics, mean of the last 10 steps"],
+];
+
+/** Returns the column of a field of the server. Settings show as they are written, numbers at the right. */
+function fieldColumn(id: string): Column {
+  const prefix = KINDS.find(([one]) => id.startsWith(one))?.[0] ?? "";
+  const title = id.slice(prefix.length);
+  const raw = (run: RunRow): unknown => run.fields[id] ?? null;
+  const asNumber = (run: RunRow): number | null => (typeof raw(run) === "number" ? (raw(run) as number) : null);
+  if (prefix === "eval.") return quantity(id, title, asNumber, (value) => percent(value));
+  if (prefix === "last.") return quantity(id, title, asNumber, (value) => number(value));
+  const one = (run: RunRow): Sortable => {
+    const value = raw(run);
+    return value === null || typeof value === "number" ? (value as number | null) : setting(value);
+  };
+  return { id, title, right: false, value: one, show: (run) => (raw(run) === null ? <span className="f">none</span> : <span className="m">{setting(raw(run))}</span>) };
+}
+
+/** Returns the columns of the chosen ids. `tags` shows the tags of a run. */
+export function columnsOf(ids: string[], tags: Column): Column[] {
+  const own = new Map([...OWN, tags].map((column) => [column.id, column]));
+  return ids.map((id) => own.get(id) ?? fieldColumn(id));
+}
+
+/** Returns the names of the server's fields among the ids. */
+export const serverFields = (ids: string[]): string[] => [...new Set(ids.filter((id) => KINDS.some(([prefix]) => id.startsWith(prefix))))];
+
+/** Returns everything that a column can show; settings that differ between runs come first. */
+export function columnOptions(fields: Field[], tags: Column): Option[] {
+  const own = [...OWN, tags].map((column) => ({ id: column.id, title: column.title, section: "Every run" }));
+  const rest = KINDS.flatMap(([prefix, section]) => {
+    const known = fields.filter((field) => field.name.startsWith(prefix));
+    const option = (field: Field): Option => ({
+      id: field.name,
+      title: field.name.slice(prefix.length),
+      section: prefix === "config." ? (field.values > 1 ? "Settings that differ" : "Settings, the same in all runs") : section,
+      hint: prefix === "config." ? field.examples.map(setting).join(" · ") : "",
+    });
+    return [...known.filter((field) => field.values > 1), ...known.filter((field) => field.values <= 1)].map(option);
+  });
+  return [...own, ...rest];
+}
+
+/** Returns what a column shows for several runs: their mean and 95 % interval, or what they share. */
+export function shown(column: Column, runs: RunRow[]): ReactNode {
+  if (column.together) return column.together(runs);
+  if (column.write) {
+    const mean = meanOf(runs.map((run) => column.value(run) as number | null));
+    if (mean === null) return NONE;
+    const of = mean.n === runs.length ? `${mean.n} runs` : `${mean.n} of ${runs.length} runs`;
+    const title = mean.half === null ? `of ${of}` : `95 % interval of the mean: ${column.write(mean.mean - mean.half)} to ${column.write(mean.mean + mean.half)}, ${of}`;
+    return (
+      <span title={title}>
+        {column.write(mean.mean)}
+        {mean.half !== null && mean.half > 1e-9 * Math.abs(mean.mean) && <span className="f"> ± {column.write(mean.half).replace(/^\+/, "")}</span>}
+      </span>
+    );
+  }
+  const different = new Set(runs.map((run) => column.value(run)));
+  return different.size === 1 ? column.show(runs[0]!) : <span className="f">{different.size} values</span>;
+}

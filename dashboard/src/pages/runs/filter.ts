@@ -1,0 +1,91 @@
+/** The filter of runs: words, and conditions such as `learning_rate=1e-6`, `tag=sweep`, `reward>0.5`, `model=*qwen*`. */
+
+import { setting } from "../../format";
+import type { RunRow } from "../../types";
+
+type Sign = "=" | "!=" | ">" | ">=" | "<" | "<=";
+
+export interface Term {
+  /** Null for a word that is looked for everywhere. */
+  field: string | null;
+  sign: Sign;
+  value: string;
+}
+
+const CONDITION = /^([\w./@-]+?)(!=|>=|<=|=|>|<)(.*)$/;
+const TERM = /"[^"]*"|[^\s"]*"[^"]*"|\S+/g;
+
+const partsOf = (text: string): string[] => text.match(TERM) ?? [];
+
+/** Fields of every run, by the names that a filter and a column use. */
+const OWN: Record<string, (run: RunRow) => unknown> = {
+  name: (run) => run.name,
+  id: (run) => run.id,
+  status: (run) => run.status,
+  project: (run) => run.project,
+  model: (run) => run.model,
+  algorithm: (run) => run.algorithm,
+  environment: (run) => run.environments,
+  steps: (run) => run.steps,
+  attempt: (run) => run.attempt,
+  duration: (run) => run.duration,
+  reward: (run) => run.reward_last,
+  heldout: (run) => run.heldout_after ?? run.heldout_before,
+  gain: (run) => gain(run),
+};
+
+/** Returns how much the held-out accuracy grew, from 0 to 1; null if it was not measured twice. */
+export const gain = (run: RunRow): number | null =>
+  run.heldout_before === null || run.heldout_after === null ? null : run.heldout_after - run.heldout_before;
+
+export function parseFilter(text: string): Term[] {
+  return partsOf(text).map((part): Term => {
+    const match = part.startsWith('"') ? null : CONDITION.exec(part);
+    const bare = (value: string) => value.replaceAll('"', "").toLowerCase();
+    if (!match) return { field: null, sign: "=", value: bare(part) };
+    return { field: match[1]!, sign: match[2] as Sign, value: bare(match[3]!) };
+  });
+}
+
+/** Returns the name under which the server knows a field: a setting unless it says otherwise; null for a field of every run. */
+export function fieldName(field: string): string | null {
+  if (field === "tag" || field in OWN) return null;
+  if (/^(config|last|eval)\./.test(field)) return field;
+  return field.includes("/") ? `last.${field}` : `config.${field}`;
+}
+
+/** Returns the value of a field of a run. `tags` are those of the run and of the user. */
+export function valueOf(run: RunRow, field: string, tags: string[]): unknown {
+  if (field === "tag") return tags;
+  const name = fieldName(field);
+  return name === null ? OWN[field]!(run) : run.fields[name];
+}
+
+/** Returns whether a value fits a condition. A list fits if one of its items does. */
+export function fits(value: unknown, sign: Sign, wanted: string): boolean {
+  if (sign === "!=") return !fits(value, "=", wanted);
+  if (Array.isArray(value)) return value.length === 0 ? wanted === "" || wanted === "none" : value.some((item) => fits(item, sign, wanted));
+  if (value !== null && typeof value === "object") return Object.values(value).some((item) => fits(item, sign, wanted));
+  const number = Number(wanted);
+  const comparable = wanted !== "" && !Number.isNaN(number) && typeof value === "number";
+  if (sign === "=") {
+    if (comparable) return value === number;
+    const text = (value === null || value === undefined ? "none" : typeof value === "boolean" ? String(value) : setting(value)).toLowerCase();
+    if (!wanted.includes("*")) return text === wanted;
+    const parts = wanted.split("*").map((part) => part.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
+    return new RegExp(`^${parts.join(".*")}$`, "s").test(text);
+  }
+  if (!comparable) return false;
+  return sign === ">" ? value > number : sign === ">=" ? value >= number : sign === "<" ? value < number : value <= number;
+}
+
+export function matches(run: RunRow, terms: Term[], tags: string[]): boolean {
+  const all = [run.name, run.id, run.status, run.model, run.algorithm, run.project, ...run.environments, ...tags].join(" ").toLowerCase();
+  return terms.every((term) => (term.field === null ? all.includes(term.value) : fits(valueOf(run, term.field, tags), term.sign, term.value)));
+}
+
+/** Returns the filter with a condition added, or without it if it was there. */
+export function toggleTerm(text: string, term: string): string {
+  const parts = partsOf(text);
+  return (parts.includes(term) ? parts.filter((part) => part !== term) : [...parts, term]).join(" ");
+}
