@@ -39,6 +39,7 @@ resolve() {
 # the plain version, whose CUDA packages are then dropped. triton generates code for GPUs and is the largest package of all.
 printf '%s\n' 'torch==2.13.0' "triton; sys_platform == 'never'" > "$work/cpu-overrides.txt"
 resolve cpu '^(nvidia|cuda)-' pyproject.toml --extra train requirements/cpu.in --overrides "$work/cpu-overrides.txt"
-resolve dev '^$' --group dev -c requirements/cpu.txt
+# trackio asks for two packages that cpu.txt and cuda.txt pin already, and differently.
+resolve dev '^(huggingface-hub|protobuf)==' --group dev -c requirements/cpu.txt
 [ -s requirements/cuda.txt ] || grep -hvE '^(#|torch==|transformers==)' requirements/cpu.txt > requirements/cuda.txt
 resolve cuda '^$' pyproject.toml --extra train requirements/cuda.in
