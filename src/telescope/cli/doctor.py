@@ -41,7 +41,7 @@ from telescope.config.preflight import SHARED_MEMORY, VLLM_QUEUE_BYTES, plugin_p
 from telescope.config.schema import TelescopeConfig
 from telescope.errors import UserError
 from telescope.inference.vllm import support
-from telescope.record.wandb_sink import has_credentials
+from telescope.trackers.wandb import has_credentials
 from telescope.utils.process import describe_exit
 
 GIB = 1 << 30

@@ -123,13 +123,13 @@ def _measure(job: EvalJob, run_path: str | None) -> EvalOutcome:
     from telescope.cli.train import try_environments_of
     from telescope.orchestrator.eval_run import keys_of_evals, run_evals
     from telescope.orchestrator.status import Interrupted
-    from telescope.record.wandb_sink import WandbSink
+    from telescope.trackers.sink import TrackerSink
 
     notices = try_environments_of(job.config, keys_of_evals(job.config))
     view = PhaseView(Console(stderr=True))
     for note in (*job.notes, *notices):
         view.say(f"· {note}")
-    sink = WandbSink(job.config, job.output, run_path=run_path)
+    sink = TrackerSink(job.config, job.output, run_path=run_path)
     try:
         return run_evals(job, view, sink.log_step)
     except Interrupted:

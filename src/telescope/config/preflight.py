@@ -26,6 +26,7 @@ from telescope.config.plan import ClusterResources, PlacementError, gpus_needed,
 from telescope.config.remarks import remarks_on_place
 from telescope.config.sections.general import client_address_problem
 from telescope.errors import ConfigError, UserError
+from telescope.trackers.base import is_installed
 from telescope.utils.text import pluralize
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def checks_of_machine() -> tuple[Check, ...]:
     """Checks of the machine that the run is started on."""
     return (
         check_packages,
+        check_trackers,
         check_plugin,
         check_ray_address,
         check_placement,
@@ -123,6 +125,18 @@ def check_packages(_: TelescopeConfig) -> None:
             f"Training needs packages that are not installed: {', '.join(missing)}. Install them with `make setup` in "
             "a checkout, or with `pip install '.[cuda]'` there on a machine with an NVIDIA GPU; `telescope doctor` "
             "lists what else is missing"
+        )
+
+
+def check_trackers(config: TelescopeConfig) -> None:
+    """Checks that the packages of the trackers that the user chose are installed."""
+    if not config.user_set & {"trackers", "use_wandb"}:
+        return  # W&B by default: without its package, a run warns
+    if missing := [name for name in config.tracker_names if not is_installed(name)]:
+        field = "trackers" if "trackers" in config.user_set else "use_wandb"
+        raise ConfigError(
+            f"{field} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed. "
+            f"Run `pip install {' '.join(missing)}`, or change {field}"
         )
 
 

@@ -104,19 +104,13 @@ def _top_p(config: TelescopeConfig, top_p: float) -> str:
     return f"{remark}; the loss does not."
 
 
-UPLOADS = "upload of code and logs"
 EVENT_UPLOADS = "upload of events and samples"
 PARALLELISM = "context parallelism"
 MEGATRON = "the Megatron backend"
 
 FIELD_STATUS: dict[str, str] = {
-    "wandb_upload_code": UPLOADS,
-    "wandb_upload_logs": UPLOADS,
-    "wandb_upload_logs_detailed": UPLOADS,
-    "wandb_upload_logs_stdout": UPLOADS,
     "event_tail_window_seconds": EVENT_UPLOADS,
     "event_block_duration_seconds": EVENT_UPLOADS,
-    "event_upload_interval_seconds": EVENT_UPLOADS,
     "rollout_block_size": EVENT_UPLOADS,
     "fsdp_context_parallel_size": PARALLELISM,
     **dict.fromkeys((
@@ -144,8 +138,6 @@ def has_no_effect(field: str) -> bool:
 def no_effect_note(config: TelescopeConfig) -> str | None:
     """Returns a line that names the set fields without effect, or None."""
     names = {name for name in config.user_set if has_no_effect(name)}
-    if config.use_wandb:
-        names |= {name for name in ("wandb_upload_code", "wandb_upload_logs") if getattr(config, name)}
     return f"Fields without effect in this version: {', '.join(sorted(names))}." if names else None
 
 

@@ -371,6 +371,14 @@ RULES: tuple[Rule, ...] = (
         lambda c: f"Lower gpu_memory_utilization to at most {MOST_OF_SHARED_GPU:g}, or set share_gpus to false",
         lambda c: SHARE_OF_SHARED_GPU,
     ),
+    # Trackers.
+    Rule(
+        ("use_wandb", "trackers"),
+        "must be true if trackers lists wandb, and false if it does not",
+        lambda c: c.trackers is not None and c.use_wandb != ("wandb" in c.trackers),
+        lambda c: "Leave use_wandb out, or change trackers",
+        lambda c: "wandb" in c.tracker_names,
+    ),
     # Ports and servers.
     Rule(
         ("inference_base_port", "inference_num_workers"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from telescope.record.log_files import LogFiles
 from telescope.record.logging import setup_logging
 from telescope.record.recorder import Recorder
 from telescope.record.run_info import RunInfo, attempt_row, begin_run, end_run, next_attempt, write_run_json
-from telescope.record.wandb_sink import WandbSink
+from telescope.trackers.sink import TrackerSink
 
 FLUSH_SECONDS = 5.0
 """Time for the record to write its last rows before the summary; closing allows more."""
@@ -38,7 +38,7 @@ class RunDirectory:
 
     recorder: Recorder
     alerts: Alerts
-    step_log: WandbSink
+    step_log: TrackerSink
 
     def __init__(self, path: Path, config: TelescopeConfig, notes: list[str], *, is_resumed: bool = False) -> None:
         self.path = path
@@ -81,18 +81,18 @@ class RunDirectory:
             self.path, attempt=next_attempt(self.path), flush_seconds=config.metrics_logger_interval_seconds
         )
         self.alerts = Alerts(self.recorder, config.alert_command, config.wandb_run_name)
-        try:
+        with ExitStack() as stack:
+            stack.callback(self.recorder.close)
+            stack.callback(self.alerts.close)
             setup_logging(self.path, "driver", self.recorder, alerts=self.alerts, debug=config.debug, console=console)
             self._begin_attempt(self._notes)
-            with LogFiles(self.path, self.recorder.write):
-                self.step_log = WandbSink(config, self.path)
-                try:
-                    yield self.recorder
-                finally:
-                    self.step_log.close()
-        finally:
-            self.alerts.close()
-            self.recorder.close()
+            stack.enter_context(LogFiles(self.path, self.recorder.write))
+            self.step_log = TrackerSink(config, self.path)
+            try:
+                yield self.recorder
+            finally:
+                stack.close()
+                self.step_log.close()  # last, so that it copies the complete record
 
     def started(self, topology: dict[str, str], first_step: int) -> None:
         """Records that all components run and the checkpoint, if any, is loaded.
@@ -164,7 +164,7 @@ class RunDirectory:
         return f"THE RECORD OF THIS RUN CANNOT BE WRITTEN ({problem}): the run continues and keeps its rows in memory"
 
     def ended(self, summary: RunSummary) -> None:
-        """Writes `summary.json`, W&B's summary and the end of the attempt.
+        """Writes `summary.json`, the trackers' summary and the end of the attempt.
 
         A disk error is logged and does not fail the run.
         """

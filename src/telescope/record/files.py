@@ -70,6 +70,35 @@ class RunFiles:
         return self.logs / f"{component}.log"
 
 
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """Size and time of the last change of a file. A file that did not change has the same state."""
+
+    size: int
+    modified_ns: int
+
+
+def record_files(run_dir: str | os.PathLike[str]) -> dict[str, FileState]:
+    """Returns the files that make up a record, by their path in the run directory: what a copy of the run needs.
+
+    Leaves out checkpoints, weights, the folders of trackers, and incomplete files.
+    """
+    files = RunFiles(run_dir)
+    found = {}
+    pending = [files.config, files.run_json, files.heartbeat, files.summary, files.code, files.logs, files.tables]
+    while pending:
+        path = pending.pop()
+        try:
+            if path.is_dir():
+                pending += [each for each in path.iterdir() if not each.name.startswith(".")]
+                continue
+            state = path.stat()
+        except FileNotFoundError:  # replaced by the recorder since the folder was listed
+            continue
+        found[path.relative_to(files.run_dir).as_posix()] = FileState(state.st_size, state.st_mtime_ns)
+    return found
+
+
 def temporary_name(path: Path) -> Path:
     """Returns a name beside `path` for an incomplete file of this process."""
     return path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")

@@ -162,10 +162,10 @@ def test_reading_statements_are_answered(resumed, sql):
 
 
 def test_the_reader_imports_no_heavy_packages():
-    heavy = ["torch", "ray", "vllm", "transformers", "wandb", "pydantic", "yaml"]
+    heavy = ["torch", "ray", "vllm", "transformers", "wandb", "tensorboard", "trackio", "pydantic", "yaml"]
     script = (
         f"import sys; sys.modules.update(dict.fromkeys({heavy!r}))\n"
         "import telescope.record.reader, telescope.record.query, telescope.cli.runs, telescope.cli.query\n"
-        "import telescope.record, telescope.record.logging, telescope.record.wandb_sink"
+        "import telescope.record, telescope.record.logging, telescope.trackers.sink"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -336,12 +336,6 @@ def test_fields_without_effect_are_named_in_one_line():
     assert note == f"Fields without effect in this version: {', '.join(named)}."
 
 
-def test_fields_whose_default_asks_for_an_effect_are_named_too():
-    (note,) = load(None, "--environments", "[{name: a}]").notes
-    assert note == "Fields without effect in this version: wandb_upload_code, wandb_upload_logs."
-    assert load(None, *NO_WANDB).notes == []
-
-
 def test_a_run_that_sets_nothing_special_has_no_notes(run_yaml):
     assert load(run_yaml, "--use_wandb", "false").notes == []
 

@@ -173,6 +173,16 @@ def test_what_trains_must_be_installed(monkeypatch):
     assert "make setup" in message
 
 
+def test_the_packages_of_chosen_trackers_must_be_installed(monkeypatch):
+    monkeypatch.setattr(preflight, "is_installed", lambda name: False)
+    chosen = config(trackers=["tensorboard", "trackio"])
+    message = message_of(preflight.check_trackers, chosen)
+    assert message.startswith("trackers needs tensorboard and trackio, which are not installed.")
+    assert "pip install tensorboard trackio" in message
+    assert "pip install wandb" in message_of(preflight.check_trackers, config(use_wandb=True))
+    preflight.check_trackers(config())
+
+
 def test_every_check_is_among_those_that_a_run_makes():
     defined = {name for name in vars(preflight) if name.startswith("check_")}
     run = {check.__name__ for check in (*preflight.checks_of_environments(), *preflight.checks_of_machine())}

@@ -75,6 +75,7 @@ BROKEN: list[tuple[str, dict[str, object]]] = [
     ("trainer_num_workers", {"share_gpus": True, "trainer_num_workers": 2, "inference_num_workers": 1}),
     ("weight_broadcast_cpu_staging", {"share_gpus": True, "weight_broadcast_cpu_staging": False}),
     ("gpu_memory_utilization", {"share_gpus": True, "gpu_memory_utilization": 0.95}),
+    ("use_wandb", {"use_wandb": True, "trackers": ["tensorboard"]}),
     ("inference_base_port", {"inference_base_port": 65535}),
     ("otlp_receiver_port", {"otlp_receiver_port": 8101}),
     ("eval_num_servers", {"eval_num_servers": 2, "evals": [{"name": "math500"}]}),
@@ -93,6 +94,7 @@ ADJUSTED: list[tuple[str, object, dict[str, object]]] = [
     ("trainer_num_workers", 3, {"share_gpus": True, "inference_num_workers": 3}),
     ("weight_broadcast_cpu_staging", True, {"share_gpus": True}),
     ("gpu_memory_utilization", 0.4, {"share_gpus": True}),
+    ("use_wandb", False, {"trackers": ["tensorboard"]}),
     ("megatron_sequence_parallel", False, {"train_backend": "megatron"}),
     (
         "megatron_use_distributed_optimizer",

@@ -77,25 +77,33 @@ class EvalSection(Section):
 
 class LoggingSection(Section):
     TITLE: ClassVar[str] = "Logging"
-    INTRO: ClassVar[str] = "The run directory is complete whatever is chosen here; Weights & Biases gets a copy."
+    INTRO: ClassVar[str] = (
+        "The run directory is complete whatever is chosen here; trackers such as Weights & Biases get a copy."
+    )
 
     use_wandb: bool = True
     """Enable Weights & Biases logging. Without credentials it records offline into the run directory and reports that
     once."""
+    trackers: list[Literal["wandb", "tensorboard", "trackio"]] | None = None
+    """All trackers of the run, such as `[wandb, tensorboard]`. null = W&B if use_wandb is true. A list decides
+    use_wandb, which then need not be set."""
     wandb_project: Text = "telescope"
     """W&B project name. `WANDB_PROJECT` fills it in when neither the YAML nor the command line sets it."""
     wandb_run_name: Text = "telescope_run"
     """W&B run name. Also names the run directory. `WANDB_RUN_NAME` fills it in when it is not set."""
     wandb_tags: list[str] = Field(default_factory=lambda: ["telescope"])
     """W&B tags. `WANDB_TAGS`, separated by commas, fills them in when they are not set."""
+    wandb_upload_record: bool = True
+    """Upload the files of the record to W&B, so that `telescope ui ENTITY/PROJECT` shows the run elsewhere. They have
+    prompts and answers."""
     wandb_upload_code: bool = True
-    """Upload source code to W&B."""
+    """Upload source code to W&B: the code snapshot, as an artifact and with the record."""
     wandb_upload_logs: bool = True
-    """Upload trainer/inference logs to W&B."""
+    """Upload trainer/inference logs to W&B: the table `logs`, with the lines of all processes."""
     wandb_upload_logs_detailed: bool = False
-    """Include detailed logs in W&B upload."""
+    """Include detailed logs in W&B upload: the log files of driver and environments."""
     wandb_upload_logs_stdout: bool = False
-    """Include stdout logs in W&B upload."""
+    """Include stdout logs in W&B upload: what trainer ranks and vLLM servers print."""
     wandb_code_max_file_size_mb: Annotated[float, Field(gt=0, le=65_536)] = 2.0
     """Largest file of the code snapshot, in MB: `RUN_DIR/code/attempt-<n>.tar.gz` has the sources, the commit and the
     uncommitted changes of each start."""
@@ -112,7 +120,8 @@ class LoggingSection(Section):
     event_block_duration_seconds: WholeSeconds = 1800
     """Duration of event blocks, in seconds."""
     event_upload_interval_seconds: WholeSeconds = 5
-    """Event upload interval, in seconds."""
+    """Event upload interval, in seconds: how often changed files of the record are uploaded to W&B. A growing file of
+    more than 1 MB is uploaded less often."""
     metrics_logger_interval_seconds: Seconds = 2.0
     """Metrics logger flush interval, in seconds: how long a row may wait in memory before it is on disk."""
     ray_torch_memory_drain_interval_seconds: Seconds = 0.5
@@ -146,3 +155,10 @@ class LoggingSection(Section):
         if not parts:
             raise ValueError("must name a program, or be null")
         return parts
+
+    @field_validator("trackers")
+    @classmethod
+    def _trackers_differ(cls, value: list[str] | None) -> list[str] | None:
+        if value is not None and len(set(value)) < len(value):
+            raise ValueError("must name each tracker once")
+        return value

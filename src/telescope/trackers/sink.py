@@ -1,0 +1,232 @@
+"""Sends the numbers of a run to its trackers (W&B, TensorBoard, trackio) through one process beside it.
+
+    log_step -> queue (bounded) -> thread -> pipe -> `python -m telescope.trackers.process` -> trackers
+                                                        ^-- record: gauges, files
+
+Owns that process. Trackers get copies of the record; when one is missing, slow or broken, the run only warns.
+
+Invariants: `log_step` returns at once. Every failure is reported once. `close` ends the process within its timeout.
+A tracker has each step once: `process` leaves out steps that an earlier attempt has sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from telescope.record.files import RunFiles
+from telescope.record.run_info import read_run_json
+from telescope.trackers.base import MAX_WAITING, TITLES, TrackedRun, is_installed
+from telescope.trackers.wandb import wandb_mode
+
+if TYPE_CHECKING:
+    from telescope.config import TelescopeConfig
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 60.0
+"""Time for the last uploads at the end of a run."""
+
+
+class TrackerSink:
+    """Copies step metrics to the trackers of the config, and lets them follow the record in `run_dir`.
+
+    With `run_path` (entity/project/run_id), metrics go to that run of W&B alone, which must exist.
+    """
+
+    def __init__(self, config: TelescopeConfig, run_dir: Path | str, *, run_path: str | None = None) -> None:
+        self._files = RunFiles(run_dir)
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._num_dropped = 0
+        self._closing = False
+        self._killed = False
+        self._finished = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.notice: str | None = None
+        """Message for the user at the start of the run, or None."""
+        self.mode = "disabled"
+        """How W&B is used: `online`, `offline` or `disabled`."""
+        self.names = ["wandb"] if run_path else list(config.tracker_names)
+        """Trackers that are used."""
+        if "wandb" in self.names and not self._choose_mode():
+            self.names.remove("wandb")
+        if not self.names:
+            return
+        run = self._named_run(run_path) if run_path else self._this_run(config)
+        self._queue.put_nowait({"trackers": self.names, "run": asdict(run)})
+        self._threads = [threading.Thread(target=self._feed, name="telescope-trackers", daemon=True)]
+        self._threads[0].start()
+
+    def _choose_mode(self) -> bool:
+        """Returns whether W&B is used, and sets `mode` and `notice`."""
+        mode = wandb_mode(os.environ)
+        if mode == "disabled":
+            return False
+        if not is_installed("wandb"):
+            self._notify("use_wandb is true, but W&B is not installed: pip install wandb, or set use_wandb to false.")
+            return False
+        self.mode = mode
+        if mode == "offline" and not os.environ.get("WANDB_MODE"):
+            self._notify(
+                f"use_wandb is true, but there are no W&B credentials: the run is recorded offline in "
+                f"{self._files.wandb}. Run `wandb login` and then `wandb sync` to upload it, or set use_wandb to false."
+            )
+        return True
+
+    def _notify(self, notice: str) -> None:
+        self.notice = notice
+        logger.warning("%s", notice)
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends the metrics of a step. Returns at once."""
+        self._put({"kind": "step", "step": step, "metrics": dict(metrics)})
+
+    def fill_in(self, before: int) -> None:
+        """Sends recorded steps before `before` that a tracker lacks after a kill. Returns at once."""
+        self._put({"kind": "fill in", "before": before})
+
+    def log_summary(self, values: Mapping[str, float]) -> None:
+        """Sends final numbers of the run. Returns at once."""
+        self._put({"kind": "summary", "values": dict(values)})
+
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Lets trackers finish for at most `timeout` seconds, then ends them. May be called again."""
+        if not self._threads or self._closing:
+            return
+        self._closing = True
+        if self._num_dropped:
+            logger.warning("Trackers were too slow for %d messages; the record has all of them.", self._num_dropped)
+        self._put_end()
+        if not self._finished.wait(timeout):
+            what = ", ".join(TITLES[name] for name in self.names)
+            sync = f" `wandb sync` uploads what is in {self._files.wandb}." if "wandb" in self.names else ""
+            logger.warning("%s did not finish in %g s and was ended.%s", what, timeout, sync)
+            self._kill()
+
+    def _put(self, message: dict[str, Any]) -> None:
+        if not self._threads or self._closing or self._finished.is_set():
+            return
+        try:
+            self._queue.put_nowait(message)
+        except queue.Full:
+            self._num_dropped += 1
+
+    def _put_end(self) -> None:
+        """Makes the feeding thread stop after the waiting messages."""
+        if self._queue.full():
+            with contextlib.suppress(queue.Empty):
+                self._queue.get_nowait()  # Makes space for the end.
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+
+    def _named_run(self, run_path: str) -> TrackedRun:
+        entity, project, run_id = run_path.split("/")
+        resume = "must" if self.mode == "online" else "allow"
+        return TrackedRun(self._directory, project, None, run_id, entity, resume=resume, wandb_mode=self.mode)
+
+    def _this_run(self, config: TelescopeConfig) -> TrackedRun:
+        info = read_run_json(self._files.run_dir)
+        values = json.loads(config.to_json())["values"]
+        return TrackedRun(
+            directory=self._directory,
+            project=config.wandb_project,
+            name=config.wandb_run_name,
+            run_id=info.run_id if info else None,
+            tags=list(config.wandb_tags),
+            config=values,
+            attempt=info.attempt if info else 1,
+            started_at=info.started_at if info else 0.0,
+            last_step=self._last_step() if info else None,
+            resume="allow" if info else None,
+            wandb_mode=self.mode,
+            has_record=info is not None,
+            uploads=config.upload_kinds,
+            upload_seconds=config.event_upload_interval_seconds,
+        )
+
+    @property
+    def _directory(self) -> str:
+        return str(self._files.run_dir.resolve())
+
+    def _last_step(self) -> int | None:
+        from telescope.record.reader import Run
+
+        steps = Run(self._files.run_dir).table("steps", columns=["step"], all_attempts=True)
+        return max(steps["step"].to_pylist(), default=None)
+
+    # The methods below run in the sink's own thread.
+
+    def _feed(self) -> None:
+        """Starts the process, sends it the messages, and waits for its end."""
+        try:
+            process = self._process = self._start()
+            listener = threading.Thread(
+                target=self._listen, args=(process,), name="telescope-trackers-out", daemon=True
+            )
+            listener.start()
+            self._send(process)
+            status = process.wait()
+            listener.join(1.0)
+            if status != 0 and not self._killed:
+                what = ", ".join(TITLES[name] for name in self.names)
+                log = self._files.log("trackers")
+                logger.warning("The process of %s exited with status %d; the run continues. See %s.", what, status, log)
+        except OSError as error:
+            logger.warning("Trackers cannot be started; the run continues: %s", error)
+        finally:
+            self._finished.set()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._files.logs.mkdir(parents=True, exist_ok=True)
+        package_root = str(Path(__file__).resolve().parents[2])
+        paths = [package_root, os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "WANDB_SILENT": "true", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        with self._files.log("trackers").open("ab") as log:
+            # Its own session: Ctrl-C is for the run, which then closes this sink.
+            return subprocess.Popen(
+                [sys.executable, "-m", "telescope.trackers.process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                cwd=self._files.run_dir,
+                start_new_session=True,
+            )
+
+    def _send(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        try:
+            with process.stdin as pipe:
+                while (message := self._queue.get()) is not None:
+                    pipe.write(json.dumps(message, default=str).encode() + b"\n")
+                    pipe.flush()
+        except BrokenPipeError:
+            return  # The process ended; `_feed` reports its status.
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        """Logs the messages of the process: per line, JSON with `level` and `message`."""
+        assert process.stdout is not None
+        with process.stdout as pipe:
+            for line in pipe:
+                entry = json.loads(line)
+                logger.log(logging.getLevelNamesMapping().get(entry["level"], logging.WARNING), "%s", entry["message"])
+        self._put_end()  # If the process exited by itself, the feeding thread stops now and not at the next step.
+
+    def _kill(self) -> None:
+        process = self._process
+        self._killed = True
+        if process is not None and process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,206 @@
+"""What each tracker has of a run with two attempts, read back from W&B's server, event files and a database."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.integration.trackers.conftest import offline_values, wandb_records
+from tests.unit.orchestrator.fakes import config_of
+
+from telescope.orchestrator.run_directory import RunDirectory
+from telescope.record.code_snapshot import CodeSnapshot
+from telescope.record.reader import Run
+from telescope.testing.fake_wandb import FakeWandb, StoredRun
+
+SETTINGS = {"use_wandb": True, "metrics_logger_interval_seconds": 0.2, "event_upload_interval_seconds": 1}
+
+
+def record_attempt(path: Path, first: int, last: int, **settings: object) -> None:
+    """Writes one attempt of a run: steps, gauges, a code snapshot and a log line, while its trackers follow."""
+    config = config_of(run_dir=str(path), **{**SETTINGS, **settings})
+    directory = RunDirectory.create(config, [], is_resumed=first > 0)
+    with directory.open_record(console=False) as recorder:
+        source = path.parent / "sources"
+        source.mkdir(exist_ok=True)
+        (source / "environment.py").write_text("reward = 1\n")
+        (source / ".env").write_text("KEY=secret\n")
+        CodeSnapshot(10**6, ()).write(path / "code" / f"attempt-{recorder.attempt}.tar.gz", path.parent, [source])
+        directory.started({}, first)
+        for step in range(first, last):
+            metrics = {"entropy": 1.0 + (first > 0), "reward/total/mean": step / 2}
+            directory.step_log.log_step(step, metrics)
+            recorder.write("steps", {"step": step, "metrics": metrics})
+            for server in (0, 1):
+                row = {"time": time.time(), "component": "inference", "server": server, "value": 4.0 * server}
+                recorder.write("gauges", {**row, "name": "vllm:num_requests_running"})
+        directory.step_log.log_step(last - 1, {"entropy": 9.0})  # again, as after a restart of the trainer
+        directory.step_log.log_step(1, {"eval/held_out": 0.5})
+        directory.step_log.log_summary({"seconds": 2.5})
+        recorder.flush()
+
+
+@dataclass
+class Recorded:
+    """A run of two attempts in all trackers."""
+
+    path: Path
+    server: FakeWandb
+    uploaded_again: Counter[str]
+    """Files that the second attempt uploaded."""
+
+    @property
+    def stored(self) -> StoredRun:
+        """The run on the W&B server."""
+        (run,) = self.server.projects["telescope"].values()
+        return run
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Iterator[Recorded]:
+    path = tmp_path_factory.mktemp("trackers") / "run"
+    with FakeWandb() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in {**server.environment(), "TRACKIO_DIR": str(path.parent / "trackio")}.items():
+            patch.setenv(name, value)
+        patch.setenv("HOME", str(path.parent))
+        for first, last in ((0, 3), (2, 5)):
+            before = len(server.requests)
+            trackers = ["wandb", "tensorboard", "trackio"]
+            record_attempt(path, first, last, trackers=trackers, wandb_upload_logs=first == 0, wandb_tags=["a"])
+            again = Counter(place.partition("/run/")[2] for kind, place in server.requests[before:] if kind == "PUT")
+        yield Recorded(path, server, again)
+
+
+def trained(rows: list[dict[str, float]]) -> list[tuple[float, float]]:
+    return [(row["step"], row["entropy"]) for row in rows if "entropy" in row]
+
+
+EACH_STEP_ONCE = [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2)]
+"""Step and entropy: what was sent stays, and the run continues past it."""
+
+
+def test_attempts_are_one_run_of_wandb_in_which_each_step_is_there_once(recorded):
+    rows = recorded.stored.history
+    assert trained(rows) == EACH_STEP_ONCE
+    assert sum("eval/held_out" in row for row in rows) == 2, "evals come when they end"
+    assert recorded.stored.summary["seconds"] == 2.5
+    assert (recorded.stored.tags, recorded.stored.state) == (["a"], "finished")
+    assert recorded.stored.config["learning_rate"] == 1e-6, "a column of W&B's table of runs"
+
+
+def test_charts_of_the_system_have_the_minutes_of_the_run_as_their_axis(recorded):
+    gauges = [row for row in recorded.stored.history if "vllm/num_requests_running" in row]
+    assert {row["vllm/num_requests_running/max"] for row in gauges} == {4.0}
+    assert all(0 <= row["elapsed_minutes"] < 10 and "step" not in row for row in gauges)
+    defined = json.loads(json.dumps(recorded.stored.config["_wandb"]["m"]))
+    names = {metric["1"]: defined[metric["5"] - 1]["1"] for metric in defined if "5" in metric}
+    assert names["entropy"] == "step"
+    assert names["vllm/num_requests_running"] == "elapsed_minutes"
+
+
+def test_the_record_on_wandb_is_a_copy_of_the_run_directory(recorded, tmp_path):
+    files = recorded.stored.files
+    manifest = json.loads(files["telescope/files.json"])
+    for name, size in manifest["files"].items():
+        assert len(files[f"telescope/{name}"]) == size
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(files[f"telescope/{name}"])
+    copy, original = Run(tmp_path), Run(recorded.path)
+    for table in ("steps", "gauges", "attempts", "runs"):
+        assert copy.table(table).equals(original.table(table)), table
+    assert copy.info == original.info
+
+
+def test_files_that_did_not_change_are_not_uploaded_by_the_next_attempt(recorded):
+    again = {name for name in recorded.uploaded_again if name.startswith("telescope/tables/")}
+    before = {name for name in recorded.stored.files if name.startswith("telescope/tables/")} - again
+    assert before
+    assert not any(name.startswith("telescope/tables/logs/") for name in again), "wandb_upload_logs was false"
+
+
+def test_the_code_is_an_artifact_without_secrets(recorded):
+    ((name, paths),) = recorded.stored.artifacts.items()
+    assert name.startswith("source-")
+    assert any(path.endswith("environment.py") for path in paths)
+    assert not any(".env" in Path(path).parts for path in paths)
+
+
+def test_tensorboard_has_each_step_once_and_gauges_over_seconds(recorded):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(recorded.path / "tensorboard"))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("entropy")] == EACH_STEP_ONCE
+    assert {event.value for event in read.Scalars("vllm/num_requests_running/max")} == {4.0}
+    assert read.Scalars("summary/seconds")[0].value == 2.5
+    assert b"learning_rate" in read.Tensors("config")[0].tensor_proto.string_val[0]
+
+
+def test_trackio_has_each_step_once_and_gauges_as_system_metrics(recorded):
+    code = (
+        "import json, sys; from trackio.sqlite_storage import SQLiteStorage as S\n"
+        "(run,) = S.get_runs('telescope')\n"
+        "print(json.dumps([S.get_logs('telescope', run), S.get_system_logs('telescope', run)], default=str))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "TRACKIO_DIR": str(recorded.path.parent / "trackio")},
+    )  # fmt: skip
+    logs, system = json.loads(answer.stdout)
+    assert trained(logs) == EACH_STEP_ONCE
+    assert system[0]["vllm/num_requests_running/max"] == 4.0
+
+
+def test_an_offline_run_has_the_record_in_its_folder_and_can_be_uploaded_later(tmp_path):
+    path = tmp_path / "run"
+    for first, last in ((0, 3), (2, 5)):
+        record_attempt(path, first, last)
+    assert trained(offline_values(path)) == EACH_STEP_ONCE
+    assert any(record.HasField("artifact") for record in wandb_records(path)), "the code"
+    with FakeWandb() as server:
+        wandb = [sys.executable, "-m", "wandb"]
+        for folder in sorted(path.glob("wandb/offline-run-*")):
+            environment = {**os.environ, **server.environment()}
+            subprocess.run([*wandb, "sync", str(folder)], check=True, env=environment, capture_output=True, timeout=120)
+        (stored,) = server.projects["telescope"].values()
+    assert trained(stored.history) == EACH_STEP_ONCE
+    manifest = json.loads(stored.files["telescope/files.json"])["files"]
+    assert {name: len(stored.files[f"telescope/{name}"]) for name in manifest} == manifest
+    assert any(name.startswith("tables/steps/") for name in manifest)
+
+
+def test_steps_that_wandb_lacks_are_filled_in_from_the_record(tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    with FakeWandb() as server:
+        for first, last in ((0, 3), (3, 5)):
+            config = config_of(run_dir=str(path), **SETTINGS)
+            if first:
+                for name, value in server.environment().items():
+                    monkeypatch.setenv(name, value)
+            else:
+                monkeypatch.setenv("WANDB_MODE", "disabled")
+            directory = RunDirectory.create(config, [], is_resumed=first > 0)
+            with directory.open_record(console=False) as recorder:
+                directory.started({}, first)
+                for step in range(first, last):
+                    metrics = {"entropy": 1.0 + (first > 0)}
+                    directory.step_log.log_step(step, metrics)
+                    recorder.write("steps", {"step": step, "metrics": metrics})
+            monkeypatch.delenv("WANDB_MODE", raising=False)
+        (stored,) = server.projects["telescope"].values()
+    assert trained(stored.history) == EACH_STEP_ONCE
+
+
+def test_a_server_that_refuses_the_key_leaves_an_offline_run(tmp_path, monkeypatch, caplog):
+    with FakeWandb() as server:
+        for name, value in {**server.environment(), "WANDB_API_KEY": "wrong" * 8}.items():
+            monkeypatch.setenv(name, value)
+        record_attempt(tmp_path / "run", 0, 2)
+    assert any("recorded offline" in record.message for record in caplog.records)
+    assert len(trained(offline_values(tmp_path / "run"))) == 2
