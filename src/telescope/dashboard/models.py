@@ -313,6 +313,7 @@ class Spans(BaseModel):
 
     merged: bool
     count: list[int]
+    attempt: list[int | None]
     component: list[str]
     name: list[str]
     rank: list[int | None]

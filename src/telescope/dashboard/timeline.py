@@ -7,7 +7,9 @@ from typing import Any
 from telescope.dashboard.store import RunStore
 from telescope.errors import UserError
 
-SPAN_COLUMNS = ("component", "name", "rank", "server", "lane", "step", "micro_batch", "sample_id", "start", "end")
+SPAN_COLUMNS = (
+    *("attempt", "component", "name", "rank", "server", "lane", "step", "micro_batch", "sample_id", "start", "end"),
+)
 LANE = "component, name, rank, server, lane"
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -38,7 +40,7 @@ def spans(store: RunStore, start: float | None, end: float | None, limit: int, b
         short = f'SELECT {columns} FROM spans WHERE {where} AND "end" - start < $width'
         merged = (
             f"SELECT {LANE}, any_value(step) AS step, NULL::BIGINT AS micro_batch, "
-            "CASE WHEN count(*) = 1 THEN any_value(sample_id) END AS sample_id, "
+            "CASE WHEN count(*) = 1 THEN any_value(sample_id) END AS sample_id, any_value(attempt) AS attempt, "
             'min(start) AS start, max("end") AS "end", '
             f"count(*) AS count FROM ({short}) GROUP BY {LANE}, floor((start - $low) / $width)"
         )

@@ -90,7 +90,9 @@ export function Timeline() {
   const times = steps && step !== null ? stepTimes(steps, step) : null;
   const critical = useCriticalPath(run, step, times?.start ?? null, times?.end ?? null);
   const sample = params.sample ?? critical.path?.last?.sample_id ?? "";
-  const attempt = steps?.attempt.at(-1) ?? 1;
+  // A resumed run has several attempts, and a sample is one of its own.
+  const ofSample = sample ? lanes.columns.attempt?.[lanes.columns.sample_id.lastIndexOf(sample)] : null;
+  const attempt = ofSample ?? (steps && step !== null ? steps.attempt[steps.step.lastIndexOf(step)] : null) ?? 1;
 
   const gaugeNames = useResource<{ name: string }[]>(runPath(run, "gauges", "names"));
   const has = new Set((gaugeNames.data ?? []).map((one) => one.name));
@@ -165,7 +167,7 @@ export function Timeline() {
       <aside className="p3" aria-label="Step and request">
         {critical.path && <StepPanel path={critical.path} merged={critical.merged} />}
         {critical.error && <section className="sec"><p className="d">{critical.error.message}</p></section>}
-        {sample && <RequestPanel run={run} sample={sample} attempt={attempt} columns={loaded?.merged ? null : lanes.columns} />}
+        {sample && loaded && <RequestPanel run={run} sample={sample} attempt={attempt} columns={loaded?.merged ? null : lanes.columns} />}
         <section className="sec last">
           <button className="link" onClick={() => void exportTrace(run, view)}>Export to Perfetto</button>
           <p className="f s">Spans of the visible {duration(view.to - view.from)} as Chrome trace JSON.</p>

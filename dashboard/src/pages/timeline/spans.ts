@@ -11,6 +11,7 @@ export interface SpanColumns {
   sample_id: (string | null)[];
   start: number[];
   end: number[];
+  attempt?: (number | null)[];
   /** Spans that a row stands for, where the server merged them. */
   count?: number[];
   merged?: boolean;

@@ -1,0 +1,192 @@
+"""Numbers on the pages against the same numbers computed from the Parquet files of the record."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from playwright.sync_api import Locator, Page, expect
+from tests.pages.page_text import number, numbers, plain, shows, table
+from tests.pages.page_visit import Visit
+
+from telescope.record.reader import Run, list_runs
+
+LAST_STEPS = 10
+"""Steps over which a health cell takes the mean."""
+
+
+@pytest.fixture(scope="module")
+def record(runs: Path) -> Run:
+    """The record of the run `first`."""
+    return Run(runs / "first")
+
+
+def rows(record: Run, query: str) -> list[dict[str, Any]]:
+    """Rows of a query straight on the files."""
+    return record.sql(query).to_dicts()
+
+
+def values_of(record: Run, metric: str) -> list[float | None]:
+    """Values of a metric, a step each, without those that are not finite."""
+    found = rows(record, f"select metrics['{metric}'] as value from steps order by step")
+    return [None if row["value"] is None or row["value"] != row["value"] else row["value"] for row in found]
+
+
+def known(values: list[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def of_list(page: Page, name: str) -> Locator:
+    """The value behind a name in a list of names and values."""
+    return page.locator("dl.kv > div").filter(has=page.get_by_text(name, exact=True)).locator("dd").first
+
+
+def download(page: Page, click: Locator) -> str:
+    with page.expect_download() as begun:
+        click.click()
+    return begun.value.path().read_text()
+
+
+def test_runs_show_their_steps_and_rewards(visitor: Visit, runs: Path):
+    shown = table(visitor.open("").get_by_role("table"))
+    summaries = list_runs(runs)
+    assert len(shown) == len(summaries)
+    for summary, row in zip(summaries, shown, strict=True):
+        assert row["run"].split()[0] == summary.name
+        assert numbers(row["steps"]) == [summary.steps, summary.num_steps]
+        first, last = numbers(row["reward, first to last"])
+        assert (first, last) == pytest.approx((summary.reward_first, summary.reward_last), abs=0.006)
+
+
+def test_overview_shows_progress_and_health(visitor: Visit, record: Run):
+    page = visitor.open("first/overview")
+    summary = record.summary()
+    assert numbers(page.get_by_label("Progress").first.inner_text())[:2] == [summary.steps, summary.num_steps]
+    cells = page.get_by_label("Health").get_by_role("button").all()
+    compared = 0
+    for cell in cells:
+        metric = cell.get_attribute("title") or ""
+        if " / " not in metric and known(values_of(record, metric)):
+            mean = fmean(known(values_of(record, metric)[-LAST_STEPS:]))
+            text = plain(cell.locator(".n").inner_text())
+            assert shows(text, mean / 100 if "%" in text else mean), f"{metric}: {text}, not {mean}"
+            compared += 1
+    assert compared >= 3
+
+
+def test_charts_of_the_overview_end_with_the_last_step(visitor: Visit, record: Run):
+    page = visitor.open("first/overview")
+    for title, metric in {"Reward": "reward/all_groups/mean", "Entropy": "entropy", "Gradient norm": "grad_norm"}.items():
+        chart = page.locator("figure", has=page.get_by_text(title, exact=True))
+        assert shows(chart.locator(".v").inner_text(), known(values_of(record, metric))[-1]), title
+
+
+def test_metrics_show_the_last_value_of_each(visitor: Visit, record: Run):
+    page = visitor.open("first/metrics")
+    names = [row["name"] for row in rows(record, "select distinct unnest(map_keys(metrics)) as name from steps")]
+    tree = page.get_by_role("complementary", name="Metrics")
+    for name in names:
+        tree.get_by_role("searchbox").fill(name)
+        row = tree.locator(f'[title="{name}"]')
+        assert shows(row.locator(".r").inner_text(), known(values_of(record, name))[-1]), name
+
+
+def test_a_chart_saved_as_csv_has_the_values_of_the_record(visitor: Visit, record: Run):
+    page = visitor.open("first/metrics", {"metric": "entropy"})
+    page.get_by_role("button", name="More for entropy").first.click()
+    text = download(page, page.get_by_role("menuitem", name="Save as CSV"))
+    saved = list(csv.reader(text.splitlines()))[1:]
+    recorded = rows(record, "select step, metrics['entropy'] as value from steps order by step")
+    assert [(int(step), float(value)) for step, value in saved] == [(row["step"], row["value"]) for row in recorded]
+
+
+def test_rollouts_show_the_groups_of_a_step(visitor: Visit, record: Run):
+    page = visitor.open("first/rollouts", {"step": 5})
+    recorded = {row["group_id"]: row for row in rows(record, "select * from groups where step = 5")}
+    listed = page.get_by_role("listbox", name="Groups of the step").get_by_role("option").all()
+    assert len(listed) == len(recorded)
+    for option in listed:
+        row = recorded[int(plain(option.locator("span").first.inner_text()))]
+        assert number(option.locator("span.r").inner_text()) == pytest.approx(row["reward_mean"], abs=0.006)
+        assert option.locator(".sq i").count() == row["num_samples"]
+        assert (option.get_attribute("title") or "").startswith(row["status"])
+
+
+def test_rollouts_show_the_numbers_of_an_answer(visitor: Visit, record: Run):
+    (sample,) = rows(record, "select * from samples where status = 'kept' and reward = 1 order by step desc limit 1")
+    page = visitor.open("first/rollouts", {"step": sample["step"], "sample": sample["sample_id"], "view": "text"})
+    pane = page.get_by_role("complementary", name="Numbers")
+    assert shows(pane.locator(".big").nth(0).inner_text(), sample["reward"])
+    assert shows(pane.locator(".big").nth(1).inner_text(), sample["advantage"])
+    assert shows(of_list(page, "prompt").inner_text(), sample["prompt_tokens"])
+    assert shows(of_list(page, "this answer").inner_text(), sample["completion_tokens"])
+    assert of_list(page, "stopped by").inner_text() == sample["stop_reason"]
+    for name, value in sample["metrics"].items():
+        assert shows(of_list(page, name).inner_text(), value), name
+    expect(page.get_by_label("Conversation")).to_contain_text(sample["completion_text"])
+
+
+def test_facets_and_search_count_what_the_record_has(visitor: Visit, record: Run):
+    page = visitor.open("first/rollouts", {"list": "answers"})
+    facets = page.get_by_label("Search and facets")
+    counted = rows(record, "select status, count(*) as n from samples group by status")
+    for row in counted:
+        assert numbers(facets.get_by_role("checkbox", name=row["status"]).locator("b").inner_text()) == [row["n"]]
+    page.get_by_label("Search all answers and prompts").fill("answer_2 of group 1")
+    (found,) = rows(record, "select count(*) as n from samples where completion_text ilike '%answer_2 of group 1%'")
+    expect(facets.locator(".total")).to_have_text(f"{found['n']} answers")
+
+
+def test_a_critical_path_adds_up_to_its_step(visitor: Visit, record: Run):
+    page = visitor.open("first/timeline", {"step": 5})
+    (step,) = rows(record, "select ended_at - started_at as seconds from steps where step = 5")
+    parts = [number(row["s"]) for row in table(page.locator("table.cp"))]
+    whole = parts.pop()
+    assert whole == pytest.approx(step["seconds"], abs=0.006)
+    assert sum(part for part in parts if part is not None) == pytest.approx(whole, abs=0.01 * len(parts))
+
+
+def test_an_exported_trace_has_the_spans_of_the_view(visitor: Visit, record: Run):
+    page = visitor.open("first/timeline", {"t": "40-60"})
+    trace = json.loads(download(page, page.get_by_role("button", name="Export to Perfetto")))
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    info = record.info
+    assert info is not None
+    begin = info.started_at
+    inside = rows(
+        record, f'select name, start, "end" from spans where "end" >= {begin + 40} and start <= {begin + 60} order by start'
+    )
+    assert len(events) == len(inside)
+    shown = sorted((event["ts"] / 1e6, event["dur"] / 1e6) for event in events)
+    for (start, length), row in zip(shown, inside, strict=True):
+        assert start == pytest.approx(row["start"] - begin - 40, abs=1e-3)
+        assert length == pytest.approx(row["end"] - row["start"], abs=1e-3)
+
+
+def test_logs_show_the_newest_lines_and_count_the_errors(visitor: Visit, record: Run):
+    page = visitor.open("first/logs")
+    (count,) = rows(record, "select count(*) as n from logs")
+    assert numbers(page.locator(".logs .end").inner_text())[0] == count["n"]
+    newest = rows(record, "select message from logs order by time desc limit 1")[0]["message"]
+    expect(page.get_by_role("log")).to_contain_text(newest)
+    page.get_by_label("Search all lines").fill("step 7")
+    matching = rows(record, "select message from logs where message ilike '%step 7%'")
+    expect(page.get_by_role("log").locator(".lg")).to_have_count(len(matching))
+
+
+def test_compared_runs_show_the_settings_that_differ(visitor: Visit, runs: Path):
+    page = visitor.open("first/compare", {"with": "second"})
+    configs = []
+    for name in ("first", "second"):
+        row = rows(Run(runs / name), "select config_json from runs")[0]
+        configs.append(json.loads(row["config_json"])["values"])
+    differing = {key for key in configs[0].keys() | configs[1].keys() if configs[0].get(key) != configs[1].get(key)}
+    shown = page.get_by_role("table").locator("tbody tr td:first-child.m").all_inner_texts()
+    assert set(shown) == differing
+    for key in differing:
+        cells = page.get_by_role("row", name=key).locator("td").all_inner_texts()
+        assert [plain(cell) for cell in cells[1:]] == [str(config.get(key)) for config in configs]
