@@ -149,7 +149,6 @@ export function Rollouts() {
           {list === "groups" ? (
             <span className="cut">
               <b>Step {number(step)}</b> <span className="d">{count(all.length)} groups, {[`${count(keptGroups)} kept`, ...others].join(", ")}</span>
-              {fresh > 0 && <> <button className="link d" onClick={() => setParams({ step: String(newest), sample: null })}>{fresh} newer</button></>}
             </span>
           ) : (
             <span>
@@ -159,6 +158,7 @@ export function Rollouts() {
               </select>
             </span>
           )}
+          {list === "groups" && fresh > 0 && <button className="link d nb" onClick={() => setParams({ step: String(newest), sample: null })}>{fresh} newer</button>}
           <span className="seg small" role="group" aria-label="List">
             <button aria-pressed={list === "groups"} onClick={() => setParams({ list: null, search: null, ...Object.fromEntries(Object.keys(chosenFacets(params)).map((name) => [name, null])) })}>step</button>
             <button aria-pressed={list === "answers"} onClick={() => setParams({ list: "answers" })}>all</button>
