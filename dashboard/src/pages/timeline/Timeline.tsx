@@ -62,12 +62,12 @@ export function Timeline() {
 
   // The first view: as the address says, else the named step, else the newest seconds.
   useEffect(() => {
-    if (view || !bounds || !steps) return;
+    if (view || !bounds || !steps || !info) return;
     const place = /^(-?[\d.]+)-(-?[\d.]+)$/.exec(params.t ?? "");
     if (place) setRaw({ from: origin + Number(place[1]), to: origin + Number(place[2]) });
     else if (Number.isInteger(named)) setRaw(fitStep(steps, named) ?? lastSeconds(bounds));
     else setRaw(live ? follow(lastSeconds(bounds), bounds.to) : (fitStep(steps, steps.step.at(-1) ?? 0) ?? lastSeconds(bounds)));
-  }, [view, bounds, steps]);
+  }, [view, bounds, steps, info]);
   // A step that is chosen elsewhere (ruler, [ ]) comes into view.
   useEffect(() => {
     if (!steps || !view || !Number.isInteger(named)) return;
